@@ -29,7 +29,6 @@ from verl_tlt.drafter import (
     DrafterMemory,
     DrafterTrainer,
     default_attention,
-    device_residency,
     fingerprint,
     pack,
 )
@@ -144,7 +143,7 @@ def residency(bench: Bench, name: str) -> dict[str, Any]:
     turns = []
     for _ in range(3):
         start = clock(bench.device)
-        with patch.object(device_residency, "_copy", copy), DeviceResidency(memory, device):
+        with patch("verl_tlt.drafter.memory._copy", copy), DeviceResidency(memory, device):
             there, arrived = sum(crossed), clock(bench.device)
         back, home = sum(crossed) - there, clock(bench.device)
         crossed.clear()

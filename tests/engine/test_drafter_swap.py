@@ -7,8 +7,8 @@ from tiny_engine import prompts, sampled
 
 from benchmarks.lossless.tiny_policy import H
 from verl_tlt.drafter import fingerprint
+from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.drafter.digest import combined
-from verl_tlt.drafter.staging import stage
 from verl_tlt.vllm_worker.live_drafter import own_buffers
 
 pytestmark = pytest.mark.engine

@@ -14,8 +14,8 @@ from benchmarks.lossless.judged import FAILS
 from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import VerifierWeights, most_frequent, to_numpy16
+from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.drafter.digest import combined
-from verl_tlt.drafter.staging import stage
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner

@@ -7,7 +7,7 @@ import pytest
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import load_drafter, save_drafter
-from verl_tlt.drafter.staging import stage
+from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 from verl_tlt.trainer.run_setup import first_drafter
 

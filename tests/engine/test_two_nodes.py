@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from recorded import ENVIRONMENT, end_ray
 
-from verl_tlt.drafter.staging import stage
+from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages.rollout import DrafterFile
 

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from verl_tlt.drafter.checkpoint import replaced
-from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
+from verl_tlt.drafter.checkpoint import STAGE_DIR, replaced, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import (
@@ -215,7 +214,7 @@ def test_where_permissions_tell_nothing_is_sealed(tmp_path):
 
 def test_a_drafter_is_staged_and_loaded_in_private(tmp_path, monkeypatch):
     directory = tmp_path / "drafter"
-    monkeypatch.setenv(DIRECTORY, str(directory))
+    monkeypatch.setenv(STAGE_DIR, str(directory))
     stage("{}", b"weights", directory)
     assert oct(directory.stat().st_mode & 0o777) == "0o700"
     assert {oct(file.stat().st_mode & 0o777) for file in directory.iterdir()} == {"0o600"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Around = Callable[["TensorDict", bool, Callable[[], object]], object]
 """(micro-batch, forward_only, the engine's own forward step) -> what that step returns."""
+EngineAdapter: TypeAlias = "FSDPAdapter | MegatronAdapter"
 
 
 class Untapped(TLTError, ValueError):
@@ -41,27 +42,6 @@ class TokenSpan:
     """Token after the last."""
     at: int
     """Index of the first one on the axis."""
-
-
-class EngineAdapter(Protocol):
-    """What the tap needs of a training engine."""
-
-    layers: int
-    """Decoder layers of the policy."""
-
-    def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """(number, module) of the decoder layers on this rank, and (`layers`, module) of the final norm."""
-        ...
-
-    def intercept(self, around: Around) -> None:
-        """Call `around` in place of every forward step of the engine."""
-        ...
-
-    def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
-        """For each sequence (of so many tokens) of the micro-batch: its token axis [N, H] in a layer's input `state`,
-        and its tokens there.
-        """
-        ...
 
 
 def adapt(engine: BaseEngine) -> EngineAdapter:
@@ -90,15 +70,16 @@ class FSDPAdapter:
         except DrafterError as error:
             raise Untapped(str(error)) from error
         self.layers = len(self._decoder.layers)
+        """Decoder layers of the policy."""
         self._slice = torch.distributed.get_rank(engine.ulysses_parallel_group) if engine.use_ulysses_sp else None
 
     def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """Every layer is on every rank."""
+        """(number, module) of the decoder layers on this rank, here all, and (`layers`, module) of the final norm."""
         yield from enumerate(self._decoder.layers)
         yield self.layers, self._decoder.norm
 
     def intercept(self, around: Around) -> None:
-        """Shadow the engine's method with an attribute of the instance."""
+        """Call `around` in place of every forward step of the engine: the instance's attribute shadows the method."""
         original = self._engine.forward_step
 
         def forward_step(micro_batch: TensorDict, loss_function: object, forward_only: bool) -> object:
@@ -107,7 +88,10 @@ class FSDPAdapter:
         self._engine.forward_step = forward_step
 
     def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
-        """Packed: one row [1, sum L_b, H], padded at its end; otherwise right-padded rows [B, max L_b, H]."""
+        """For each sequence (of so many tokens) of a micro-batch: its token axis [N, H] in a layer's input, its spans.
+
+        `state` is packed, one row [1, sum L_b, H] padded at its end, or right-padded rows [B, max L_b, H].
+        """
         if state.shape[0] == len(lengths) and self._slice is None:  # also a packed batch of one: the same thing
             return [(state[i], [TokenSpan(0, length, 0)]) for i, length in enumerate(lengths)]
         found, begin = [], 0
@@ -176,7 +160,7 @@ class MegatronAdapter:
                 yield self.layers, decoder.final_layernorm
 
     def intercept(self, around: Around) -> None:
-        """Shadow the engine's method, which draws its micro-batch from an iterator, by an attribute of the instance."""
+        """As `FSDPAdapter.intercept`; this engine's method draws its micro-batch from an iterator."""
         engine, original = self._engine, self._engine.forward_step
 
         def forward_step(batches: Iterator[TensorDict], model: object, *args: object, **kwargs: object) -> object:
@@ -187,33 +171,27 @@ class MegatronAdapter:
         engine.forward_step = forward_step
 
     def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
-        """Packed: one axis [T, 1, H]; otherwise an axis for each sequence, [S, B, H], as long as the longest."""
+        """As `FSDPAdapter.locate`; packed is one axis [T, 1, H], padded one for each [S, B, H]."""
         size = state.shape[0]
         rank, ranks = self._cp
-        if self._begins is None:
-            padded = size * ranks * (self._tp_size if self._split else 1)
-            spans = [zigzag(length, padded, 0, rank, ranks) for length in lengths]
-        else:
-            edges = self._begins
-            spans = [
-                zigzag(length, edges[i + 1] - edges[i], edges[i] // ranks, rank, ranks)
-                for i, length in enumerate(lengths)
-            ]
-        if self._split:
-            spans = [even_split(of_one, size, self._tp) for of_one in spans]
-        packed = self._begins is not None
-        return [(state[:, 0 if packed else i], of_one) for i, of_one in enumerate(spans)]
+        found, edges = [], self._begins
+        for i, length in enumerate(lengths):
+            if edges is None:
+                padded, at = size * ranks * (self._tp_size if self._split else 1), 0
+            else:
+                padded, at = edges[i + 1] - edges[i], edges[i] // ranks
+            spans = zigzag(length, padded, at, rank, ranks)
+            if self._split:
+                spans = even_split(spans, size, self._tp)
+            found.append((state[:, i if edges is None else 0], spans))
+        return found
 
 
 def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[TokenSpan]:
     """What context parallelism leaves of one sequence: chunk `rank` and chunk `-1 - rank` of `2 * ranks` equal ones.
 
-    Args:
-        length: tokens of the sequence.
-        padded: the same with the padding that makes chunks equal; anything with one rank.
-        at: where its share begins on the axis.
-        rank: of this rank in the context-parallel group.
-        ranks: size of that group.
+    `padded`: its length with the padding that makes chunks equal; `at`: where its share begins on the axis; `rank` and
+    `ranks`: place in the context-parallel group, and its size.
     """
     if ranks == 1:
         return [TokenSpan(0, length, at)]

@@ -1,10 +1,9 @@
 """The hidden-state tap: copies hidden states out of the old-log-prob forward, for sequences chosen beforehand.
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm
-(EAGLE-3; TLT section 5). verl's engines compute these in every step, with the weights that produced the rollout, so
-forward hooks copy the chosen tokens and nothing else. Each rank copies the tokens and layers it has;
-`spot_worker.worker` joins them. Hidden states are heavy (28-64 KB a token for 7B-70B policies), so sequences are chosen
-beforehand and long ones are cut to a window.
+(EAGLE-3; TLT section 5). verl's engines compute these in every step, with the weights that produced the rollout.
+Forward hooks on each rank copy the chosen tokens of the layers it has; `spot_worker.worker` joins them. Hidden states
+are heavy (28-64 KB a token for 7B-70B policies), so few sequences are chosen, and long ones are cut to a window.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
-from verl_tlt.drafter.host_memory import LockedPool
+from verl_tlt.drafter.memory import LockedPool
 from verl_tlt.messages.training import HiddenStateShard
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ class _MicroBatch:
                 held[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
 
     def shards(self, wanted: tuple[int, ...], host: LockedPool) -> tuple[list[HiddenStateShard], Copies | None]:
-        """What this rank holds of each chosen sequence, on the host; from CUDA it comes while the forward goes on."""
+        """The chosen tokens of each sequence, on the host; from CUDA they come while the forward goes on."""
         cuda = next((state.is_cuda for held in self._slices.values() for state in held.values()), False)
         begun = _mark() if cuda else None
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)

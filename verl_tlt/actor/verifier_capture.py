@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter import to_numpy16
-from verl_tlt.drafter.host_memory import page_locked, views
+from verl_tlt.drafter.memory import page_locked, views
 from verl_tlt.drafter.verifier import policy_part
 from verl_tlt.messages.training import VerifierArrays
 

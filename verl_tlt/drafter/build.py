@@ -21,7 +21,6 @@ from verl_tlt.drafter.policy import (
     MTP,
     DrafterError,
     PolicyLike,
-    PolicyShape,
     aux_layers_for,
     check_aux_layers,
     drafter_rope,
@@ -31,15 +30,14 @@ from verl_tlt.drafter.policy import (
 from verl_tlt.drafter.schema import library_fields
 
 _SELF = 8.0
-"""About the logit of a position with itself, in a new drafter's attention."""
+"""A new drafter's keys and queries are initialised so that a position's attention logit for itself is about this."""
 _NOISE = 0.3
-"""Size of what its values and outputs hold besides the token, relative to what comes in."""
+"""Standard deviation of a new drafter's values and outputs beside the token's embedding, relative to their inputs."""
 
 if TYPE_CHECKING:
     import numpy as np
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.models.mtp.config import MTPSpeculatorConfig
-    from transformers import LlamaConfig
 
 
 def default_attention(device: torch.device | str) -> str:
@@ -70,38 +68,34 @@ def drafter_config(
         DrafterError: an unsupported policy, or aux layers it does not have.
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from transformers import LlamaConfig
 
     shape = policy_shape(policy)
     if why := unsupported(shape.model_type, shape.architectures):
         raise DrafterError(f"{shape.source}: model_type {shape.model_type!r} is not supported; {why}.")
     layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
     check_aux_layers(layers, shape.num_layers, "aux_layers")
-    return Eagle3SpeculatorConfig(
-        transformer_layer_config=_layer_config(shape, intermediate_size, max_position_embeddings),
-        draft_vocab_size=draft_vocab_size or shape.vocab_size,
-        norm_before_residual=True,
-        eagle_aux_hidden_state_layer_ids=list(layers),
-        speculators_config=library_fields("eagle3", shape),
-    )
-
-
-def _layer_config(shape: PolicyShape, width: int | None, context: int | None) -> LlamaConfig:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
+    layer = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=width or shape.intermediate_size,
+        intermediate_size=intermediate_size or shape.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         hidden_act="silu",  # the only one that vLLM's head has
         rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=context or shape.max_position_embeddings + LONGEST_DRAFT,
+        max_position_embeddings=max_position_embeddings or shape.max_position_embeddings + LONGEST_DRAFT,
         rope_parameters=drafter_rope(shape.rope),
         tie_word_embeddings=False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    )
+    return Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=draft_vocab_size or shape.vocab_size,
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=list(layers),
+        speculators_config=library_fields("eagle3", shape),
     )
 
 
@@ -149,17 +143,15 @@ def build_drafter(
 def begin_at_the_token(model: Eagle3DraftModel) -> None:
     """Have half of a new layer's heads begin by adding the embedding of their position's token to the residual stream.
 
-    That stream holds the policy's state alone, so the token drawn after it is known through attention only, and a layer
-    that begins with random keys spends most of its first steps on finding its own position
-    (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
+    That stream holds the policy's state alone, and a layer with random keys spends most of its first steps on finding
+    its own position (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
     """
     attention, hidden = model.layers[0].self_attn, model.hidden_size
     size = attention.head_dim
     key, value, query, out = (getattr(attention, f"{name}_proj").weight for name in "kvqo")
     groups, rows = len(query) // len(key), size * math.ceil(len(key) // size / 2)
 
-    def for_queries(held: torch.Tensor) -> torch.Tensor:
-        """[rows, X] to [rows * groups, X]: what belongs to a key head, for each of its query heads."""
+    def for_queries(held: torch.Tensor) -> torch.Tensor:  # [rows, X] of key heads to [rows * groups, X] of query heads
         return held.view(-1, 1, size, held.shape[1]).expand(-1, groups, -1, -1).flatten(0, 2)
 
     key, query, value, out = key[:rows], query[: rows * groups], value[:rows], out[:, : rows * groups]
@@ -191,10 +183,7 @@ def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:
 
 
 def has_chosen_tokens(model: Eagle3DraftModel) -> bool:
-    """Whether the tokens it drafts are final: its own, all, or chosen; the first ones of the policy stand for none yet.
-
-    Low ids are those that the tokenizer merged first, so they are frequent ones as long as nothing was counted.
-    """
+    """Whether the tokens it drafts are final: its own, all, or chosen; the policy's first ones stand for none yet."""
     return has_own_head(model) or not model.use_draft_vocab or bool(model.d2t.any())
 
 
@@ -239,7 +228,7 @@ def _model_class(kind: str) -> type[Eagle3DraftModel]:
 
 
 def make_room(module: torch.nn.Module) -> torch.Tensor:
-    """The weight of a drafter's embedding or head, on memory of its own."""
+    """The weight of a drafter's embedding or head, which gets memory where it had none (`instantiate`)."""
     weight = module.get_parameter("weight")
     if 0 in weight.stride():
         weight.data = torch.empty_like(weight, memory_format=torch.contiguous_format)

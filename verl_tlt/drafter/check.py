@@ -9,42 +9,62 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from verl_tlt.drafter.mtp_tensors import head_files
-from verl_tlt.drafter.other_layouts import check_kind, is_other_layout, to_speculators_config
+from verl_tlt.drafter.other_layouts import MAPS, check_kind, is_other_layout, speculators_name, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     CONFIG,
     INDEX,
     LONGEST_DRAFT,
     MTP,
+    NUM_AUX,
     WEIGHTS,
     DrafterError,
     Fields,
-    Header,
     Model,
     NotHereError,
     PolicyLike,
     PolicyShape,
     check_aux_layers,
     folder,
+    headers,
     is_name,
     policy_shape,
     read_json,
     tensor_files,
 )
 from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
-from verl_tlt.drafter.tensors import check_tensors
+from verl_tlt.drafter.tensor_file import FLOATS, Header, TensorFile
 from verl_tlt.files.ownership import TRUSTED_MOUNT, other_owner, sealed
 
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
+MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
+_POLICYS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+"""Beginnings of names of what a file may hold besides: copies of the policy's tensors, and tables that are computed."""
 
 
-def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0, also_owner: int | None = None) -> None:
+class CheckedDrafter(NamedTuple):
+    """A drafter's files on this disk, which fit its policy."""
+
+    method: str
+    """As `tlt.drafter.method` says it: "eagle3" or "mtp"."""
+    config: Fields
+    """What is staged as its config.json, of known fields alone; empty for an MTP head, which follows its policy."""
+    tensors: dict[str, Header]
+    """Where each tensor is, by speculators' names; an MTP head's by the policy's."""
+
+
+def check_drafter(
+    directory: Model, policy: PolicyLike, min_context: int = 0, also_owner: int | None = None
+) -> CheckedDrafter:
     """Return when `directory` is a complete drafter that fits `policy`: an EAGLE-3 head, or the policy's MTP head.
 
     Args:
@@ -57,26 +77,16 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0, al
     Raises:
         DrafterError: the first thing that does not fit.
     """
-    locate_drafter(directory, policy, min_context, also_owner)
-
-
-def locate_drafter(directory: Model, policy: PolicyLike, min_context: int, also_owner: int | None) -> dict[str, Header]:
-    """Where the tensors of a drafter are, by speculators' names, when it passes `check_drafter`."""
     path = drafter_folder(directory)
     check_owner(path, also_owner)
-    shape = policy_shape(policy)
-    if drafter_method(path) == MTP:
-        found = head_files(path, shape)
+    shape, said = policy_shape(policy), read_json(path / CONFIG)
+    if said.get("speculators_model_type") == MTP:
+        found = CheckedDrafter(MTP, {}, head_files(path, shape))
     else:
-        config = read_config(path, shape, min_context)
-        found = check_tensors(path, config, others=is_other_layout(read_json(path / CONFIG)))
+        config = _served_config(said, path / CONFIG, shape, min_context)
+        found = CheckedDrafter("eagle3", config, _check_tensors(path, config, others=is_other_layout(said)))
     _check_tokenizer(path, policy)
     return found
-
-
-def drafter_method(path: Path) -> str:
-    """What the drafter in a folder is, as `tlt.drafter.method` says it."""
-    return MTP if read_json(path / CONFIG).get("speculators_model_type") == MTP else "eagle3"
 
 
 def check_config(path: Path) -> None:
@@ -96,8 +106,8 @@ def check_config(path: Path) -> None:
 def check_owner(drafter: Model, also: int | None = None) -> None:
     """Raise a `DrafterError` where others than this user, root and user `also` can have put a file of the drafter."""
     path = drafter_folder(drafter)
-    names = [CONFIG, PROVENANCE, WEIGHTS, INDEX]
-    if (reason := _other(path, names, also)) is None and (path / INDEX).is_file():
+    reason = _other(path, (CONFIG, PROVENANCE, WEIGHTS, INDEX), also)
+    if reason is None and (path / INDEX).is_file():
         reason = _other(path, sorted(set(tensor_files(path)[1].values())), also)
     if reason and not sealed(path):
         raise DrafterError(
@@ -121,13 +131,16 @@ def drafter_folder(drafter: Model) -> Path:
     return path
 
 
-def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """The drafter's config as it is staged, in speculators' form: checked, and of known fields alone (`DrafterError`).
+# ------------------------------------------------------------------ its config
 
-    `max_position_embeddings` is at most what an engine of this policy needs: vLLM computes a table of so many rows.
-    """
-    file = path / CONFIG
-    config, layer_at = read_json(file), "transformer_layer_config."
+
+def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
+    """The config of the EAGLE-3 drafter in `path` as it is staged (`CheckedDrafter.config`); a `DrafterError`."""
+    return _served_config(read_json(path / CONFIG), path / CONFIG, policy, min_context)
+
+
+def _served_config(config: Fields, file: Path, policy: PolicyShape, min_context: int) -> Fields:
+    layer_at = "transformer_layer_config."
     if is_other_layout(config):
         config, layer_at = to_speculators_config(config, policy, file), ""
     drafter, prefix = checked(config, str(file), layer_at), f"{file}: {layer_at}"
@@ -153,7 +166,7 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
 
 
 def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str) -> int:
-    """`max_position_embeddings` of the drafter that is served."""
+    """`max_position_embeddings` to serve: at most what an engine of this policy needs, as vLLM makes a row of each."""
     context, rope = layer.max_position_embeddings, layer.rope_parameters.rope_type
     needed = max(min_context, policy.max_position_embeddings + LONGEST_DRAFT)
     if rope in COMPUTED_ROPE:
@@ -165,6 +178,107 @@ def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str)
         )
     check_rows(layer, policy, needed, prefix)
     return context
+
+
+# ------------------------------------------------------------------ its tensors
+
+
+def _check_tensors(directory: Path, config: Fields, others: bool) -> dict[str, Header]:
+    """Where the drafter's tensors are, by speculators' names, whichever the files give them.
+
+    A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form;
+    `others`: the names are SafeAILab's, SpecForge's or ModelOpt's.
+    """
+    wanted, (listing, owners) = _wanted(config), tensor_files(directory)
+    names: dict[str, str] = {}
+    for name in owners:
+        known = speculators_name(name) if others else name
+        if known in names:
+            raise DrafterError(f"{listing}: {name} and {names[known]} are the same tensor of the drafter.")
+        if known is not None:
+            names[known] = name
+    held = headers(directory, listing, {name: owners[name] for name in names.values()})
+    found = {known: held[name] for known, name in names.items()}
+    vocab = config["transformer_layer_config"]["vocab_size"]
+    for name, shape in {**wanted, **({"t2d": [vocab]} if "t2d" in found and "d2t" in wanted else {})}.items():
+        if name not in found:
+            raise DrafterError(f"{listing} has no tensor {name!r}.")
+        found[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
+    if unknown := sorted(name for name in found.keys() - wanted.keys() - set(MAPS) if not name.startswith(_POLICYS)):
+        raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
+    if "d2t" in found:
+        _check_maps(found, config["draft_vocab_size"], vocab)
+    return found
+
+
+def _wanted(config: Fields) -> dict[str, list[int]]:
+    """Shapes of all tensors an EAGLE-3 head of this config has, without those that vLLM may share with the policy."""
+    layer = config["transformer_layer_config"]
+    hidden, inner = layer["hidden_size"], layer["intermediate_size"]
+    queries = layer["num_attention_heads"] * layer["head_dim"]
+    keys = layer["num_key_value_heads"] * layer["head_dim"]
+    block, attention, mlp = "layers.0.", "layers.0.self_attn.", "layers.0.mlp."
+    wanted = {
+        "fc.weight": [hidden, NUM_AUX * hidden],
+        "norm.weight": [hidden],
+        f"{block}input_layernorm.weight": [hidden],
+        f"{block}hidden_norm.weight": [hidden],
+        f"{block}post_attention_layernorm.weight": [hidden],
+        f"{attention}q_proj.weight": [queries, 2 * hidden],
+        f"{attention}k_proj.weight": [keys, 2 * hidden],
+        f"{attention}v_proj.weight": [keys, 2 * hidden],
+        f"{attention}o_proj.weight": [hidden, queries],
+        f"{mlp}gate_proj.weight": [inner, hidden],
+        f"{mlp}up_proj.weight": [inner, hidden],
+        f"{mlp}down_proj.weight": [hidden, inner],
+    }
+    if layer["attention_bias"]:
+        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        wanted |= {f"{attention}{name}.bias": [width] for name, width in widths.items()}
+    if config["fc_norm"]:
+        wanted |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
+    if config["norm_before_fc"]:
+        wanted["input_norm.weight"] = [NUM_AUX * hidden]
+    draft_vocab, vocab = config["draft_vocab_size"], layer["vocab_size"]
+    if draft_vocab != vocab or config.get("own_head"):
+        wanted["lm_head.weight"] = [draft_vocab, hidden]
+    if draft_vocab != vocab:
+        wanted["d2t"] = [draft_vocab]
+    return wanted
+
+
+def _check_maps(found: Mapping[str, Header], drafted: int, vocab: int) -> None:
+    """Draft id i stands for token i + d2t[i]: ascending tokens of the policy, those that t2d marks if it is there."""
+    file = found["d2t"].file
+    if found["d2t"].shape != [drafted] or found["d2t"].kind not in MAP_TYPES["d2t"]:
+        raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
+    offsets = _array(found["d2t"]).astype(np.int64)  # [DV]
+    ids = np.arange(len(offsets))
+    wrong = np.flatnonzero((offsets < -ids) | (offsets >= vocab - ids))
+    if wrong.size:
+        i = int(wrong[0])
+        raise DrafterError(
+            f"{file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}, outside "
+            f"0..{vocab - 1}."
+        )
+    tokens = ids + offsets
+    if (wrong := np.flatnonzero(np.diff(tokens) <= 0)).size:
+        i = int(wrong[0])
+        raise DrafterError(
+            f"{file}: d2t must name ascending distinct tokens, but draft ids {i} and {i + 1} stand for {tokens[i]} and "
+            f"{tokens[i + 1]}."
+        )
+    if drafted < vocab and "t2d" in found and not np.array_equal(tokens, np.flatnonzero(_array(found["t2d"]))):
+        where = found["t2d"].file
+        raise DrafterError(f"{where}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
+
+
+def _array(header: Header) -> np.ndarray:
+    with TensorFile(header.file) as reader:
+        return reader.get_array(header.name)
+
+
+# ------------------------------------------------------------------ its vocabulary
 
 
 def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
@@ -191,21 +305,15 @@ def tokenizer_hash(policy: Model) -> str | None:
         return None
     if not file.is_file():
         return None
+    content = read_json(file)
     try:
-        text = _words(read_json(file))
+        words = (content.get("model") or {}).get("vocab") or {}
+        pairs = list(words.items()) if isinstance(words, dict) else [(word, i) for i, (word, *_) in enumerate(words)]
+        pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
+        text = json.dumps(sorted(set(pairs)), ensure_ascii=True)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        if isinstance(error, DrafterError):
-            raise
         raise DrafterError(f"{file} is no tokenizer: {error!r}.") from error
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _words(content: Fields) -> str:
-    """All tokens of a tokenizer with their ids, as one text."""
-    words = (content.get("model") or {}).get("vocab") or {}
-    pairs = list(words.items()) if isinstance(words, dict) else [(word, i) for i, (word, *_) in enumerate(words)]
-    pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
-    return json.dumps(sorted(set(pairs)), ensure_ascii=True)
 
 
 def files_digest(files: Iterable[Path]) -> str:

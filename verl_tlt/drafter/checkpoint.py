@@ -9,7 +9,6 @@ trained with.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import json
 import logging
@@ -25,17 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
-from verl_tlt.drafter.check import (
-    PROVENANCE,
-    TOKENIZER,
-    drafter_folder,
-    drafter_method,
-    locate_drafter,
-    read_config,
-    tokenizer_hash,
-)
+from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
-from verl_tlt.drafter.mtp_tensors import read_head
+from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.other_layouts import MAPS
 from verl_tlt.drafter.policy import (
     CONFIG,
@@ -46,12 +37,12 @@ from verl_tlt.drafter.policy import (
     Fields,
     Model,
     PolicyLike,
+    PolicyShape,
     policy_shape,
     read_json,
 )
-from verl_tlt.drafter.tensor_file import TensorFile
-from verl_tlt.drafter.tensors import not_finite, read_tensors
-from verl_tlt.files.ownership import seal
+from verl_tlt.drafter.tensor_file import Header, TensorFile, not_finite, read_tensors
+from verl_tlt.files.ownership import check_private, replacing, seal
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -59,13 +50,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STAGE_DIR = "TLT_DRAFTER_DIR"
+"""Environment variable of a server and its children: the private directory in which this node's drafter is staged."""
 STATE = "training/training_state.safetensors"
 """In a folder of its own: the folder of `config.json` holds only what is served."""
 _HEADER = "state"
 _TENSOR = "tensor"
 """A tensor's place in a state's JSON says its name: `{"tensor": "parameters/fc.weight"}`."""
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
 
 
@@ -109,13 +100,35 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
 
 
 def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:
-    """The drafter of `to_drafter_file`, in float32 on the host: files of our own, which need no check, nor a disk on
-    which a process that is killed would leave them. `attention` is `build_drafter`'s.
+    """The drafter of `to_drafter_file`, in float32 on the host: files of our own, which need no check.
+
+    `attention` is `build_drafter`'s.
     """
     from safetensors.torch import load
     from speculators import SpeculatorModelConfig
 
     return _filled(SpeculatorModelConfig.from_dict(json.loads(config)), load(weights), attention)
+
+
+def stage(config: str, weights: bytes, directory: Path) -> None:
+    """Write `to_drafter_file`'s files where the engine processes of this node load them, in a private directory.
+
+    A reader finds the old drafter or the new one, never half of either. A `TLTError` where the directory is another
+    user's or open to others.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory)
+    # The weights come last: whoever reads the new weights also finds the configuration they need.
+    for name, content in ((CONFIG, config.encode()), (WEIGHTS, weights)):
+        with replacing(directory / name, mode=0o600) as file:
+            file.write(content)
+
+
+def staged_weights() -> Path:
+    """The weights that the server of this node staged; a `TLTError` where others may have written them."""
+    directory = Path(os.environ[STAGE_DIR])
+    check_private(directory)
+    return directory / WEIGHTS
 
 
 def save_drafter(
@@ -127,7 +140,7 @@ def save_drafter(
     training_state: Mapping[str, object] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write the drafter so that `directory` is either complete or what it was before.
+    """Write the drafter so that `directory` is complete, or what it was before.
 
     Args:
         model: the drafter.
@@ -183,14 +196,13 @@ def load_drafter(
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
-    path = drafter_folder(directory)
-    found = locate_drafter(path, policy, min_context, also_owner)
-    if drafter_method(path) == MTP:
-        return load_own_head(path, policy, attention=attention, device=device)
-    config = Eagle3SpeculatorConfig.from_dict(read_config(path, policy_shape(policy), min_context))
+    found = check_drafter(directory, policy, min_context, also_owner)
+    if found.method == MTP:
+        return _own_head(policy_shape(policy), found.tensors, attention, device)
+    config = Eagle3SpeculatorConfig.from_dict(found.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
-    tensors = read_tensors(found)
+    tensors = read_tensors(found.tensors)
     if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
         tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
@@ -207,11 +219,16 @@ def load_own_head(
     A `DrafterError` where the policy is of another family than those of `mtp_tensors`, or `source` has no head of its
     shape. `attention` is `build_drafter`'s.
     """
+    shape = policy_shape(policy)
+    return _own_head(shape, head_files(source, shape), attention, device)
+
+
+def _own_head(
+    shape: PolicyShape, head: Mapping[str, Header], attention: str | None, device: torch.device | str
+) -> Eagle3DraftModel:
     from verl_tlt.drafter.mtp import mtp_config
 
-    shape = policy_shape(policy)
-    tensors = read_head(source, shape)
-    return _filled(mtp_config(shape), tensors, attention or default_attention(device)).to(device)
+    return _filled(mtp_config(shape), read_tensors(head), attention or default_attention(device)).to(device)
 
 
 def _filled(
@@ -251,9 +268,14 @@ def write_state(state: Mapping[str, object], file: Path) -> None:
 
 def read_state(file: Path) -> Fields:
     """What `write_state` wrote, on the host; a `DrafterError` where the file is damaged or holds something else."""
+
+    def with_tensor(value: Fields) -> Any:
+        at_tensor = value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str)
+        return reader.get_tensor(value[_TENSOR]) if at_tensor else value
+
     try:
-        with TensorFile(file, "pt") as reader:
-            return _with_tensors(json.loads(reader.metadata[_HEADER]), reader)
+        with TensorFile(file) as reader:
+            return json.loads(reader.metadata[_HEADER], object_hook=with_tensor)
     except (KeyError, ValueError, RecursionError) as error:
         raise DrafterError(f"{file} is damaged, or no training state: {error}.") from error
 
@@ -267,16 +289,6 @@ def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, t
         return {str(key): _without_tensors(item, (*place, str(key)), tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_tensors(item, (*place, str(i)), tensors) for i, item in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, reader: TensorFile) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str):
-            return reader.get_tensor(value[_TENSOR])
-        return {key: _with_tensors(item, reader) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(item, reader) for item in value]
     return value
 
 
@@ -305,7 +317,6 @@ def _is_share(value: object) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    """Releases a drafter depends on, as installed."""
     import verl_tlt
 
     found = {"verl_tlt": verl_tlt.__version__}
@@ -363,12 +374,14 @@ def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
 def replaced(target: Path) -> Iterator[Path]:
     """Yield an empty directory beside `target`, which takes its name when the block ends and is removed when it raises.
 
-    Files are flushed to disk before that. A process killed inside the block leaves a `.NAME.new-*` that nothing reads.
-    Where `target` is a link, it stays one, and what it points to is replaced.
+    Files are flushed to disk before that. A process killed inside the block leaves a `.NAME.new-*` that nothing reads;
+    one killed between the two renames that replace a directory leaves the old one as `.NAME.old-*`, and none with the
+    name. Where `target` is a link, it stays one, and what it points to is replaced.
     """
     target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".{target.name}.new-{secrets.token_hex(4)}"
+    unique = secrets.token_hex(4)
+    draft, old = target.parent / f".{target.name}.new-{unique}", target.parent / f".{target.name}.old-{unique}"
     draft.mkdir()
     try:
         yield draft
@@ -378,30 +391,19 @@ def replaced(target: Path) -> Iterator[Path]:
         seal(draft)
         for path in (*draft.rglob("*"), draft):
             _flush(path)
-        _rename_over(draft, target)
+        replaces = os.path.lexists(target)
+        if replaces:  # a directory that holds something cannot be renamed over
+            target.rename(old)
+        try:
+            draft.rename(target)
+        except OSError:
+            if replaces:
+                old.rename(target)
+            raise
         _flush(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _rename_over(draft: Path, target: Path) -> None:
-    """Give `draft` the name `target`; what had the name is then called `draft`."""
-    if not os.path.lexists(target):
-        draft.rename(target)
-        return
-    exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux exchanges two names at once
-    names = (_AT_FDCWD, os.fsencode(draft), _AT_FDCWD, os.fsencode(target))
-    if exchange is not None and exchange(*names, _RENAME_EXCHANGE) == 0:
-        return
-    # File systems without an exchange (NFS): for an instant no directory has the name; the old one still exists.
-    aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
-    target.rename(aside)
-    try:
-        draft.rename(target)
-    except OSError:
-        aside.rename(target)
-        raise
-    aside.rename(draft)
 
 
 def _flush(path: Path) -> None:

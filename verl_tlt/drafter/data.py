@@ -1,18 +1,23 @@
-"""Training data of the drafter: what the policy computed for a text, aligned as vLLM feeds a drafter, and packed.
+"""Training data of the drafter: what the policy computed for a text, aligned as vLLM feeds a drafter, packed, and fed.
 
 At step t vLLM feeds the drafter token x_{t+1} with the policy's hidden state g_t at position t, and asks for the
 distribution of x_{t+2}, which the policy answers from y_{t+1} (`SpecDecodeBaseProposer.set_inputs_first_pass`). A row
 of a batch is exactly that triple. A sequence of L tokens makes L - 1 rows.
+
+Packing a micro-batch takes a good part of a training step, in which the device would wait (a 7B policy's is 117 MB for
+4096 rows). So a thread packs the next one into page-locked memory, from which it is copied on a stream of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +26,9 @@ from verl_tlt.errors import DrafterError
 
 PADDING = -1
 """Document id of rows that hold nothing: no other row attends to them, and they carry no loss."""
+ROW_BLOCK = 128
+"""Rows of a CUDA batch are padded to a multiple of this: aligned for its kernels, which are then of few kinds."""
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -65,7 +73,6 @@ class TrainingSequence:
     """The same for all responses to one prompt, which are trained on or held out together; None: it is the only one."""
 
     def __post_init__(self) -> None:
-        """Refuse tensors that do not belong together."""
         length = len(self.tokens)
         if self.aux.shape[0] != length or self.last.shape[0] != length:
             raise DrafterError(
@@ -75,7 +82,6 @@ class TrainingSequence:
             raise DrafterError(f"prompt_len={self.prompt_len} must be 0..{length}, the tokens of the sequence.")
 
     def __len__(self) -> int:
-        """Tokens in the window."""
         return len(self.tokens)
 
     @property
@@ -214,7 +220,7 @@ def pack(sequences: Iterable[TrainingSequence], *, pinned: bool = False) -> Batc
 
 
 def _joined(parts: list[torch.Tensor], pinned: bool) -> torch.Tensor:
-    """Tensors of one dtype side by side along dimension 1: one copy, wherever they come to lie."""
+    """Tensors of one dtype side by side along dimension 1, in one copy."""
     if not pinned:
         return torch.cat(parts, dim=1)
     shape = (1, sum(part.shape[1] for part in parts), *parts[0].shape[2:])
@@ -240,13 +246,6 @@ def window_bounds(length: int, budget: int) -> list[tuple[int, int]]:
     return [(begin, end + 1) for begin, end in pairwise(rows * k // count for k in range(count + 1))] if count else []
 
 
-@dataclass
-class _Group(Generic[T]):
-    items: list[T]
-    total: int
-    longest: int
-
-
 def grouped(
     items: Iterable[T], size: Callable[[T], int], budget: int, *, open_groups: int = 1, padded: bool = False
 ) -> Iterator[list[T]]:
@@ -261,18 +260,91 @@ def grouped(
         open_groups: the last so many groups begun stay open: 1 keeps the items' order, 32 fills nearly every group.
         padded: a group costs its longest item times their number, as where all are padded to one length.
     """
-    begun: deque[_Group[T]] = deque()
+    begun: deque[tuple[list[T], list[int]]] = deque()
     for item in items:
         length = size(item)
-        for group in begun:
-            longest = max(group.longest, length)
-            cost = longest * (len(group.items) + 1) if padded else group.total + length
+        for group, sizes in begun:
+            cost = max(length, *sizes) * (len(sizes) + 1) if padded else sum(sizes) + length
             if cost <= budget:
-                group.items.append(item)
-                group.total, group.longest = group.total + length, longest
+                group.append(item)
+                sizes.append(length)
                 break
         else:
             if len(begun) == open_groups:
-                yield begun.popleft().items
-            begun.append(_Group([item], length, length))
-    yield from (group.items for group in begun)
+                yield begun.popleft()[0]
+            begun.append(([item], [length]))
+    yield from (group for group, _ in begun)
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """A batch on the device, or on its way there."""
+
+    batch: Batch
+    """float32; without loss where the passes need a document's first rows (`Batch.for_passes`)."""
+    tokens: int
+    """Its rows with a loss, counted on the host."""
+    copied: torch.cuda.Event | None
+    """Reached when it has arrived; None: it has."""
+
+    def arrived(self) -> Batch:
+        """The batch, for kernels of the current stream, which wait for it; the host does not."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.batch.input_ids.device)
+            stream.wait_event(self.copied)
+            for f in fields(self.batch):
+                getattr(self.batch, f.name).record_stream(stream)  # its memory is another stream's
+        return self.batch
+
+
+class Feed:
+    """Sends packed batches to `device`, where `ttt_steps` passes are trained; from one thread at a time.
+
+    A token outside the policy's `vocabulary` is a `DrafterError`.
+    """
+
+    def __init__(self, device: torch.device, ttt_steps: int, vocabulary: int) -> None:
+        self._device, self._ttt_steps, self._vocabulary = device, ttt_steps, vocabulary
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, batch: Batch) -> FedBatch:
+        check_tokens(batch.input_ids, self._vocabulary)
+        batch = batch.for_passes(self._ttt_steps)
+        tokens = batch.tokens
+        if self._stream is None or any(getattr(batch, f.name).is_cuda for f in fields(batch)):
+            there = batch.to(self._device, torch.float32)
+            return FedBatch(there.padded(ROW_BLOCK) if self._stream else there, tokens, None)
+        with torch.cuda.stream(self._stream):
+            # What is page-locked already stays where it is. Torch gives it to no other batch before this copy is done.
+            locked = Batch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(batch)})
+            there = locked.to(self._device, torch.float32).padded(ROW_BLOCK)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+        return FedBatch(there, tokens, copied)
+
+
+@contextmanager
+def ahead(items: Iterable[S], prepare: Callable[[S], T]) -> Iterator[Iterator[T]]:
+    """The items, in their order, each prepared by a thread while the one before is used; one ahead and no more.
+
+    What drawing or preparing an item raises is raised where that item would come. The thread has ended after the block,
+    which waits for the item that it prepares at most.
+    """
+    source = iter(items)
+
+    def following() -> tuple[T] | None:
+        return next(((prepare(item),) for item in source), None)
+
+    with ThreadPoolExecutor(1, "tlt-feed") as thread:  # it has the scheduling class of the thread that begins it
+
+        def handed_out() -> Generator[T, None, None]:
+            coming = thread.submit(following)
+            while (ready := coming.result()) is not None:
+                coming = thread.submit(following)
+                yield ready[0]
+
+        stream = handed_out()
+        try:
+            yield stream
+        finally:
+            stream.close()  # what was prepared and is not used lets go of its memory

@@ -1,9 +1,8 @@
 """Fingerprints of a drafter's weights: trainer and engine compute one each, and compare them after a publish.
 
-The trainer holds q, k, v, gate and up projections apart; vLLM holds them fused, in its serving dtype. So a fingerprint
-is made of sums of bit patterns, fused group by fused group, which stacking along the first dimension does not change:
-equal means that the engine serves what was published, in this dtype, to the bit. Sums of parts add up, so the ranks of
-a tensor-parallel engine each sum their own shard.
+vLLM fuses the projections q, k, v and gate, up. So a fingerprint is made of sums of bit patterns, fused group by fused
+group, which stacking along the first dimension does not change: equal means that the engine serves what was published,
+in this dtype, to the bit. Sums of parts add up, so the ranks of a tensor-parallel engine each sum their own shard.
 """
 
 from __future__ import annotations
@@ -125,5 +124,5 @@ def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
 
 
 def _wrap(value: int) -> int:
-    """`value` as a signed 64-bit integer, as torch's int64 sums wrap."""
+    """As torch's int64 sums wrap."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_tlt.drafter.data import Batch, TrainingSequence, check_tokens, grouped, pack
-from verl_tlt.drafter.feed import ROW_BLOCK
+from verl_tlt.drafter.data import ROW_BLOCK, Batch, TrainingSequence, check_tokens, grouped, pack
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import NoWaiting, mixed_precision
 

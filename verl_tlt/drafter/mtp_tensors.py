@@ -1,7 +1,7 @@
 """A policy's own head for multi-token prediction (MTP) on disk: what it is called, and its tensors.
 
 The head is one decoder layer behind a projection of embedding and hidden state. A release has it among the policy's
-tensors; transformers leaves it out when it loads and saves the policy, so a trained policy has lost it. Needs no torch,
+tensors; transformers leaves it out when it loads and saves the policy, so a trained policy has lost it. Needs no torch.
 
 Sources: vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py`, which load it by the names used here.
 """
@@ -9,11 +9,9 @@ Sources: vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py`, which load it by the names u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from verl_tlt.drafter.policy import (
     DrafterError,
-    Header,
     Model,
     PolicyShape,
     headers,
@@ -21,10 +19,7 @@ from verl_tlt.drafter.policy import (
     read_model_config,
     tensor_files,
 )
-from verl_tlt.drafter.tensors import FLOATS, read_tensors
-
-if TYPE_CHECKING:
-    import torch
+from verl_tlt.drafter.tensor_file import FLOATS, Header
 
 _EXPERTS = ("qwen3_next", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "deepseek_v32")
 """How the types of policies begin whose head is a layer of experts."""
@@ -35,11 +30,11 @@ class MTPLayout:
     """How policies of one family hold their head."""
 
     prefix: str
-    """How the names of its tensors begin."""
+    """Beginning of its tensors' names."""
     count: str
     """The field of the policy's config that says how many MTP layers there are."""
     block: str
-    """How the names of its decoder layer's tensors begin."""
+    """Beginning of its decoder layer's names."""
     projection: str
     norms: tuple[str, str, str]
     """Of the embedding, of the hidden state, and the final one."""
@@ -125,14 +120,5 @@ def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[st
         raise DrafterError(f"{listing} {said} {different[0]}: that is no head of one dense layer, as its config says.")
     found = headers(source, listing, held, fetch)
     for name, header in found.items():
-        if header.shape != wanted[name]:
-            asked = f"but the policy's config asks for {wanted[name]}"
-            raise DrafterError(f"{header.file}: {name} is {header.shape}, {asked}.")
-        if header.kind not in FLOATS:
-            raise DrafterError(f"{header.file}: {name} holds {header.kind}, but must hold {' or '.join(FLOATS)}.")
+        header.must_be(wanted[name], "the policy's config", FLOATS)
     return found
-
-
-def read_head(source: Model, shape: PolicyShape) -> dict[str, torch.Tensor]:
-    """The tensors of the head in `source`, checked (`head_files`, `read_tensors`), on the host."""
-    return read_tensors(head_files(source, shape))

@@ -11,17 +11,9 @@ import torch
 from safetensors.torch import save
 
 from verl_tlt.drafter.check import check_owner
-from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
-from verl_tlt.drafter.policy import (
-    CONFIG,
-    INDEX,
-    DrafterError,
-    Model,
-    policy_shape,
-    read_json,
-    tensor_files,
-)
-from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.mtp_tensors import head_files, mtp_layout
+from verl_tlt.drafter.policy import CONFIG, INDEX, DrafterError, Model, policy_shape, read_json, tensor_files
+from verl_tlt.drafter.tensor_file import TensorFile, read_tensors
 from verl_tlt.files.ownership import check_writable, replacing
 
 SHARD = "model-mtp.safetensors"
@@ -44,13 +36,13 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
         raise DrafterError(f"{directory} is no folder of a policy: it has no {CONFIG}.")
     check_writable(directory, "the policy's folder")
     shape = policy_shape(directory)
-    layout, tensors = mtp_layout(shape), read_head(head, shape)
+    layout, tensors = mtp_layout(shape), read_tensors(head_files(head, shape))
     _, owners = tensor_files(directory)
     dtype = _dtype(directory, owners)
     pieces = {SHARD: {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}}
     others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
     for file in {owners[name] for name in owners.keys() - others.keys()} - {SHARD}:  # with an older head
-        with TensorFile(directory / file, "pt") as reader:
+        with TensorFile(directory / file) as reader:
             pieces[file] = {name: reader.get_tensor(name) for name in reader.names if name in others}
     config = read_json(directory / CONFIG)
     # verl sets the count to 0 (`model.mtp.enable=False`) before it saves a policy, and vLLM then divides by it.
@@ -66,9 +58,8 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
 
 
 def _dtype(directory: Path, owners: Mapping[str, str]) -> torch.dtype:
-    """That of the policy's embedding."""
     name = next((name for name in owners if name.endswith("embed_tokens.weight")), None)
     if name is None:
         raise DrafterError(f"{directory} has no tensor that ends in 'embed_tokens.weight'.")
-    with TensorFile(directory / owners[name], "pt") as reader:
+    with TensorFile(directory / owners[name]) as reader:
         return reader.dtype(name)

@@ -1,8 +1,7 @@
 """Where a model's files are, and what a drafter needs to know of its policy, read from its Hugging Face config.
 
-The package's one parser of such configs. What a config leaves out, and what older ones spell otherwise, is filled in by
-the family's class in transformers, as where the policy is loaded.
-A name on the hub is looked up in the local cache, then on the hub; only the files asked for are fetched.
+What a config leaves out, or spells in an older way, is filled in by the family's class in transformers. A name on the
+hub is looked up in the local cache, then on the hub; only the files asked for are fetched.
 
 An aux layer id i means the residual stream *before* layer i, the layer's input: 0 is the embeddings. vLLM collects it
 there (`EagleModelMixin._maybe_add_hidden_state`), ascending; `hidden_states[i]` of transformers is the same tensor.
@@ -17,9 +16,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.tensor_file import Header, TensorFile
 from verl_tlt.errors import DrafterError as DrafterError
 from verl_tlt.files.json_files import JSONFileError, read_object
 
@@ -38,7 +37,6 @@ _SIZES = {
 }  # fmt: skip
 """Sizes that every config says, and the largest that is believed."""
 INDEX = "model.safetensors.index.json"
-"""Says which file each tensor of a model is in, where there are several."""
 WEIGHTS = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
@@ -127,16 +125,6 @@ class PolicyShape:
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
 
 
-class Header(NamedTuple):
-    """What a safetensors file says of one tensor before its numbers."""
-
-    file: Path
-    name: str
-    shape: list[int]
-    kind: str
-    """Its dtype, such as "BF16"."""
-
-
 def active_share(policy: PolicyLike) -> float:
     """Share of a policy's parameters that one token uses; 1 where its config does not tell."""
     try:
@@ -151,10 +139,7 @@ class NotHereError(DrafterError):
 
 
 def is_name(model: Model) -> bool:
-    """Whether `model` can only be a name on the hub: it reads like one, and there is no such folder here.
-
-    Everything that takes a model asks this first: a `DrafterError` where it is neither text nor path.
-    """
+    """Whether `model` can only be a name on the hub; a `DrafterError` where it is neither text nor path."""
     if not isinstance(model, str | os.PathLike):
         given = f"not as a {type(model).__name__} (save_pretrained makes a folder of a model)"
         raise DrafterError(f"A model is given as a folder or as a name on the hub, {given}.")
@@ -187,7 +172,6 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
 
 
 def _reason(error: Exception) -> str:
-    """Why the hub gave nothing, for the end of a sentence."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -197,7 +181,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers logs of a config: it is read many times."""
+    """Without what transformers logs of a config, which is read many times."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -268,18 +252,17 @@ def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]
     owners = _index(index) if index.is_file() else {}
     if owners and not single.is_file():
         return index, owners
-    with TensorFile(single, "np") as reader:
+    with TensorFile(single) as reader:
         own = dict.fromkeys(reader.names, WEIGHTS)
     return (index, {**owners, **own}) if WEIGHTS in owners.values() else (single, own)
 
 
 def pickled(directory: Path) -> str | None:
-    """The name of a pickle in a folder; None: there is none."""
+    """The name of a pickle in a folder."""
     return min((file.name for pattern in _PICKLES for file in directory.glob(pattern)), default=None)
 
 
 def _index(file: Path) -> dict[str, str]:
-    """Which file each tensor is in, as an index says."""
     table = read_json(file).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise DrafterError(f"{file}: weight_map must say which file each tensor is in, not {str(table)[:80]}.")
@@ -294,12 +277,12 @@ def headers(model: Model, listing: Path, held: Mapping[str, str], fetch: bool = 
     found = {}
     for file in sorted(set(held.values())):
         path = folder(model, (file,), fetch=fetch) / file
-        with TensorFile(path, "np") as reader:
+        with TensorFile(path) as reader:
             there = set(reader.names)
             for name in (name for name, owner in held.items() if owner == file):
                 if name not in there:
                     raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
-                found[name] = Header(path, name, reader.shape(name), reader.kind(name))
+                found[name] = reader.header(name)
     return found
 
 
@@ -347,10 +330,10 @@ def _check_sizes(whole: Fields, source: str) -> None:
 
 
 def _completed(whole: Fields, source: str) -> Fields:
-    """The config as the family's class in transformers makes it of these fields; as it is where it has no such class.
+    """The config as the family's class in transformers makes it of these fields; as it is where there is no such class.
 
-    What is left out has the class's value; language fields of a larger model that are at the top move into
-    `text_config`; RoPE is spelled in one way. The sizes of a language model alone are its config's own to say.
+    Language fields at the top of a larger model's config move into `text_config`; RoPE is spelled in one way. A
+    language model's own config must say its sizes, since the class would fill in those of another model.
     """
     from transformers import CONFIG_MAPPING
 
@@ -369,7 +352,6 @@ def _completed(whole: Fields, source: str) -> Fields:
 
 
 def _mlp(fields: Fields) -> dict[str, int]:
-    """The fields of a `PolicyShape` that say how wide its MLPs and experts are."""
     experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
     per_token = int(fields.get("num_experts_per_tok") or 1)
     width, expert_width = (int(fields.get(key) or 0) for key in ("intermediate_size", "moe_intermediate_size"))
@@ -413,8 +395,7 @@ def drafter_rope(rope: Fields) -> Fields:
 def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
     """The default aux layers of a policy with `num_layers` layers, at least three.
 
-    vLLM's own default where its three ids are distinct; shallower policies get them spread out, because vLLM keeps ids
-    in a set and equal ones would collapse.
+    vLLM's own default where its three ids are distinct; vLLM keeps ids in a set, in which equal ones would collapse.
     """
     if num_layers < NUM_AUX:
         raise DrafterError(f"The policy has {num_layers} layers; a drafter needs at least {NUM_AUX} to read from.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from verl_tlt.drafter.build import drafter_config, instantiate
@@ -39,35 +38,29 @@ def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
     shape = policy_shape(policy)
     with quiet(), torch.device("meta"):
         try:
-            instantiate(_config(shape, method), "eager")
-            if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
-                find_decoder(_model(read_model_config(policy), shape.nested), shape.source)
+            _build(policy, shape, method)
         except DrafterError:
             raise
         except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
             raise DrafterError(f"{shape.source} describes no model that can be built: {first_line(error)}.") from error
     try:
         place = folder(policy, (WEIGHTS, INDEX), fetch=fetch)
-    except NotHereError:
-        return False
-    if not pickled(place) and not any((place / name).is_file() for name in (WEIGHTS, INDEX)):
-        return False
-    try:
+        if not pickled(place) and not any((place / name).is_file() for name in (WEIGHTS, INDEX)):
+            return False
         locate_parts(policy, fetch)
-    except NotHereError:  # of several files some
+    except NotHereError:  # or of several files some
         return False
     return True
 
 
-def _config(shape: PolicyShape, method: str) -> Any:
-    if method != MTP:
-        return drafter_config(shape)
-    from verl_tlt.drafter.mtp import mtp_config
+def _build(policy: Model, shape: PolicyShape, method: str) -> None:
+    if method == MTP:
+        from verl_tlt.drafter.mtp import mtp_config
 
-    return mtp_config(shape)
-
-
-def _model(fields: dict[str, Any], nested: bool) -> transformers.PreTrainedModel:
-    kind: Any = AutoModelForImageTextToText if nested else AutoModelForCausalLM
-    model: transformers.PreTrainedModel = kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields))
-    return model
+        instantiate(mtp_config(shape), "eager")
+    else:
+        instantiate(drafter_config(shape), "eager")
+    if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
+        kind: Any = AutoModelForImageTextToText if shape.nested else AutoModelForCausalLM
+        fields = read_model_config(policy)
+        find_decoder(kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields)), shape.source)

@@ -1,17 +1,17 @@
-"""Reads safetensors files that others may have written, or may change now, without mapping them.
+"""Reads safetensors files that others may have written, or may change now.
 
-A process that reads a mapped page behind the end of a file which has become shorter is ended by the kernel (SIGBUS),
-and an engine with it. Here header and tensors are copied into the process's own memory, and judged there. "np" needs no
-torch.
+Nothing is mapped: the kernel ends a process (SIGBUS) that reads a mapped page behind the end of a file which has become
+shorter. Header and tensors are copied into the process's own memory, and checked there.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,28 @@ _TYPES = {
     "U8": ("uint8", 1), "BOOL": ("bool", 1), "F8_E8M0": ("float8_e8m0fnu", 1), "C64": ("complex64", 8),
 }  # fmt: skip
 """The format's types: what numpy and torch call them, and their bytes."""
+FLOATS = ("F32", "F16", "BF16")
+"""Types of a drafter's weights."""
 
 
-class Entry(NamedTuple):
+class Header(NamedTuple):
+    """What a safetensors file says of one tensor before its numbers."""
+
+    file: Path
+    name: str
+    shape: list[int]
+    kind: str
+    """Its dtype, such as "BF16"."""
+
+    def must_be(self, shape: list[int], config: str, kinds: Sequence[str] = ()) -> None:
+        """Raise a `DrafterError` where the shape is not what `config` asks for, or the dtype is none of `kinds`."""
+        if self.shape != shape:
+            raise DrafterError(f"{self.file}: {self.name} is {self.shape}, but {config} asks for {shape}.")
+        if kinds and self.kind not in kinds:
+            raise DrafterError(f"{self.file}: {self.name} holds {self.kind}, but must hold {' or '.join(kinds)}.")
+
+
+class _Entry(NamedTuple):
     """What a header says of one tensor."""
 
     kind: str
@@ -41,14 +60,14 @@ class Entry(NamedTuple):
     end: int
 
 
-class TensorFile:
-    """An open safetensors file; a `DrafterError` where it is none, or becomes shorter while it is read.
+class TensorFile(AbstractContextManager["TensorFile"]):
+    """An open safetensors file, for a `with` block.
 
-    Used in a `with` block, which closes it.
+    A `DrafterError` where it is none, or becomes shorter while it is read.
     """
 
-    def __init__(self, file: Path, framework: Literal["pt", "np"]) -> None:
-        self._name, self._framework = file, framework
+    def __init__(self, file: Path) -> None:
+        self._name = file
         try:
             self._file = open_ordinary(file)
         except FileNotFoundError:
@@ -64,48 +83,43 @@ class TensorFile:
             self._file.close()
             raise self._broken(error) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors."""
         return list(self._entries)
 
     def shape(self, name: str) -> list[int]:
-        """Shape of a tensor."""
         return list(self._entries[name].shape)
 
-    def kind(self, name: str) -> str:
-        """Type of a tensor as the format calls it, such as "BF16"."""
-        return self._entries[name].kind
+    def header(self, name: str) -> Header:
+        return Header(self._name, name, self.shape(name), self._entries[name].kind)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor as torch calls it."""
         import torch
 
         found: torch.dtype = getattr(torch, self._type(name))
         return found
 
-    def get_tensor(self, name: str) -> Any:
-        """A tensor, or with "np" an array, in this process's memory."""
-        entry, kind = self._entries[name], self._type(name)
-        found: Any
-        if self._framework == "np":
-            found = np.empty(entry.shape, kind)
-            raw = found.reshape(-1).view(np.uint8)
-        else:
-            import torch
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor, in this process's memory."""
+        import torch
 
-            found = torch.empty(entry.shape, dtype=getattr(torch, kind))
-            raw = found.reshape(-1).view(torch.uint8).numpy() if found.numel() else np.empty(0, np.uint8)
+        if not (content := self._content(name)).size:  # of which torch makes no view
+            return torch.empty(self.shape(name), dtype=self.dtype(name))
+        return torch.from_numpy(content).view(self.dtype(name)).reshape(self.shape(name))
+
+    def get_array(self, name: str) -> np.ndarray:
+        """The same for numpy, without torch."""
+        return self._content(name).view(self._type(name)).reshape(self.shape(name))
+
+    def _content(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
+        self._type(name)  # a type that is not known is refused before its bytes are read
+        raw = np.empty(entry.end - entry.begin, np.uint8)
         self._fill(raw, self._start + entry.begin)
-        return found
+        return raw
 
     def _type(self, name: str) -> str:
         kind = self._entries[name].kind
@@ -113,7 +127,7 @@ class TensorFile:
             raise DrafterError(f"{self._name}: {name} holds {kind}, which is not read.")
         return _TYPES[kind][0]
 
-    def _header(self) -> tuple[int, dict[str, str], dict[str, Entry]]:
+    def _header(self) -> tuple[int, dict[str, str], dict[str, _Entry]]:
         """Where the tensors begin, the file's metadata, and what is said of each tensor; all of it is checked."""
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
@@ -152,10 +166,26 @@ class TensorFile:
         return DrafterError(f"{self._name} is no complete safetensors file: {why}.")
 
 
-def _entry(name: str, fields: dict[str, Any]) -> Entry:
+def _entry(name: str, fields: dict[str, Any]) -> _Entry:
     kind, shape, (begin, end) = str(fields["dtype"]), tuple(fields["shape"]), fields["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"{name} has a size or a place that is no whole number")
     if kind in _TYPES and math.prod(shape) * _TYPES[kind][1] != end - begin:
         raise ValueError(f"{name} is said to be {list(shape)} of {kind} in {end - begin} bytes")
-    return Entry(kind, shape, begin, end)
+    return _Entry(kind, shape, begin, end)
+
+
+def read_tensors(found: Mapping[str, Header]) -> dict[str, torch.Tensor]:
+    """These tensors, on the host; a `DrafterError` where one holds NaN or infinity."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({header.file for header in found.values()}):
+        with TensorFile(file) as reader:
+            tensors |= {name: reader.get_tensor(at.name) for name, at in found.items() if at.file == file}
+    if (broken := not_finite(tensors)) is not None:
+        raise DrafterError(f"{found[broken].file}: {found[broken].name} holds NaN or infinity.")
+    return tensors
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first that holds NaN or infinity."""
+    return next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)

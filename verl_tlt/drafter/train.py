@@ -1,15 +1,12 @@
 """Train a drafter in steps that can be stopped between any two of them.
 
-AdamW on the drafter's own parameters only, with the loss of `speculators` over `ttt_steps` training-time-test passes
-(1 trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short and
-restart often, so beta2 is 0.95 and the state resumes to the bit.
+AdamW on the drafter's own parameters, with the loss of `speculators` over `ttt_steps` training-time-test passes (1
+trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short and
+restart often, so beta2 is 0.95 and the state resumes to the bit. The learning rate never falls in a run, so weights
+keep moving around what they have learned; their average over recent steps, which lies nearer to it, is served.
 
-The learning rate never falls in a run, so weights keep moving around what they have learned. Their average over recent
-steps lies nearer to it: a spot worker hands that in, to be served.
-
-A device is kept busy: the next micro-batch is packed and copied while one is trained on (`drafter.feed`), and the host
-waits once a step, for the loss, while the device still updates the weights. It runs no further ahead, for a stop would
-wait for all that is queued.
+The next micro-batch is packed and copied while one is trained on (`drafter.data`). The host waits once a step, for the
+loss, while the device updates the weights; it runs no further ahead, for a stop would wait for all that is queued.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ import numpy as np
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from verl_tlt.drafter.data import Batch, TrainingSequence, align
-from verl_tlt.drafter.feed import ROW_BLOCK, FedBatch, Feed, ahead
+from verl_tlt.drafter.data import ROW_BLOCK, Batch, FedBatch, Feed, TrainingSequence, ahead, align
 from verl_tlt.drafter.policy import DrafterError, Fields
 
 if TYPE_CHECKING:
@@ -39,20 +36,19 @@ AVERAGE = "average"
 STATE = (*_MOMENTS, AVERAGE)
 """What the optimizer holds of each parameter, in its shape: AdamW's moments, and the average of its recent values."""
 AVERAGED_STEPS = 50
-"""Steps that the average reaches back, as a moving average does. In the beginning it is a ninth of those taken: a new
-head's weights of twenty steps ago are worth little."""
+"""Optimizer steps that the moving average reaches back, when it reaches far. At first it is a ninth of those taken: a
+new head's weights of twenty steps ago are worth little."""
 CLIP = 1.0
 """Largest gradient norm."""
-_REACHED, _MEMORY = 0.5, 0.9
-"""A position is unrolled once the one before it is right in this share of the drafts that reach it, as a moving average
-says that keeps so much of itself with each step.
-"""
+_REACHED, _DECAY = 0.5, 0.9
+"""A draft position is unrolled once a moving average (decay 0.9) of the previous one's accuracy exceeds 0.5."""
 _MAX_EMPTY = 100
+"""Batches in a row without a loss that are an error."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One micro-batch."""
+    """What one micro-batch gave."""
 
     loss: float
     """Summed over the passes, mean over the rows with a loss; NaN or infinite when skipped for it."""
@@ -105,7 +101,7 @@ def check_loss(loss: str) -> None:
 
 
 class DrafterTrainer:
-    """The drafter, its optimizer and its place in the learning-rate schedule.
+    """Trains a drafter: the model, its optimizer and its place in the learning-rate schedule.
 
     Args:
         model: from `build_drafter` or `load_drafter`, its verifier weights filled.
@@ -194,12 +190,11 @@ class DrafterTrainer:
 
     def _unroll(self, right: float) -> None:
         """One position more, if drafts reach it."""
-        self._right = _MEMORY * self._right + (1 - _MEMORY) * right
+        self._right = _DECAY * self._right + (1 - _DECAY) * right
         if self._right > _REACHED and self.passes < self.ttt_steps:
             self.passes, self._right = self.passes + 1, 0.0
 
     def _average(self) -> None:
-        """One step more in the averages."""
         reach = AVERAGED_STEPS if self._trained else min(AVERAGED_STEPS, 1 + self.steps / 9)
         move = get_ema_multi_avg_fn(1 - 1 / reach)  # type: ignore[no-untyped-call]
         move([*self.averages().values()], [*self.parameters.values()], None)
@@ -219,7 +214,7 @@ class DrafterTrainer:
 
     def state(self) -> Fields:
         """Everything a bit-exact resume needs, on the host: weights, their average, optimizer, counters."""
-        optimizer = _to_host(self.optimizer.state_dict())
+        optimizer = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), self.optimizer.state_dict())
         averages = [values.pop(AVERAGE) for values in optimizer["state"].values()]
         return {
             "parameters": {name: p.detach().cpu().clone() for name, p in self.parameters.items()},
@@ -262,7 +257,11 @@ class DrafterTrainer:
 
     def move_average(self, to: Mapping[str, np.ndarray]) -> None:
         """Take over an average (a merge); the weights keep their distance from it, and the moments stay."""
-        move_average(self.parameters, self.averages(), to)
+        with torch.no_grad():
+            for name, average in self.averages().items():
+                new = torch.from_numpy(to[name])
+                self.parameters[name].sub_(average).add_(new)
+                average.copy_(new)
 
     @contextmanager
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
@@ -275,9 +274,7 @@ class DrafterTrainer:
             self._copy_in(own)
 
     def rehearse(self, rows: int = ROW_BLOCK) -> None:
-        """A forward and a backward pass over so many rows of nothing, to tune, compile and load kernels now: later a
-        stop would wait for that.
-        """
+        """A forward and a backward pass over so many rows of nothing: tunes kernels, which a stop would wait for."""
         hidden = self.model.hidden_size
         states = torch.zeros(rows + 1, (len(self.model.target_layer_ids) + 1) * hidden, dtype=torch.bfloat16)  # [L, 4H]
         tokens = torch.zeros(rows + 1, dtype=torch.int64)
@@ -304,7 +301,6 @@ class DrafterTrainer:
         return loss, metrics
 
     def _state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """What the optimizer holds, by the parameter's name."""
         return ((name, self.optimizer.state[p]) for name, p in self.parameters.items())
 
     def _check(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -321,17 +317,6 @@ class DrafterTrainer:
         with torch.no_grad():
             for name, value in values.items():
                 self.parameters[name].copy_(value)
-
-
-def move_average(
-    weights: Mapping[str, torch.Tensor], averages: Mapping[str, torch.Tensor], to: Mapping[str, np.ndarray]
-) -> None:
-    """Make an average `to`, in place, and keep the weights at their distance from it."""
-    with torch.no_grad():
-        for name, average in averages.items():
-            new = torch.from_numpy(to[name])
-            weights[name].sub_(average).add_(new)
-            average.copy_(new)
 
 
 def train_until(
@@ -394,7 +379,6 @@ class _Figures:
             self._copied.record()
 
     def read(self) -> list[float]:
-        """The numbers, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
@@ -415,12 +399,3 @@ class NoWaiting(TorchFunctionMode):
         if func is torch.masked_select and args[0].dtype == torch.bool:
             return args[0] & args[1]
         return func(*args, **(kwargs or {}))
-
-
-def _to_host(value: Any) -> Any:
-    """A deep copy with every tensor on the host."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: _to_host(item) for key, item in value.items()}
-    return [_to_host(item) for item in value] if isinstance(value, list) else value

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.build import make_room
-from verl_tlt.drafter.policy import DrafterError, Header, Model, headers, policy_shape, tensor_files
-from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.policy import DrafterError, Model, headers, policy_shape, tensor_files
+from verl_tlt.drafter.tensor_file import Header, TensorFile
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -23,7 +23,7 @@ _PATTERNS = {
 
 
 def policy_part(name: str) -> str | None:
-    """Which part of a policy its tensor is: "embed", "lm_head", "norm" (the final one); None: one of all the others.
+    """Which part of a policy its tensor is: "embed", "lm_head", "norm" (the final one); None: another.
 
     `name` is that of transformers and of verl's weight sync; a vision-language model's decoder is its `language_model`.
     """
@@ -91,11 +91,10 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
         names.pop("lm_head", None)
     found = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
     for part, name in names.items():
-        if (size := found[name].shape) != (wanted := norm if part == "norm" else table):
-            raise DrafterError(f"{found[name].file}: {name} is {size}, but the policy's config asks for {wanted}.")
+        found[name].must_be(norm if part == "norm" else table, "the policy's config")
     return {part: found[name] for part, name in names.items()}
 
 
 def _read(header: Header) -> torch.Tensor:
-    with TensorFile(header.file, "pt") as reader:
+    with TensorFile(header.file) as reader:
         return reader.get_tensor(header.name)

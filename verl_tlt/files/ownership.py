@@ -113,8 +113,7 @@ def _seal_key(make: bool) -> bytes | None:
         path = expanded(KEY)
         if make and not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(path) as file:
-                os.fchmod(file.fileno(), 0o600)
+            with replacing(path, mode=0o600) as file:
                 file.write(secrets.token_bytes(32))
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -158,14 +157,14 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
     """A new file that is given the name `path` when the block ends, and is removed when it raises; OSError.
 
-    What had the name is replaced, be it a link: nothing is written through it.
+    What had the name is replaced, be it a link: nothing is written through it. By its `mode` not everybody may write to
+    it, whatever the umask, for such a file would not be read again.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    # 0664, whatever the umask: what everybody may write to is not read again.
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

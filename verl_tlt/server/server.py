@@ -25,9 +25,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.policy import active_share, read_model_config
-from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages import from_plain
@@ -120,7 +120,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
-        mine = {"TLT_REPLICA": str(self.replica_rank), DIRECTORY: drafter}
+        mine = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
         os.environ.update(mine | engine_environment(self.tlt.speculation.source, self.tlt.drafter.method))
         if self.tlt.trace.dir and self.tlt.trace.engine_steps:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from verl_tlt.drafter import DeviceResidency, DrafterMemory, DrafterTrainer, session_bytes
-from verl_tlt.drafter.host_memory import page_locked, views
+from verl_tlt.drafter.memory import page_locked, views
 from verl_tlt.errors import TLTError
 
 logger = logging.getLogger(__name__)

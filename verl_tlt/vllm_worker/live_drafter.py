@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl_tlt.drafter.checkpoint import staged_weights
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
 from verl_tlt.drafter.other_layouts import stacked
-from verl_tlt.drafter.staging import staged_weights
 from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.errors import DrafterError, TLTError
 
@@ -281,7 +281,7 @@ def _has_own_head(directory: Path) -> bool:
 def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """The file's tensors, without those that would be written into the policy; `DrafterRefused` for a broken file."""
     try:
-        with TensorFile(file, "pt") as reader:
+        with TensorFile(file) as reader:
             names = set(reader.names)
             cut = (_HEAD,) if "d2t" in names and not _has_own_head(file.parent) else ()
             left_out = (*_IGNORED, *shared, *cut)

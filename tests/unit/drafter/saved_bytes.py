@@ -52,7 +52,7 @@ def kept_bytes(model, rows, passes):
 
 def planned_bytes(model, rows, passes):
     """The same as a session plans it: activations, autocast's copies of what is trained, and logits in 16 bits."""
-    from verl_tlt.drafter.device_residency import activation_bytes
+    from verl_tlt.drafter.memory import activation_bytes
 
     copies = sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
     return activation_bytes(model, rows, passes) + copies + 2 * rows * model.draft_vocab_size * (passes + 1)

@@ -19,7 +19,6 @@ from verl_tlt.drafter import (
     VerifierWeights,
     acceptance,
     build_drafter,
-    device_residency,
     drafter_config,
     evaluate,
     halve_frozen,
@@ -30,7 +29,7 @@ from verl_tlt.drafter import (
     train,
 )
 from verl_tlt.drafter.build import instantiate
-from verl_tlt.drafter.host_memory import ALIGNMENT, layout, views
+from verl_tlt.drafter.memory import ALIGNMENT, layout, views
 
 AWAY = torch.device("cpu")
 QWEN_7B = Qwen2Config(
@@ -105,7 +104,7 @@ def test_a_stop_moves_what_training_changed_and_nothing_else(in_16_bits, monkeyp
         arrived.clear()
         return total
 
-    monkeypatch.setattr(device_residency, "_copy", copy)
+    monkeypatch.setattr("verl_tlt.drafter.memory._copy", copy)
     changing = layout([t.nbytes for t in (*trainer.parameters.values(), *moments(trainer))])[1]
     optimizer = layout([t.nbytes for t in moments(trainer)])[1]
     at_home = homes(trainer)
@@ -166,7 +165,7 @@ def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypat
             raise RuntimeError("the device is lost")
         target.copy_(source)
 
-    monkeypatch.setattr(device_residency, "_copy", copy)
+    monkeypatch.setattr("verl_tlt.drafter.memory._copy", copy)
     with pytest.raises(RuntimeError), DeviceResidency(memory, AWAY):
         trainer.step(pack(sequences))
         trainer._forward(trainer.feed()(pack(sequences)).arrived())[0].backward()

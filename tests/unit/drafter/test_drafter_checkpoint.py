@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from verl_tlt.drafter import (
     serving_tensors,
     to_drafter_file,
 )
-from verl_tlt.drafter.checkpoint import read_state, write_state
+from verl_tlt.drafter.checkpoint import read_state, replaced, write_state
 from verl_tlt.files.ownership import other_owner
 from verl_tlt.trainer.run_setup import first_drafter
 
@@ -127,13 +128,22 @@ def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
     assert (target / "model.safetensors").read_text() == "old"
 
 
-def test_file_systems_without_an_exchange(tmp_path, monkeypatch):
-    from verl_tlt.drafter import checkpoint as atomic
-
-    monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 30)  # no such flag: refused, as such file systems do
-    for text in ("old", "new"):
-        with atomic.replaced(tmp_path / "d") as draft:
+def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+    def write(text):
+        with replaced(tmp_path / "d") as draft:
             (draft / "file").write_text(text)
+
+    def refuse(path, target):
+        if ".new-" in path.name:
+            raise OSError("refused")
+        os.rename(path, target)
+
+    write("old")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="refused"):
+        patched.setattr(Path, "rename", refuse)
+        write("lost")
+    assert (tmp_path / "d" / "file").read_text() == "old"
+    write("new")
     assert (tmp_path / "d" / "file").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 

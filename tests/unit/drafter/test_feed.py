@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_tlt.drafter import DrafterTrainer, TrainingSequence, acceptance, batches, pack, train_until
-from verl_tlt.drafter.feed import ahead
+from verl_tlt.drafter.data import ahead
 
 PATIENCE_S = 30.0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from verl_tlt.drafter.host_memory import BLOCK, LockedPool, page_locked
+from verl_tlt.drafter.memory import BLOCK, LockedPool, page_locked
 
 
 class Runtime(TorchFunctionMode):

@@ -26,14 +26,13 @@ def test_tensors_of_every_type_and_shape_are_what_safetensors_reads(tmp_path):
     tensors = {str(t): (torch.arange(6).reshape(2, 3) % 2).to(t) for t in TYPES}
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(3.0)}
     save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
-    with TensorFile(tmp_path / "file", "pt") as reader:
+    with TensorFile(tmp_path / "file") as reader:
         assert set(reader.names) == tensors.keys() and reader.metadata == {"format": "pt"}
         for name, tensor in load_file(tmp_path / "file").items():
             found = reader.get_tensor(name)
             assert found.dtype == tensor.dtype == reader.dtype(name) and list(found.shape) == reader.shape(name)
             assert bytes(found.contiguous().view(-1).view(torch.uint8)) == bytes(tensor.view(-1).view(torch.uint8))
-    with TensorFile(tmp_path / "file", "np") as reader:
-        assert np.array_equal(reader.get_tensor("torch.int64"), [[0, 1, 0], [1, 0, 1]])
+        assert np.array_equal(reader.get_array("torch.int64"), [[0, 1, 0], [1, 0, 1]])
 
 
 def written(path, header, data=b"\0" * 8):
@@ -60,7 +59,7 @@ def tensor(kind="F32", shape=(2,), offsets=(0, 8)):
 def test_a_header_that_is_none_is_one_sentence(tmp_path, header):
     file = written(tmp_path / "file", header)
     with pytest.raises(DrafterError, match=f"^{file} is no complete safetensors file: .+") as error:
-        TensorFile(file, "pt")
+        TensorFile(file)
     assert "\n" not in str(error.value)
 
 
@@ -71,9 +70,9 @@ def test_what_is_no_file_of_tensors_is_one_sentence(tmp_path):
     said_of = {"nowhere": "does not exist", "pipe": "no ordinary", ".": ".", "short": "has 3 bytes", "long": "header"}
     for name, said in said_of.items():
         with pytest.raises(DrafterError, match=said):
-            TensorFile(tmp_path / name, "np")
+            TensorFile(tmp_path / name)
     file = written(tmp_path / "type", {"a": tensor("F4", (16,))})
-    with TensorFile(file, "pt") as reader, pytest.raises(DrafterError, match="holds F4"):
+    with TensorFile(file) as reader, pytest.raises(DrafterError, match="holds F4"):
         reader.get_tensor("a")
 
 
@@ -82,11 +81,11 @@ import os, sys
 from pathlib import Path
 from verl_tlt.drafter.tensor_file import TensorFile
 file = Path(sys.argv[1])
-with TensorFile(file, "np") as reader:
-    kept = reader.get_tensor("a")
+with TensorFile(file) as reader:
+    kept = reader.get_array("a")
     os.truncate(file, 4096)
     try:
-        reader.get_tensor("b")
+        reader.get_array("b")
     except ValueError as error:
         print(int(kept.sum()), error)
 """

@@ -216,7 +216,7 @@ def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stoc
 
     stock = OutputProcessor.process_outputs
     monkeypatch.setattr(OutputProcessor, "process_outputs", stock)
-    for name in ("TLT_REPLICA", module.DIRECTORY, "VLLM_USE_V2_MODEL_RUNNER"):
+    for name in ("TLT_REPLICA", module.STAGE_DIR, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
     store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
     context = SimpleNamespace(get_job_id=lambda: "01000000")

@@ -10,8 +10,8 @@ from safetensors.torch import save
 from vllm.config import VllmConfig
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.digest import combined, partial_sums
-from verl_tlt.drafter.staging import DIRECTORY, stage
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.vllm_worker.extension import TLTWorkerExtension
@@ -174,7 +174,7 @@ class Nodes(Workers):
     def _on(self, node, method, args):
         others = [d for d in self.directories if d != self.directories[node]]
         hidden = {d: d.rename(d.with_name(f"{d.name}-of-another-machine")) for d in others}
-        self.monkeypatch.setenv(DIRECTORY, str(self.directories[node] / "drafter"))
+        self.monkeypatch.setenv(STAGE_DIR, str(self.directories[node] / "drafter"))
         try:
             return getattr(self.ranks[node], method)(*args)
         finally:

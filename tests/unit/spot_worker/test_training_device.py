@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_learner, same, texts, train_and_merge, verifier_arrays
 
-from verl_tlt.drafter import device_residency, evaluate, session_bytes, train
+from verl_tlt.drafter import evaluate, session_bytes, train
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker import learner as spot_learner
 from verl_tlt.spot_worker import scoring
@@ -47,7 +47,7 @@ class CountedDevice(TrainingDevice):
                 self.back += target.nbytes
 
         try:
-            with patch.object(device_residency, "_copy", copy), super()._resident(memory, trains):
+            with patch("verl_tlt.drafter.memory._copy", copy), super()._resident(memory, trains):
                 arriving = False
                 yield
         finally:
@@ -163,7 +163,7 @@ def test_no_session_waits_for_memory_to_be_locked(learner, tmp_path, monkeypatch
         locked.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(device_residency, "page_locked", lock)
+    monkeypatch.setattr("verl_tlt.drafter.memory.page_locked", lock)
     monkeypatch.setattr(spot_learner, "TrainingDevice", lambda name: CountedDevice(room))
     fresh = make_learner(tmp_path / "policy")
     assert len(locked) == 1, "it is one block, made as the learner is"

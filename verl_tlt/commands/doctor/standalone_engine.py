@@ -180,7 +180,7 @@ async def start(
 
 def write_drafter(setup: Setup, directory: Path) -> Path:
     """The recipe's drafter, or a random head of its shape: for costs it does not matter what a drafter knows."""
-    from verl_tlt.drafter.staging import stage
+    from verl_tlt.drafter.checkpoint import stage
     from verl_tlt.trainer.run_setup import first_drafter
 
     longest = setup.context + setup.tlt.speculation.longest

@@ -37,7 +37,6 @@ from verl_tlt.drafter import (
     policy_shape,
     save_drafter,
 )
-from verl_tlt.drafter.check import drafter_folder, drafter_method
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.drafter.rehearsal import rehearse
@@ -108,8 +107,7 @@ def _check(options: WarmupOptions) -> None:
         )
     rehearse(options.model, options.method)
     if options.drafter is not None:
-        check_drafter(options.drafter, options.model)
-        if (kind := drafter_method(drafter_folder(options.drafter))) != options.method:
+        if (kind := check_drafter(options.drafter, options.model).method) != options.method:
             raise DrafterError(f"--drafter {options.drafter} is for --method {kind}, not {options.method}.")
     elif own:
         head_files(options.model, shape)

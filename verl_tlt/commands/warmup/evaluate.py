@@ -31,10 +31,9 @@ from verl_tlt.drafter import (
     to_drafter_file,
     write_back,
 )
-from verl_tlt.drafter.check import drafter_folder, drafter_method
+from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, tensor_files
-from verl_tlt.drafter.staging import stage
 from verl_tlt.messages import from_plain
 
 if TYPE_CHECKING:
@@ -70,9 +69,11 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     prompts = choose_prompts(options)
     fetch_policy(options.model)
     # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
-    config, weights, _ = to_drafter_file(_load(options, prompts), "float32")
+    drafter = _load(options, prompts)
+    method = drafter.config.speculators_model_type
+    config, weights, _ = to_drafter_file(drafter, "float32")
     scratch = tempfile.TemporaryDirectory()
-    staged, method = Path(scratch.name) / "drafter", drafter_method(drafter_folder(options.drafter))
+    staged = Path(scratch.name) / "drafter"
     stage(config, weights, staged)
     engine = options
     if method == MTP:

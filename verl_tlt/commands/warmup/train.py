@@ -35,9 +35,8 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.capture import Span
 from verl_tlt.drafter.checkpoint import read_state, write_state
-from verl_tlt.drafter.data import grouped
+from verl_tlt.drafter.data import FedBatch, ahead, grouped
 from verl_tlt.drafter.evaluate import combined_score
-from verl_tlt.drafter.feed import FedBatch, ahead
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -1,19 +1,25 @@
-"""Where a drafter is while it trains: on the training device for a session, on the host between two of them.
+"""Memory of a drafter that trains: page-locked on the host, on the training device for a session.
 
-RL waits for the end of a session, so only what training has changed is copied back: the trained weights and AdamW's
-state. On the host all of it lies in one page-locked block, made before the first session: locking takes longer than
-copying, and a stop would wait for it. The block holds first what stays as it is, then what is trained, then the
-optimizer's state, so that one copy takes everything there, and one brings back what has changed.
+RL waits for the end of a session, so only what training has changed is copied back. On the host all of it lies in one
+page-locked block, made before the first session because locking takes longer than copying: first what stays as it is,
+then the trained weights, then the optimizer's state, so that one copy takes everything to the device, and one brings
+back what has changed. torch's `pin_memory` would take the next power of two of each tensor's bytes (8.6 GB for a 7B
+policy's drafter, not 4.8).
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
-from verl_tlt.drafter.host_memory import layout, page_locked, views
 from verl_tlt.drafter.train import STATE
 
 if TYPE_CHECKING:
@@ -21,8 +27,17 @@ if TYPE_CHECKING:
 
     from verl_tlt.drafter.train import DrafterTrainer
 
+logger = logging.getLogger(__name__)
+
 VERSIONS_HELD = 3
 """Copies of the trained parameters beside the model's own: candidate, served and initial drafter."""
+ALIGNMENT = 256
+"""Bytes; no kernel and no copy engine asks for more."""
+BLOCK = 1 << 27
+"""Bytes that a `LockedPool` grows by."""
+
+
+# ------------------------------------------------------------------ how much, by arithmetic
 
 
 def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
@@ -38,7 +53,6 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int =
     `rows`: of the largest batch that is trained; `scored`: of the largest that is scored; `passes`: of the
     training-time test.
     """
-    scored = rows if scored is None else scored
     trained, frozen = _bytes(model)
     # In float32 the batch that is trained and the next one, and in 16 bits the one that is arriving.
     batches = max(rows, scored) * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 10
@@ -75,6 +89,88 @@ def host_bytes(model: Eagle3DraftModel) -> int:
     trained, frozen = _bytes(model)
     whole_head = 2 * model.verifier_vocab_size * model.hidden_size if model.use_draft_vocab else 0
     return (1 + len(STATE) + VERSIONS_HELD) * trained + frozen + whole_head
+
+
+# ------------------------------------------------------------------ page-locked memory of the host
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """(where each begins, bytes of all) of tensors of so many bytes, side by side in one block."""
+    ends = list(accumulate((size + -size % ALIGNMENT for size in sizes), initial=0))
+    return ends[:-1], ends[-1]
+
+
+def views(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of these shapes and dtypes in `block`, uint8 [bytes], as `layout` places them; as many as it holds."""
+    begins, _ = layout([t.nbytes for t in like])
+    inside = [(t, begin) for t, begin in zip(like, begins, strict=True) if begin + t.nbytes <= len(block)]
+    return [block[begin : begin + t.nbytes].view(t.dtype).view(t.shape) for t, begin in inside]
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes], page-locked where CUDA is and for as long as this tensor lives; not a byte more is taken.
+
+    Memory that cannot be locked is ordinary memory: copies are slower then, and the log says so.
+    """
+    block = torch.empty(nbytes, dtype=torch.uint8)
+    if torch.cuda.is_available() and nbytes:
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(cuda.cudaHostRegister(block.data_ptr(), nbytes, 0))
+        if error:
+            _forget_refusal()
+            logger.warning("%d MiB could not be page-locked (CUDA error %d): copies are slower", nbytes >> 20, error)
+        else:
+            weakref.finalize(block, _unlock, block.data_ptr()).atexit = False
+    return block
+
+
+def _unlock(address: int) -> None:
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(cuda.cudaHostUnregister(address)):
+        _forget_refusal()
+
+
+def _forget_refusal() -> None:
+    """Clear the error that a refused call leaves in CUDA's runtime: the next kernel would raise it, in verl's sync say.
+
+    A launch raises the error and clears it, so this is one.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+class LockedPool:
+    """Page-locked memory that is handed out piece by piece, and all of it anew after `reset`.
+
+    It keeps what the largest step took, in blocks.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self._used: list[int] = []  # bytes handed out of each
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._blocks))
+
+    def reset(self) -> None:
+        """What was handed out will be overwritten."""
+        self._used = [0] * len(self._blocks)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with any contents, valid until the next `reset`."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        fits = (i for i, block in enumerate(self._blocks) if self._used[i] + nbytes <= len(block))
+        if (found := next(fits, None)) is None:
+            found = len(self._blocks)
+            self._blocks.append(page_locked(max(BLOCK, nbytes)))
+            self._used.append(0)
+        begin = self._used[found]
+        self._used[found] = layout([begin + nbytes])[1]
+        return self._blocks[found][begin : begin + nbytes].view(dtype).view(*shape)
+
+
+# ------------------------------------------------------------------ where a drafter is
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -120,7 +216,6 @@ class DeviceResidency:
         self._there = torch.empty(0)
 
     def __enter__(self) -> None:
-        """Copy all that a session needs to the device."""
         memory = self._memory
         try:
             source = memory.block if self._trains else memory.block[: memory.optimizer]
@@ -134,7 +229,6 @@ class DeviceResidency:
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Copy back what training has changed, and give up the device's memory."""
         memory = self._memory
         try:
             if self._trains:
