@@ -19,7 +19,7 @@ from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.options import EvaluateOptions, WarmupOptions
-from verl_tlt.commands.warmup.recipe import read_for
+from verl_tlt.commands.warmup.prompts import read_for
 from verl_tlt.drafter import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "drafter"))  # tiny_policy.py

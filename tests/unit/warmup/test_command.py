@@ -34,6 +34,10 @@ def settings(policy_dir, prompts_file, tmp_path):
     return make
 
 
+def begin(options):
+    return command.begin(options, command.read_for(options, options.prompts, options.limit))
+
+
 def test_from_prompts_to_a_drafter(settings, answered, tmp_path):
     wanted = settings()
     answered(wanted.work)
@@ -84,7 +88,7 @@ def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, mo
 
 def test_other_settings_do_not_go_on_from_it(settings, answered):
     wanted = settings()
-    command.begin(wanted, command.read(wanted))
+    begin(wanted)
     for other in (settings(seed=1), settings(samples=2), settings(response_length=23)):
         with pytest.raises(
             command.DrafterError, match=r"drafter\.warmup belongs to a run with \w+=\d+, not \d+; remove"
@@ -103,7 +107,7 @@ def test_with_another_option_of_training_the_responses_are_kept(settings, answer
     """No engine can run in this test: a response that was given up would end it."""
     first, said = settings(epochs=1), io.StringIO()
     answered(first.work)
-    command.begin(first, command.read(first))
+    begin(first)
     (first.work / command.STATE).write_bytes(b"of the other training")
     (name,) = change
     second = settings(epochs=1, **change)
@@ -114,10 +118,10 @@ def test_with_another_option_of_training_the_responses_are_kept(settings, answer
 
 def test_another_users_work_is_not_gone_on_with(settings, everybodys, give_away):
     wanted = settings(out=everybodys / "drafter")
-    command.begin(wanted, command.read(wanted))
+    begin(wanted)
     give_away(wanted.work)
     with pytest.raises(command.DrafterError, match=r"may be another user's work: .* belongs to user"):
-        command.begin(wanted, command.read(wanted))
+        begin(wanted)
 
 
 @pytest.mark.parametrize(

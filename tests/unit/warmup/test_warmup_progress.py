@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from verl_tlt.commands.warmup.progress import FIRST_S, Lines
+from verl_tlt.commands.warmup.engine import FIRST_S, Lines
 
 
 def told(shares):

@@ -20,11 +20,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
-from verl_tlt.commands.warmup.engine import Response, as_texts, context_of, find_device, generate, generation_job
+from verl_tlt.commands.warmup.engine import (
+    Response,
+    Stage,
+    as_texts,
+    context_of,
+    find_device,
+    generate,
+    generation_job,
+    make_bars,
+)
 from verl_tlt.commands.warmup.options import WarmupOptions
-from verl_tlt.commands.warmup.progress import Stage, make_bars
-from verl_tlt.commands.warmup.prompts import Prompts
-from verl_tlt.commands.warmup.recipe import read_for
+from verl_tlt.commands.warmup.prompts import Prompts, read_for
 from verl_tlt.commands.warmup.train import TrainingRun, policy_library
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter import (
@@ -61,7 +68,7 @@ _OF_TRAINING = (
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
-    prompts, device = read(options), find_device(options.device)
+    prompts, device = read_for(options, options.prompts, options.limit), find_device(options.device)
     fetch_policy(options.model)
     if said := begin(options, prompts):
         console.print(said, highlight=False, soft_wrap=True)
@@ -114,16 +121,10 @@ def _check(options: WarmupOptions) -> None:
 
 
 def _parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """Text like "2,18,33" as numbers."""
     try:
         return None if text is None else tuple(map(int, text.split(",")))
     except ValueError:
         raise DrafterError(f"--aux-layers must be numbers like 2,18,33, not {text!r}.") from None
-
-
-def read(options: WarmupOptions) -> Prompts:
-    """The prompts that leave room for a response."""
-    return read_for(options, options.prompts, options.limit)
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
@@ -138,14 +139,15 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     given = json.loads(json.dumps(asdict(options), default=str))
     wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)} | {"prompts": prompts.ids_digest}
     begun = read_json(file) if file.is_file() else wanted
-    changed = [f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]]
-    if other := next((text for text in changed if not text.startswith(tuple(f"{key}=" for key in _OF_TRAINING))), None):
+    changed = {key: f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]}
+    if other := next((text for key, text in changed.items() if key not in _OF_TRAINING), None):
         raise DrafterError(f"{work} belongs to a run with {other}; remove it to start again.")
     work.mkdir(parents=True, exist_ok=True)
     if changed:
         state.unlink(missing_ok=True)
     file.write_text(json.dumps(wanted))
-    return f"{work} was begun with {changed[0]}: its responses are kept, and training begins anew." if changed else None
+    before = next(iter(changed.values()), None)
+    return before and f"{work} was begun with {before}: its responses are kept, and training begins anew."
 
 
 def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list[Response]:
@@ -153,11 +155,7 @@ def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list
     longest = f"of up to {options.response_length} tokens"
     stage.say(f"{count} prompts x {options.samples} samples = {count * options.samples} responses {longest}")
     job = generation_job(options, prompts.tokens, samples=options.samples)
-
-    def tell(done: int, total: int) -> None:
-        stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
-
-    responses, _ = generate(job, options.work / "responses", tell)
+    responses, _ = generate(job, options.work / "responses", stage)
     mean = sum(len(r.tokens) for r in responses) / len(responses)
     if mean < MIN_RESPONSE:
         raise DrafterError(
@@ -168,7 +166,6 @@ def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list
 
 
 def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> TrainingRun:
-    """Drafter, policy and texts as a training run, where it was left if it was begun before."""
     drafter, texts = _drafter(options, prompts, responses, device), as_texts(prompts.tokens, responses)
     library, head = policy_library(drafter, options, texts, device, int(options.cache_gb * 1e9))
     passes, rate = OBJECTIVES[options.objective], options.learning_rate

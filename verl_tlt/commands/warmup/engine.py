@@ -2,26 +2,29 @@
 
 The engine is started as a run of verl's starts it (`commands.doctor.standalone_engine`), without a plugin of ours.
 Responses are written one by one as they finish, so that a killed run keeps what it has. The parent calls `generate`;
-the child is this module run as a program.
+the child is this module run as a program. `Stage` shows how far a command is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, run_environment, set_up, start
 from verl_tlt.commands.warmup.options import EngineOptions
-from verl_tlt.commands.warmup.recipe import MODEL, read_run
+from verl_tlt.commands.warmup.prompts import MODEL, read_run
 from verl_tlt.drafter import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
@@ -35,6 +38,8 @@ ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # all is here
 GPU_MEMORY = 0.85
 """Share of each GPU's memory that an engine takes where no recipe says one."""
+FIRST_S = 30.0
+"""Seconds without a line after which one comes though no tenth is done; twice as many the next time."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +107,19 @@ def find_device(wanted: str) -> str:
     return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def generate(
-    job: GenerationJob, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[list[Response], DraftCounts | None]:
+def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Response], DraftCounts | None]:
     """Run `job`, or what is left of it where `directory` holds responses of an earlier try of the same job.
 
-    `progress` is told (responses done, responses wanted) every second. Returns all responses, ordered by prompt and
-    sample, and vLLM's counters where a drafter was given; a `ChildEngineError` says why the engine ended early.
+    Returns all responses, ordered by prompt and sample, and vLLM's counters where a drafter was given; a
+    `ChildEngineError` says why the engine ended early.
     """
     out, answer = directory / RESPONSES, directory / "answer.json"
     total = len(job.prompts) * job.samples
+
+    def tell() -> None:
+        done = out.read_bytes().count(b"\n") if out.is_file() else 0
+        stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
+
     if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):
         if job.on_cpu:
             require_cpu_platform()
@@ -120,10 +128,10 @@ def generate(
             asdict(job),
             directory,
             {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET},
-            tell=lambda: progress(out.read_bytes().count(b"\n") if out.is_file() else 0, total),
+            tell=tell,
         )
     responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
-    progress(len(responses), total)
+    stage.tell(1.0, f"{len(responses)} of {total} responses")
     if not job.drafter:
         return responses, None
     counted = json.loads(answer.read_text())
@@ -131,7 +139,7 @@ def generate(
 
 
 def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
-    """What was generated so far, by (prompt, sample); a line that a kill cut short is left out."""
+    """What was generated so far, by (prompt, sample), without a line that a kill cut short."""
     found = {}
     for line in read_lines(file) if file.is_file() else ():
         try:
@@ -145,6 +153,52 @@ def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
 def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> list[Text]:
     """Each response behind its prompt."""
     return [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
+
+
+class Lines:
+    """Decides when a line is due where no bar moves: at every tenth, and after silences that double.
+
+    `now`: seconds of any clock that does not go back.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._tenths, self._silence = 0, FIRST_S
+        self._latest = now + FIRST_S
+
+    def due(self, share: float, now: float) -> bool:
+        """Whether to print one, with that share of the stage done."""
+        if (tenths := int(10 * share)) > self._tenths:
+            self._tenths = tenths
+        elif now < self._latest:
+            return False
+        else:
+            self._silence *= 2
+        self._latest = now + self._silence
+        return True
+
+
+def make_bars(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:10}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+class Stage:
+    """One stage of a command, which begins now."""
+
+    def __init__(self, bars: Progress, name: str, note: str) -> None:
+        self.bars, self._name, self._began = bars, name, time.monotonic()
+        self._task, self._lines = bars.add_task(name, total=1.0, note=note), Lines(self._began)
+
+    def tell(self, share: float, note: str) -> None:
+        """Show what share is done: on the bar, and where the output is no terminal as a line now and then."""
+        now = time.monotonic()
+        self.bars.update(self._task, completed=share, note=note)
+        if not self.bars.console.is_terminal and self._lines.due(share, now):
+            self.say(f"{note} after {now - self._began:.0f} s")
+
+    def say(self, text: str) -> None:
+        """A line, on a terminal too."""
+        self.bars.console.print(f"{self._name}: {text}", highlight=False, soft_wrap=True)
 
 
 # ------------------------------------------------------------------ in the child
@@ -186,7 +240,6 @@ async def _answer(engine: StandaloneEngine, job: GenerationJob, place: tuple[int
 
 
 def _counted() -> dict[str, Any]:
-    """What vLLM counted of drafts in this process."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     counters: dict[str, Any] = {metric.name: metric for metric in get_metrics_snapshot()}

@@ -17,11 +17,18 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
-from verl_tlt.commands.warmup.engine import Response, as_texts, context_of, find_device, generate, generation_job
+from verl_tlt.commands.warmup.engine import (
+    Response,
+    Stage,
+    as_texts,
+    context_of,
+    find_device,
+    generate,
+    generation_job,
+    make_bars,
+)
 from verl_tlt.commands.warmup.options import EvaluateOptions
-from verl_tlt.commands.warmup.progress import Stage, make_bars
-from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm
-from verl_tlt.commands.warmup.recipe import read_for
+from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
 from verl_tlt.commands.warmup.train import policy_library
 from verl_tlt.drafter import (
     acceptance,
@@ -81,12 +88,7 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
         write_back(staged, engine.model)
     job = generation_job(engine, prompts, method=method, drafter=str(staged), draft_length=options.draft_length)
     with make_bars(console) as bars, scratch:
-        serving = Stage(bars, "serve", "starting vLLM")
-        responses, served = generate(
-            job,
-            Path(scratch.name),
-            lambda done, total: serving.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM"),
-        )
+        responses, served = generate(job, Path(scratch.name), Stage(bars, "serve", "starting vLLM"))
         assert served is not None
         simulated = score(options, prompts, responses, Stage(bars, "score", "loading the policy"))
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))

@@ -52,7 +52,7 @@ class EngineOptions(SamplingOptions):
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values given by name, and where they name a recipe also those that it decides."""
-        from verl_tlt.commands.warmup.recipe import read_run
+        from verl_tlt.commands.warmup.prompts import read_run
 
         if (run := read_run(given.get("recipe"))) is not None:
             names = {f.name for f in dataclasses.fields(cls)}

@@ -1,4 +1,4 @@
-"""A user's prompts as token ids, in the form the rollout would give them to the policy.
+"""A user's prompts as token ids, in the form the rollout would give them to the policy; and the recipe of that rollout.
 
 Read are verl's own parquet (column `prompt`, chat messages), JSON lines or a JSON array with the same field or plain
 text in it, and plain text with one prompt a line. Messages go through the policy's chat template, as verl does it.
@@ -8,8 +8,10 @@ A part of the prompts is held out by a hash of its tokens: the same whichever co
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,21 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_tlt.drafter import DrafterError, files_digest
+from verl_tlt.checks.models import POLICY, located
+from verl_tlt.checks.recipe import CONFIG, ROLLOUT, Recipe, compose, number, read_mapping, select
+from verl_tlt.commands.script.run import read_arguments
+from verl_tlt.config import TLTConfigError
+from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import Model
 from verl_tlt.files.json_files import parse, read_lines
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerBase
+
+    from verl_tlt.commands.warmup.options import EngineOptions
+
+MODEL = "actor_rollout_ref.model"
 
 HELD_OUT = 0.1
 """Share of the prompts that are never trained on."""
@@ -110,7 +121,6 @@ def load_tokenizer(policy: Model, trusted: bool = False) -> PreTrainedTokenizerB
 
 
 def _files(source: Path) -> list[Path]:
-    """The files of one source."""
     if not source.exists():
         raise DrafterError(f"--prompts {source} does not exist.")
     if source.is_dir():
@@ -195,6 +205,101 @@ def _is_chat(row: Any) -> bool:
 
 
 def _fraction(tokens: tuple[int, ...]) -> float:
-    """A number in 0..1 that depends on the tokens alone."""
+    """A number in [0, 1) that depends on the tokens alone."""
     name = ",".join(map(str, tokens)).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2.0**64
+
+
+# ------------------------------------------------------------------ the recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `--recipe` says of the run that a drafter is for: policy, prompts, sampling, and how its engines start."""
+
+    recipe: Recipe
+    config: DictConfig
+    """verl's, as the recipe composes it."""
+
+    def options(self) -> dict[str, Any]:
+        """Fields of the commands' options that the recipe decides."""
+        sampling = {name: self._float(name) for name in ("temperature", "top_p")}
+        return {
+            "model": Path(self._path(str(select(self.config, POLICY, "")))),
+            "prompts": self._prompts(),
+            "response_length": number(self.config, f"{ROLLOUT}.response_length", 512),
+            "top_k": max(0, int(self._float("top_k"))),  # verl's -1: off
+            "tensor_parallel": max(1, number(self.config, f"{ROLLOUT}.tensor_model_parallel_size", 1)),
+            "method": str(select(self.config, "tlt.drafter.method") or "eagle3"),
+            **sampling,
+        }
+
+    def form(self) -> PromptForm:
+        template = read_mapping(self.config, "data.apply_chat_template_kwargs")
+        if own := select(self.config, f"{MODEL}.custom_chat_template"):
+            template["chat_template"] = own
+        return PromptForm(str(select(self.config, "data.prompt_key", "prompt")), template)
+
+    def tokenizer(self) -> tuple[str, bool]:
+        """Where its tokenizer is, and whether code in its files may run."""
+        place = select(self.config, f"{MODEL}.tokenizer_path") or select(self.config, POLICY, "")
+        return self._path(str(place)), bool(select(self.config, f"{MODEL}.trust_remote_code", False))
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens; a run leaves longer ones out."""
+        return number(self.config, f"{ROLLOUT}.prompt_length", 512)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence of its engines, where it says one."""
+        return number(self.config, f"{ROLLOUT}.max_model_len", 0) or None
+
+    def _prompts(self) -> list[Path]:
+        named = select(self.config, "data.train_files", [])
+        files = [str(file) for file in (named if isinstance(named, list) else [named])]
+        if away := next((file for file in files if "://" in file), None):
+            raise TLTConfigError(f"data.train_files={away} is on another file system: give --prompts.")
+        return [Path(self._path(file)) for file in files]
+
+    def _path(self, path: str) -> str:
+        """A path as the script's own working directory has it; a name on the hub as it is."""
+        beside = os.path.join(self.recipe.directory or ".", os.path.expanduser(path))
+        return os.path.abspath(beside) if os.path.exists(beside) else located(path)
+
+    def _float(self, name: str) -> float:
+        value = select(self.config, f"{ROLLOUT}.{name}", 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TLTConfigError(f"{ROLLOUT}.{name} must be a number, not {value!r}.")
+        return float(value)
+
+
+def read_for(
+    options: EngineOptions,
+    sources: Sequence[Path],
+    limit: int | None,
+    least: int = MIN_PROMPTS,
+    form: PromptForm = AS_IS,
+) -> Prompts:
+    """The prompts that leave room for a response, in the form of the options' recipe, or without one in `form`."""
+    positions, run = policy_shape(options.model).max_position_embeddings, read_run(options.recipe)
+    if (longest := positions - options.response_length) < 1:
+        raise DrafterError(
+            f"--response-length {options.response_length} leaves no room for a prompt in the policy's "
+            f"max_position_embeddings={positions}."
+        )
+    if run is None:
+        return read_prompts(sources, load_tokenizer(options.model), longest, limit, least, form)
+    longest = min(longest, run.longest_prompt, (run.max_model_len or positions) - 1)
+    return read_prompts(sources, load_tokenizer(*run.tokenizer()), longest, limit, least, run.form())
+
+
+def read_run(words: Sequence[str] | None) -> Run | None:
+    """The recipe that the words after `--recipe` are; None without any."""
+    return _read(tuple(words)) if words else None
+
+
+@lru_cache(maxsize=1)
+def _read(words: tuple[str, ...]) -> Run:
+    recipe = read_arguments(words, CONFIG)
+    return Run(recipe, compose(recipe.overrides, recipe.config))

@@ -46,8 +46,7 @@ CHECKS = 10
 CHECK_SHARE = 0.1
 """Most of a run's time that scoring takes, as a share."""
 JUDGED_TOKENS, FEW_TOKENS, PROBE_TOKENS = 8_192, 1_024, 512
-"""Tokens of held-out responses: most in a check; in one that is still worth more than another check; timed before the
-first check."""
+"""Tokens of held-out responses: most in a check, fewest for which checks are made fewer, and timed before the first."""
 FREE_TOKENS = 2_048
 """Most tokens scored in a whole run, however long that takes: with fewer nothing can be judged."""
 SAVE_EVERY_S = 60.0
@@ -68,10 +67,7 @@ class CheckPlan:
 def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
     """As many checks as fit into their share of a run of `run_s` seconds, of as many tokens as fit.
 
-    Args:
-        run_s: all of the run, by what the first part of it took.
-        token_s: to score a token.
-        held_out: tokens of responses that there are.
+    `token_s`: seconds to score a token; `held_out`: tokens of responses that there are.
     """
     whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
     scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
@@ -209,7 +205,7 @@ class TrainingRun:
         return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self._tokens(self.judged))
 
     def _check(self, step: int, tokens: int) -> None:
-        """Score the drafter on the held-out responses and remember its weights if they are the best so far."""
+        """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
         begun, p = time.perf_counter(), self.progress
         score = combined_score(self._score(self._within(p.plan["tokens"])), self.options.draft_length)
         if not self.taus or score.accept_length > max(self.taus):
@@ -225,7 +221,6 @@ class TrainingRun:
         return sum(len(self.library.texts[n].tokens) for n in texts)
 
     def _score(self, texts: Sequence[int]) -> list[SequenceScore]:
-        """Scores of responses under the present weights."""
         scores, done, total = list[SequenceScore](), 0, self._tokens(texts)
         budget = self.options.batch_tokens
         for group in grouped(texts, lambda n: len(self.library.texts[n].tokens), budget):
