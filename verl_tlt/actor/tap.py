@@ -63,9 +63,9 @@ class HiddenStateTap:
         adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record the window (start, stop) of rows of the coming batch; the same on all ranks that compute it.
+        """Record the window (start, stop) of rows of the coming batch, the same on all ranks that compute it.
 
-        What came from CUDA, and `take` returned before, is overwritten.
+        It overwrites what `take` returned before.
         """
         self._host.reset()
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
@@ -193,12 +193,11 @@ class _MicroBatch:
 
 
 def digest_of(prompt: torch.Tensor) -> int:
-    """A number for a prompt's tokens, int64 [P], by which its responses are known as belonging together."""
+    """A number for a prompt's tokens, int64 [P]: the same for all its responses."""
     return int.from_bytes(hashlib.blake2b(prompt.cpu().long().numpy().tobytes(), digest_size=8).digest(), "big")
 
 
 def _mark() -> torch.cuda.Event:
-    """A place in what is queued for CUDA, with the time at which it is reached."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -216,14 +215,11 @@ def response_lengths(micro_batch: TensorDict) -> list[int]:
 def select_for_tap(
     lengths: Sequence[int], budget_tokens: int, rng: random.Random, window: int | None = None
 ) -> list[int]:
-    """Choose sequences to capture so that every length gets its share of the tokens.
+    """Choose sequences to capture so that every length gets its share of the tokens, by systematic sampling.
 
-    Systematic sampling along the sequences in order of length: the chosen ones are spread evenly over all lengths, and
-    the expected captured tokens of each are proportional to its length (up to capturing all of it). Where the draw
-    exceeds the budget some of it, chosen blindly, is given up.
-
-    Returns indices into `lengths` (tokens of prompt and response), ascending; their costs min(length, window) sum to at
-    most `budget_tokens`. `window` None: whole sequences.
+    The expected captured tokens of a sequence are proportional to its length, up to all of it. Where the draw exceeds
+    the budget, sequences chosen blindly are given up. Returns indices into `lengths` (tokens of prompt and response),
+    ascending; their costs min(length, window) sum to at most `budget_tokens`. `window` None: whole sequences.
     """
     if not lengths or budget_tokens <= 0:
         return []
@@ -261,8 +257,8 @@ def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
 def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
     """At most `window` neighbouring tokens of one sequence: (start, stop), 0 <= start < stop <= length.
 
-    The start is drawn from the response with a density rising towards the end (the later of two uniform draws): late
-    positions are those decoded in the tail. The prompt, which teaches nothing, is kept only where it fits.
+    The start is the later of two uniform draws from the response: late positions are those decoded in the tail. The
+    prompt, which teaches nothing, is kept only where it fits.
     """
     last_start = max(0, length - window)
     first_start = min(prompt_len, last_start)
@@ -271,5 +267,5 @@ def choose_window(length: int, prompt_len: int, window: int, rng: random.Random)
 
 
 def shards_by_worker(shards: Sequence[HiddenStateShard], workers: int) -> list[list[HiddenStateShard]]:
-    """Shards for each of so many spot workers, by row: every rank of a group splits the same rows in the same way."""
+    """Shards for each spot worker, by row: every rank of a group splits the same rows in the same way."""
     return [[shard for shard in shards if shard.row % workers == worker] for worker in range(workers)]

@@ -1,9 +1,8 @@
 """Copies the parts of the policy that the drafter shares (embedding, head, final norm) while a weight sync streams by.
 
-A weight sync streams every full tensor anyway, and everybody waits for it; embedding and head are large (2.2 GB in 16
-bits for a 7B policy). So one rank of each node copies them, and only when the drafter will be trained: in 16 bits, to
-memory that is kept for the run (page-locked where CUDA is). A thread puts them into the object store while the next
-rollout runs. A failure costs the drafter its newest weights, not the sync.
+Everybody waits for the sync, and the parts are large (2.2 GB in 16 bits for a 7B policy). So one rank of each node
+copies them, and only when the drafter will be trained: to page-locked memory that is kept for the run. A thread puts
+them into the object store during the next rollout. A failure costs the drafter its newest weights, not the sync.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Params = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Captured:
-    """What this rank copied since it was last asked."""
+    """What this rank copied since the last `take`."""
 
     reference: ObjectRef | None = None
     """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
@@ -52,13 +51,10 @@ class Captured:
 
 
 class VerifierCapture:
-    """One rank's copies. Used by one thread at a time.
+    """One rank's copies, in `dtype`, of 16 bits. Used by one thread at a time.
 
-    Args:
-        dtype: 16-bit dtype of the copies (the rollout's).
-        put: hands the arrays to the object store, which copies them.
-        tied: the policy's head is its embedding, under whichever names it streams.
-        norm_offset: what is added to the final norm's weight (`PolicyShape.norm_offset`).
+    `put` hands the arrays to the object store, which copies them; `tied`: the policy's head is its embedding;
+    `norm_offset` is added to the final norm's weight.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class VerifierCapture:
             yield name, tensor
 
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
-        """The sync is over: what arrived goes to the object store, in the background.
+        """Put what arrived into the object store, in the background, after the sync.
 
         For a sync that sends LoRA adapters alone, `base` reads the parts from the policy's files.
         """
@@ -133,7 +129,7 @@ class VerifierCapture:
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """Timed; a failure ends the copying for this sync."""
+        """Time the block; a failure ends the copying for this sync."""
         start = time.perf_counter()
         try:
             yield

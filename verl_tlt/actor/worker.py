@@ -71,10 +71,9 @@ class TLTActorWorker(ActorRolloutRefWorker):
     def tlt_setup(
         self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int], counts_tokens: bool = False
     ) -> TapReady:
-        """Install the tap on this rank's engine, for these layers' inputs.
+        """Install the tap on this rank's engine.
 
-        `capture_ranks` copy the verifier weights out of the coming weight sync; `counts_tokens`: the first rollout's
-        tokens are counted.
+        `capture_ranks` copy the verifier weights of the coming sync; `counts_tokens`: of the first rollout's responses.
         """
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
@@ -95,8 +94,8 @@ class TLTActorWorker(ActorRolloutRefWorker):
     def tlt_take(self, shares: Sequence[int], capture_ranks: Collection[int], tokens: int) -> TappedStates:
         """Hand over the hidden states of the last old-log-prob forward, and the verifier weights of a sync before it.
 
-        `shares` says for each rank among how many spot workers its sequences are to be shared; `capture_ranks` are of
-        the next weight sync, `tokens` of the next forward.
+        `shares`: among how many spot workers each rank shares its sequences; `capture_ranks` are of the next weight
+        sync, `tokens` the budget of the next forward.
         """
         self.actor.tap_budget = tokens
         tap, capture = self.actor.tap, self._tlt_capture

@@ -47,8 +47,8 @@ class Decoder:
 def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
 
-    transformers lays out every decoder so, however deep it is inside a larger model, FSDP or LoRA; a vision tower has
-    another number of layers, or norms elsewhere. None or more than one is a `DrafterError` that begins with `where`.
+    However deep it is inside a larger model, FSDP or LoRA; a vision tower has another number of layers, or norms
+    elsewhere. None or more than one is a `DrafterError` that begins with `where`.
     """
     config = getattr(policy, "config", None)
     count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
@@ -80,10 +80,9 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 
 
 class PolicyStates:
-    """Runs a policy over texts and returns what a drafter learns from: the inputs of its `aux_layers` and last states.
+    """Runs a policy over texts and returns what a drafter learns from: the inputs of `aux_layers` and the last states.
 
-    No `aux_layers`: an MTP head reads the last states alone. A `DrafterError` where the policy has no such layers, or
-    no decoder.
+    Without `aux_layers` the last states alone, for an MTP head. A `DrafterError` where the policy has no such layers.
     """
 
     def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:
@@ -162,10 +161,9 @@ class Span:
 
 
 def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
-    """One pass over all texts in random order, as packed batches of at most `budget` rows.
+    """One pass over all texts in random order, as packed batches of at most `budget` rows; longer texts are cut.
 
-    Made from the texts' lengths and the seed alone, so that a resumed run finds its place without computing states
-    again. A text of more rows than the budget is cut.
+    It follows from lengths and seed, so that a resumed run finds its place without computing states again.
     """
     order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
     spans = (Span(n, begin, end) for n in order for begin, end in data.window_bounds(lengths[n], budget))

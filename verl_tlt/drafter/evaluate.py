@@ -151,7 +151,7 @@ class _AcceptanceLoss:
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
         """`(overlap, recorded)`, float64 [K, S]: at [k, r] for position k of the draft that starts at row r.
 
-        `overlap` is sum_v min(p, q), `recorded` min(1, q/p) of the recorded token; both are 0 past the end.
+        They are sum_v min(p, q), and min(1, q/p) of the recorded token; both are 0 past the end.
         """
         batch = self.batch
         with torch.no_grad(), mixed_precision(batch.input_ids.device), NoWaiting():
@@ -201,12 +201,11 @@ class _AcceptanceLoss:
         whole = (hidden @ self.lm_head.T).float()  # [B, V]
         policy = _probabilities(whole, self.temperature, self.top_p, self.top_k)
         chosen = policy.gather(1, tokens[:, None])[:, 0]
-        return (policy[:, self._draft_ids()] if self.model.use_draft_vocab else policy), chosen
-
-    def _draft_ids(self) -> torch.Tensor:
-        """The tokens of the draft vocabulary, int64 [DV]; a mask in their place would have the host wait."""
+        if not self.model.use_draft_vocab:
+            return policy, chosen
         offsets = self.model.d2t
-        return offsets + torch.arange(len(offsets), device=offsets.device)
+        drafted = offsets + torch.arange(len(offsets), device=offsets.device)  # [DV]; a mask would have the host wait
+        return policy[:, drafted], chosen
 
     def _at(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Entries [S] of `probabilities` [S, DV] at target ids [S]; 0 for tokens outside the draft vocabulary."""
@@ -218,7 +217,6 @@ class _AcceptanceLoss:
 
 
 def _blocks(rows: int) -> Iterator[slice]:
-    """All rows, `PROBABILITY_ROWS` at a time."""
     return (slice(begin, begin + PROBABILITY_ROWS) for begin in range(0, rows, PROBABILITY_ROWS))
 
 
@@ -239,7 +237,7 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
 
 
 def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
-    """Expected drafts and acceptances along one sequence; `overlap` and `recorded` are [K, rows]."""
+    """Expected drafts and acceptances along one sequence, from what `_AcceptanceLoss.run` gives of its rows."""
     max_draft = len(overlap)
     starts = window.loss_rows(max_draft)
     if not starts:

@@ -1,9 +1,9 @@
 """A policy's own head for multi-token prediction (MTP) as a drafter that is trained like an EAGLE-3 head.
 
 vLLM drafts with both alike: one pass over the known tokens, then one token at a time, each fed with the state that the
-pass before returned. So the recurrence, its loss and its counts are those of `speculators` for EAGLE-3, and the modules
-here take the places of that one's. What differs: the head reads one state, the policy's last; it is a decoder layer of
-the policy's own family; and the state that it hands on is normed.
+pass before returned. So the recurrence, its loss and its counts are those of `speculators` for EAGLE-3, with other
+modules: the head reads one state, the policy's last; it is a decoder layer of the policy's own family; and the state
+that it hands on is normed.
 
 Sources: vLLM's `qwen3_5_mtp.py`, `mimo_mtp.py`, and `llm_base_proposer.py` (`propose`).
 """
@@ -50,8 +50,7 @@ def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
     )
 
 
-def _qwen3_5() -> Any:
-    """The module of transformers, which older releases lack."""
+def _qwen3_5() -> Any:  # older releases of transformers lack it
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     return modeling_qwen3_5
@@ -89,7 +88,6 @@ class MTPDrafter(Eagle3DraftModel):
 
     @property
     def target_layer_ids(self) -> list[int]:
-        """It reads no layer's input, only the last state."""
         return []
 
 
@@ -106,8 +104,7 @@ class Qwen35Head(torch.nn.Module):
         self.norm = modules.Qwen3_5RMSNorm(hidden, eps=eps)
 
     @property
-    def last_norm(self) -> torch.nn.Module:
-        """Before the policy's head, and before the next pass."""
+    def last_norm(self) -> torch.nn.Module:  # before the policy's head, and before the next pass
         return self.norm
 
     def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:
@@ -129,8 +126,7 @@ class MiMoHead(Qwen2DecoderLayer):
         self.final_layernorm = Qwen2RMSNorm(hidden, eps=eps)
 
     @property
-    def last_norm(self) -> torch.nn.Module:
-        """Before the policy's head, and before the next pass."""
+    def last_norm(self) -> torch.nn.Module:  # before the policy's head, and before the next pass
         return self.final_layernorm
 
     def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:

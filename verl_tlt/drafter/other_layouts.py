@@ -36,7 +36,7 @@ _STACKED = (
 
 
 def plain(name: str) -> str:
-    """A tensor's name in any layout as speculators has it, but for what vLLM stacked; of an MTP head without prefix."""
+    """A tensor's name in speculators' layout, from any; what vLLM stacked stays so, and an MTP head has no prefix."""
     name = _MIMO.sub("mtp_layers.0.", name.removeprefix("model.").removeprefix("mtp."))
     return name.replace("midlayer.", "layers.0.")
 
@@ -60,13 +60,9 @@ def is_other_layout(config: Fields) -> bool:
 
 
 def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fields:
-    """The drafter's config, of `file`, in speculators' form.
+    """The drafter's config, of `file`, in speculators' form; a `DrafterError` where it is no EAGLE-3 head of one layer.
 
-    What these layouts leave out comes from the policy: aux layers (`_aux_layers`), and a context, which their training
-    length is not.
-
-    Raises:
-        DrafterError: no EAGLE-3 head of one Llama layer, or a field has another type.
+    Aux layers and a context that these layouts leave out come from the policy.
     """
     try:
         check_kind(config, file)
@@ -90,9 +86,8 @@ def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fi
 def _aux_layers(said: Any, nested: Any, usual: list[int], file: Path) -> Any:
     """The layers whose inputs it reads; `said` by the config, which counts inputs, or `nested` in its `eagle_config`.
 
-    Those are counted in two ways: vLLM takes them for inputs; SpecForge and ModelOpt, which write them, and SGLang for
-    outputs, one less. So they are read as outputs where that makes `usual`, the layers that vLLM takes by itself and
-    both write by default. A `DrafterError` where readers differ.
+    vLLM takes the nested ones for inputs; SpecForge and ModelOpt, which write them, and SGLang for outputs, one less.
+    They are read as outputs where that makes `usual`, vLLM's own choice, which both write by default.
     """
     if not nested:
         return said or usual
@@ -127,7 +122,6 @@ def check_kind(config: Fields, file: Path) -> None:
 
 
 def _layer(config: Fields, policy: PolicyShape) -> Fields:
-    """The Llama config of its one layer."""
     heads = config["num_attention_heads"]
     as_is = ("vocab_size", "hidden_size", "intermediate_size", "layer_types", "mlp_bias", "rope_parameters")
     return {

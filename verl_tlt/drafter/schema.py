@@ -1,8 +1,7 @@
 """What an EAGLE-3 drafter's `config.json` may say: every field that vLLM or speculators reads, with its bounds.
 
-A field that is not in here is dropped: what is staged for vLLM is made of these fields alone, so a file from elsewhere
-cannot name code, another model, a quantization or a dtype. A field in here whose value means another network than the
-one layer that is served is refused.
+Other fields are dropped: what is staged for vLLM is made of these alone, so a file from elsewhere cannot name code,
+another model, a quantization or a dtype. A value that means another network than the one served layer is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ _NEEDS = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 """RoPE types, and what vLLM computes each from besides `rope_theta` (`rotary_embedding/__init__.py`, `get_rope`)."""
-LAYER_NORMS = ("fc_norm", "norm_output")
-"""Switches that vLLM 0.24 reads in the layer's config alone (`speculators/algos.py`, `update_eagle3`), later ones not.
-"""
+_LAYER_NORMS = ("fc_norm", "norm_output")
+"""Switches that vLLM 0.24 reads in the layer's config alone (`speculators/algos.py`, `update_eagle3`)."""
 _STRETCHED = ("linear", "dynamic", "yarn")
 """RoPE types whose table vLLM makes `factor` times as long."""
 _MOST_STRETCH = 4
@@ -113,7 +111,6 @@ def checked(config: Fields, where: str, layer_at: str) -> Drafter:
 
 
 def _rope(layer: Fields) -> object:
-    """RoPE as transformers 5 spells it, whatever it was made of."""
     try:
         return rope_of(layer)
     except (TypeError, ValueError):
@@ -161,7 +158,7 @@ def as_served(drafter: Drafter, policy: PolicyShape) -> Fields:
     fields = drafter.model_dump(exclude_none=True)
     fields["transformer_layer_config"] |= {"tie_word_embeddings": False, "mlp_bias": False}
     fields["transformer_layer_config"] |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    fields["transformer_layer_config"] |= {norm: True for norm in LAYER_NORMS if fields[norm]}
+    fields["transformer_layer_config"] |= {norm: True for norm in _LAYER_NORMS if fields[norm]}
     return fields | {
         "architectures": ["Eagle3Speculator"],
         "speculators_config": library_fields("eagle3", policy),

@@ -1,7 +1,6 @@
 """JSON that others may have written, read within limits: from an ordinary file, of so many bytes, so many levels deep.
 
-What comes from elsewhere may be a pipe that never ends, a device, larger than the memory, or nested until the stack of
-whoever walks through it overflows. Standard library only.
+It may be a pipe that never ends, a device, larger than the memory, or nested until a reader's stack overflows.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from typing import Any, BinaryIO
 from verl_tlt.errors import TLTError
 
 MOST_BYTES = 256 << 20
-"""Of one file; the largest that are read are tokenizers, of some 30 MB."""
+"""Bytes of one file; the largest that are read are tokenizers, of some 30 MB."""
 MOST_LEVELS = 32
 """Lists and objects inside each other."""
-
-
-_LONG = re.compile("[0-9]{19}")
+_DECODER = json.JSONDecoder(parse_int=lambda text: int(text) if len(text.lstrip("-")) <= 18 else float(text))
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -62,7 +59,7 @@ def parse(text: str | bytes) -> Any:
     if isinstance(text, bytes):
         text = text.decode()
     try:
-        value = json.loads(text, parse_int=_whole if _LONG.search(text) else None)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels") from None
     if text.count("[") + text.count("{") > MOST_LEVELS and _deeper(value):
@@ -72,21 +69,12 @@ def parse(text: str | bytes) -> Any:
     return value
 
 
-def _whole(digits: str) -> float:
-    return int(digits) if len(digits) <= 18 else float(digits)
-
-
 def _deeper(value: object) -> bool:
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []  # those of one depth
     for _ in range(MOST_LEVELS):
-        level = [item for part in level for item in _items(part)]
-    return any(isinstance(part, dict | list) for part in level)
-
-
-def _items(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        inside = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -1,15 +1,11 @@
 """Who owns a file, on machines that others use too: checked before a file is read as ours or written to.
 
-Where all users may write (`/tmp`, a scratch disk, a share opened to everybody), a name says nothing about who made what
-is there. What lies below such a directory is trusted only if this user or root owns each entry on the path to it; a
-file that all may write to is not trusted. Directories that only their owner's group may write to are trusted. Standard
-library only.
+Below a directory that all users may write to (`/tmp`, a scratch disk, an open share) a file is trusted only if this
+user or root owns each entry on the path to it; a file that all may write to is not trusted. Directories that only their
+owner's group may write to are trusted.
 
 A mount may show every file as everybody's and refuse `chmod` (gcsfuse, blobfuse, CIFS). What this user wrote there is
 known by its seal (`seal`), and a user may say that such a mount is trusted (`TRUSTED_MOUNT`).
-
-Two runs on one machine may have the same Ray job id and replica ranks, and a run that is killed cannot clean up. So a
-process's own directory has a temporary name and a file lock, which ends with the process (`make_private_dir`).
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 OWNER = "owner.lock"
 SEAL, KEY = "seal", "~/.config/verl-tlt/seal.key"
-"""A file in a sealed directory, and the secret it is made with, which only this user can read."""
+"""A file in a sealed directory, and the secret it is made with, readable for this user alone."""
 TRUSTED_MOUNT = "TLT_TRUSTED_MOUNT"
 """Environment variable: a directory below which every file is believed, whatever its permissions."""
 _ROOT = 0
@@ -78,10 +74,9 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
 
 
 def seal(directory: Path) -> None:
-    """Note what this user wrote to a directory, where permissions cannot show it, as on a mount of fixed ones.
+    """Note what this user wrote to a directory, where permissions cannot show it: a code over names and digests.
 
-    Names and digests of all files, with a code that only who has the key of this user can compute. Nothing is noted
-    where permissions show it, nor where the key cannot be kept in private.
+    Only who has this user's key can compute it. Where the key cannot be kept in private nothing is noted.
     """
     files = [path for path in directory.rglob("*") if path.is_file()]
     if any(other_owner(file) for file in files) and (key := _seal_key(make=True)) is not None:
@@ -108,7 +103,7 @@ def _code(key: bytes, directory: Path) -> str:
 
 
 def _seal_key(make: bool) -> bytes | None:
-    """The secret of this user, made if asked for; None: there is none, or none that is only this user's."""
+    """The secret of this user, made if asked for; None where there is none that only this user can read."""
     try:
         path = expanded(KEY)
         if make and not path.exists():
@@ -145,8 +140,7 @@ def check_private(directory: Path) -> None:
 def open_to_append(path: str | os.PathLike[str]) -> int:
     """A descriptor that appends to an ordinary file, made where it is missing; OSError where it is something else.
 
-    A link is not followed, since somebody may have laid it to a file of ours; a pipe is not opened, since writing to it
-    waits for a reader.
+    A link, which somebody may have laid to a file of ours, is not followed; a pipe would wait for a reader.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)
@@ -177,8 +171,7 @@ def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
 def check_writable(directory: str | os.PathLike[str], key: str) -> None:
     """Raise a TLTError, which names `key`, where no file can be made in a directory that may still have to be made.
 
-    Tried rather than looked up, in the part of the path that is there: permissions say nothing of root, of a file
-    system that is read-only or full. Nothing is left behind.
+    It is tried, in the part of the path that is there: permissions say nothing of a full or read-only file system.
     """
     path = Path(os.path.abspath(expanded(directory)))
     there = next(part for part in (path, *path.parents) if os.path.lexists(part))
@@ -198,7 +191,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def make_private_dir(prefix: str) -> Path:
-    """Make a temporary directory (0700) for this process, and remove those of this user's dead processes."""
+    """Make a temporary directory (0700) for this process, and remove those of this user's dead processes.
+
+    A file lock, which ends with its process, says which are dead: a run that is killed cannot clean up, and two runs on
+    one machine may have the same Ray job id and replica ranks.
+    """
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         _remove_if_unowned(owner)
     path = Path(tempfile.mkdtemp(prefix=prefix))
