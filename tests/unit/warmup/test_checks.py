@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from verl_tlt.commands.warmup import command, progress, train
+from verl_tlt.commands.warmup import command, engine, train
 from verl_tlt.commands.warmup.command import warmup
 from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.commands.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
@@ -35,7 +35,7 @@ def slow_scores(monkeypatch):
     """A clock that only training (ten seconds a step) and scoring (a second for ten tokens) move."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
-    for module in (train, progress):
+    for module in (train, engine):
         monkeypatch.setattr(module, "time", clock)
 
     def step_on(trainer, fed, real=DrafterTrainer.step_on):
