@@ -52,7 +52,7 @@ def from_numpy16(array: np.ndarray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """A prompt with its response, or a window of one, with the hidden states of one forward pass of the policy.
+    """A prompt with its response, or a window of it, with the hidden states of one forward pass of the policy.
 
     Index t is local to the window; its position in the whole sequence is `start + t`.
     """
@@ -60,7 +60,7 @@ class TrainingSequence:
     tokens: torch.Tensor
     """int64 [L]."""
     prompt_len: int
-    """Tokens of the window that belong to the prompt: `tokens[prompt_len:]` is response; 0 when none does."""
+    """Tokens of the window that belong to the prompt: `tokens[prompt_len:]` is response."""
     aux: torch.Tensor
     """[L, 3H], any float (16 bits in buffers): the aux layers' inputs at t, side by side, in ascending layer order;
     [L, 0] for a policy's MTP head, which reads `last` alone.
@@ -95,9 +95,7 @@ class TrainingSequence:
         return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
 
     def loss_rows(self, draft: int = 1) -> range:
-        """Rows with a loss: the input is a response token, as in every draft of vLLM, and `draft` further tokens are
-        recorded.
-        """
+        """Rows with a loss: their input is a response token, and `draft` further tokens are recorded."""
         first = max(self.prompt_len - 1, 0)
         return range(first, max(first, self.rows - draft))
 
@@ -115,7 +113,7 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences side by side in one row of S positions; attention never crosses a document's border."""
+    """Sequences, its documents, side by side in one row of S positions; attention stays within a document."""
 
     input_ids: torch.Tensor
     """int64 [1, S]: x_{t+1}."""
@@ -165,8 +163,8 @@ class Batch:
     def for_passes(self, ttt_steps: int) -> Batch:
         """Without loss on the first `ttt_steps - 1` rows of each document.
 
-        Pass k is scored against the row k places on. A document's first k rows would be scored against passes that
-        started in the document before; masking them makes packing exact and gives every pass the same rows.
+        Pass k is scored against the row k places on, so a document's first k rows would be scored against passes that
+        started in the document before. Without them packing is exact.
         """
         ids = self.document_ids[0]  # [S]
         index = torch.arange(self.rows, device=ids.device)
@@ -251,14 +249,9 @@ def grouped(
 ) -> Iterator[list[T]]:
     """Fill groups of at most `budget` with items: each goes into the first open group that has room (first fit).
 
-    Groups come in the order in which they were begun; `items` may be endless.
-
-    Args:
-        items: in the order in which they are placed.
-        size: of one item; one above the budget gets a group of its own.
-        budget: a group's sizes add up to at most this.
-        open_groups: the last so many groups begun stay open: 1 keeps the items' order, 32 fills nearly every group.
-        padded: a group costs its longest item times their number, as where all are padded to one length.
+    Groups come in the order in which they were begun; `items` may be endless. An item above the budget gets a group of
+    its own. `open_groups`: the last so many begun stay open: 1 keeps the items' order, 32 fills nearly every group.
+    `padded`: a group costs its longest item times their number, as where all are padded to one length.
     """
     begun: deque[tuple[list[T], list[int]]] = deque()
     for item in items:
@@ -325,10 +318,9 @@ class Feed:
 
 @contextmanager
 def ahead(items: Iterable[S], prepare: Callable[[S], T]) -> Iterator[Iterator[T]]:
-    """The items, in their order, each prepared by a thread while the one before is used; one ahead and no more.
+    """The items, each prepared by a thread while the one before is used; one ahead and no more.
 
-    What drawing or preparing an item raises is raised where that item would come. The thread has ended after the block,
-    which waits for the item that it prepares at most.
+    What drawing or preparing an item raises is raised where that item would come. The thread ends with the block.
     """
     source = iter(items)
 

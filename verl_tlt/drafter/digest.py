@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from verl_tlt.drafter.other_layouts import is_stack, stacked
+from verl_tlt.drafter.tensor_file import is_stack, stacked
 
 _LEFT_OUT = ("embed_tokens", "verifier_lm_head", "verifier_norm", "t2d")
 """The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.tensors`)."""

@@ -132,7 +132,7 @@ def acceptance(
 
 @dataclass(eq=False)
 class _AcceptanceLoss:
-    """Takes the place of the training loss, which gets each pass's logits with the policy's, and records acceptance.
+    """Records acceptance in the place of the training loss, which gets each pass's logits with the policy's.
 
     So training and scoring share one recurrence, that of `speculators`.
     """

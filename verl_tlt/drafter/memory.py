@@ -206,9 +206,8 @@ class DrafterMemory:
 class DeviceResidency:
     """Keeps a drafter and its optimizer on a device for the length of a `with` block.
 
-    Afterwards they are on the host again, whatever failed, and the device is as empty as before.
-
-    `trains`: whether weights and moments may change there; moments stay on the host otherwise.
+    Afterwards they are on the host again, whatever failed, and the device is as empty as before. Unless it `trains`,
+    nothing changes there, and the optimizer's state stays on the host.
     """
 
     def __init__(self, memory: DrafterMemory, device: torch.device, *, trains: bool = True) -> None:

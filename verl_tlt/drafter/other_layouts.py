@@ -1,14 +1,7 @@
-"""Names of a drafter's tensors in each layout, and drafters of SpecForge and SafeAILab/EAGLE in that of speculators.
+"""Drafters of SpecForge, SafeAILab/EAGLE and ModelOpt in the layout of speculators.
 
-speculators, and our files    layers.0.self_attn.q_proj.weight
-SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
-vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
-MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live behind the policy's L layers,
-                              the decoder layer as model.mtp_layers.L.mtp_block.*)
-
-The network is the same in all, and in ModelOpt's export, whose names are those of speculators. A drafter from elsewhere
-differs in two things: its head is trained and stays (`own_head` in the config), and the residual is taken before
-`hidden_norm`. `speculators.convert` translates names alone.
+The network is the same in all. A drafter from elsewhere differs in two things: its head is trained and stays
+(`own_head` in the config), and the residual is taken before `hidden_norm`. `speculators.convert` translates names alone.
 
 Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; SpecForge `specforge/modeling/draft/llama3_eagle.py` and `configs/`;
 ModelOpt `export/plugins/hf_spec_export.py`; SGLang `set_eagle3_layers_to_capture`; vLLM `llama_eagle3.py`.
@@ -16,11 +9,11 @@ ModelOpt `export/plugins/hf_spec_export.py`; SGLang `set_eagle3_layers_to_captur
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, aux_layers_for
+from verl_tlt.drafter.tensor_file import plain
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
@@ -28,30 +21,6 @@ _NOT_NEEDED = ("embed_tokens.", "rotary_emb.")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 MAPS = ("d2t", "t2d")
 """Tensors of a pruned draft vocabulary: int64 [DV] target id less draft id, and bool [V] whether a token is kept."""
-_MIMO = re.compile(r"^mtp_layers\.\d+\.(?:mtp_block\.)?")
-_STACKED = (
-    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
-)
-
-
-def plain(name: str) -> str:
-    """A tensor's name in speculators' layout, from any; what vLLM stacked stays so, and an MTP head has no prefix."""
-    name = _MIMO.sub("mtp_layers.0.", name.removeprefix("model.").removeprefix("mtp."))
-    return name.replace("midlayer.", "layers.0.")
-
-
-def stacked(name: str) -> str:
-    """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
-    name = plain(name).replace("draft_id_to_target_id", "d2t")
-    for pattern, stack in _STACKED:
-        name = pattern.sub(stack, name)
-    return name
-
-
-def is_stack(group: str) -> bool:
-    """Whether this is the plain name of a tensor that vLLM makes of several."""
-    return any(stack in group for _, stack in _STACKED)
 
 
 def is_other_layout(config: Fields) -> bool:

@@ -150,7 +150,7 @@ def is_name(model: Model) -> bool:
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
     """The folder with one or more files of `any_of`; a model that is no name on the hub is returned as it is.
 
-    What is not in the cache is asked of the hub if `fetch`, `besides` too where the hub has them (`NotHereError`).
+    What is not in the cache is asked of the hub if `fetch` (`NotHereError`), and `besides` where the hub has them.
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))
@@ -237,10 +237,10 @@ def read_json(path: Path) -> Fields:
 
 
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
-    """Which file each tensor of a model is in, by the tensor's name; and before it the file that says so.
+    """(the file that says so, the file that each tensor of a model is in, by the tensor's name).
 
-    As transformers reads it: a single file comes before an index, which counts besides if it names that file. A
-    `DrafterError` where there is neither, or where an index names a file elsewhere.
+    As in transformers a single file comes before an index, which counts besides if it names that file. A `DrafterError`
+    where there is neither, or where an index names a file elsewhere.
     """
     directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
     single, index = directory / WEIGHTS, directory / INDEX
@@ -382,9 +382,8 @@ def rope_of(fields: Fields) -> Fields:
 def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
-    A policy may rotate a part of each head, or by the three positions of an image's patch, which are equal for text.
-    The drafter has a KV cache of its own and learns with its own RoPE. Factors for each dimension of a part, as
-    Phi-4-mini's, fit no whole head: without them every type is the default one.
+    A policy may rotate a part of each head, or by an image patch's three positions, which are equal for text. Factors
+    for each dimension of a part, as Phi-4-mini's, fit no whole head: then it is the default RoPE.
     """
     left_out = ("type", "partial_rotary_factor")
     if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
@@ -405,14 +404,14 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
 
 
 WHOLE_UP_TO, OF_A_LARGER_ONE = 65_536, 32_768
-"""The draft vocabulary of a new drafter: the policy's whole one up to so many tokens, and so many of a larger one. Each
-drafted token reads layer and head: half of 64k rows is less than the layer has, three quarters of 128k are more."""
+"""Tokens of a new drafter's vocabulary: the policy's whole one up to the first, and the second of a larger one. For each
+drafted token layer and head are read, and with more than 64k rows the head is most of it."""
 
 
 def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
     """Tokens that a new drafter can draft, of a policy's `vocabulary`; `asked`: a number, "full", or None: the default.
 
-    A `DrafterError`, which begins with `where`, for a number that the policy has not.
+    A `DrafterError`, which begins with `where`, for more than the policy has.
     """
     if asked is None:
         return vocabulary if vocabulary <= WHOLE_UP_TO else OF_A_LARGER_ONE

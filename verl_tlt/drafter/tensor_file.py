@@ -2,12 +2,21 @@
 
 Nothing is mapped: the kernel ends a process (SIGBUS) that reads a mapped page behind the end of a file which has become
 shorter. Header and tensors are copied into the process's own memory, and checked there.
+
+A drafter's tensors have a name in each layout:
+
+speculators, and our files    layers.0.self_attn.q_proj.weight
+SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
+vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
+MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live behind the policy's L layers,
+                              the decoder layer as model.mtp_layers.L.mtp_block.*)
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +39,11 @@ _TYPES = {
     "U8": ("uint8", 1), "BOOL": ("bool", 1), "F8_E8M0": ("float8_e8m0fnu", 1), "C64": ("complex64", 8),
 }  # fmt: skip
 """The format's types: what numpy and torch call them, and their bytes."""
+_MIMO = re.compile(r"^mtp_layers\.\d+\.(?:mtp_block\.)?")
+_STACKED = (
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
 FLOATS = ("F32", "F16", "BF16")
 """Types of a drafter's weights."""
 
@@ -189,3 +203,22 @@ def read_tensors(found: Mapping[str, Header]) -> dict[str, torch.Tensor]:
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Name of the first that holds NaN or infinity."""
     return next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
+
+
+def plain(name: str) -> str:
+    """A tensor's name in speculators' layout, from any; what vLLM stacked stays so, and an MTP head has no prefix."""
+    name = _MIMO.sub("mtp_layers.0.", name.removeprefix("model.").removeprefix("mtp."))
+    return name.replace("midlayer.", "layers.0.")
+
+
+def stacked(name: str) -> str:
+    """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
+    name = plain(name).replace("draft_id_to_target_id", "d2t")
+    for pattern, stack in _STACKED:
+        name = pattern.sub(stack, name)
+    return name
+
+
+def is_stack(group: str) -> bool:
+    """Whether this is the plain name of a tensor that vLLM makes of several."""
+    return any(stack in group for _, stack in _STACKED)

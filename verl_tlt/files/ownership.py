@@ -49,23 +49,18 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
     `also` is the user id of one more owner to trust.
     """
     owners = {_ROOT, os.geteuid(), also}
-    for entry in _entries(Path(path)):
-        if _is_trusted(entry.parent):
-            continue
-        try:
-            found, above = os.lstat(entry), os.stat(entry.parent)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:  # links that lead in a circle, a directory of somebody else's
-            return f"{entry} cannot be looked up ({error.strerror})"
-        if above.st_mode & stat.S_IWOTH and found.st_uid not in owners:
-            return f"{entry} belongs to user {found.st_uid}, and everybody may write to {entry.parent}"
     try:
+        for entry in _entries(Path(path)):
+            if _is_trusted(entry.parent):
+                continue
+            found, above = os.lstat(entry), os.stat(entry.parent)
+            if above.st_mode & stat.S_IWOTH and found.st_uid not in owners:
+                return f"{entry} belongs to user {found.st_uid}, and everybody may write to {entry.parent}"
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        return f"{path} cannot be looked up ({error.strerror})"
+    except OSError as error:  # links that lead in a circle, a directory of somebody else's
+        return f"{error.filename} cannot be looked up ({error.strerror})"
     if stat.S_ISDIR(mode):
         return None
     if not stat.S_ISREG(mode):

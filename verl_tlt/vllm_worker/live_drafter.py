@@ -15,8 +15,7 @@ import torch
 
 from verl_tlt.drafter.checkpoint import staged_weights
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
-from verl_tlt.drafter.other_layouts import stacked
-from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.tensor_file import TensorFile, stacked
 from verl_tlt.errors import DrafterError, TLTError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import torch
 
 from verl_tlt.drafter import fingerprint, serving_tensors
 from verl_tlt.drafter.digest import combined, own_shards, partial_sums
-from verl_tlt.drafter.other_layouts import plain, stacked
+from verl_tlt.drafter.tensor_file import plain, stacked
 
 
 def rank_of(tensors, rank, size, head=8):

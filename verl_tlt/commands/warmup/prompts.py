@@ -83,10 +83,8 @@ def read_prompts(
 ) -> Prompts:
     """The first `limit` prompts as token ids, without those over `longest` tokens.
 
-    A source is a .parquet, .jsonl, .json or .txt file, or a folder of .parquet files.
-
-    Raises:
-        DrafterError: a source is missing, unreadable, of another kind, or all hold fewer than `least` usable prompts.
+    A source is a .parquet, .jsonl, .json or .txt file, or a folder of .parquet files. A `DrafterError` where one is
+    missing, unreadable or of another kind, or where all hold fewer than `least` usable prompts.
     """
     files = [file for source in sources for file in _files(source)]
     named = "--prompts " + " ".join(map(str, sources))
