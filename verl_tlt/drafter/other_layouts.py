@@ -1,7 +1,7 @@
 """Drafters of SpecForge, SafeAILab/EAGLE and ModelOpt in the layout of speculators.
 
 The network is the same in all. A drafter from elsewhere differs in two things: its head is trained and stays
-(`own_head` in the config), and the residual is taken before `hidden_norm`. `speculators.convert` translates names alone.
+(`own_head` in the config), and the residual is taken before `hidden_norm`; `speculators.convert` knows of neither.
 
 Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; SpecForge `specforge/modeling/draft/llama3_eagle.py` and `configs/`;
 ModelOpt `export/plugins/hf_spec_export.py`; SGLang `set_eagle3_layers_to_capture`; vLLM `llama_eagle3.py`.

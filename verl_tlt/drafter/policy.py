@@ -61,19 +61,14 @@ WITHOUT_STATES = ("MiMoForCausalLM",)
 
 NUM_AUX = 3
 """Hidden states of the policy the drafter reads at each position (EAGLE-3 section 3: low, middle, high)."""
-
 LONGEST_DRAFT = 16
 """Positions a drafter needs beyond the policy's own range: the longest draft there is."""
-
 COMPUTED_ROPE = ("default", "linear", "llama3")
 """RoPE types whose table is computed position by position from constants: a longer one continues a shorter one."""
-
 MTP = "mtp"
 """Value of `speculators_model_type`, and of `tlt.drafter.method`, of a policy's own head (`drafter.mtp`)."""
-
 Fields = dict[str, Any]
 """A JSON object, such as a config."""
-
 PolicyLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | PolicyShape | Model"
 """A `transformers` config, a mapping of its fields, a `PolicyShape`, the policy's directory or its name on the hub."""
 
@@ -154,7 +149,7 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     name = os.fspath(model)
     try:
@@ -163,20 +158,14 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
                 return Path(cached).parent
         found = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except (OSError, ValueError) as error:
-        raise NotHereError(f"{name} is no folder here and could not be fetched: {_reason(error)}.") from error
+        offline = "it is not in the local cache, and HF_HUB_OFFLINE is set"
+        why = offline if constants.HF_HUB_OFFLINE else f"{type(error).__name__}, {first_line(error)}"
+        raise NotHereError(f"{name} is no folder here and could not be fetched: {why}.") from error
     if found is None:
         raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
     if not any((found / file).is_file() for file in any_of):
         raise NotHereError(f"{name} has no {' or '.join(any_of)} on the hub.")
     return found
-
-
-def _reason(error: Exception) -> str:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "it is not in the local cache, and HF_HUB_OFFLINE is set"
-    return f"{type(error).__name__}, {first_line(error)}"
 
 
 @contextmanager
@@ -404,8 +393,8 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
 
 
 WHOLE_UP_TO, OF_A_LARGER_ONE = 65_536, 32_768
-"""Tokens of a new drafter's vocabulary: the policy's whole one up to the first, and the second of a larger one. For each
-drafted token layer and head are read, and with more than 64k rows the head is most of it."""
+"""Tokens of a new drafter's vocabulary: all of a policy's up to the first number, else the second. Each drafted token
+reads layer and head: half of 64k rows is less than the layer has, three quarters of 128k are more."""
 
 
 def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
