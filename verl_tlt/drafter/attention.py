@@ -15,14 +15,6 @@ BY_DOCUMENT = "tlt_by_document"
 """Name for `_attn_implementation`."""
 
 
-def register() -> str:
-    """Make `attend_by_document` known to transformers; its name."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(BY_DOCUMENT, attend_by_document)
-    return BY_DOCUMENT
-
-
 def attend_by_document(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.drafter.attention import BY_DOCUMENT, register
+from verl_tlt.drafter.attention import BY_DOCUMENT, attend_by_document
 from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
     MTP,
@@ -193,7 +193,9 @@ def instantiate(config: Eagle3SpeculatorConfig | MTPSpeculatorConfig, attention:
     Embedding and heads are NaN and take no memory: one number, which `make_room` replaces before it is written to. They
     are frozen copies of the policy's, gigabytes for a large vocabulary, and who only builds or exports needs none.
     """
-    register()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(BY_DOCUMENT, attend_by_document)
     config.transformer_layer_config._attn_implementation = attention
     model = _model_class(config.speculators_model_type)(config).float()
     # Where CUDA is, `speculators` compiles the forward: anew for other row counts and for scoring, for as long as that
