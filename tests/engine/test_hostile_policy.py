@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
@@ -82,7 +83,8 @@ def answered(script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("answers")
     options = options_of(WarmupOptions, script, out=folder / "drafter")
     prompts = read_for(options, options.prompts, None)
-    found, _ = engine.generate(engine.generation_job(options, prompts.tokens), folder)
+    stage = engine.Stage(engine.make_bars(Console(quiet=True)), "generate", "")
+    found, _ = engine.generate(engine.generation_job(options, prompts.tokens), folder, stage)
     return options, prompts, found, folder / engine.RESPONSES
 
 
