@@ -53,19 +53,11 @@ def drafter_config(
     max_position_embeddings: int | None = None,
     draft_vocab_size: int | None = None,
 ) -> Eagle3SpeculatorConfig:
-    """The drafter's config for a policy, one of `policy.SUPPORTED`.
+    """The drafter's config for a policy, one of `policy.SUPPORTED`; what is None is the policy's.
 
-    Args:
-        policy: config object, mapping or directory of the policy.
-        aux_layers: layer inputs to read; None: `aux_layers_for`.
-        intermediate_size: width of the MLP; None: the policy's.
-        max_position_embeddings: longest context to draft at; None: the policy's and `LONGEST_DRAFT` more, so that
-            the drafter fits every run of this policy. vLLM before 0.28 stops drafting for the whole batch when one
-            request comes within K of it.
-        draft_vocab_size: tokens the drafter can propose; None: the policy's whole vocabulary.
-
-    Raises:
-        DrafterError: an unsupported policy, or aux layers it does not have.
+    `aux_layers`: layer inputs to read; None: `aux_layers_for`. `max_position_embeddings`: longest context to draft at;
+    None: the policy's and `LONGEST_DRAFT` more, as vLLM before 0.28 drafts nothing for a batch in which a request comes
+    within K of it. A `DrafterError` for an unsupported policy, or aux layers it does not have.
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from transformers import LlamaConfig

@@ -66,10 +66,7 @@ def serving_tensors(
     *,
     without: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """What vLLM loads, by speculators' names, on the host.
-
-    Floats are cast to `dtype`, else float32 as held; `without`: names to leave out, whose values the caller has.
-    """
+    """What vLLM loads, by speculators' names, on the host: floats in `dtype`, else float32; `without` these names."""
     brings_head = model.use_draft_vocab or has_own_head(model)
     policy_owned = ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
     tensors = {}
@@ -85,10 +82,8 @@ def serving_tensors(
 def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, str]:
     """A drafter's files without a disk: (`config.json`, bytes of `model.safetensors`, `fingerprint` of the weights).
 
-    The weights are `serving_tensors` in `dtype`, such as "bfloat16": what the engine serves in.
-
-    Raises:
-        DrafterError: a weight is not finite in that dtype; no engine would take it.
+    The weights are `serving_tensors` in `dtype`, such as "bfloat16", in which the engine serves; a `DrafterError` where
+    one is not finite in it.
     """
     from safetensors.torch import save
 
@@ -140,18 +135,16 @@ def save_drafter(
     training_state: Mapping[str, object] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write the drafter so that `directory` is complete, or what it was before.
+    """Write the drafter so that `directory`, which is replaced whole, is complete or what it was before.
 
     Args:
         model: the drafter.
-        directory: an existing one is replaced whole.
+        directory: where.
         provenance: facts for `provenance.json` and the model card; releases are added. A `TypeError` if it is no JSON.
         policy: its tokenizer is noted, so that a policy with another one is refused.
         training_state: `DrafterTrainer.state()`, to resume from.
-        tensors: of an earlier `serving_tensors`, so that training can go on meanwhile; None: the present weights.
-
-    Raises:
-        DrafterError: the weights to be written hold NaN or infinity.
+        tensors: of an earlier `serving_tensors`, so that training can go on meanwhile; None: the present weights, of
+            which a `DrafterError` says where they hold NaN or infinity.
     """
     from safetensors.torch import save_file
 
@@ -191,8 +184,8 @@ def load_drafter(
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
     Those that a stand-alone file brings are loaded. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
-    then writes the drafter in the layout that vLLM serves. `directory`, `policy`, `min_context`, `also_owner` and what
-    is refused are `check_drafter`'s, and numbers that are not finite; `attention` is `build_drafter`'s.
+    writes what vLLM serves. Other arguments and what is refused are `check_drafter`'s, and numbers that are not finite;
+    `attention` is `build_drafter`'s.
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
@@ -216,8 +209,7 @@ def load_own_head(
 ) -> Eagle3DraftModel:
     """The policy's MTP head as a drafter, in float32: from the policy's own files, or from where one was saved.
 
-    A `DrafterError` where the policy is of another family than those of `mtp_tensors`, or `source` has no head of its
-    shape. `attention` is `build_drafter`'s.
+    A `DrafterError` where there is no head of the policy's shape. `attention` is `build_drafter`'s.
     """
     shape = policy_shape(policy)
     return _own_head(shape, head_files(source, shape), attention, device)
@@ -257,7 +249,7 @@ def write_state(state: Mapping[str, object], file: Path) -> None:
     """Write nested mappings and lists of tensors and JSON values (a `TypeError` for others) as safetensors.
 
     Tensors are named by their place in the state; the rest is JSON in the header, where tuples become lists and keys
-    text. `torch.save` would pickle it, and a pickle can run code when it is read.
+    text.
     """
     from safetensors.torch import save_file
 

@@ -93,14 +93,12 @@ def acceptance(
 
     Args:
         model: its verifier weights are those of the policy that made the rollouts.
-        sequences: whole ones, or windows of them. None is cut: a drafter that lacks the context before a cut drafts
-            worse than the same drafter does in an engine.
+        sequences: none is cut, since a drafter drafts worse without the context before a cut.
         temperature: of the rollout.
         top_p: of the rollout; 1 is off.
         top_k: of the rollout; 0 or less is off.
         max_draft: K, tokens in each draft.
-        budget: rows scored at once, where sequences are shorter. Memory grows by 8 bytes for each row, a longer
-            sequence's included, and each token of the draft vocabulary.
+        budget: rows scored at once, where sequences are shorter; one takes 8 bytes a token of the draft vocabulary.
         lm_head: [V, H], the policy's whole head; needed where the draft vocabulary is pruned, since the policy's mass
             outside it can never be accepted.
     """

@@ -328,6 +328,7 @@ def test_what_is_no_training_state_is_named(tmp_path):
             read_state(file)
     for header in (
         None,
+        {"format": "pt"},
         {"state": "{"},
         {"state": "[" * 10**5 + "]" * 10**5},
         {"state": json.dumps({"a": {"tensor": "elsewhere"}})},

@@ -97,7 +97,8 @@ def test_a_whole_vocabulary_whose_map_moves_tokens_is_refused(policy, tmp_path):
 
 @pytest.mark.parametrize(
     ("said", "nested", "read"),
-    [(None, [0, 1, 2], [1, 2, 3]), ([1, 2, 3], [0, 1, 2], [1, 2, 3]), ([0, 1, 3], None, [0, 1, 3]),
+    [(None, None, [1, 2, 3]), ([0, 1, 2], None, [0, 1, 2]), ([0, 1, 3], None, [0, 1, 3]),
+     (None, [0, 1, 2], [1, 2, 3]), ([1, 2, 3], [0, 1, 2], [1, 2, 3]),
      (None, [1, 2, 3], None), (None, [0, 1, 3], None), ([0, 1, 2], [0, 1, 2], None), ([1, 2, 3], [1, 2, 3], None)],
 )  # fmt: skip
 def test_layers_that_readers_count_differently_are_not_guessed(policy, tmp_path, said, nested, read):

@@ -119,18 +119,6 @@ def test_a_whole_vocabulary_keeps_its_head_too(policy, policy_dir, tmp_path):
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)
 
 
-@pytest.mark.parametrize(
-    ("field", "expected"),
-    [
-        ({}, [1, 2, 3]),  # nothing said: the default of a policy with four layers
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, [1, 2, 3]),  # SpecForge counts outputs
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, [0, 1, 2]),  # vLLM counts inputs
-    ],
-)
-def test_aux_layers_are_counted_as_inputs(policy, tmp_path, field, expected):
-    assert load_drafter(written(tmp_path, **field), policy.config).target_layer_ids == expected
-
-
 def test_newer_norms_are_carried_over(policy, tmp_path):
     written(tmp_path, fc_norm=True, norm_output=True)
     with pytest.raises(DrafterError, match=r"no tensor 'fc_norm\.0\.weight'"):

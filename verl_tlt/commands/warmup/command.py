@@ -57,12 +57,12 @@ STATE = "state.safetensors"
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
 _OF_RESPONSES = ("model", "recipe", "response_length", "temperature", "top_p", "top_k", "samples", "seed")
-"""Options that responses depend on: with others they are of no use."""
+"""Options that responses depend on: with other values earlier responses are of no use."""
 _OF_TRAINING = (
     "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "loss",
     "batch_tokens", "learning_rate",
 )  # fmt: skip
-"""Options with others of which training begins anew, on the same responses."""
+"""Options with other values of which training begins anew, on the same responses."""
 
 
 def warmup(options: WarmupOptions, console: Console) -> Path:

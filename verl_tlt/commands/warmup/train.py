@@ -114,7 +114,7 @@ class TrainingProgress:
 class TrainingRun:
     """One training run on the library's texts: those numbered `train` to learn from, `judged` held out.
 
-    The trainer's verifier weights are filled; `whole_head` [V, H] is needed for a pruned draft vocabulary.
+    `whole_head` [V, H], the policy's, is needed for a pruned draft vocabulary.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class TrainingRun:
         self.save()
 
     def _check_if_due(self) -> None:
-        """Score the weights at evenly spread places of the run; the first ones, and how often, after a tenth of it."""
+        """Score the weights at evenly spread places of the run; its first tenth says how many."""
         p = self.progress
         if not p.plan and self.spent >= 1.0 / CHECKS:
             p.plan = asdict(self._plan_checks())
@@ -250,7 +250,7 @@ class TrainingRun:
         os.replace(draft, self.state_file)
 
     def _batches(self) -> Iterator[Batch]:
-        """All that is left to train on, epoch after epoch; drawn in a thread of its own, one ahead of the step."""
+        """All that is left to train on, epoch after epoch; drawn in a thread of its own."""
         epoch, left = self.progress.epoch, self._plan[self.progress.batch :]
         while left:
             for spans in left:
