@@ -15,7 +15,7 @@ import torch
 from verl_tlt.drafter.tensor_file import is_stack, stacked
 
 _LEFT_OUT = ("embed_tokens", "verifier_lm_head", "verifier_norm", "t2d")
-"""The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.tensors`)."""
+"""The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.check`)."""
 _HEAD = "lm_head"
 _OFFSETS = "d2t"
 """All zeros in vLLM, and in no file, where the draft vocabulary is whole."""
