@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_tlt.drafter.mtp_tensors import head_files
+from verl_tlt.drafter.mtp_tensors import head_files, layer_shapes
 from verl_tlt.drafter.other_layouts import MAPS, check_kind, is_other_layout, speculators_name, to_speculators_config
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
@@ -217,24 +217,15 @@ def _wanted(config: Fields) -> dict[str, list[int]]:
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
     queries = layer["num_attention_heads"] * layer["head_dim"]
     keys = layer["num_key_value_heads"] * layer["head_dim"]
-    block, attention, mlp = "layers.0.", "layers.0.self_attn.", "layers.0.mlp."
     wanted = {
         "fc.weight": [hidden, NUM_AUX * hidden],
         "norm.weight": [hidden],
-        f"{block}input_layernorm.weight": [hidden],
-        f"{block}hidden_norm.weight": [hidden],
-        f"{block}post_attention_layernorm.weight": [hidden],
-        f"{attention}q_proj.weight": [queries, 2 * hidden],
-        f"{attention}k_proj.weight": [keys, 2 * hidden],
-        f"{attention}v_proj.weight": [keys, 2 * hidden],
-        f"{attention}o_proj.weight": [hidden, queries],
-        f"{mlp}gate_proj.weight": [inner, hidden],
-        f"{mlp}up_proj.weight": [inner, hidden],
-        f"{mlp}down_proj.weight": [hidden, inner],
+        "layers.0.hidden_norm.weight": [hidden],
+        **layer_shapes("layers.0.", hidden, inner, queries, keys, reads=2 * hidden),
     }
     if layer["attention_bias"]:
         widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-        wanted |= {f"{attention}{name}.bias": [width] for name, width in widths.items()}
+        wanted |= {f"layers.0.self_attn.{name}.bias": [width] for name, width in widths.items()}
     if config["fc_norm"]:
         wanted |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
     if config["norm_before_fc"]:

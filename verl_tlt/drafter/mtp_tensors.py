@@ -71,23 +71,32 @@ def head_shapes(shape: PolicyShape) -> dict[str, list[int]]:
     """The shape of each tensor of the head, by its name in the policy's checkpoint."""
     layout, hidden, inner = mtp_layout(shape), shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    block, attention, mlp = layout.block, f"{layout.block}self_attn.", f"{layout.block}mlp."
     wanted = {
         f"{layout.projection}.weight": [hidden, 2 * hidden],
         **{f"{norm}.weight": [hidden] for norm in layout.norms},
+        **layer_shapes(layout.block, hidden, inner, queries, keys, reads=hidden),
+    }
+    attention = f"{layout.block}self_attn."
+    if layout.gated:
+        wanted[f"{attention}q_proj.weight"] = [2 * queries, hidden]
+        return wanted | {f"{attention}{norm}.weight": [shape.head_dim] for norm in ("q_norm", "k_norm")}
+    return wanted | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
+
+
+def layer_shapes(block: str, hidden: int, inner: int, queries: int, keys: int, reads: int) -> dict[str, list[int]]:
+    """Shapes of a decoder layer's weights, by names that begin with `block`; its attention `reads` so many numbers."""
+    attention, mlp = f"{block}self_attn.", f"{block}mlp."
+    return {
         f"{block}input_layernorm.weight": [hidden],
         f"{block}post_attention_layernorm.weight": [hidden],
-        f"{attention}q_proj.weight": [2 * queries if layout.gated else queries, hidden],
-        f"{attention}k_proj.weight": [keys, hidden],
-        f"{attention}v_proj.weight": [keys, hidden],
+        f"{attention}q_proj.weight": [queries, reads],
+        f"{attention}k_proj.weight": [keys, reads],
+        f"{attention}v_proj.weight": [keys, reads],
         f"{attention}o_proj.weight": [hidden, queries],
         f"{mlp}gate_proj.weight": [inner, hidden],
         f"{mlp}up_proj.weight": [inner, hidden],
         f"{mlp}down_proj.weight": [hidden, inner],
     }
-    if layout.gated:
-        return wanted | {f"{attention}{norm}.weight": [shape.head_dim] for norm in ("q_norm", "k_norm")}
-    return wanted | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
 
 
 def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
