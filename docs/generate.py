@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import itertools
 import runpy
-import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,10 +23,8 @@ from pydantic import TypeAdapter
 
 from verl_tlt import config
 from verl_tlt.config import TLTConfig
-
-sys.path.append(str(Path(__file__).parents[1]))  # patches/ is no installed package
-from patches import cpu_changes, upstream_changes
-from patches.upstream_changes import UpstreamChange
+from verl_tlt.upstream.changes import CAUSES_IN, OFFERED, UpstreamChange
+from verl_tlt.upstream.sources import declared
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "settings.md"
@@ -63,10 +60,10 @@ Most runs need only these:
 | speculation alone, or training alone | `enable=false` in [tlt.spot](#tltspot) or [tlt.speculation](#tltspeculation) |
 """
 
-_RELEASES = ", ".join(f"{name} {version}" for name, version in upstream_changes.CAUSES_IN.items())
+_RELEASES = ", ".join(f"{name} {version}" for name, version in CAUSES_IN.items())
 PATCHES_INTRO = f"""# What is changed upstream at run time
 
-<!-- Written by docs/generate.py from upstream_changes.py and cpu_changes.py: edit those. -->
+<!-- Written by docs/generate.py from what `@upstream_change` says in the code: edit that. -->
 
 verl-tlt works on released packages: nothing here has to be applied. This is each change to verl, vLLM or megatron-core
 that is made while they run, with its cause in {_RELEASES}. A diff is what
@@ -127,10 +124,10 @@ def render() -> str:
 
 
 def render_patches() -> str:
-    """patches/README.md, from the two lists of upstream changes."""
-    parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, upstream_changes.CHANGES)]
-    parts += ["## Where `VERL_PLATFORM=cpu`\n", *map(_change, cpu_changes.CHANGES)]
-    offered = [f"* [{patch}]({patch}): {what}" for patch, what in upstream_changes.OFFERED.items()]
+    """patches/README.md, from what the code of verl_tlt and verl_cpu declares."""
+    parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, declared(ROOT / "verl_tlt"))]
+    parts += ["## Where `VERL_PLATFORM=cpu`\n", *map(_change, declared(ROOT / "verl_cpu"))]
+    offered = [f"* [{patch}]({patch}): {what}" for patch, what in OFFERED.items()]
     return "\n".join([*parts, "## Diffs of what verl-tlt does without\n", *offered, ""])
 
 
@@ -138,7 +135,7 @@ def _change(change: UpstreamChange) -> str:
     """One change as a section."""
     module, _, function = change.applied_by.partition(":")
     said = {
-        "Replaces": ", ".join(f"`{symbol.removesuffix(':')}`" for symbol in change.changes),
+        "Replaces": ", ".join(f"`{symbol.removesuffix(':')}`" for symbol in change.replaces),
         "Symptom": change.symptom,
         "Cause": change.cause,
         "Upstream": f"{change.upstream}.",

@@ -8,3 +8,6 @@ __version__ = "0.1.0"
 
 MODE_PREFIX = "tlt_"
 """`trainer.v1.trainer_mode` of a TLT run is this before verl's own mode: a name that only this package registers."""
+
+LONGEST_DRAFT = 16
+"""Most tokens of a draft that anything can be set to; a drafter needs as many positions beyond the policy's own."""

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from verl_tlt import LONGEST_DRAFT
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
@@ -48,7 +49,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
-DraftLength = Annotated[int, Field(ge=0, le=16)]
+DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
 
 
 def _policy(value: object) -> object:
@@ -114,7 +115,7 @@ class SpeculationConfig:
     """False: decode as stock verl does; spot training can still run."""
     policy: Policy = "goodput"
     """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
-    max_draft_length: Annotated[int, Field(ge=1, le=16)] | None = None
+    max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
     """K_max: the longest draft; null: 7 on engines with FULL CUDA graphs for every draft length, else 3. With vLLM's V2
     model runner it is shorter (3 or 1) where draft logits would take more than a gibibyte of each GPU."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = None

@@ -23,8 +23,8 @@ from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import Limits, RolloutDecision
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.decision import RolloutDecision
+from verl_tlt.speculation.types import Load, Policy
 
 ENVIRONMENT = CPU_ENGINE | {
     "HF_HUB_OFFLINE": "1",
@@ -92,7 +92,7 @@ def _serve(pipe: Connection, toy: Toy) -> None:
         raise
 
 
-class VllmTable:
+class VllmTable(Policy):
     """vLLM's own way to vary K: a static table by batch size, here the best one for a calibration and an acceptance."""
 
     def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
@@ -116,9 +116,6 @@ class VllmTable:
     def choose(self, load: Load) -> int:
         """What vLLM would look up."""
         return int(self._lookup[load.batch]) if load.batch else 0
-
-    def observe(self, step: StepRecord) -> None:
-        """A static table learns nothing."""
 
 
 class _AsyncView:
@@ -212,7 +209,7 @@ class _Engine:
 
         `goodput/OF` is one that decodes with drafters of its own: what another learned of its own is no matter to it.
         """
-        from verl_tlt.speculation.step_control import StepControl
+        from verl_tlt.speculation.step_control import Limits, StepControl
 
         known, kind = LatencyTable.from_list(table), name.partition("/")[0]
         policy = VllmTable(known, self.toy.acceptance, ARMS, BATCH) if name == "table" else named(kind, ARMS)

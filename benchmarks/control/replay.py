@@ -24,9 +24,8 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTU
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
-from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyPoint, LatencyTable
-from verl_tlt.speculation.types import OFF
+from verl_tlt.speculation.types import OFF, Policy
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
 RECORDED = Path(__file__).parent / "recorded_cpu.json"
@@ -101,7 +100,7 @@ def calibration(replay: Replay) -> LatencyTable:
     return LatencyTable.calibrated({k: few.by_batch(k) for k in few.arms()}).for_arms(replay.arms)
 
 
-def contestants(replay: Replay) -> dict[str, BasePolicy]:
+def contestants(replay: Replay) -> dict[str, Policy]:
     """Every adaptive policy, told what it can use."""
     policies = {name: named(name, replay.arms) for name in ("table", *RIVALS, "goodput")}
     loads = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lossless.drawing import draw, parameters
 from benchmarks.lossless.exact import Sampling
 from verl_tlt.commands.child_engine import serve_job
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import Load, Policy
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import CompletionOutput
 
 
-class AnyLength:
+class AnyLength(Policy):
     """Chooses any draft length in any step, which stresses the engine more than a good choice would."""
 
     def __init__(self, arms: tuple[int, ...], seed: int) -> None:
@@ -27,9 +27,6 @@ class AnyLength:
 
     def choose(self, load: Load) -> int:
         return self._random.choice(self._arms)
-
-    def observe(self, step: StepRecord) -> None:
-        """Learns nothing."""
 
 
 def any_length(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> AnyLength:

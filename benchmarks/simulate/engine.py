@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from benchmarks.simulate.hardware import CostModel
 from benchmarks.simulate.workload import Rollout, Workload
-from verl_tlt.speculation.types import OFF, Load, Policy, StepRecord
+from verl_tlt.speculation.types import OFF, Load, Policy, Step
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Drain:
         self.next_row = self.rows.size
         self.joining = 0
         self.drafted = 0
-        self.late: deque[StepRecord] = deque()
+        self.late: deque[Step] = deque()
 
     def to_the_end(self, policy: Policy) -> None:
         prefill = True
@@ -137,7 +137,7 @@ class _Drain:
         while self.late:
             policy.observe(self.late.popleft())
 
-    def _step(self, k: int, kv_tokens: int, scales: npt.NDArray[np.float64], prefill: bool) -> StepRecord:
+    def _step(self, k: int, kv_tokens: int, scales: npt.NDArray[np.float64], prefill: bool) -> Step:
         verified, batch = self.drafted, self.rows.size
         done = self.done[self.rows]
         if verified > 0:
@@ -155,14 +155,14 @@ class _Drain:
         self.done[self.rows] = done + gain
         self.rows = self.rows[gain < left]
         self.drafted = max(k, 0)
-        return StepRecord(
+        return Step(
             batch=batch,
             kv_tokens=kv_tokens,
             drafted=k,
             verified=verified,
             num_drafts=batch if verified > 0 else 0,
             num_accepted_tokens_per_pos=accepted,
-            produced=produced,
+            num_decode_tokens=produced,
             latency_s=seconds * self._jitter(),
             clean=verified == max(k, 0) and not prefill,
         )

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from benchmarks.simulate.engine import SimulatedEngine, SimulationResult, Truth
 from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import Load, Policy
 
 
-class TrueGoodput:
+class TrueGoodput(Policy):
     """O3: sees true acceptance and true costs before every step."""
 
     def __init__(self, arms: Sequence[int]) -> None:
@@ -35,11 +35,8 @@ class TrueGoodput:
         cost = self._truth.cost
         return max(self._arms, key=lambda k: tau[k] / cost.seconds(load.batch, load.kv_tokens, k, k))
 
-    def observe(self, step: StepRecord) -> None:
-        """Nothing left to learn."""
 
-
-class PerBucket:
+class PerBucket(Policy):
     """O2: one K per octave of batch size."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:
@@ -49,9 +46,6 @@ class PerBucket:
         """K of the octave; the nearest known octave where it was never measured."""
         octave = load.batch.bit_length() - 1
         return self._lengths[min(self._lengths, key=lambda known: abs(known - octave))]
-
-    def observe(self, step: StepRecord) -> None:
-        """Nothing to learn: hindsight."""
 
 
 def static_runs(engine: SimulatedEngine, arms: Sequence[int]) -> dict[int, SimulationResult]:

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import pytest
 
-from patches import cpu_changes, upstream_changes
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
-from verl_tlt.upstream.sources import SourceTree, source_root
+from verl_tlt.upstream.changes import CAUSES_IN, OFFERED
+from verl_tlt.upstream.sources import SourceTree, declared, source_root
 from verl_tlt.upstream.upstream_api import Symbol
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
-CHANGES = (*upstream_changes.CHANGES, *cpu_changes.CHANGES)
+CPU_CHANGES = declared(ROOT / "verl_cpu")
+CHANGES = [*declared(ROOT / "verl_tlt"), *CPU_CHANGES]
 
 
 def touched(patch):
@@ -62,7 +63,7 @@ def load(file, name):
 
 
 def test_every_diff_is_the_upstream_form_of_a_change_or_offered_without_one():
-    listed = [*(c.patch for c in CHANGES if c.patch), *upstream_changes.OFFERED]
+    listed = [*(c.patch for c in CHANGES if c.patch), *OFFERED]
     assert sorted(listed) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
 
 
@@ -71,19 +72,19 @@ def test_every_change_of_the_cpu_platform_is_listed():
     for path in (ROOT / "verl_cpu").glob("*.py"):
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         armed |= {ast.unparse(n.args[1]).split(".")[-1] for n in calls if ast.unparse(n.func) == "when_imported"}
-    assert armed == {change.applied_by.partition(":")[2] for change in cpu_changes.CHANGES}
+    assert armed == {change.applied_by.partition(":")[2] for change in CPU_CHANGES}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.name)
 def test_what_is_said_of_a_change_is_so(change):
     site = source_root("verl")
-    for symbol in change.changes:
+    for symbol in change.replaces:
         assert symbol.startswith("torch.") or SourceTree(site).problem(Symbol(symbol)) is None
     file, line, code = re.match(r"`([^`]+):(\d+)` `([^`]+)`", change.cause).groups()
     assert code in (site / file).read_text().splitlines()[int(line) - 1], "another release: is it still needed?"
 
 
-@pytest.mark.parametrize(("package", "version"), upstream_changes.CAUSES_IN.items())
+@pytest.mark.parametrize(("package", "version"), CAUSES_IN.items())
 def test_causes_are_those_of_the_installed_release(package, version):
     assert importlib.metadata.version(package).partition("+")[0] == version
 

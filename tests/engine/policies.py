@@ -6,17 +6,17 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import Load, Policy, Step
 
 
-class Scripted:
+class Scripted(Policy):
     """Chooses by a function of the step number and load, and keeps what it was asked and told."""
 
     def __init__(self, choose: Callable[[int, Load], int]) -> None:
         self._choose = choose
         self.loads: list[Load] = []
         self.chosen: list[int] = []
-        self.steps: list[StepRecord] = []
+        self.steps: list[Step] = []
 
     def choose(self, load: Load) -> int:
         """The scripted K."""
@@ -24,7 +24,7 @@ class Scripted:
         self.chosen.append(self._choose(len(self.loads), load))
         return self.chosen[-1]
 
-    def observe(self, step: StepRecord) -> None:
+    def observe(self, step: Step) -> None:
         """Remember."""
         self.steps.append(step)
 

@@ -130,7 +130,7 @@ def test_rows_that_go_without_drafts(pressed, exact, without_speculation):
 
 @pytest.mark.parametrize("change", ["_build_attention_metadata", "_update_states"])
 def test_without_a_change_those_rows_are_wrong(pressed, exact, without_speculation, change):
-    """Else vLLM has caught up: see patches/upstream_changes.py."""
+    """Else vLLM has caught up: see hybrid_states.py."""
     pressed.patch.delattr(pressed.runner, change)  # the class's own method is there again
     assert decode(pressed, exact)[1][1] > 4 * without_speculation[1]
 

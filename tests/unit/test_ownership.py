@@ -6,8 +6,13 @@ import shutil
 
 import pytest
 
+<<<<<<< HEAD
 from verl_tlt.drafter.checkpoint import STAGE_DIR, replaced, stage, staged_weights
 from verl_tlt.engine_core.steps import StepTrace
+=======
+from verl_tlt.drafter.checkpoint import replaced
+from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
+>>>>>>> b1a7abf (One engine step is one record from its scheduling to its sums, and one Policy class asks for K; why verl and vLLM are changed at run time stands beside the code that does; the longest draft is named once)
 from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import (
     OWNER,
@@ -21,7 +26,8 @@ from verl_tlt.files.ownership import (
     sealed,
 )
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, load_table, save_table, table_path
-from verl_tlt.speculation.types import StepRecord
+from verl_tlt.speculation.step_control import StepTrace
+from verl_tlt.speculation.types import Step
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, SwitchError, read_switch, write_switch
@@ -269,10 +275,6 @@ def test_sweeping_leaves_what_another_user_named_like_ours(everybodys, give_away
 # ---------------------------------------------------------------------- what is written
 
 
-def step_record():
-    return StepRecord(**{**dict.fromkeys(StepRecord.__dataclass_fields__, 0), "num_accepted_tokens_per_pos": ()})
-
-
 def test_a_trace_is_not_written_through_a_link(tmp_path, caplog):
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
@@ -281,7 +283,7 @@ def test_a_trace_is_not_written_through_a_link(tmp_path, caplog):
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1)
     steps = StepTrace(tmp_path / "engine-0.jsonl")
-    steps.add(step_record(), 1.0)
+    steps.add(Step(1, 10, 0, 0, unix_s=1.0))
     assert writer.failures == 2 and steps.failed and precious.read_text() == "mine\n"
 
 
@@ -291,7 +293,7 @@ def test_a_trace_that_is_a_pipe_holds_nobody_up(tmp_path):
         os.mkfifo(tmp_path / f"{name}.jsonl")
     assert TraceWriter(tmp_path, "trainer").failures == 1
     steps = StepTrace(tmp_path / "engine-0.jsonl")
-    steps.add(step_record(), 1.0)
+    steps.add(Step(1, 10, 0, 0, unix_s=1.0))
     assert "no ordinary file" in steps.failed
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from verl_tlt import LONGEST_DRAFT as LONGEST_DRAFT
 from verl_tlt.drafter.tensor_file import Header, TensorFile
 from verl_tlt.errors import DrafterError as DrafterError
 from verl_tlt.files.json_files import JSONFileError, read_object
@@ -61,8 +62,6 @@ WITHOUT_STATES = ("MiMoForCausalLM",)
 
 NUM_AUX = 3
 """Hidden states of the policy the drafter reads at each position (EAGLE-3 section 3: low, middle, high)."""
-LONGEST_DRAFT = 16
-"""Positions a drafter needs beyond the policy's own range: the longest draft there is."""
 COMPUTED_ROPE = ("default", "linear", "llama3")
 """RoPE types whose table is computed position by position from constants: a longer one continues a shorter one."""
 MTP = "mtp"

@@ -5,9 +5,9 @@
 list. K is thus fixed before anything is drafted, from batch, context and past acceptance only, which keeps speculative
 sampling exact. The K tokens drafted in one step are verified in the next.
 
-Each finished step becomes one `StepRecord` for the policy, the statistics and the trace. A step waits only for the
-choice of K and for counting its drafts. The rest is done while the model runs the next step, in `get_grammar_bitmask`;
-so K is chosen without the outcome of the very latest step, as under asynchronous scheduling anyway.
+Policy, statistics and trace get one `EngineStep` for each finished step. A step waits only for the choice of K. Its
+numbers are counted while the model runs the next one, in `get_grammar_bitmask`; so K is chosen without the outcome of
+the very latest step, as under asynchronous scheduling anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,15 +31,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from verl_tlt.engine_core.decode_load import DecodeLoad, StopBoundary
 from verl_tlt.engine_core.grammar_drafts import GrammarDrafts
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
-from verl_tlt.engine_core.steps import EngineStep, StepTrace
-from verl_tlt.engine_core.verified import Verified, count_verified
+from verl_tlt.engine_core.steps import EngineStep
 from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
-from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
 from verl_tlt.speculation.types import Policy
+from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -64,7 +63,8 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
             the target's weights, `drafter.policy.active_share`).
 
     Raises:
-        ValueError: the factory cannot be found; or (`ControlError`) the policy's name or settings cannot be right.
+        ValueError: the factory cannot be found, or makes no `Policy`; or (`ControlError`) the policy's name or settings
+            cannot be right.
     """
     speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
@@ -75,7 +75,10 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"additional_config.tlt.policy_factory={own} cannot be loaded: {error}") from error
-    return factory(speculation, arms, seed)
+    policy = factory(speculation, arms, seed)
+    if not isinstance(policy, Policy):
+        raise ValueError(f"additional_config.tlt.policy_factory={own} makes no verl_tlt.speculation.types.Policy.")
+    return policy
 
 
 def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
@@ -86,6 +89,19 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     return NgramDrafts(index, without_drafter=speculation["source"] == "ngram")
 
 
+@upstream_change(
+    "no round trip to the workers after a step without drafts",
+    replaces=("vllm.v1.engine.core:EngineCore.post_step",),
+    symptom="With synchronous scheduling the model waits after every step, also where K was 0: with a 30M "
+    "policy on the CPU backend at batch 1 a step took 16.4 ms, and 14.6 ms without the call.",
+    cause="`vllm/v1/engine/core.py:619` `if self.check_for_draft_tokens and not self.async_scheduling` does "
+    "not ask whether drafts were asked for.",
+    releases="every vLLM whose `post_step` calls `take_draft_token_ids`; others stay as they are",
+    removed_by="A vLLM that looks at `scheduler.drafts_expected`: nothing is changed there.",
+    upstream="none found; https://github.com/vllm-project/vllm/pull/36391 (open) changes the same condition "
+    "for another purpose",
+    patch="vllm/0005-no-call-for-empty-drafts.patch",
+)
 def skip_empty_fetch(core: type[EngineCore]) -> bool:
     """Have `EngineCore.post_step`, a round trip to the workers, do nothing after a step that drafted nothing.
 
@@ -120,6 +136,15 @@ class _DraftLengthLookup:
 class TLTScheduler(Scheduler):
     """For `async_scheduling=False` (every CPU engine). `schedule` and `update_from_output` bracket each engine step."""
 
+    @upstream_change(
+        "a rollout server can ask the scheduler",
+        replaces=("vllm.v1.engine.core:EngineCore",),
+        symptom="Statistics, calibration and the choice of OFF need the scheduler, which runs in a child process.",
+        cause="`vllm/v1/engine/core.py:1525` `(method := getattr(self, method_name))` calls the engine core by method "
+        "name, and it has none that leads to a scheduler's own; `collective_rpc` reaches workers only.",
+        releases="vllm 0.24 to 0.33",
+        removed_by="A call of vLLM's into a scheduler given by `scheduler_cls`.",
+    )
     def __init__(self, *args: object, **kwargs: object) -> None:
         from vllm.v1.engine.core import EngineCore
 
@@ -145,7 +170,7 @@ class TLTScheduler(Scheduler):
         self._tlt_boundary = StopBoundary()
         self._tlt_undrafted: set[str] = set()  # unfinished requests with `logprob_token_ids`
         # Of the step that is being scheduled.
-        self._tlt_arm = 0
+        self._tlt_k = 0  # drafted in it, or OFF
         self._tlt_known = 0  # requests that were running before it admitted new ones
         self._tlt_kv_tokens = 0
         self._tlt_blocked = False
@@ -186,7 +211,7 @@ class TLTScheduler(Scheduler):
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         """As vLLM's, with K chosen by the policy on the way (`_tlt_choose`)."""
         started = time.perf_counter()
-        previous = self._tlt_arm
+        previous = self._tlt_k
         self._tlt_known = len(self.running)
         if self._tlt_undrafted:  # drafted before the first of them came
             previous = min(previous, 0)
@@ -203,15 +228,16 @@ class TLTScheduler(Scheduler):
         if len(scheduled) < len(self.running):
             self._tlt_drop_stale_drafts(scheduled)
         prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()
+        batch = len(scheduled) - len(prefilling)
         self._tlt_in_flight.append(
             EngineStep(
                 output=output,
                 started_s=started,
                 paused_s=0.0 if self._tlt_in_flight else started - self._tlt_idle_since_s,
-                batch=len(scheduled) - len(prefilling),
-                kv_tokens=self._tlt_kv_tokens,
-                arm=self._tlt_arm,
-                previous_arm=previous,
+                batch=batch,
+                kv_tokens=self._tlt_kv_tokens if batch else 0,
+                drafted=self._tlt_k,
+                verified=previous,
                 blocked=self._tlt_blocked,
                 prefilling=prefilling,
                 may_lack_drafts=self.tlt_ngram is not None and self.tlt_ngram.without_drafter,
@@ -224,16 +250,16 @@ class TLTScheduler(Scheduler):
         """K for the step being scheduled; vLLM's lookup calls it once per step that has work."""
         waiting = time.perf_counter()
         load = self._tlt_load.count(
-            self.running, self._tlt_known, self._tlt_grown, max(self._tlt_arm, 0), self.finished_req_ids
+            self.running, self._tlt_known, self._tlt_grown, max(self._tlt_k, 0), self.finished_req_ids
         )
         self._tlt_grown = 0
         self._tlt_kv_tokens = load.kv_tokens
         longest = self._tlt_load.longest
         self._tlt_blocked = self.tlt.limits.outgrown(longest)
-        room = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_arm, 0))
-        self._tlt_arm = self.tlt.choose(load, longest, 0 if self._tlt_undrafted else room)
+        room = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_k, 0))
+        self._tlt_k = self.tlt.choose(load, longest, 0 if self._tlt_undrafted else room)
         self._tlt_waited_s += time.perf_counter() - waiting
-        return max(self._tlt_arm, 0)
+        return max(self._tlt_k, 0)
 
     def _tlt_drop_stale_drafts(self, scheduled: Mapping[str, int]) -> None:
         """Forget drafts of requests that this step leaves out.
@@ -250,7 +276,7 @@ class TLTScheduler(Scheduler):
 
         A V2 model runner before 0.32 always drafts K_max, and any runner returns K_max zeros where it could not draft.
         """
-        k = max(self._tlt_arm, 0)
+        k = max(self._tlt_k, 0)
         rows = draft_token_ids.draft_token_ids
         if rows and len(rows[0]) > k:
             draft_token_ids.draft_token_ids = [row[:k] for row in rows]
@@ -272,30 +298,26 @@ class TLTScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's, and one `StepRecord` for each step that did work."""
+        """As vLLM's, and each step that did work is queued for `_tlt_learn`."""
         now = time.perf_counter()
         if broken := getattr(model_runner_output, BROKEN_MARK, 0):
             self.tlt.drafter_broke(broken)
         rows, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        verified = count_verified(
-            scheduler_output.num_scheduled_tokens,
-            scheduler_output.scheduled_spec_decode_tokens,
-            scheduler_output.total_num_scheduled_tokens,
-            rows,
-            row_of,
-            self._tlt_gone(scheduler_output.num_scheduled_tokens),
-        )
-        before = len(self.requests)
-        if self.tlt_ngram and scheduler_output.scheduled_spec_decode_tokens:
-            self.tlt_ngram.verified(scheduler_output, rows, row_of)
+        step = self._tlt_step_of(scheduler_output) if scheduler_output.num_scheduled_tokens else None
+        if step is not None and scheduler_output.scheduled_spec_decode_tokens:
+            # Before vLLM cuts rows at a request's end, and forgets requests.
+            step.sampled, step.row_of = list(map(len, rows)), row_of
+            step.gone = scheduler_output.num_scheduled_tokens.keys() - self.requests.keys()
+            if self.tlt_ngram:
+                self.tlt_ngram.verified(scheduler_output, rows, row_of)
         self._tlt_waited_s += time.perf_counter() - now
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         waiting = time.perf_counter()
         if self.tlt_ngram:
             for client in outputs.values():
                 self.tlt_ngram.emitted(client.outputs)
-        if scheduler_output.num_scheduled_tokens:
-            self._tlt_finish(scheduler_output, outputs, verified, len(self.requests) != before, now)
+        if step is not None:
+            self._tlt_finish(step, outputs, now)
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
         self._tlt_waited_s += self._tlt_idle_since_s - waiting
@@ -310,39 +332,31 @@ class TLTScheduler(Scheduler):
         self._tlt_undrafted.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    def _tlt_gone(self, scheduled: dict[str, int]) -> Collection[str]:
-        """Requests of a step that ended while it ran."""
-        if not isinstance(self, AsyncScheduler) and not self.finished_req_ids:  # cleared when the step was scheduled
-            return ()
-        return scheduled.keys() - self.requests.keys()
-
-    def _tlt_finish(
-        self,
-        output: SchedulerOutput,
-        outputs: dict[int, EngineCoreOutputs],
-        verified: Verified,
-        ended: bool,
-        now: float,
-    ) -> None:
-        """Complete the step with what came back and queue it; all that costs time is left to `_tlt_learn`."""
+    def _tlt_step_of(self, output: SchedulerOutput) -> EngineStep:
+        """The step in flight that vLLM scheduled as `output`; those before it are steps whose result it threw away."""
         step = self._tlt_in_flight.popleft()
-        while step.output is not output:  # a step whose result vLLM threw away
+        while step.output is not output:
             step = self._tlt_in_flight.popleft()
-        step.outputs, step.verified, step.ended = outputs, verified, ended
+        return step
+
+    def _tlt_finish(self, step: EngineStep, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
+        """Complete the step with what came back and queue it; all that costs time is left to `_tlt_learn`."""
+        step.outputs = outputs
         step.freed, self._tlt_freed = self._tlt_freed, []
         step.finished_s, step.previous_finished_s, step.unix_s = now, self._tlt_finished_s, time.time()
         step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
         # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
-        self._tlt_grown += sum(verified.lengths) or step.batch
+        self._tlt_grown += sum(step.sampled) or step.batch
         self._tlt_finished.append(step)
         if len(self._tlt_finished) > UNLEARNED:
             self._tlt_learn()
 
     def _tlt_learn(self) -> None:
-        """Turn finished steps into records."""
+        """Count finished steps, and have the policy learn from them."""
         finished, self._tlt_finished = self._tlt_finished, []
         for step in finished:
-            step.record_with(self.tlt)
+            step.count()
+            self.tlt.record(step, step.accepted, step.freed)
 
     def shutdown(self) -> None:
         """As vLLM's; the trace is written out."""

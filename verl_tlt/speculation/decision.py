@@ -1,25 +1,23 @@
-"""Does drafting pay? Everything that is decided about speculation, as pure functions of numbers.
+"""Does drafting pay? What is decided about speculation between rollouts, as pure functions of numbers.
 
-* Before every engine step: the draft length K, within what the engine can have (`draft_length`).
 * Before every rollout: whether the drafter runs in it (`RolloutDecision`). OFF skips the drafter's own pass too, which
   K=0 does not; that can be had for a whole rollout only, because the drafter's KV cache must have no holes.
 * After every rollout: whether speculation is disabled for the run, or enabled again after a probe (`RunDecision`).
 
-Scheduler, server and trainer bring observations here and carry out what is decided.
+The draft length of each step is decided in the engine (`step_control.py`). Servers and trainer bring observations here
+and carry out what is decided.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
 from verl_tlt.speculation.retry import next_wait
-from verl_tlt.speculation.types import OFF, Load, Policy
+from verl_tlt.speculation.types import OFF
 
 USELESS = 1.05
 """Accept length up to which a drafter only costs: a draft token takes more than 5 % of a step everywhere."""
@@ -32,59 +30,6 @@ BETTER = 1.05
 """After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
 IN_A_ROW = 3
 """Rollouts that show the same before speculation is disabled."""
-
-
-class Limits(NamedTuple):
-    """What bounds the draft length of an engine, whatever is wanted."""
-
-    arms: tuple[int, ...]
-    """Draft lengths, ascending from 0."""
-    token_limit: int = 0
-    """Tokens of the largest step with a CUDA graph; 0: no graphs, no limit."""
-    context_limit: int = sys.maxsize
-    """Tokens of context beyond which a longest draft would not fit into the drafter any more."""
-
-    def outgrown(self, longest: int) -> bool:
-        """Whether a step cannot draft because its longest context, in tokens, comes too near the drafter's end.
-
-        One such request stops the drafter for the whole batch (vLLM `_input_fits_in_drafter`).
-        """
-        return longest > self.context_limit
-
-    def fitting(self, wanted: int, batch: int, room: int) -> int:
-        """`wanted`, or the longest arm below it of at most `room` tokens whose step still has a graph; 0 at least."""
-        wanted = max(0, min(wanted, self.arms[-1]))
-        most = min(room, self.token_limit // max(batch, 1) - 1) if self.token_limit else room
-        return wanted if wanted <= most else max((k for k in self.arms if k <= most), default=0)
-
-
-def draft_length(
-    policy: Policy,
-    load: Load,
-    limits: Limits,
-    *,
-    longest: int = 0,
-    room: int = sys.maxsize,
-    drafting: bool = True,
-    forced: int | None = None,
-) -> int:
-    """K of the coming step, or OFF. An engine step waits for this.
-
-    Args:
-        policy: chooses K; asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
-        load: of the step.
-        limits: of the engine.
-        longest: tokens of the longest context that the step may reach.
-        room: no draft may be longer (`decode_load.StopBoundary`).
-        drafting: the drafter runs in this rollout.
-        forced: a K ordered from outside.
-    """
-    if not drafting:
-        return OFF
-    wanted = policy.choose(load) if forced is None else forced
-    if limits.outgrown(longest):
-        return 0
-    return limits.fitting(wanted, load.batch, room)
 
 
 def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapping[int, float]) -> float:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_tlt.speculation.acceptance import AcceptanceEstimate
-from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.prober import LoadEstimates, Probe, ProbeBudget, find_probe
-from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.speculation.types import OFF, Load, Policy, Step
 
 SWITCH_PRICE = 0.2
 """What a change of K costs, in steps: K changes once staying has lost as much by the estimates."""
@@ -38,18 +37,17 @@ _SAME_LOAD = 1.0 / 32.0
 """Relative change of the batch up to which estimates prepared for the last step's load serve the next."""
 
 
-class GoodputPolicy(BasePolicy):
+class GoodputPolicy(Policy):
     """Maximises expected tokens per second at the load at hand; `active_share` as in `Roofline`."""
 
     def __init__(self, arms: Sequence[int], active_share: float = 1.0) -> None:
-        super().__init__()
         self._arms = tuple(arms)
         self.acceptance = AcceptanceEstimate(self._arms[-1])
-        self.latency = LatencyModel(self._arms, active_share=active_share)
+        self.latency: LatencyModel = LatencyModel(self._arms, active_share=active_share)
         self._current = 0
         self._held = 0
         self._lost = 0.0
-        """Steps lost by staying at the current K since another was better, by the estimates."""
+        """Estimated regret, in steps, of keeping the current K."""
         self._batch = 0
         self._steps = 0
         self._budget = ProbeBudget()
@@ -58,7 +56,7 @@ class GoodputPolicy(BasePolicy):
         self._prepared: LoadEstimates | None = None
         self._candidate: Probe | None = None
 
-    def decide(self, load: Load) -> int:
+    def choose(self, load: Load) -> int:
         """K for the coming step: that of the probe in progress, else the argmax with hysteresis."""
         if load.batch > _GROWTH * self._batch:
             # A probe and a K that were chosen for the end of the last rollout do not hold for the next.
@@ -83,7 +81,7 @@ class GoodputPolicy(BasePolicy):
             return self._probe_on()
         return self._arms[self._current]
 
-    def learn(self, step: StepRecord) -> None:
+    def observe(self, step: Step) -> None:
         """Learn acceptance from any verified draft and latency from clean steady steps."""
         if step.drafted != OFF:
             self._steps += 1
@@ -97,7 +95,7 @@ class GoodputPolicy(BasePolicy):
             self.latency.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
 
     def prepare(self, load: Load) -> None:
-        """Estimate every arm's goodput at a load; `decide` for about the same load then only has to compare."""
+        """Estimate every arm's goodput at a load; `choose` for about the same load then only has to compare."""
         self._prepared, self._candidate = None, None
         if self._probe.steps > 0 or self._held > 0 or load.batch <= 0:
             return

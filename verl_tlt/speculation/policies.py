@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_tlt.speculation.acceptance import expected_accept_lengths
-from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.goodput import GoodputPolicy
-from verl_tlt.speculation.types import ControlError, Load
+from verl_tlt.speculation.types import ControlError, Load, Policy
 
 POLICIES = ("goodput", "table", "fixed", "off")
 """Names `make_policy` knows."""
 
 
-class FixedPolicy(BasePolicy):
+class FixedPolicy(Policy):
     """Always the same K (0: the policy `off`)."""
 
     def __init__(self, draft_length: int) -> None:
-        super().__init__()
         self._draft_length = draft_length
 
-    def decide(self, load: Load) -> int:
+    def choose(self, load: Load) -> int:
         """The K it was built with."""
         return self._draft_length
 
 
-class TablePolicy(BasePolicy):
+class TablePolicy(Policy):
     """argmax τ(K) / T(batch, kv, K) over a measured table and a given acceptance; learns nothing from steps.
 
     Until both are given it drafts nothing. Draft lengths that the table does not hold are not used. `active_share` as
@@ -35,13 +33,12 @@ class TablePolicy(BasePolicy):
     """
 
     def __init__(self, arms: Sequence[int], active_share: float = 1.0) -> None:
-        super().__init__()
         self._arms, self._active_share = tuple(arms), active_share
         self._usable: tuple[int, ...] = (0,)
         self._latency: LatencyModel | None = None
         self._tau: Sequence[float] | None = None
 
-    def decide(self, load: Load) -> int:
+    def choose(self, load: Load) -> int:
         """The best K by the table."""
         if self._latency is None or self._tau is None:
             return 0
@@ -60,7 +57,7 @@ class TablePolicy(BasePolicy):
         self._latency = known
 
 
-def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> BasePolicy:
+def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> Policy:
     """Build one of `POLICIES`; ControlError for an unknown name, or a `fixed` that is not among the arms.
 
     `arms` are ascending from 0; `fixed` is the K of policy "fixed", None: the longest arm; `active_share` as in

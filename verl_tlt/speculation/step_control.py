@@ -8,73 +8,154 @@ the policy prepare its next choice.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from verl_tlt.files.ownership import open_to_append
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import Limits, draft_length
-from verl_tlt.speculation.step_statistics import Aggregates, DraftsByLength, StepTotals
-from verl_tlt.speculation.types import Load, Policy, StepRecord
+from verl_tlt.speculation.step_statistics import StepSums
+from verl_tlt.speculation.types import OFF, Load, Policy, Step
 
 logger = logging.getLogger(__name__)
 
+FLUSH_S = 0.5
+"""Seconds of engine steps between two writes of the trace."""
 
-class StepSink(Protocol):
-    """Where finished engine steps are written down (`engine_core.steps.StepTrace`)."""
 
-    def add(self, step: StepRecord, unix_s: float) -> None: ...
-    def flush(self) -> None: ...
+class Limits(NamedTuple):
+    """What bounds the draft length of an engine, whatever is wanted."""
+
+    arms: tuple[int, ...]
+    """Draft lengths, ascending from 0."""
+    token_limit: int = 0
+    """Tokens of the largest step with a CUDA graph; 0: no graphs, no limit."""
+    context_limit: int = sys.maxsize
+    """Tokens of context beyond which a longest draft would not fit into the drafter any more."""
+
+    def outgrown(self, longest: int) -> bool:
+        """Whether a step cannot draft because its longest context, in tokens, comes too near the drafter's end.
+
+        One such request stops the drafter for the whole batch (vLLM `_input_fits_in_drafter`).
+        """
+        return longest > self.context_limit
+
+    def fitting(self, wanted: int, batch: int, room: int) -> int:
+        """`wanted`, or the longest arm below it of at most `room` tokens whose step still has a graph; 0 at least."""
+        wanted = max(0, min(wanted, self.arms[-1]))
+        most = min(room, self.token_limit // max(batch, 1) - 1) if self.token_limit else room
+        return wanted if wanted <= most else max((k for k in self.arms if k <= most), default=0)
+
+
+def draft_length(
+    policy: Policy,
+    load: Load,
+    limits: Limits,
+    *,
+    longest: int = 0,
+    room: int = sys.maxsize,
+    drafting: bool = True,
+    forced: int | None = None,
+) -> int:
+    """K of the coming step, or OFF. An engine step waits for this.
+
+    Args:
+        policy: chooses K; asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
+        load: of the step.
+        limits: of the engine.
+        longest: tokens of the longest context that the step may reach.
+        room: no draft may be longer (`decode_load.StopBoundary`).
+        drafting: the drafter runs in this rollout.
+        forced: a K ordered from outside.
+    """
+    if not drafting:
+        return OFF
+    wanted = forced
+    if wanted is None:
+        wanted = policy.choose(load) if load.batch > 0 else 0
+    if limits.outgrown(longest):
+        return 0
+    return limits.fitting(wanted, load.batch, room)
+
+
+class StepTrace:
+    """Appends one JSON line per engine step to a file, a buffer at a time; a disk that fails costs only the trace."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.failed: str | None = None
+        self._lines: list[str] = []
+        self._flushed_at = 0.0
+
+    def add(self, step: Step) -> None:
+        """Queue one line; written out after `FLUSH_S` seconds of steps, or by `flush`."""
+        accepted = ",".join(map(str, step.num_accepted_tokens_per_pos))
+        self._lines.append(
+            f'{{"t":{step.unix_s:.4f},"batch":{step.batch},"kv":{step.kv_tokens},"k":{step.drafted},'
+            f'"verified":{step.verified},"drafts":{step.num_drafts},"accepted":[{accepted}],'
+            f'"produced":{step.num_decode_tokens},"latency_s":{step.latency_s:.6f},'
+            f'"clean":{"true" if step.clean else "false"}}}\n'
+        )
+        if step.unix_s - self._flushed_at > FLUSH_S:
+            self._flushed_at = step.unix_s
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        lines, self._lines = self._lines, []
+        if not lines or self.failed:
+            return
+        try:
+            with os.fdopen(open_to_append(self.path), "a") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self.failed = str(error)
+            logger.warning("The engine trace %s stops here: %s", self.path, error)
 
 
 class StepControl:
     """Has the draft length of each step decided (`draft_length`) and remembers what came of it, in `trace` if given."""
 
-    def __init__(self, policy: Policy, limits: Limits, trace: StepSink | None = None) -> None:
+    def __init__(self, policy: Policy, limits: Limits, trace: StepTrace | None = None) -> None:
         self.policy = policy
         self.limits = limits
         self.trace = trace
         self.drafting = True
         self.force_k: int | None = None
         self.policy_error: str | None = None
-        self.costs: LatencyModel | None = getattr(policy, "latency", None)
-        """What steps cost here, OFF included, where the policy learns it."""
         self._calibration = LatencyTable()
-        self._sums = Aggregates()
-        self._responses = DraftsByLength()
+        self._sums = StepSums()
 
     def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
         """K of the coming step, or OFF; `longest` and `room` as `draft_length` has them."""
         forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
         try:
-            limits = {"longest": longest, "room": room}
-            return draft_length(self.policy, load, self.limits, drafting=self.drafting, forced=forced, **limits)
+            return draft_length(
+                self.policy, load, self.limits, longest=longest, room=room, drafting=self.drafting, forced=forced
+            )
         except Exception as error:
             self._give_up(error)
             return 0
 
-    def record(self, step: StepRecord, totals: StepTotals) -> None:
-        """Sum one finished step, write it down, and let the policy learn from it."""
-        self._sums.add(step, totals)
+    def record(
+        self, step: Step, accepted: Iterable[tuple[str, int]] = (), ended: Iterable[tuple[str, int]] = ()
+    ) -> None:
+        """Sum one finished step, write it down, and let the policy learn from it; arguments as `StepSums.add`."""
+        self._sums.add(step, accepted, ended)
         if self.trace is not None:
-            self.trace.add(step, totals.unix_s)
+            self.trace.add(step)
         if self.policy_error is not None:
             return
         try:
             self.policy.observe(step)
             if self.drafting and self.force_k is None:
-                self._tell_policy("prepare", Load(step.batch, step.kv_tokens))
+                self.policy.prepare(Load(step.batch, step.kv_tokens))
         except Exception as error:
             self._give_up(error)
-
-    def responses(self, accepted: Iterable[tuple[str, int]], ended: Iterable[tuple[str, int]]) -> None:
-        """Sum a step by response: (request, draft tokens accepted) by draft, (request, tokens) of those that ended."""
-        self._responses.verified(accepted)
-        for request, tokens in ended:
-            self._responses.ended(request, tokens)
 
     def drafter_broke(self, dropped: int) -> None:
         """The worker dropped this many draft tokens that had no probability: OFF until the drafter is switched on."""
@@ -97,12 +178,8 @@ class StepControl:
 
     def stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset."""
-        sums = self._sums
-        if reset:
-            self._sums = Aggregates()
-        if self.trace is not None:
-            self.trace.flush()
-        return replace(sums.stats(self.policy_error), responses=self._responses.rows(reset))
+        self.flush()
+        return self._sums.stats(reset, self.policy_error)
 
     def control(self, **settings: Any) -> dict[str, Any]:
         """Overrule or inform the policy; ValueError for an unknown setting or a value that cannot be.
@@ -126,18 +203,13 @@ class StepControl:
         if settings.get("points"):
             table = LatencyTable.from_list(settings["points"])
             self._calibration = table.calibration()
-            self._tell_policy("set_latency", table)
+            self.policy.set_latency(table)
         if settings.get("acceptance"):
-            self._tell_policy("set_acceptance", [float(a) for a in settings["acceptance"]])
+            self.policy.set_acceptance([float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}
 
     def learned(self) -> dict[str, Any]:
         """What engine steps were found to cost, for the next run: `points` as `control` takes them."""
-        table = self._calibration if self.costs is None else self.costs.to_table(self._calibration)
+        costs = self.policy.latency
+        table = self._calibration if costs is None else costs.to_table(self._calibration)
         return {"points": table.to_list()}
-
-    def _tell_policy(self, method: str, value: Any) -> None:
-        """Call an optional method of the policy; a fixed policy has no use for estimates."""
-        hear = getattr(self.policy, method, None)
-        if hear is not None:
-            hear(value)

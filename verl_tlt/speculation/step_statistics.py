@@ -1,7 +1,4 @@
-"""Sums over an engine's steps since they were last asked for, which the server does once per RL step.
-
-Pure Python, no vLLM. The scheduler adds each finished step (`engine_core/scheduler.py`).
-"""
+"""Sums over an engine's steps since they were last asked for, which the server does once per RL step."""
 
 from __future__ import annotations
 
@@ -10,32 +7,18 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime, Work
-from verl_tlt.speculation.types import OFF, StepRecord
+from verl_tlt.speculation.types import OFF, Step
 
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
 INTERVAL_S, MAX_INTERVALS = 0.25, 512
 """Seconds of a `LoadInterval` at first, and how many there may be before that doubles."""
+SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
+"""What `Step` and `EngineStats` both have."""
 CLASSES_PER_OCTAVE = 8
 """Classes of response lengths between one and its double: they bound what an engine reports."""
-
-
-class StepTotals(NamedTuple):
-    """What is summed of a finished step besides its `StepRecord`."""
-
-    num_generation_tokens: int
-    """Tokens handed to requests, first tokens after a prefill included."""
-    num_draft_tokens: int
-    """Tokens verified over all requests."""
-    unix_s: float
-    """When it finished."""
-    decode_only: bool = True
-    """No prefill in the step and no pause before it, so that its time is that of decoding."""
-    control_s: float = 0.0
-    """Seconds that the step waited for the controller."""
 
 
 class _LoadIntervals:
@@ -45,11 +28,11 @@ class _LoadIntervals:
         self._width = INTERVAL_S
         self._rows: list[list[float]] = []  # off, start, end; sums: batches, contexts, seconds, plain steps, steps
 
-    def add(self, step: StepRecord, totals: StepTotals) -> None:
-        row = [float(step.drafted == OFF), totals.unix_s - step.latency_s, totals.unix_s, 0.0, 0.0, 0.0, 0.0, 0.0]
-        if totals.decode_only and step.batch > 0:
+    def add(self, step: Step) -> None:
+        row = [float(step.drafted == OFF), step.unix_s - step.latency_s, step.unix_s, 0.0, 0.0, 0.0, 0.0, 0.0]
+        if step.decode_only and step.batch > 0:
             batch = step.batch
-            row[3:] = batch, step.kv_tokens / batch, step.latency_s, step.produced / batch, 1.0
+            row[3:] = batch, step.kv_tokens / batch, step.latency_s, step.num_decode_tokens / batch, 1.0
         self._put(row)
         if len(self._rows) > MAX_INTERVALS:
             self._width *= 2
@@ -73,10 +56,14 @@ class _LoadIntervals:
         )
 
 
-class Aggregates:
-    """Sums over engine steps since construction; `EngineStats` says what each of them is."""
+class StepSums:
+    """Sums over engine steps since they were last reset; `EngineStats` says what each of them is."""
 
     def __init__(self) -> None:
+        self._responses = DraftsByLength()
+        self._begin()
+
+    def _begin(self) -> None:
         self._sums = EngineStats()
         self._offered: list[int] = []  # by draft position
         self._accepted: list[int] = []
@@ -85,36 +72,47 @@ class Aggregates:
         self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
-    def add(self, step: StepRecord, totals: StepTotals) -> None:
-        """Add one finished step."""
-        self._intervals.add(step, totals)
-        arm = OFF if step.drafted == OFF else step.verified
-        sums, accepted, offered = self._sums, step.num_accepted_tokens_per_pos, self._offered
+    def add(self, step: Step, accepted: Iterable[tuple[str, int]] = (), ended: Iterable[tuple[str, int]] = ()) -> None:
+        """Add one finished step.
+
+        Args:
+            step: what was counted of it.
+            accepted: (request, draft tokens accepted) of each draft that it verified.
+            ended: (request, its tokens) of those that ended since the step before.
+        """
+        sums = self._sums
         sums.num_steps += 1
-        sums.busy_s += step.latency_s
-        sums.control_s += totals.control_s
-        sums.num_generation_tokens += totals.num_generation_tokens
-        sums.num_decode_tokens += step.produced
         sums.num_passes += step.batch
-        sums.num_drafts += step.num_drafts
-        sums.num_draft_tokens += totals.num_draft_tokens
-        while len(offered) < len(accepted):
+        sums.busy_s += step.latency_s
+        for name in SUMMED:
+            setattr(sums, name, getattr(sums, name) + getattr(step, name))
+        self._intervals.add(step)
+        draft_length = OFF if step.drafted == OFF else step.verified
+        positions, offered = step.num_accepted_tokens_per_pos, self._offered
+        while len(offered) < len(positions):
             offered.append(0)
             self._accepted.append(0)
-        for i, count in enumerate(accepted):
+        for i, count in enumerate(positions):
             offered[i] += step.num_drafts
             self._accepted[i] += count
-        self._steps_by_draft_length[arm] += 1
+        self._steps_by_draft_length[draft_length] += 1
         if step.clean:
-            self._step_times[arm, step.batch].append(step.latency_s)
-        if totals.decode_only and step.batch:
+            self._step_times[draft_length, step.batch].append(step.latency_s)
+        if step.decode_only and step.batch:
             work = self._work[step.batch]
             work[0] += step.latency_s
-            work[1] += step.produced
+            work[1] += step.num_decode_tokens
+        self._responses.verified(accepted)
+        for request, tokens in ended:
+            self._responses.ended(request, tokens)
 
-    def stats(self, policy_error: str | None = None) -> EngineStats:
+    def drafts_broke(self, dropped: int) -> None:
+        """Add draft tokens that the worker dropped because they had no probability."""
+        self._sums.num_broken_drafts += dropped
+
+    def stats(self, reset: bool = False, policy_error: str | None = None) -> EngineStats:
         """The sums so far; `policy_error` is passed on."""
-        return replace(
+        found = replace(
             self._sums,
             num_draft_tokens_per_pos=tuple(self._offered),
             num_accepted_tokens_per_pos=tuple(self._accepted),
@@ -122,12 +120,12 @@ class Aggregates:
             work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
             load_intervals=self._intervals.rows(),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
+            responses=self._responses.rows(reset),
             policy_error=policy_error,
         )
-
-    def drafts_broke(self, dropped: int) -> None:
-        """Add draft tokens that the worker dropped because they had no probability."""
-        self._sums.num_broken_drafts += dropped
+        if reset:
+            self._begin()
+        return found
 
 
 class DraftsByLength:

@@ -2,7 +2,7 @@
 
 Each line carries `t` (unix seconds, when it was written) and `kind`; its other keys are the fields of the dataclass of
 that kind below. Engine steps are the exception: a scheduler writes thousands of them, so they go to
-`engine-<replica>.jsonl` without a kind (`engine_core.steps`).
+`engine-<replica>.jsonl` without a kind (`speculation.step_control.StepTrace`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
 from verl_tlt.trainer.fleet import Call, CallFailed
+from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
@@ -67,6 +68,15 @@ class BufferWatch:
         wanted: groups that one sampling takes.
     """
 
+    @upstream_change(
+        "TLT knows of samples that verl may still ask for",
+        replaces=("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue",),
+        symptom="A replica that has finished cannot be told from one that will get more requests of this rollout.",
+        cause="`verl/trainer/ppo/v1/replay_buffer.py:201` `def _sync_metadata_from_transfer_queue` is where the "
+        "buffer learns it; it tells nobody.",
+        releases="verl 0.9.1",
+        removed_by="A hook of the replay buffer, called after each look.",
+    )
     def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
         self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
         look = getattr(buffer, "_sync_metadata_from_transfer_queue", None)

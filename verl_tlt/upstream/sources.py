@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from verl_tlt.upstream.changes import UpstreamChange
 from verl_tlt.upstream.upstream_api import SYMBOLS, Symbol
 from verl_tlt.upstream.versions import location
 
@@ -153,6 +154,24 @@ def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS)
     """Those of `symbols` in `package` with what is wrong with them below `root` (None: nothing), in the same order."""
     tree = SourceTree(root)
     return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]
+
+
+def declared(package: Path) -> list[UpstreamChange]:
+    """The changes of upstream libraries that the code below a package's directory says it makes, by file and line."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        if "@upstream_change(" not in (text := path.read_text(encoding="utf-8")):
+            continue
+        module, tree = ".".join(path.relative_to(package.parent).with_suffix("").parts), ast.parse(text)
+        for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+            within = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            for node in (n for n in owner.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
+                for call in (d for d in node.decorator_list if isinstance(d, ast.Call)):
+                    if ast.unparse(call.func) == "upstream_change":
+                        facts = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+                        code = f"{module}:{within}{node.name}"
+                        found.append(UpstreamChange(code, ast.literal_eval(call.args[0]), **facts))
+    return found
 
 
 @functools.cache

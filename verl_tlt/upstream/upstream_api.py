@@ -243,7 +243,7 @@ VLLM = {
         Symbol("vllm.config.vllm:VllmConfig", has="additional_config speculative_config"),
         Symbol(f"{_RUNNER}._input_fits_in_drafter", says=("<= self.effective_drafter_max_model_len",)),
     ),
-    "speculation/decode_load.py": (
+    "engine_core/decode_load.py": (
         Symbol(
             "vllm.v1.request:Request",
             has="request_id num_computed_tokens num_tokens is_prefill_chunk spec_token_ids sampling_params status "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.messages.rollout import LoadReply
+from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.cuda_graphs import captured_arms, prepare_capture
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
@@ -36,6 +37,15 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
     tlt_broken: BrokenDrafts | None = None
     tlt_arms: tuple[int, ...] = ()
 
+    @upstream_change(
+        "a vLLM worker is prepared between model load and graph capture",
+        replaces=("vllm.v1.worker.gpu_worker:Worker.load_model",),
+        symptom="Graphs are captured before a worker extension's methods can be called.",
+        cause="`vllm/v1/worker/gpu_worker.py:450` `def load_model` is followed by profiling and capture; an "
+        "extension has no method that is called in between.",
+        releases="vllm 0.24 to 0.33",
+        removed_by="A hook of worker extensions after model load.",
+    )
     def __new__(cls, **kwargs: object) -> Self:
         """As verl's; the model runner is prepared as soon as the models are loaded."""
         worker = super().__new__(cls, **kwargs)

@@ -17,6 +17,7 @@ from verl_tlt.drafter.checkpoint import staged_weights
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
 from verl_tlt.drafter.tensor_file import TensorFile, stacked
 from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -235,6 +236,15 @@ def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
     return drafter
 
 
+@upstream_change(
+    "a drafter reads the policy's embedding without its LoRA",
+    replaces=("vllm.lora.layers.vocal_parallel_embedding:VocabParallelEmbeddingWithLoRA",),
+    symptom="A draft step fails in an engine with LoRA.",
+    cause="`vllm/lora/layers/vocal_parallel_embedding.py:103` `indices_1 = "
+    "self.punica_wrapper._embeddings_indices` belongs to the policy's batch, and a draft step has another.",
+    releases="vllm 0.24 to 0.33 with the V1 model runner and LoRA on the policy; V2 shares the embedding so itself",
+    removed_by="A vLLM that shares the embedding below its LoRA wrapper with a drafter.",
+)
 def unwrap_embedding(drafter: Eagle3LlamaForCausalLM) -> None:
     """Give the drafter the policy's embedding without vLLM's LoRA wrapper, which expects the policy's batch.
 

@@ -10,23 +10,23 @@ from typing import Any
 
 from benchmarks.control.policies.bandit import BanditPolicy
 from benchmarks.control.policies.ema import EmaPolicy
-from verl_tlt.speculation.base_policy import BasePolicy
 from verl_tlt.speculation.policies import make_policy
+from verl_tlt.speculation.types import Policy
 
 RIVALS = ("ema", "bandit")
 
 
-def bandit(speculation: Mapping[str, Any], arms: Sequence[int], seed: int) -> BasePolicy:
+def bandit(speculation: Mapping[str, Any], arms: Sequence[int], seed: int) -> Policy:
     """TLT's bandit with its settings as they are by default."""
     return BanditPolicy(arms, seed=seed)
 
 
-def ema(speculation: Mapping[str, Any], arms: Sequence[int], seed: int) -> BasePolicy:
+def ema(speculation: Mapping[str, Any], arms: Sequence[int], seed: int) -> Policy:
     """SGLang's tiers with their settings as they are by default."""
     return EmaPolicy(arms)
 
 
-def named(name: str, arms: tuple[int, ...]) -> BasePolicy:
+def named(name: str, arms: tuple[int, ...]) -> Policy:
     """A policy of the package or one of `RIVALS`."""
     own = {"bandit": bandit, "ema": ema}.get(name)
     return own({}, arms, 0) if own else make_policy(name, arms)

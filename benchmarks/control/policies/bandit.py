@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_tlt.speculation.base_policy import BasePolicy
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import Load, Policy, Step
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,17 @@ class BanditSettings:
     """Steps a decision is kept: a draft is verified one step after it was made, so one step earns no clean reward."""
 
 
-class BanditPolicy(BasePolicy):
+class BanditPolicy(Policy):
     """One epsilon-greedy bandit per batch bucket."""
 
     def __init__(self, arms: Sequence[int], settings: BanditSettings | None = None, seed: int = 0) -> None:
-        super().__init__()
         self._set = settings or BanditSettings()
         self._random = random.Random(seed)
         self._buckets = _buckets(arms, self._set)
         self._rewards = [{k: _Window(self._set.window) for k in bucket} for bucket in self._buckets]
         self._current, self._bucket, self._held = 0, -1, 0
 
-    def decide(self, load: Load) -> int:
+    def choose(self, load: Load) -> int:
         """The bucket's best arm by median reward, or any of them with probability ε."""
         if self._set.off_above is not None and load.batch > self._set.off_above:
             self._held = 0
@@ -61,7 +59,7 @@ class BanditPolicy(BasePolicy):
         self._current = self._select(bucket)
         return self._current
 
-    def learn(self, step: StepRecord) -> None:
+    def observe(self, step: Step) -> None:
         """Reward of a steady step: tokens per second over the batch."""
         if not step.clean or step.drafted != step.verified or step.latency_s <= 0 or step.batch <= 0:
             return

@@ -11,8 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_tlt.speculation.base_policy import BasePolicy
-from verl_tlt.speculation.types import Load, StepRecord
+from verl_tlt.speculation.types import Load, Policy, Step
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,10 @@ class EmaSettings:
     """Steps between changes."""
 
 
-class EmaPolicy(BasePolicy):
+class EmaPolicy(Policy):
     """Tier by moving average of accepted draft tokens."""
 
     def __init__(self, arms: Sequence[int], settings: EmaSettings | None = None) -> None:
-        super().__init__()
         self._set = settings or EmaSettings()
         drafting = [k for k in arms if k > 0] or [0]
         near = {k: min(drafting, key=lambda arm: (abs(arm - k), arm)) for tier in self._set.tiers for k in tier}
@@ -44,12 +42,12 @@ class EmaPolicy(BasePolicy):
         self._average: list[float | None] = [None] * len(self._tiers)
         self._held = 0
 
-    def decide(self, load: Load) -> int:
+    def choose(self, load: Load) -> int:
         """The current tier of the batch's range."""
         where = self._range(load.batch)
         return self._tiers[where][self._level[where]]
 
-    def learn(self, step: StepRecord) -> None:
+    def observe(self, step: Step) -> None:
         """Move the average and, every few steps, the tier."""
         if step.num_drafts <= 0 or step.verified <= 0:
             return

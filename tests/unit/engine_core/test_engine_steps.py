@@ -1,40 +1,94 @@
-"""Which engine steps say what a draft length costs."""
+"""What is counted of an engine step, and which steps say what a draft length costs."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from verl_tlt.engine_core.steps import EngineStep
-from verl_tlt.engine_core.verified import count_verified
 from verl_tlt.speculation.types import OFF
 
-BATCH = 4
+ROWS = {"a": 0, "b": 1, "c": 2}
+WHOLE = dict.fromkeys(ROWS, (7, 7, 7))
 
 
-def record(arm=3, **scheduled):
-    """The record of a decode-only step in which every draft was verified; `scheduled`: fields of vLLM's output."""
+def outputs(given):
+    one = [SimpleNamespace(request_id=name, new_token_ids=[9] * n) for name, n in given.items()]
+    return {0: SimpleNamespace(outputs=one)}
+
+
+def counted(drafts=WHOLE, sampled=(1, 1, 1), drafted=3, before=None, rows=ROWS, given=None, output=(), **fields):
+    """A finished step of the requests `rows`, of which `sampled` tokens came back by row."""
     step = EngineStep(
-        output=SimpleNamespace(**scheduled), started_s=1.0, paused_s=0.0, batch=BATCH, kv_tokens=100, arm=arm,
-        previous_arm=arm, blocked=False, prefilling=set(), may_lack_drafts=False,
+        output=SimpleNamespace(scheduled_spec_decode_tokens=drafts, **dict(output)), sampled=sampled, row_of=rows,
+        outputs=outputs(given or {name: sampled[row] for name, row in rows.items()}), batch=len(rows), kv_tokens=100,
+        drafted=drafted, verified=drafted if before is None else before, started_s=1.0, finished_s=1.02,
+        **{"paused_s": 0.0, "previous_finished_s": 0.9, "blocked": False, "prefilling": set(),
+           "may_lack_drafts": False} | fields,
     )  # fmt: skip
-    k, names = max(arm, 0), [str(i) for i in range(BATCH)]
-    drafts = dict.fromkeys(names, [7] * k) if k else {}
-    row_of = {name: row for row, name in enumerate(names)}
-    step.verified = count_verified(dict.fromkeys(names, 1 + k), drafts, BATCH * (1 + k), [[7]] * BATCH, row_of, ())
-    step.finished_s, step.previous_finished_s = 1.02, 1.0
-    records = []
-    control = SimpleNamespace(record=lambda step, totals: records.append(step), responses=lambda *_: None)
-    step.record_with(control)
-    return records[0]
+    step.count()
+    return step
 
 
-@pytest.mark.parametrize("arm", [OFF, 0, 3])
-def test_a_step_as_chosen_is_clean(arm):
-    assert record(arm).clean and record(arm, skip_drafts=False).clean
+def test_positions_count_every_draft_that_got_as_far():
+    step = counted(sampled=(1, 3, 4))
+    assert (step.num_drafts, step.num_draft_tokens, step.num_decode_tokens, step.verified) == (3, 9, 8, 3)
+    assert step.num_accepted_tokens_per_pos == (2, 2, 1)
 
 
-def test_a_step_whose_drafts_vllm_skips_costs_less_than_its_draft_length():
-    assert not record(skip_drafts=True).clean
-    assert record(arm=0, skip_drafts=True).clean and record(arm=OFF, skip_drafts=True).clean, (
-        "nothing was to be drafted"
-    )
+def test_requests_without_a_draft_do_not_count_as_rejections():
+    step = counted({"a": [1, 2], "b": [1]}, (2, 2, 1), drafted=2)
+    assert (step.num_drafts, step.num_draft_tokens, step.num_accepted_tokens_per_pos) == (2, 3, (2, 0))
+    assert not step.clean
+
+
+def test_without_a_drafter_a_missing_draft_counts_as_one_of_which_nothing_was_accepted():
+    step = counted({"a": [1, 2]}, (2, 1, 1), drafted=2, may_lack_drafts=True)
+    assert (step.num_drafts, step.num_draft_tokens, step.num_accepted_tokens_per_pos) == (3, 2, (1, 0))
+    assert step.clean
+
+
+def test_requests_that_ended_or_got_nothing_do_not_count():
+    drafts = dict.fromkeys(ROWS, (1, 2))
+    ended = counted(drafts, (2, 3, 1), drafted=2, gone={"b"})
+    assert (ended.num_drafts, ended.num_draft_tokens, ended.num_accepted_tokens_per_pos) == (2, 4, (1, 0))
+    assert ended.accepted == [("a", 1), ("c", 0)]
+    empty = counted(drafts, (2, 0, 1), drafted=2)
+    assert (empty.num_drafts, empty.num_draft_tokens, empty.num_accepted_tokens_per_pos) == (2, 4, (1, 0))
+
+
+def test_rows_are_found_by_request_and_not_by_order():
+    step = counted({"a": [1, 2]}, (3, 1), drafted=2, rows={"a": 1, "x": 0})
+    assert step.num_accepted_tokens_per_pos == (0, 0) and step.accepted == [("a", 0)]
+
+
+def test_a_step_without_drafts_verified_nothing():
+    step = counted({}, (), drafted=2, before=2, given={"a": 1, "b": 1, "c": 1})
+    assert (step.verified, step.num_drafts, step.num_accepted_tokens_per_pos, step.num_decode_tokens) == (0, 0, (), 3)
+
+
+def test_tokens_are_those_that_requests_were_given_and_a_prefills_first_is_not_decoded():
+    step = counted(sampled=(4, 4, 1), given={"a": 2, "b": 4, "c": 1}, prefilling={"c"})
+    assert (step.num_generation_tokens, step.num_decode_tokens, step.decode_only) == (7, 6, False)
+
+
+@pytest.mark.parametrize(("paused_s", "latency_s"), [(0.0, 0.12), (0.005, 0.12), (0.05, 0.02)])
+def test_a_pause_before_a_step_is_not_its_time(paused_s, latency_s):
+    step = counted(paused_s=paused_s)
+    assert step.latency_s == pytest.approx(latency_s) and step.decode_only == step.clean == (paused_s < 0.01)
+
+
+@pytest.mark.parametrize("drafted", [OFF, 0, 3])
+def test_a_step_as_chosen_is_clean(drafted):
+    drafts = WHOLE if drafted > 0 else {}
+    assert counted(drafts, drafted=drafted).clean
+    assert counted(drafts, drafted=drafted, output={"skip_drafts": False}).clean
+
+
+@pytest.mark.parametrize("fields", [{"before": 1}, {"blocked": True}, {"output": {"skip_drafts": True}}])
+def test_a_step_that_drafts_otherwise_than_it_verifies_is_not(fields):
+    assert not counted(**fields).clean
+
+
+@pytest.mark.parametrize("drafted", [OFF, 0])
+def test_drafts_that_vllm_skips_matter_only_where_something_was_to_be_drafted(drafted):
+    assert counted({}, drafted=drafted, output={"skip_drafts": True}).clean

@@ -5,16 +5,10 @@ import pytest
 from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
-from verl_tlt.speculation.decision import (
-    IN_A_ROW,
-    Limits,
-    RolloutDecision,
-    RunDecision,
-    draft_length,
-    expected_saving,
-)
+from verl_tlt.speculation.decision import IN_A_ROW, RolloutDecision, RunDecision, expected_saving
 from verl_tlt.speculation.policies import FixedPolicy, make_policy
 from verl_tlt.speculation.retry import FIRST_WAIT, LONGEST_WAIT
+from verl_tlt.speculation.step_control import Limits, draft_length
 from verl_tlt.speculation.types import OFF, Load
 
 GRAPHS = Limits((0, 1, 3), token_limit=512)

@@ -10,7 +10,7 @@ from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.goodput import HOLD, GoodputPolicy
 from verl_tlt.speculation.prober import Probe
-from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.speculation.types import OFF, Load, Step
 
 ARMS = (0, 1, 2, 3, 5, 7)
 
@@ -38,7 +38,7 @@ class SteadyEngine:
             seconds = QWEN3_8B_H100.seconds(*load, before, k)
             latency_s, drafts = seconds * float(self.rng.lognormal(0.0, self.sigma)), self.batch if before else 0
             produced = self.batch + sum(accepted)
-            step = StepRecord(*load, k, before, drafts, tuple(accepted), produced, latency_s, clean=k == before)
+            step = Step(*load, k, before, drafts, tuple(accepted), produced, latency_s, clean=k == before)
             self.policy.observe(step)
             self.seconds += seconds
             self.lengths.append(k)
@@ -175,14 +175,14 @@ def test_unclean_steps_teach_no_latency():
     SteadyEngine(policy, 0.7, 8).run(300)
     before = policy.latency.predict(8, 8000)
     for _ in range(50):
-        policy.observe(StepRecord(8, 8000, 3, 3, 8, (6, 4, 2), 20, 9.9, clean=False))
+        policy.observe(Step(8, 8000, 3, 3, 8, (6, 4, 2), 20, 9.9, clean=False))
     assert policy.latency.predict(8, 8000) == before
 
 
 def test_drafting_off_teaches_the_stock_latency():
     policy = GoodputPolicy(ARMS)
     for _ in range(20):
-        policy.observe(StepRecord(8, 8000, OFF, 0, 0, (), 8, 0.005, clean=True))
+        policy.observe(Step(8, 8000, OFF, 0, 0, (), 8, 0.005, clean=True))
     assert policy.latency.seconds(8, 8000, OFF) == pytest.approx(0.005, rel=0.01)
     assert policy.choose(Load(8, 8000)) == 0
 
@@ -209,7 +209,7 @@ def test_prefills_that_join_at_every_change_do_not_freeze_k():
     policy = GoodputPolicy(ARMS)
     engine = SteadyEngine(policy, 0.7, 256).run(400)
     for _ in range(30):
-        policy.observe(StepRecord(256, 256_000, 1, 0, 0, (), 256, 0.5, clean=False))
+        policy.observe(Step(256, 256_000, 1, 0, 0, (), 256, 0.5, clean=False))
     engine.batch = 4
     assert engine.run(200).usual(last=100) >= 2
 
@@ -220,7 +220,7 @@ def test_k_changes_once_staying_has_lost_a_fifth_of_a_step_and_is_then_kept(gain
     policy = GoodputPolicy((0, 1))
     cost = {0: 0.010, 1: 0.010 * 1.5 / (1.0 + gain)}
     policy.set_latency(LatencyTable(tuple(LatencyPoint(8, 8000, k, seconds, 9) for k, seconds in cost.items())))
-    policy.observe(StepRecord(8, 8000, 0, 0, 0, (), 8, cost[0], clean=True))  # no probe in the next seven steps
+    policy.observe(Step(8, 8000, 0, 0, 0, (), 8, cost[0], clean=True))  # no probe in the next seven steps
     policy.acceptance.set_prior([0.5])
     chosen = [policy.choose(Load(8, 8000)) for _ in range(6 if looks is None else looks)]
     assert chosen[-1] == (looks is not None) and not any(chosen[:-1])

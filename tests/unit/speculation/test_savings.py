@@ -7,8 +7,8 @@ import pytest
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.savings import ControlRollouts, SavingsAccount
-from verl_tlt.speculation.step_statistics import MAX_INTERVALS, Aggregates, StepTotals
-from verl_tlt.speculation.types import OFF, StepRecord
+from verl_tlt.speculation.step_statistics import MAX_INTERVALS, StepSums
+from verl_tlt.speculation.types import OFF, Step
 
 K, REQUESTS = 3, 16
 SLOWED = {1: 1.0, 2: 1.8}
@@ -30,7 +30,7 @@ class Replica:
 
     def __init__(self, lengths, arm, accepts, seed):
         self.left, self.arm, self.rng, self.accepts = list(lengths), arm, random.Random(seed), accepts
-        self.context, self.begun, self.sums = 0, False, Aggregates()
+        self.context, self.begun, self.sums = 0, False, StepSums()
 
     def step(self, clock, seconds):
         batch, k, produced = len(self.left), max(self.arm, 0), 0
@@ -44,10 +44,11 @@ class Replica:
             produced += min(got, left)
             self.left[i] = left - min(got, left)
         kv_tokens, drafts = round(self.context * batch / REQUESTS), batch if verified else 0
-        step = StepRecord(
-            batch, kv_tokens, self.arm, verified, drafts, tuple(accepted), produced, seconds, clean=self.begun
-        )
-        self.sums.add(step, StepTotals(produced, verified * batch, clock))
+        step = Step(
+            batch, kv_tokens, self.arm, verified, drafts, tuple(accepted), produced, seconds, clean=self.begun,
+            num_draft_tokens=verified * batch, unix_s=clock,
+        )  # fmt: skip
+        self.sums.add(step)
         self.left, self.context, self.begun = [n for n in self.left if n], self.context + produced, True
 
 

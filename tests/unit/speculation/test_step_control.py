@@ -4,18 +4,15 @@ from dataclasses import asdict, dataclass, field
 
 import pytest
 
-from verl_tlt.engine_core.steps import StepTrace
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import Limits
-from verl_tlt.speculation.step_control import StepControl
-from verl_tlt.speculation.step_statistics import StepTotals
-from verl_tlt.speculation.types import OFF, Load, StepRecord
+from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
+from verl_tlt.speculation.types import OFF, Load, Policy, Step
 
 
 @dataclass
-class Remembers:
+class Remembers(Policy):
     answer: int = 2
     seen: list = field(default_factory=list)
     told: dict = field(default_factory=dict)
@@ -35,10 +32,10 @@ class Remembers:
 
 def step(**changes):
     values = dict(
-        batch=4, kv_tokens=100, drafted=2, verified=2, num_drafts=4, num_accepted_tokens_per_pos=(3, 1), produced=8,
-        latency_s=0.02, clean=True,
-    )  # fmt: skip
-    return StepRecord(**(values | changes))
+        batch=4, kv_tokens=100, drafted=2, verified=2, num_drafts=4, num_accepted_tokens_per_pos=(3, 1),
+        num_decode_tokens=8, latency_s=0.02, clean=True,
+    ) | changes  # fmt: skip
+    return Step(**values, num_draft_tokens=values["num_drafts"] * values["verified"], unix_s=time.time())
 
 
 LIMITS = Limits((0, 1, 2, 3))
@@ -51,7 +48,7 @@ def points(table):
 
 def record(control, *steps):
     for s in steps:
-        control.record(s, StepTotals(s.produced, s.num_drafts * s.verified, time.time()))
+        control.record(s)
 
 
 def test_force_and_off_overrule_it():
@@ -99,8 +96,8 @@ def test_sums_are_those_of_the_steps_and_reset():
     steps = [
         step(),
         step(drafted=0, clean=False, latency_s=0.06),
-        step(drafted=0, **UNDRAFTED, produced=4),
-        step(drafted=OFF, **UNDRAFTED, produced=4),
+        step(drafted=0, **UNDRAFTED, num_decode_tokens=4),
+        step(drafted=OFF, **UNDRAFTED, num_decode_tokens=4),
     ]
     record(control, *steps)
     stats = control.stats(reset=True)

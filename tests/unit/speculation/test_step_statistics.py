@@ -3,13 +3,12 @@
 import json
 from dataclasses import asdict
 
-from verl_tlt.engine_core.verified import Verified
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
-from verl_tlt.speculation.decision import Limits
 from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.step_control import StepControl
+from verl_tlt.speculation.step_control import Limits, StepControl
 from verl_tlt.speculation.step_statistics import DraftsByLength
+from verl_tlt.speculation.types import Step
 
 
 def test_drafts_count_for_the_length_their_response_reached():
@@ -55,10 +54,7 @@ def test_lengths_within_a_twelfth_share_a_row_and_there_are_few_rows():
 
 def test_the_account_carries_them_to_the_trainer_and_back_to_nothing():
     control = StepControl(FixedPolicy(2), Limits((0, 1, 2)))
-    step = Verified([3, 0, 1, 2], {"a": [5, 5], "b": [5, 5], "c": [5, 5], "d": [5]}, {"a": 0, "b": 1, "c": 2, "d": 3},
-                    11, 4, {"c"})  # fmt: skip
-    assert dict(step.accepted_of) == {"a": 2, "d": 1}, "b got no token, c ended while the step ran"
-    control.responses(step.accepted_of, [("a", 12), ("d", 200)])
+    control.record(Step(2, 100, 2, 2), [("a", 2), ("d", 1)], [("a", 12), ("d", 200)])
     sent = json.loads(json.dumps(asdict(control.stats(reset=True))))
     assert from_plain(EngineStats, sent).responses == (ResponseDrafts(1, 12, 1, 2), ResponseDrafts(1, 200, 1, 1))
     assert control.stats().responses == ()

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ import verl_tlt
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.messages.training import BufferStats
-from verl_tlt.speculation.step_statistics import Aggregates, StepTotals
-from verl_tlt.speculation.types import StepRecord
+from verl_tlt.speculation.step_statistics import StepSums
+from verl_tlt.speculation.types import Step
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.metrics import StepObservations, buffer_metrics, step_line, step_metrics
 
@@ -139,13 +139,13 @@ def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
 
 
 def test_what_the_scheduler_sends_is_what_the_metrics_read():
-    sums = Aggregates()
-    step = StepRecord(
-        batch=2, kv_tokens=9, drafted=0, verified=2, num_drafts=2, num_accepted_tokens_per_pos=(2, 1), produced=5,
-        latency_s=0.5, clean=True,
+    sums = StepSums()
+    step = Step(
+        batch=2, kv_tokens=9, drafted=0, verified=2, num_drafts=2, num_accepted_tokens_per_pos=(2, 1),
+        num_decode_tokens=5, latency_s=0.5, clean=True, num_draft_tokens=4, num_generation_tokens=6,
     )  # fmt: skip
-    sums.add(step, StepTotals(6, 4, 0.0))
-    sums.add(step, StepTotals(6, 4, 0.0, control_s=0.001))
+    sums.add(step)
+    sums.add(replace(step, control_s=0.001))
     stats = from_plain(EngineStats, json.loads(json.dumps(asdict(sums.stats()))))
     metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
     assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)

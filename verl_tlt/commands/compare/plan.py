@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt import flag
+from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.checks.models import DRAFTER, POLICY, located
 from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import CompareError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STOCK, TLT, NO_SPOT = "stock", "tlt", "tlt-no-spot"
-LONGEST_DRAFT = 16
 ENGINE = "actor_rollout_ref.rollout"
 SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"
 NO_SLEEP = f"{ENGINE}.free_cache_engine=False"

@@ -16,8 +16,8 @@ from verl_tlt.engine_core.decode_load import (
     StopBoundary,
     room_before_stop,
 )
-from verl_tlt.speculation.decision import Limits, draft_length
 from verl_tlt.speculation.policies import FixedPolicy
+from verl_tlt.speculation.step_control import Limits, draft_length
 from verl_tlt.speculation.types import Load
 
 
