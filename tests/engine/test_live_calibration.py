@@ -12,7 +12,7 @@ from tiny_engine import sampled
 from benchmarks.lossless.tiny_policy import V
 from verl_tlt.config import TLTConfig
 from verl_tlt.server.calibration import calibrate
-from verl_tlt.server.scheduler_client import SchedulerClient
+from verl_tlt.server.engine_calls import SchedulerClient
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine

@@ -31,7 +31,7 @@ HIT_IN = {
     "actor/verifier_capture.py:PUT_S": "unit/actor/test_verifier_capture.py",
     "server/engine_calls.py:ANSWER_S": "unit/server/test_server_bounds.py",
     "server/engine_calls.py:LOOK_S": "unit/server/test_server_bounds.py",
-    "server/scheduler_client.py:ANSWER_S": "unit/server/test_server_bounds.py",
+    "server/engine_calls.py:SCHEDULER_S": "unit/server/test_server_bounds.py",
     "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
     "trainer/controller.py:SAVE_S": "unit/trainer/test_bounds.py",

@@ -183,7 +183,7 @@ class TLTScheduler(Scheduler):
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
 
     def tlt_call(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the rollout server (`server.scheduler_client`), between two engine steps.
+        """Answer the rollout server (`server.engine_calls`), between two engine steps.
 
         Operations: `stats` (`tlt_stats`), `control` and `learned` (of `StepControl`), `policy_changed`.
         """

@@ -21,8 +21,7 @@ from uuid import uuid4
 from verl_tlt.drafter.policy import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.server.engine_calls import answered
-from verl_tlt.server.scheduler_client import SchedulerClient
+from verl_tlt.server.engine_calls import SchedulerClient, answered
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF

@@ -1,11 +1,15 @@
-"""Calls to a vLLM engine, whose core is a process of its own: none waits for an engine that has died or hangs."""
+"""Calls to a vLLM engine, whose core is a process of its own: none waits for an engine that has died or hangs.
+
+vLLM's client can call any method of `EngineCore` by name, between two engine steps. `engine_core.scheduler` adds the
+method `tlt_call`, by which a `SchedulerClient` asks the scheduler there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_tlt.errors import TLTError
 from verl_tlt.upstream.changes import upstream_change
@@ -19,6 +23,8 @@ T = TypeVar("T")
 
 ANSWER_S = 300.0
 """Seconds within which an engine sleeps, wakes up or loads a drafter; it takes a few, and one that hangs takes more."""
+SCHEDULER_S = 30.0
+"""Seconds for an answer of the scheduler: an engine step, or a weight sync, may have to end first."""
 LOOK_S = 0.5
 """Seconds between two looks whether an engine's process lives."""
 
@@ -73,3 +79,31 @@ async def fail_calls_when_dead(engine: AsyncLLM) -> None:
         call.set_exception(EngineDeadError())
     if failed:
         logger.error("The engine's process died with %d calls waiting for it.", len(failed))
+
+
+class SchedulerCallError(TLTError, RuntimeError):
+    """The engine refused an operation or did not answer; the message says which and why."""
+
+
+class SchedulerClient:
+    """Calls the scheduler of one engine (`TLTScheduler.tlt_call` lists the operations)."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to one operation; arguments are plain values.
+
+        Raises:
+            EngineGone: the engine died.
+            SchedulerCallError: it did not answer in time, or refused.
+        """
+        asked = self._engine.engine_core.call_utility_async("tlt_call", operation, arguments)
+        try:
+            return dict(await answered(self._engine, f"answer {operation!r}", asked, SCHEDULER_S))
+        except EngineGone as error:
+            if self._engine.errored:
+                raise
+            raise SchedulerCallError(str(error)) from error
+        except Exception as error:  # vLLM raises `Exception` with what the engine said
+            raise SchedulerCallError(f"The engine refused {operation!r}: {error}") from error

@@ -34,8 +34,7 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
-from verl_tlt.server.engine_calls import EngineGone, answered, fail_calls_when_dead
-from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
+from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, SchedulerClient, answered, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.speculation.graph_rules import is_hybrid

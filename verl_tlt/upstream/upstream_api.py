@@ -362,11 +362,9 @@ VLLM = {
         ),
         Symbol("vllm.v1.core.sched.output:NewRequestData", has="req_id prompt_token_ids"),
     ),
-    "server/scheduler_client.py": (
+    "server/engine_calls.py": (
         Symbol("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", "method"),
         Symbol("vllm.v1.engine.core:EngineCoreProc", says=("getattr(self, method_name)",)),
-    ),
-    "server/engine_calls.py": (
         Symbol("vllm.v1.engine.core_client:MPClient", has="resources utility_results"),
         Symbol("vllm.v1.engine.core_client:BackgroundResources", has="engine_dead"),
         Symbol(

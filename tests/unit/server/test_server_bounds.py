@@ -12,10 +12,9 @@ import pytest
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, Work
-from verl_tlt.server import engine_calls, scheduler_client
+from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
-from verl_tlt.server.engine_calls import EngineGone, answered, fail_calls_when_dead
-from verl_tlt.server.scheduler_client import SchedulerCallError, SchedulerClient
+from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, SchedulerClient, answered, fail_calls_when_dead
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table
 from verl_tlt.speculation.types import OFF
@@ -74,7 +73,7 @@ async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
 
 
 async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
-    monkeypatch.setattr(scheduler_client, "ANSWER_S", 0.05)
+    monkeypatch.setattr(engine_calls, "SCHEDULER_S", 0.05)
     engine = Engine(stats=lambda: asyncio.sleep(60))
     with pytest.raises(SchedulerCallError, match=r"did not answer 'stats' within 0\.05 s"):
         await SchedulerClient(engine).call("stats")
@@ -117,7 +116,7 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
     server.tlt, server._tlt_drafting_disabled = TLTConfig.from_dict({}), False
     server._tlt_staged, server._tlt_dir = DrafterFile(0, "{}", b"", combined([{}])), Path("nowhere")
     if method == "control" and not dies:  # what an engine that answers does not do with the switch
-        monkeypatch.setattr(scheduler_client, "ANSWER_S", BOUND_S)
+        monkeypatch.setattr(engine_calls, "SCHEDULER_S", BOUND_S)
         await server._tlt_reload()
         assert "did not answer 'control'" in (await server.tlt_status()).error
         return

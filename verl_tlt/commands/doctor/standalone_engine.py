@@ -17,8 +17,7 @@ from verl_tlt.checks.recipe import Recipe, compose, context_tokens, read_setting
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.drafter.policy import NotHereError, active_share, is_name, read_model_config, tensor_files
 from verl_tlt.server import calibration, engine_arguments
-from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
-from verl_tlt.server.scheduler_client import SchedulerClient
+from verl_tlt.server.engine_calls import SchedulerClient, answered, fail_calls_when_dead
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.graph_rules import is_hybrid
 
