@@ -23,14 +23,14 @@ from benchmarks.simulate.engine import Noise, SimulatedEngine, SimulationResult
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
-from verl_tlt.server.calibration import BATCHES, STEPS, plan_arms
+from verl_tlt.server.calibration import BATCHES, STEPS, plan_lengths
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, Policy
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
 RECORDED = Path(__file__).parent / "recorded_cpu.json"
 """Step times of a real engine, written by the drain."""
-GRAPH_ARMS = (0, 1, 3)
+GRAPH_LENGTHS = (0, 1, 3)
 """Draft lengths with CUDA graphs on vLLM 0.24."""
 OTHER_SEEDS = (1, 2, 3, 4)
 """Of workload and noise, under which goodput has to keep its promises as well; one seed may be a lucky one."""
@@ -72,7 +72,7 @@ def replays() -> list[Replay]:
     woken = Workload(128, geometric(0.7), drift=(-1.0, -1.0, -0.6, 0.0, 0.0, 0.0))
     found.append(Replay("8B B0=128 drafter wakes up", woken, QWEN3_8B_H100, stationary=False))
     cliff = dataclasses.replace(QWEN3_8B_H100, extra_s={0: 1.0e-3, 1: 1.0e-3})
-    found.append(Replay("8B B0=128 graphs {0,1,3}", Workload(128, geometric(0.7)), cliff, GRAPH_ARMS))
+    found.append(Replay("8B B0=128 graphs {0,1,3}", Workload(128, geometric(0.7)), cliff, GRAPH_LENGTHS))
     padded = dataclasses.replace(QWEN3_8B_H100, sharpness=8.0, capture=VLLM_CAPTURE[::2], eager_s=2.0e-3)
     found.append(Replay("8B B0=256 padded graphs to 512", Workload(256, geometric(0.7)), padded))
     queue = Workload(384, geometric(0.7), max_batch=128)
@@ -96,8 +96,8 @@ def measured(replay: Replay, batches: Sequence[int], arms: Sequence[int], contex
 
 def calibration(replay: Replay) -> LatencyTable:
     """What a run knows at its start: short contexts, batches to 32, four draft lengths and OFF, the rest a line."""
-    few = measured(replay, BATCHES, plan_arms(replay.arms), CONTEXT_TOKENS, STEPS)
-    return LatencyTable.calibrated({k: few.by_batch(k) for k in few.arms()}).for_arms(replay.arms)
+    few = measured(replay, BATCHES, plan_lengths(replay.arms), CONTEXT_TOKENS, STEPS)
+    return LatencyTable.calibrated({k: few.by_batch(k) for k in few.lengths()}).for_lengths(replay.arms)
 
 
 def contestants(replay: Replay) -> dict[str, Policy]:
@@ -181,7 +181,7 @@ def suite() -> list[Replay]:
     if RECORDED.exists():
         content = json.loads(RECORDED.read_text())
         table = LatencyTable.from_list(content["points"])
-        arms = tuple(k for k in table.arms() if k != OFF)
+        arms = tuple(k for k in table.lengths() if k != OFF)
         noise = Noise(content["jitter"], stall_chance=0.01)
         lengths = {"median_length": 120.0, "length_sigma": 1.0, "max_length": 1024, "prompt": 40}
         cases = {"own": tuple(content["acceptance"]), "a=0.3": geometric(0.3), "a=0.6": geometric(0.6)}

@@ -13,7 +13,7 @@ from benchmarks.gpu.engines import hold, shaped_engine, stats
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, device_memory
 from verl_tlt.commands.child_engine import LOG
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
-from verl_tlt.server.engine_arguments import started_arms
+from verl_tlt.server.engine_arguments import started_lengths
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64, 128)
@@ -31,7 +31,7 @@ async def step_costs(bench: Bench, drafting: bool = True) -> dict[str, Any]:
     batches = (1, 2) if bench.tiny else BATCHES
     found: dict[str, Any] = {"runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"), "wall_ms": {}, "engine_ms": {}}
     async with shaped_engine(bench, drafting=drafting) as engine:
-        arms = [OFF, *started_arms(engine.llm)] if drafting else [None]
+        arms = [OFF, *started_lengths(engine.llm)] if drafting else [None]
         for arm in arms:
             if arm is not None:
                 await hold(engine, arm)

@@ -19,9 +19,16 @@ from vllm.config import CUDAGraphMode
 from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.worker import gpu_model_runner
 
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_ARMS
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_LENGTHS
 from verl_tlt.upstream.sources import source_root
-from verl_tlt.vllm_worker.cuda_graphs import KNOWN, SAYS, capture_every_arm, captured_arms, digest, prepare_capture
+from verl_tlt.vllm_worker.cuda_graphs import (
+    KNOWN,
+    SAYS,
+    capture_every_length,
+    captured_lengths,
+    digest,
+    prepare_capture,
+)
 
 SEQUENCES = 64
 
@@ -37,7 +44,7 @@ def capture_sizes(max_num_seqs, longest, largest=512):
 
 def graph_for(batch, draft_length, longest, sizes, max_num_seqs, full=()):
     """(mode, tokens computed with padding) of a pure decode step under `cudagraph_mode=FULL_AND_PIECEWISE`; `full`:
-    further draft lengths with FULL graphs (`capture_every_arm`)."""
+    further draft lengths with FULL graphs (`capture_every_length`)."""
     width = 1 + draft_length
     tokens = batch * width
     padded = next((size for size in sizes if size >= tokens), 0)
@@ -165,7 +172,7 @@ def runner_of(release_of):
     def make(longest, arms=(), mode=CUDAGraphMode.FULL_AND_PIECEWISE):
         runner = cls(longest)
         if arms:
-            capture_every_arm(runner, arms)
+            capture_every_length(runner, arms)
         runner.start(mode)
         runner.sizes = runner.compilation_config.cudagraph_capture_sizes
         return runner
@@ -174,15 +181,15 @@ def runner_of(release_of):
 
 
 def arms_of(longest):
-    return [k for k in GRAPH_ARMS if k <= longest]
+    return [k for k in GRAPH_LENGTHS if k <= longest]
 
 
 # ---------------------------------------------------------------------- the rules
 
 
 def test_arms_divide_every_captured_size():
-    for size in capture_sizes(256, GRAPH_ARMS[-1]):
-        assert all(size % (1 + k) == 0 for k in GRAPH_ARMS)
+    for size in capture_sizes(256, GRAPH_LENGTHS[-1]):
+        assert all(size % (1 + k) == 0 for k in GRAPH_LENGTHS)
 
 
 def test_memory_is_not_multiplied_by_arms():
@@ -191,9 +198,9 @@ def test_memory_is_not_multiplied_by_arms():
 
 
 @pytest.mark.parametrize("longest", [1, 3, 7])
-@pytest.mark.parametrize("every_arm", [False, True])
-def test_each_step_runs_on_the_graph_that_the_rules_say(runner_of, longest, every_arm):
-    full = arms_of(longest) if every_arm else ()
+@pytest.mark.parametrize("every_length", [False, True])
+def test_each_step_runs_on_the_graph_that_the_rules_say(runner_of, longest, every_length):
+    full = arms_of(longest) if every_length else ()
     runner = runner_of(longest, full)
     for batch in range(1, SEQUENCES + 1):
         for k in range(longest + 1):
@@ -232,7 +239,7 @@ def test_a_step_without_a_draft_runs_on_the_graph_that_stock_would_take(runner_o
     ],
 )
 def test_arms_are_reported_by_what_was_captured(runner_of, mode, given, captured):
-    assert captured_arms(runner_of(3, given, CUDAGraphMode[mode]), (0, 1, 3)) == captured
+    assert captured_lengths(runner_of(3, given, CUDAGraphMode[mode]), (0, 1, 3)) == captured
 
 
 def test_a_mixed_batch_is_not_taken_for_a_decode_step(runner_of):
@@ -308,7 +315,7 @@ def test_where_nothing_is_captured_nothing_is_done(installed_runner):
     runner, config = installed_runner
     config.model_config.enforce_eager = True
     prepare_capture(runner, config, ARMS)
-    assert "_warmup_and_capture" not in vars(runner) and captured_arms(runner, ARMS) is None
+    assert "_warmup_and_capture" not in vars(runner) and captured_lengths(runner, ARMS) is None
 
 
 @pytest.mark.parametrize(

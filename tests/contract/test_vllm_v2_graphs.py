@@ -15,11 +15,11 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from verl_tlt.drafter.policy import COMPUTED_ROPE
-from verl_tlt.speculation.graph_rules import GRAPH_ARMS, V2_DRAFTS_FROM, draft_length_table
-from verl_tlt.vllm_worker.cuda_graphs import captured_arms
+from verl_tlt.speculation.graph_rules import GRAPH_LENGTHS, V2_DRAFTS_FROM, draft_length_table
+from verl_tlt.vllm_worker.cuda_graphs import captured_lengths
 
 V2 = [version for version in VLLM if tuple(map(int, version.split(".")[:2])) >= V2_DRAFTS_FROM]
-REQUESTS, LONGEST = 64, GRAPH_ARMS[-1]
+REQUESTS, LONGEST = 64, GRAPH_LENGTHS[-1]
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 UTILS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 
@@ -35,7 +35,7 @@ def parts(root, path, *wanted):
 
 
 def captured(root, table):
-    """What the manager of a runner with `K_max = LONGEST` would capture, as `captured_arms` looks at it."""
+    """What the manager of a runner with `K_max = LONGEST` would capture, as `captured_lengths` looks at it."""
     names = parts(root, UTILS, "BatchExecutionDescriptor", "_init_candidates")
     speculative = SimpleNamespace(
         num_speculative_tokens_per_batch_size=table, uses_dynamic_speculative_decoding=lambda: table is not None
@@ -60,18 +60,18 @@ def root(request):
 
 
 def test_every_arm_has_a_verify_graph_at_every_batch_with_the_table(root):
-    manager = captured(root, draft_length_table(GRAPH_ARMS, REQUESTS))
+    manager = captured(root, draft_length_table(GRAPH_LENGTHS, REQUESTS))
     runner = SimpleNamespace(speculator=None, cudagraph_manager=manager)
-    assert captured_arms(runner, GRAPH_ARMS) == GRAPH_ARMS
+    assert captured_lengths(runner, GRAPH_LENGTHS) == GRAPH_LENGTHS
     for batch in range(1, REQUESTS + 1):
-        for k in GRAPH_ARMS:
+        for k in GRAPH_LENGTHS:
             candidates = manager._candidates[batch * (1 + k), 0]
             assert any(c.uniform_token_count == 1 + k and c.num_reqs >= batch for c in candidates), (batch, k)
 
 
 def test_without_the_table_the_longest_alone_has_one(root):
     runner = SimpleNamespace(speculator=None, cudagraph_manager=captured(root, None))
-    assert captured_arms(runner, GRAPH_ARMS) == (LONGEST,)
+    assert captured_lengths(runner, GRAPH_LENGTHS) == (LONGEST,)
 
 
 def test_draft_graphs_are_those_of_the_table_too(root):

@@ -61,8 +61,8 @@ async def test_every_arm_is_measured_on_a_live_engine(live):
 
     table = await calibrate(live, ARMS, MAX_BATCH, V, budget_s=120.0)
     hook.remove()
-    assert table.arms() == (OFF, *ARMS)
-    assert all([b for b, _ in table.by_batch(k)] == [1, 2, 4, 8] for k in table.arms())
+    assert table.lengths() == (OFF, *ARMS)
+    assert all([b for b, _ in table.by_batch(k)] == [1, 2, 4, 8] for k in table.lengths())
     assert all(0 < p.seconds < 10 for p in table.points)
     assert max(live.sizes) == MAX_BATCH
     assert passes and all(passes)  # none while the OFF arm was measured
@@ -96,7 +96,7 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, mode
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, budget_s=600.0))
     first = server_of(live, models, tmp_path)
     measured = await first.tlt_calibrate()
-    assert measured.arms() == (OFF, *ARMS) and len(live.sizes) > 20
+    assert measured.lengths() == (OFF, *ARMS) and len(live.sizes) > 20
     await asyncio.gather(*(live.prompt([7, 8, 9], 40) for _ in range(4)))
     await first.tlt_stats()
     (kept,) = (tmp_path / "tables").iterdir()

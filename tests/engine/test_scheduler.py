@@ -138,7 +138,7 @@ def test_a_forced_draft_length_takes_the_steps_that_vllms_own_table_takes(engine
 
     with engine_of("good", policy="policies:rand", **SHARED) as engine:
         scheduler, executor, steps = engine.scheduler, engine.core.model_executor, []
-        execute, longest = executor.execute_model, engine.scheduler.tlt.limits.arms[-1]
+        execute, longest = executor.execute_model, engine.scheduler.tlt.limits.lengths[-1]
 
         def counted(output, *args, **kwargs):
             if output.num_scheduled_tokens:

@@ -50,8 +50,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNLEARNED = 4  # finished steps that may wait; an engine that never asks for a grammar bitmask learns late
-MAX_NGRAM_BYTES = 256 << 20  # per engine: some two million tokens of responses; prompts not used for longest go first
+UNLEARNED = 4
+"""Finished steps that may wait; an engine that never asks for a grammar bitmask learns late."""
+MAX_NGRAM_BYTES = 256 << 20
+"""Of the n-gram index of an engine: some two million tokens of responses."""
 
 
 def load_policy(settings: Mapping[str, Any]) -> Policy:
@@ -66,16 +68,16 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
         ValueError: the factory cannot be found, or makes no `Policy`; or (`ControlError`) the policy's name or settings
             cannot be right.
     """
-    speculation, arms, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
+    speculation, lengths, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
     if own is None:
-        return make_policy(speculation["policy"], arms, speculation["fixed"], settings.get("active_share", 1.0))
+        return make_policy(speculation["policy"], lengths, speculation["fixed"], settings.get("active_share", 1.0))
     module, _, name = own.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"additional_config.tlt.policy_factory={own} cannot be loaded: {error}") from error
-    policy = factory(speculation, arms, seed)
+    policy = factory(speculation, lengths, seed)
     if not isinstance(policy, Policy):
         raise ValueError(f"additional_config.tlt.policy_factory={own} makes no verl_tlt.speculation.types.Policy.")
     return policy
@@ -83,10 +85,8 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
 
 def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     """What drafts n-grams under these settings (`SpeculationConfig` as a dict); None: nothing does."""
-    if speculation["source"] == "eagle":
-        return None
-    index = NgramIndex(MAX_NGRAM_BYTES)
-    return NgramDrafts(index, without_drafter=speculation["source"] == "ngram")
+    source = speculation["source"]
+    return None if source == "eagle" else NgramDrafts(NgramIndex(MAX_NGRAM_BYTES), source == "ngram")
 
 
 @upstream_change(
@@ -105,7 +105,7 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
 def skip_empty_fetch(core: type[EngineCore]) -> bool:
     """Have `EngineCore.post_step`, a round trip to the workers, do nothing after a step that drafted nothing.
 
-    Returns whether the round trip is saved, by the wrapper or by vLLM itself. See `patches/README.md`.
+    Returns whether the round trip is saved, by the wrapper or by vLLM itself.
     """
     original = getattr(core, "post_step", None)
     if original is None or "take_draft_token_ids" not in (source := inspect.getsource(inspect.unwrap(original))):

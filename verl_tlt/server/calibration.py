@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-STEPS = 4  # clean steps wanted of each probe; their median is taken
-ROUNDS = 2  # probes of each load, at different times
+STEPS, ROUNDS = 4, 2
+"""Clean steps wanted of each probe, whose median is taken, and probes of each load, at different times."""
 PROMPT_TOKENS = 16
 
 
@@ -97,15 +97,15 @@ def _cpu_name() -> str:
     return f"{name} ({os.cpu_count()} cores)"
 
 
-def plan_arms(arms: Sequence[int]) -> list[int]:
-    """Arms worth measuring: OFF, the ends of the range, 1, whose step from 0 is the largest, and one in between.
+def plan_lengths(lengths: Sequence[int]) -> list[int]:
+    """What is worth measuring: OFF, the ends of the range, 1, whose step from 0 is the largest, and one in between.
 
-    So every arm of an engine with CUDA graphs is measured. Trying those that are guessed costs a run's first steps.
+    So every draft length of an engine with CUDA graphs is: trying those that are guessed costs a run's first steps.
     """
-    longest = max(arms)
-    between = [k for k in arms if 1 < k < longest]
+    longest = max(lengths)
+    between = [k for k in lengths if 1 < k < longest]
     chosen = [OFF, 0, longest, 1, *sorted(between, key=lambda k: abs(k * k - longest))[:1]]
-    return [k for i, k in enumerate(chosen) if (k == OFF or k in arms) and k not in chosen[:i]]
+    return [k for i, k in enumerate(chosen) if (k == OFF or k in lengths) and k not in chosen[:i]]
 
 
 def plan_batches(max_batch: int) -> list[int]:
@@ -115,53 +115,50 @@ def plan_batches(max_batch: int) -> list[int]:
 
 
 async def calibrate(
-    engine: AsyncLLM, arms: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
+    engine: AsyncLLM, lengths: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
 ) -> LatencyTable:
-    """Measure a live vLLM engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
+    """Step costs of a live engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
+
+    A draft length between measured ones is interpolated, one without a clean step is missing. `SchedulerCallError`
+    where the scheduler does not answer.
 
     Args:
         engine: with our scheduler and worker.
-        arms: the policy's draft lengths, ascending.
+        lengths: the policy's draft lengths, ascending.
         max_batch: the engine's `max_num_seqs`.
         vocab_size: prompts are random ids below it.
         budget_s: no probe starts after this many seconds, but for those of the first batch.
-
-    Returns:
-        (batch, seconds) by arm, those between measured arms interpolated; an arm without a clean step is missing.
-
-    Raises:
-        SchedulerCallError: the scheduler does not answer.
     """
     probe = _Prober(engine, vocab_size)
     deadline = time.monotonic() + budget_s
     batches = plan_batches(max_batch)
     measured: dict[tuple[int, int], float] = {}
     try:
-        # The first use of an arm compiles, allocates, and finds the machine cold.
-        usable = [arm for arm in plan_arms(arms) if await probe.warm(arm, batches)]
-        # All arms of a batch in a row, in alternating order, so that a busy machine slows them alike.
+        # The first use of a draft length compiles, allocates, and finds the machine cold.
+        usable = [length for length in plan_lengths(lengths) if await probe.warm(length, batches)]
+        # All lengths of a batch in a row, in alternating order, so that a busy machine slows them alike.
         turns = [usable if turn % 2 == 0 else usable[::-1] for turn in range(ROUNDS)]
-        for n, (batch, arm) in enumerate((batch, arm) for turn in turns for batch in batches for arm in turn):
+        for n, (batch, length) in enumerate((batch, length) for turn in turns for batch in batches for length in turn):
             if time.monotonic() > deadline and n >= len(usable):  # one batch at least, however slow the machine
                 logger.info("calibration stopped after %.0f s with %d loads measured", budget_s, len(measured))
                 break
-            seconds = await probe.seconds(arm, batch)
+            seconds = await probe.seconds(length, batch)
             if seconds is not None:
                 # A step may be held up, but is never too fast: the lower median is nearer the truth.
-                measured[arm, batch] = min(seconds, measured.get((arm, batch), seconds))
+                measured[length, batch] = min(seconds, measured.get((length, batch), seconds))
     finally:
         await probe.release()
-    return _table(measured, arms)
+    return _table(measured, lengths)
 
 
-async def draft_once(engine: AsyncLLM, arm: int, vocab_size: int) -> None:
+async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
     """Have a live engine verify a few drafts of the longest kind: a drafter that it dies of shows itself here.
 
     `engine` and `vocab_size` are `calibrate`'s, and so is how the engine is left. An exception where it died.
     """
     probe = _Prober(engine, vocab_size)
     try:
-        await probe.warm(arm, [1])
+        await probe.warm(length, [1])
     finally:
         await probe.release()
 
@@ -176,52 +173,52 @@ async def decode(engine: AsyncLLM, prompt: Sequence[int], **sampling: Any) -> li
     return list(last.outputs[0].token_ids) if last and last.outputs else []
 
 
-def _table(measured: Mapping[tuple[int, int], float], arms: Sequence[int]) -> LatencyTable:
-    """Seconds by (arm, batch) as a table."""
+def _table(measured: Mapping[tuple[int, int], float], lengths: Sequence[int]) -> LatencyTable:
+    """Seconds by (length, batch) as a table."""
     rows: dict[int, list[tuple[int, float]]] = {}
-    for (arm, batch), seconds in sorted(measured.items()):
+    for (length, batch), seconds in sorted(measured.items()):
         # A step in OFF is a part of one at K=0: where it took longer, it was held up.
-        least = min(seconds, measured.get((0, batch), seconds)) if arm == OFF else seconds
-        rows.setdefault(arm, []).append((batch, least))
-    return LatencyTable.calibrated(rows).for_arms(arms)
+        least = min(seconds, measured.get((0, batch), seconds)) if length == OFF else seconds
+        rows.setdefault(length, []).append((batch, least))
+    return LatencyTable.calibrated(rows).for_lengths(lengths)
 
 
 class _Prober:
-    """Holds an engine at one arm and reads its step times."""
+    """Holds an engine at one draft length and reads its step times."""
 
     def __init__(self, engine: AsyncLLM, vocab_size: int) -> None:
         self._engine, self._scheduler, self._vocab_size = engine, SchedulerClient(engine), vocab_size
         self._rng = random.Random(0)
         self._drafting: bool | None = None
 
-    async def warm(self, arm: int, batches: Sequence[int]) -> bool:
-        """Use an arm at both ends of the range once; False where this engine cannot switch its drafter off."""
-        if not await self._hold(arm):
+    async def warm(self, length: int, batches: Sequence[int]) -> bool:
+        """Use a draft length at both ends of the range once; False where this engine cannot switch its drafter off."""
+        if not await self._hold(length):
             return False
         for batch in batches[:2]:
-            await self._decode(batch, 2 + 2 * (max(arm, 0) + 1))
+            await self._decode(batch, 2 + 2 * (max(length, 0) + 1))
         return True
 
-    async def seconds(self, arm: int, batch: int) -> float | None:
-        """Median seconds of the clean steps at exactly this batch and arm; None if there was none."""
-        await self._hold(arm)
+    async def seconds(self, length: int, batch: int) -> float | None:
+        """Median seconds of the clean steps at exactly this batch and length; None if there was none."""
+        await self._hold(length)
         await self._scheduler.call("stats", reset=True)
-        # A request may gain arm + 1 tokens a step; all must still be there when enough steps have been seen.
-        await self._decode(batch, 2 + STEPS * (max(arm, 0) + 1))
+        # A request may gain length + 1 tokens a step; all must still be there when enough steps have been seen.
+        await self._decode(batch, 2 + STEPS * (max(length, 0) + 1))
         stats = from_plain(EngineStats, await self._scheduler.call("stats", reset=True))
-        return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (arm, batch)), None)
+        return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, batch)), None)
 
     async def release(self) -> None:
         """Have the engine draft as its policy says again."""
         await self._set_drafting(True)
         await self._scheduler.call("control", drafting=True, force_k=None)
 
-    async def _hold(self, arm: int) -> bool:
-        drafting = arm != OFF
+    async def _hold(self, length: int) -> bool:
+        drafting = length != OFF
         if drafting != self._drafting and not await self._set_drafting(drafting):
             return False
         self._drafting = drafting
-        await self._scheduler.call("control", drafting=drafting, force_k=max(arm, 0))
+        await self._scheduler.call("control", drafting=drafting, force_k=max(length, 0))
         return True
 
     async def _set_drafting(self, enabled: bool) -> bool:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_PAUSE_S = 0.05  # the balancer learns of the departure within one round trip; do not spin until it does
-RETRIES = 200  # ten seconds of rejections is not a race any more: give verl the aborted reply and let it decide
+RETRY_PAUSE_S = 0.05
+"""Seconds until a request is sent again: the balancer learns of the departure within one round trip."""
+RETRIES = 200
+"""Times a request is sent again; ten seconds of rejections is no race, and verl gets the aborted reply."""
 
 
 class TLTLLMServerClient(LLMServerClient):

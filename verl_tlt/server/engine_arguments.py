@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.speculation.graph_rules import (
     FULL_GRAPHS,
-    GRAPH_ARMS,
+    GRAPH_LENGTHS,
     OLDEST,
     V2_DRAFTS_FROM,
     draft_length_table,
@@ -62,16 +62,16 @@ def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def engine_arms(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
+def engine_lengths(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
     """The draft lengths the policy may choose from, ascending from 0: with FULL graphs only lengths that have them."""
     s = tlt.speculation
     if s.arms is not None:
         return s.arms
-    offered = GRAPH_ARMS if has_full_graphs(mode) else range(s.longest + 1)
+    offered = GRAPH_LENGTHS if has_full_graphs(mode) else range(s.longest + 1)
     return tuple(k for k in offered if k <= s.longest)
 
 
-def started_arms(engine: AsyncLLM) -> tuple[int, ...]:
+def started_lengths(engine: AsyncLLM) -> tuple[int, ...]:
     """The draft lengths that a running engine was started with."""
     return tuple(engine.vllm_config.additional_config["tlt"]["arms"])
 
@@ -122,17 +122,17 @@ def engine_kwargs(
 
         on_cpu = bool(current_platform.is_cpu())
     mode, source = graph_mode(user, enforce_eager), tlt.speculation.source
-    arms = engine_arms(tlt, mode)
+    lengths = engine_lengths(tlt, mode)
     # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
     able = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
     asked = user.get("async_scheduling")
     is_async = source == "eagle" and not on_cpu and not hybrid and (able if asked is None else bool(asked))
-    # Longer drafts than the longest arm would only reserve memory and, with CUDA graphs, capture unused widths.
+    # Drafts longer than the policy chooses would only reserve memory and, with CUDA graphs, capture unused widths.
     method = tlt.drafter.method
-    speculative = speculative_config(drafter_dir, max(1, arms[-1]), source, method)
+    speculative = speculative_config(drafter_dir, max(1, lengths[-1]), source, method)
     if runner_for(_release(), source, method) == "V2" and has_full_graphs(mode) and os.environ.get(FULL_GRAPHS) != "0":
         largest = int(user.get("max_num_seqs") or rollout.max_num_seqs)
-        speculative["num_speculative_tokens_per_batch_size"] = draft_length_table(arms, largest)
+        speculative["num_speculative_tokens_per_batch_size"] = draft_length_table(lengths, largest)
     return {
         "speculative_config": speculative,
         "scheduler_cls": f"verl_tlt.engine_core.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
@@ -143,7 +143,7 @@ def engine_kwargs(
             **(user.get("additional_config") or {}),
             "tlt": {
                 "speculation": tlt.to_dict()["speculation"],
-                "arms": list(arms),
+                "arms": list(lengths),
                 "seed": tlt.drafter.seed,
                 "active_share": active_share,
             },
@@ -191,10 +191,10 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
         yield "tlt.speculation.source=ngram drafts without a head: remove it, or tlt.drafter.method=mtp."
     if hybrid:
         yield from _hybrid_problems(tlt, user)
-    arms = engine_arms(tlt, graph_mode(user, enforce_eager))
+    lengths = engine_lengths(tlt, graph_mode(user, enforce_eager))
     fixed = tlt.speculation.fixed
-    if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in arms:
-        yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(arms)}."
+    if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in lengths:
+        yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(lengths)}."
 
 
 def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:

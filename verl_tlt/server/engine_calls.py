@@ -64,7 +64,7 @@ async def fail_calls_when_dead(engine: AsyncLLM) -> None:
     """Have calls that wait for an engine's core raise `EngineDeadError` when the core has died; returns after that.
 
     vLLM refuses calls to a core that is known to be dead, and leaves those that wait for it waiting. To be run as a
-    task beside the engine. See `patches/README.md`.
+    task beside the engine.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -1,12 +1,9 @@
 """verl's vLLM server and replica with a drafter: the engine's settings, drafter reloads, leaving a rollout early.
 
-Three things differ from stock verl. The engine is launched with our scheduler and a drafter. After every
-weight sync the drafter is loaded again from this node's staged file and compared by fingerprint, because vLLM's sleep
-level 2 (verl's default) discards drafter weights and verl sends only the policy's. And the server itself decides
-whether it may leave early, behind its own submission gate, since only it knows which requests are on their way.
-
-Nothing in here may fail a run: an engine whose drafter cannot be trusted decodes with K=0 and says so. One that does
-not start with its drafter, or dies of it when it is calibrated, is started once more as stock verl starts it.
+After every weight sync the drafter is loaded again from this node's staged file and compared by fingerprint: vLLM's
+sleep level 2 (verl's default) discards its weights, and verl sends only the policy's. An engine whose drafter cannot be
+trusted decodes with K=0 and says so. One that does not start with its drafter, or dies of it when it is calibrated, is
+started once more as stock verl starts it.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
-from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_arms
+from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, SchedulerClient, answered, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
@@ -44,7 +41,8 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 STORE_S = 120.0
 """Seconds for the run's first drafter to come, while the servers start."""
-ADMISSION_TIMEOUT_S = 2.0  # an admission takes milliseconds; a stuck one means "busy", not "wait"
+ADMISSION_TIMEOUT_S = 2.0
+"""Seconds to wait for admissions, which take milliseconds; one that is stuck means "busy"."""
 
 
 class TLTvLLMHttpServer(vLLMHttpServer):
@@ -63,7 +61,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     @property
     def _tlt_speculates(self) -> bool:
-        """Whether the engine is one of ours; after a start without a drafter it is stock verl's."""
+        """Whether the engine has our scheduler and worker; after a start without a drafter it is stock verl's."""
         return self.tlt.speculation.enable and not self._tlt_served.gave_up
 
     @property
@@ -159,10 +157,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_try_sleep(self, recall: bool = False) -> bool:
         """Sleep if and only if no request is in the engine or on its way into it; else serve on. Returns which.
 
-        Closing the gate and counting happen on the actor's one event loop: a request admitted before is counted in the
-        engine, one that comes after is rejected and sent to another replica by the client (`server/client.py`). However
-        the call ends, this server counts as gone unless it answers that it serves on: its gate stays closed until the
-        weight sync.
+        Closing the gate and counting happen on one event loop: a request admitted before is counted in the engine, one
+        that comes after is rejected and sent to another replica (`server/client.py`). Unless it answers that it serves
+        on, this server counts as gone: its gate stays closed until the weight sync.
 
         Args:
             recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
@@ -187,7 +184,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_sleep_with_weights(self) -> None:
         if self.config.free_cache_engine:
-            await self.engine.sleep(level=1)  # vLLM's level that copies the weights to the host; verl's 2 drops them
+            await self.engine.sleep(level=1)  # copies the weights to the host; verl's level 2 drops them
             await self.engine.reset_encoder_cache()
 
     @property
@@ -329,7 +326,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return refusal
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
-        """Decode without drafts, or with them again, from the next weight sync on (`at_once`: now, if it is idle)."""
+        """Decode without drafts, or with them again, from the next weight sync on (`at_once`: now; it is idle)."""
         self._tlt_drafting_disabled = disabled
         if at_once:
             await self._tlt_reload()
@@ -355,9 +352,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
         """Measure step costs by batch and draft length, OFF included, and give them to the scheduler.
 
-        `known` is what another replica of the run measured, used as it is. With `tlt.speculation.calibrate=false` a
-        stored table is used and nothing measured. Empty where nothing is known, as of an engine that dies of its
-        drafter's first drafts: it is started again without one. n-grams alone would look free in random prompts.
+        `known` is what another replica measured, used as it is. With `tlt.speculation.calibrate=false` a stored table
+        is used and nothing measured. Empty where nothing is known: with n-grams alone, which would look free in random
+        prompts, or of an engine that dies of its first drafts and is started again without a drafter.
         """
         scheduler = self._tlt_scheduler
         if scheduler is None or self.tlt.speculation.source == "ngram":
@@ -373,16 +370,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_measure(self, scheduler: SchedulerClient, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
-        arms, vocab_size = started_arms(self.engine), len(self.model_config.tokenizer)
+        lengths, vocab_size = started_lengths(self.engine), len(self.model_config.tokenizer)
         measures = self.tlt.speculation.calibrate
         if measures:
-            await draft_once(self.engine, arms[-1], vocab_size)
-        found = stored.calibration().for_arms(arms)
-        covered = found.covers(arms, max(plan_batches(self.config.max_num_seqs)))
+            await draft_once(self.engine, lengths[-1], vocab_size)
+        found = stored.calibration().for_lengths(lengths)
+        covered = found.covers(lengths, max(plan_batches(self.config.max_num_seqs)))
         if known is not None and known.points:
             found = known
         elif measures and not covered:
-            found = await calibrate(self.engine, arms, self.config.max_num_seqs, vocab_size)
+            found = await calibrate(self.engine, lengths, self.config.max_num_seqs, vocab_size)
         used = stored if covered or (stored.points and not measures) else found
         await scheduler.call("control", points=used.to_list())
         await scheduler.call("stats", reset=True)

@@ -1,8 +1,7 @@
 """Stop strings with speculation: a response ends at the token that completes one, as without drafts.
 
-An engine step with a verified draft brings a request up to 1 + K tokens. vLLM's front end looks for stop strings behind
-the last of them, cuts the text there, and leaves the tokens and log-probabilities that came after. Here it is given
-such a step token by token, as it would get them without drafts: what it then concludes is stock's, in every output.
+An engine step with a verified draft brings a request up to 1 + K tokens. vLLM's front end is given them one by one, as
+it would get them without drafts, so what it concludes is stock's in every output.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def token_by_token(output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
 def end_at_stop_strings(processor: type[OutputProcessor]) -> bool:
     """Have `OutputProcessor.process_outputs` see one token at a time of each request that has stop strings.
 
-    Returns whether the class was changed: not where vLLM cuts tokens itself (0.32). See `patches/README.md`.
+    Returns whether the class was changed: not where vLLM cuts tokens itself (0.32).
     """
     original = processor.process_outputs
     if hasattr(processor, "_trim_surplus_tokens") or hasattr(original, "__wrapped__"):

@@ -37,17 +37,17 @@ def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapp
 
     Args:
         acceptance: conditional acceptance per draft position.
-        costs: what steps cost; asked at contexts of the calibration, the one occasion at which all arms met one load.
+        costs: what steps cost; asked at contexts of the calibration, where all draft lengths met one load.
         work: tokens decoded at each batch.
     """
-    arms = costs.lengths[1:]
-    tau = expected_accept_lengths(acceptance, arms[-1])
+    lengths = costs.lengths[1:]
+    tau = expected_accept_lengths(acceptance, lengths[-1])
     drafted_s = off_s = 0.0
     for batch, tokens in work.items():
         off, *drafting = costs.predict(batch, batch * CONTEXT_TOKENS)
         seconds = tokens / batch * off
         # A step with a drafter never takes less than one without; where it was measured so, that was noise.
-        drafted_s += seconds * min(max(s / off, 1.0) / tau[k] for k, s in zip(arms, drafting, strict=True))
+        drafted_s += seconds * min(max(s / off, 1.0) / tau[k] for k, s in zip(lengths, drafting, strict=True))
         off_s += seconds
     return 1.0 - drafted_s / off_s
 
@@ -72,11 +72,11 @@ class RolloutDecision:
 
     def calibrated(self, table: LatencyTable) -> None:
         """Take note of measured step costs; without a figure for OFF, or for any draft length, they say nothing."""
-        arms = table.arms()
-        self._longest = max(0, *arms) if arms else 0
+        lengths = table.lengths()
+        self._longest = max(0, *lengths) if lengths else 0
         self._costs = None
-        if OFF in arms and arms[-1] >= 0:
-            drafting = [k for k in arms if k >= 0]
+        if OFF in lengths and lengths[-1] >= 0:
+            drafting = [k for k in lengths if k >= 0]
             self._costs = LatencyModel(drafting, table=table, active_share=self._active_share)
             batches = [batch for batch, _ in table.by_batch(OFF)]
             self._even = {b: b / self._costs.seconds(b, b * CONTEXT_TOKENS, OFF) for b in batches}

@@ -3,8 +3,8 @@
 One verified draft shows the acceptance of every shorter length (`acceptance.py`), and latency hardly changes
 (`costs/latency.py`), so there is little to explore. What remains is bounded:
 
-* an arm that could beat the one in use, its estimate being uncertain or old, is *probed* for some steps (`prober.py`);
-* K=0 is an ordinary arm, so a useless drafter costs a few probes and then almost nothing;
+* a draft length that could beat the one in use, its estimate being uncertain or old, is *probed* (`prober.py`);
+* K=0 is an ordinary length, so a useless drafter costs a few probes and then almost nothing;
 * K changes only once the loss of staying adds up to the price of a change, and not again within a few steps (vLLM issue
   49548: changing it at a threshold in every step costs more than either side of it).
 """
@@ -30,7 +30,7 @@ PRIOR_DRAFTS = 24.0
 _GROWTH = 1.25
 """A batch that grew by this factor in one step belongs to a new rollout."""
 _BEYOND = 1.5
-"""An arm may be used at batches up to this many times the largest at which it was measured."""
+"""A draft length may be used at batches up to this many times the largest at which it was measured."""
 _PROBE_EVERY = 8
 """Steps between two searches for a probe."""
 _SAME_LOAD = 1.0 / 32.0
@@ -40,10 +40,10 @@ _SAME_LOAD = 1.0 / 32.0
 class GoodputPolicy(Policy):
     """Maximises expected tokens per second at the load at hand; `active_share` as in `Roofline`."""
 
-    def __init__(self, arms: Sequence[int], active_share: float = 1.0) -> None:
-        self._arms = tuple(arms)
-        self.acceptance = AcceptanceEstimate(self._arms[-1])
-        self.latency: LatencyModel = LatencyModel(self._arms, active_share=active_share)
+    def __init__(self, lengths: Sequence[int], active_share: float = 1.0) -> None:
+        self._lengths = tuple(lengths)
+        self.acceptance = AcceptanceEstimate(self._lengths[-1])
+        self.latency: LatencyModel = LatencyModel(self._lengths, active_share=active_share)
         self._current = 0
         self._held = 0
         self._lost = 0.0
@@ -66,20 +66,20 @@ class GoodputPolicy(Policy):
             return self._probe_on()
         if self._held > 0:
             self._held -= 1
-            return self._arms[self._current]
+            return self._lengths[self._current]
         here = self._prepared
         if here is None or abs(here.load.batch - load.batch) > _SAME_LOAD * load.batch:
             self.prepare(load)
             here = self._prepared
         self._prepared = None
         if here is None:
-            return self._arms[0]
+            return self._lengths[0]
         self._move(here)
         found = self._candidate
         if found and here.current == self._current and self._budget.spend(found.subject, found.price):
             self._probe = found
             return self._probe_on()
-        return self._arms[self._current]
+        return self._lengths[self._current]
 
     def observe(self, step: Step) -> None:
         """Learn acceptance from any verified draft and latency from clean steady steps."""
@@ -95,7 +95,7 @@ class GoodputPolicy(Policy):
             self.latency.observe(step.batch, step.kv_tokens, step.drafted, step.latency_s)
 
     def prepare(self, load: Load) -> None:
-        """Estimate every arm's goodput at a load; `choose` for about the same load then only has to compare."""
+        """Estimate the goodput of all draft lengths at a load; `choose` for about the same load then only compares."""
         self._prepared, self._candidate = None, None
         if self._probe.steps > 0 or self._held > 0 or load.batch <= 0:
             return
@@ -103,12 +103,12 @@ class GoodputPolicy(Policy):
         if seconds[0] <= 0.0:
             return
         tau = self.acceptance.accept_lengths
-        goodput = [tau[k] / s for k, s in zip(self._arms, seconds, strict=True)]
+        goodput = [tau[k] / s for k, s in zip(self._lengths, seconds, strict=True)]
         reachable = self._reachable(load.batch)
         best = max(range(reachable), key=goodput.__getitem__)
         self._prepared = LoadEstimates(load, self._current, reachable, seconds, goodput, best)
         if self._steps % _PROBE_EVERY == 0:
-            self._candidate = find_probe(self._prepared, self._arms, self.acceptance, self.latency, self._budget)
+            self._candidate = find_probe(self._prepared, self._lengths, self.acceptance, self.latency, self._budget)
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """A new drafter with this expected acceptance per position: start from it and probe again soon."""
@@ -121,21 +121,21 @@ class GoodputPolicy(Policy):
 
     def _probe_on(self) -> int:
         self._probe = self._probe._replace(steps=self._probe.steps - 1)
-        return self._arms[self._probe.arm]
+        return self._lengths[self._probe.choice]
 
     def _reachable(self, batch: int) -> int:
-        """Number of arms that may be chosen: those measured near this batch, and one more.
+        """Number of lengths that may be chosen: those measured near this batch, and one more.
 
         A measurement at a larger batch counts, because it bounds the latency here from above. Where K=0 was not
         measured it comes first: compared with a guess, drafting can look good for the whole start of a rollout.
         """
-        if self.latency.largest_batch(self._arms[0]) * _BEYOND < batch:
+        if self.latency.largest_batch(self._lengths[0]) * _BEYOND < batch:
             return 1
         last = 0
-        for arm, k in enumerate(self._arms):
+        for choice, k in enumerate(self._lengths):
             if self.latency.largest_batch(k) * _BEYOND >= batch:
-                last = arm
-        return min(last + 2, len(self._arms))
+                last = choice
+        return min(last + 2, len(self._lengths))
 
     def _move(self, here: LoadEstimates) -> None:
         """Change K once staying has lost what a change costs."""

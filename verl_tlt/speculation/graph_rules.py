@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FULL_GRAPHS = "TLT_FULL_GRAPHS"
-"""Environment variable of driver and engines: 0 leaves FULL graphs to the longest arm, as vLLM does."""
-GRAPH_ARMS = (0, 1, 3, 7)
+"""Environment variable of driver and engines: 0 leaves FULL graphs to the longest draft length, as vLLM does."""
+GRAPH_LENGTHS = (0, 1, 3, 7)
 """Draft lengths offered where there are graphs: 1, 2 and 4 tokens a request divide every captured size."""
 LONGEST, LONGEST_WITHOUT_GRAPHS = 7, 3
-"""K_max by default, where every arm has FULL graphs and where not: a longer one would have shorter drafts padded."""
+"""K_max by default, where all lengths have FULL graphs and where not: a longer one would have shorter drafts padded."""
 DRAFT_LOGITS_LIMIT = 2**30
 """Most bytes of draft logits (`draft_logits_bytes`) on each GPU by default: 1.3 % of 80 GB. An engine keeps them while
 it sleeps, so the trainer goes without them."""
@@ -55,7 +55,7 @@ def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: 
 
 
 def longest_draft(
-    runner: Literal["V1", "V2"], mode: str, plain: bool, every_arm: bool = True, logits_bytes: int = 0
+    runner: Literal["V1", "V2"], mode: str, plain: bool, every_length: bool = True, logits_bytes: int = 0
 ) -> int:
     """K_max where the user names none.
 
@@ -63,12 +63,13 @@ def longest_draft(
         runner: vLLM's model runner.
         mode: the `cudagraph_mode` it will have (`server.engine_arguments.graph_mode`).
         plain: `plain_attention` of the policy; of others V1 has a FULL graph for the longest draft alone.
-        every_arm: graphs may be captured for every arm (`FULL_GRAPHS`).
-        logits_bytes: `draft_logits_bytes` of one draft token; K_max is a shorter arm where they would pass the limit.
+        every_length: graphs may be captured for every draft length (`FULL_GRAPHS`).
+        logits_bytes: `draft_logits_bytes` of one draft token; K_max is a shorter one where they would pass the limit.
     """
-    longest = LONGEST if has_full_graphs(mode) and every_arm and (plain or runner == "V2") else LONGEST_WITHOUT_GRAPHS
-    arms = [k for k in GRAPH_ARMS if 0 < k <= longest]
-    return max((k for k in arms if k * logits_bytes <= DRAFT_LOGITS_LIMIT), default=arms[0])
+    full = has_full_graphs(mode) and every_length and (plain or runner == "V2")
+    longest = LONGEST if full else LONGEST_WITHOUT_GRAPHS
+    lengths = [k for k in GRAPH_LENGTHS if 0 < k <= longest]
+    return max((k for k in lengths if k * logits_bytes <= DRAFT_LOGITS_LIMIT), default=lengths[0])
 
 
 def plain_attention(config: Mapping[str, Any]) -> bool:
@@ -88,13 +89,13 @@ def is_hybrid(config: Mapping[str, Any]) -> bool:
     return any(name.startswith(_RECURRENT) for name, value in fields.items() if value is not None)
 
 
-def draft_length_table(arms: Sequence[int], max_num_seqs: int) -> list[list[int]]:
-    """VLLM's `num_speculative_tokens_per_batch_size` with every arm in it, rows of (from batch, to batch, K).
+def draft_length_table(lengths: Sequence[int], max_num_seqs: int) -> list[list[int]]:
+    """VLLM's `num_speculative_tokens_per_batch_size` with every draft length in it, rows of (from batch, to batch, K).
 
     Its V2 runner captures graphs for the draft lengths of this table; which one a step has is not looked up there. The
     longest comes last and goes on from there, because sizes are captured up to the largest batch of each row.
     """
-    *shorter, longest = arms
+    *shorter, longest = lengths
     shorter = shorter[: max_num_seqs - 1]
     rows = [[batch, batch, k] for batch, k in enumerate(shorter, 1)]
     return [*rows, [len(rows) + 1, max_num_seqs, longest]]

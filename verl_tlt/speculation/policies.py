@@ -32,8 +32,8 @@ class TablePolicy(Policy):
     in `Roofline`.
     """
 
-    def __init__(self, arms: Sequence[int], active_share: float = 1.0) -> None:
-        self._arms, self._active_share = tuple(arms), active_share
+    def __init__(self, lengths: Sequence[int], active_share: float = 1.0) -> None:
+        self._lengths, self._active_share = tuple(lengths), active_share
         self._usable: tuple[int, ...] = (0,)
         self._latency: LatencyModel | None = None
         self._tau: Sequence[float] | None = None
@@ -43,35 +43,34 @@ class TablePolicy(Policy):
         if self._latency is None or self._tau is None:
             return 0
         tau, seconds = self._tau, self._latency.predict(load.batch, load.kv_tokens)[1:]
-        return max(zip(self._usable, seconds, strict=True), key=lambda arm: tau[arm[0]] / arm[1])[0]
+        return max(zip(self._usable, seconds, strict=True), key=lambda length: tau[length[0]] / length[1])[0]
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
         """Acceptance per position, for example the drafter's held-out score."""
-        self._tau = expected_accept_lengths(conditional, self._arms[-1])
+        self._tau = expected_accept_lengths(conditional, self._lengths[-1])
 
     def set_latency(self, table: LatencyTable) -> None:
         """Replace the latency table."""
-        measured = set(table.arms())
-        self._usable = tuple(k for k in self._arms if k in measured)
+        measured = set(table.lengths())
+        self._usable = tuple(k for k in self._lengths if k in measured)
         known = LatencyModel(self._usable, table=table, active_share=self._active_share) if 0 in self._usable else None
         self._latency = known
 
 
-def make_policy(name: str, arms: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> Policy:
-    """Build one of `POLICIES`; ControlError for an unknown name, or a `fixed` that is not among the arms.
+def make_policy(name: str, lengths: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> Policy:
+    """Build one of `POLICIES`; ControlError for an unknown name, or a `fixed` that is none of the draft lengths.
 
-    `arms` are ascending from 0; `fixed` is the K of policy "fixed", None: the longest arm; `active_share` as in
-    `Roofline`.
+    `lengths` ascend from 0; `fixed` is the K of policy "fixed", None: the longest; `active_share` as in `Roofline`.
     """
     if name == "goodput":
-        return GoodputPolicy(arms, active_share)
+        return GoodputPolicy(lengths, active_share)
     if name == "table":
-        return TablePolicy(arms, active_share)
+        return TablePolicy(lengths, active_share)
     if name == "off":
         return FixedPolicy(0)
     if name != "fixed":
         raise ControlError(f"Speculation policy {name!r} does not exist; known: {', '.join(POLICIES)}.")
-    draft_length = arms[-1] if fixed is None else fixed
-    if draft_length not in arms:
-        raise ControlError(f"Speculation setting fixed={draft_length} is not one of the arms {list(arms)}.")
+    draft_length = lengths[-1] if fixed is None else fixed
+    if draft_length not in lengths:
+        raise ControlError(f"Speculation setting fixed={draft_length} is none of the draft lengths {list(lengths)}.")
     return FixedPolicy(draft_length)

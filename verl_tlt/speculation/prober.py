@@ -1,7 +1,7 @@
 """Which draft length to try although the estimates do not favour it, for how many steps, and how often.
 
-An arm is a candidate only if it could beat the one in use, given how uncertain or old its estimate is, and if the
-budget allows the goodput that the attempt will probably cost. Near neighbours come first.
+A draft length is a candidate only if it could beat the one in use, given how uncertain or old its estimate is, and if
+the budget allows the goodput that the attempt will probably cost. Near neighbours come first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIMISM = 1.25
 UNUSED_DRAFTER = "unused drafter"
 """Subject of the probes that ask whether a drafter that has not drafted for long has become useful."""
 _WORTHWHILE = 1.01
-"""Relative goodput over the arm in use that an arm must be able to have."""
+"""Relative goodput over the draft length in use that another draft length must be able to have."""
 _FEE = 0.05
 """Steps charged for any probe."""
 _SHARP = 0.02
@@ -38,8 +38,7 @@ win back what it tried."""
 class ProbeBudget:
     """What probing may cost: an allowance, which grows with every step up to a cap, and an interval per subject.
 
-    The interval doubles with every probe, so that the same arm is tried rarely, and is reset when K changes. Arguments
-    as the constants they default to.
+    The interval doubles with every probe, so that the same length is tried rarely, and is reset when K changes.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class ProbeBudget:
         """A draft was verified: the drafter is in use, and its interval begins again without doubling."""
         self._next[UNUSED_DRAFTER] = self._steps + self._wait.get(UNUSED_DRAFTER, self._interval)
 
-    def k_changed(self, arms: Sequence[int], batch: int) -> None:
-        """K changed between these arms: after the current interval they may be probed soon again."""
-        for subject in (*((arm, batch.bit_length()) for arm in arms), UNUSED_DRAFTER):
+    def k_changed(self, lengths: Sequence[int], batch: int) -> None:
+        """K changed between these lengths: after the current interval they may be probed soon again."""
+        for subject in (*((choice, batch.bit_length()) for choice in lengths), UNUSED_DRAFTER):
             self._wait.pop(subject, None)
 
     def clear(self) -> None:
@@ -91,10 +90,10 @@ class ProbeBudget:
 
 
 class Probe(NamedTuple):
-    """An arm to use for some steps, and what that is charged to."""
+    """A draft length to use for some steps, and what that is charged to."""
 
-    arm: int
-    """Index into the arms."""
+    choice: int
+    """Index into the lengths."""
     steps: int
     subject: Hashable = None
     """Whose interval it starts."""
@@ -103,65 +102,70 @@ class Probe(NamedTuple):
 
 
 class LoadEstimates(NamedTuple):
-    """What the policy estimates at one load; lists by arm."""
+    """What the policy estimates at one load; lists by draft length."""
 
     load: Load
     current: int
-    """Arm in use."""
+    """Index of the draft length in use."""
     reachable: int
-    """Arms below this index may be used."""
+    """Draft lengths below this index may be used."""
     seconds: Sequence[float]
     """Expected step latency."""
     goodput: Sequence[float]
     """Expected tokens per second and request."""
     best: int
-    """Arm of the highest goodput among those that may be used."""
+    """The one of highest goodput among those that may be used."""
 
-    def probe(self, arm: int, steps: int, subject: Hashable) -> Probe:
+    def probe(self, choice: int, steps: int, subject: Hashable) -> Probe:
         """A probe at this load, with its price."""
-        return Probe(arm, steps, subject, steps * max(0.0, 1.0 - self.goodput[arm] / self.goodput[self.current]) + _FEE)
+        lost = max(0.0, 1.0 - self.goodput[choice] / self.goodput[self.current])
+        return Probe(choice, steps, subject, steps * lost + _FEE)
 
 
 def find_probe(
-    here: LoadEstimates, arms: Sequence[int], acceptance: AcceptanceEstimate, latency: LatencyModel, budget: ProbeBudget
+    here: LoadEstimates,
+    lengths: Sequence[int],
+    acceptance: AcceptanceEstimate,
+    latency: LatencyModel,
+    budget: ProbeBudget,
 ) -> Probe | None:
     """The probe to make now, within the budget; None in nearly every step."""
     if here.current == 0 and here.reachable > 1 and budget.due(UNUSED_DRAFTER):
         # After a long time at K=0, the shortest draft, if a perfect drafter would pay here.
         probe = here.probe(1, _steps(here.load, 0.0, latency.jitter), UNUSED_DRAFTER)
-        if (arms[1] + 1) / here.seconds[1] > _WORTHWHILE * here.goodput[0] and budget.affords(probe.price):
+        if (lengths[1] + 1) / here.seconds[1] > _WORTHWHILE * here.goodput[0] and budget.affords(probe.price):
             return probe
     octave = here.load.batch.bit_length()
     nearest_first = (*range(here.current + 1, here.reachable), *range(here.current - 1, -1, -1))
-    due = [arm for arm in nearest_first if budget.due((arm, octave))]
+    due = [choice for choice in nearest_first if budget.due((choice, octave))]
     if not due:
         return None
     sigmas = latency.uncertainty(here.load.batch, here.load.kv_tokens)[1:]
     tau, spread = acceptance.accept_lengths, acceptance.accept_length_uncertainty()
-    for arm in due:
-        k = arms[arm]
-        if at_best(here, arm, tau[k], spread[k], sigmas[arm]) > here.goodput[here.current] * _WORTHWHILE:
-            probe = here.probe(arm, _steps(here.load, sigmas[arm], latency.jitter), (arm, octave))
+    for choice in due:
+        k = lengths[choice]
+        if at_best(here, choice, tau[k], spread[k], sigmas[choice]) > here.goodput[here.current] * _WORTHWHILE:
+            probe = here.probe(choice, _steps(here.load, sigmas[choice], latency.jitter), (choice, octave))
             if budget.affords(probe.price):
                 return probe
     return None
 
 
 def at_best(
-    here: LoadEstimates, arm: int, tau: float, spread: float, sigma: float, optimism: float = OPTIMISM
+    here: LoadEstimates, choice: int, tau: float, spread: float, sigma: float, optimism: float = OPTIMISM
 ) -> float:
-    """Goodput that an arm could have at best, with its accept length and latency better by `optimism` deviations.
+    """Goodput that a draft length could have, its accept length and latency better by `optimism` deviations.
 
     `spread` is the standard deviation of `tau`, `sigma` the relative one of the latency.
     """
-    longer = arm > here.current
+    longer = choice > here.current
     # The acceptance of a shorter draft is known: it is part of what the longer one shows.
     vague = spread / tau if longer else 0.0
-    hope = tau / here.seconds[arm] * (1.0 + optimism * math.hypot(sigma, vague))
+    hope = tau / here.seconds[choice] * (1.0 + optimism * math.hypot(sigma, vague))
     if not longer:
         return hope
     # However uncertain its latency is, a longer draft is not expected to be cheaper than the current one.
-    return min(hope, (tau + optimism * spread) / min(here.seconds[arm], here.seconds[here.current]))
+    return min(hope, (tau + optimism * spread) / min(here.seconds[choice], here.seconds[here.current]))
 
 
 def _steps(load: Load, sigma: float, jitter: float) -> int:

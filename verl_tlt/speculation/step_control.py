@@ -29,7 +29,7 @@ FLUSH_S = 0.5
 class Limits(NamedTuple):
     """What bounds the draft length of an engine, whatever is wanted."""
 
-    arms: tuple[int, ...]
+    lengths: tuple[int, ...]
     """Draft lengths, ascending from 0."""
     token_limit: int = 0
     """Tokens of the largest step with a CUDA graph; 0: no graphs, no limit."""
@@ -44,10 +44,10 @@ class Limits(NamedTuple):
         return longest > self.context_limit
 
     def fitting(self, wanted: int, batch: int, room: int) -> int:
-        """`wanted`, or the longest arm below it of at most `room` tokens whose step still has a graph; 0 at least."""
-        wanted = max(0, min(wanted, self.arms[-1]))
+        """`wanted`, or the longest K below it of at most `room` tokens whose step still has a graph; 0 at least."""
+        wanted = max(0, min(wanted, self.lengths[-1]))
         most = min(room, self.token_limit // max(batch, 1) - 1) if self.token_limit else room
-        return wanted if wanted <= most else max((k for k in self.arms if k <= most), default=0)
+        return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
 
 
 def draft_length(
@@ -194,7 +194,7 @@ class StepControl:
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         if "force_k" in settings:
-            k, longest = settings["force_k"], self.limits.arms[-1]
+            k, longest = settings["force_k"], self.limits.lengths[-1]
             if k is not None and (not isinstance(k, int) or not 0 <= k <= longest):
                 raise ValueError(f"force_k must be 0..{longest} or null, not {k!r}.")
             self.force_k = k

@@ -163,14 +163,14 @@ def declared(package: Path) -> list[UpstreamChange]:
         if "@upstream_change(" not in (text := path.read_text(encoding="utf-8")):
             continue
         module, tree = ".".join(path.relative_to(package.parent).with_suffix("").parts), ast.parse(text)
-        for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
-            within = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
-            for node in (n for n in owner.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
-                for call in (d for d in node.decorator_list if isinstance(d, ast.Call)):
-                    if ast.unparse(call.func) == "upstream_change":
-                        facts = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-                        code = f"{module}:{within}{node.name}"
-                        found.append(UpstreamChange(code, ast.literal_eval(call.args[0]), **facts))
+        places = [("", node) for node in tree.body]
+        places += [(f"{c.name}.", node) for c in tree.body if isinstance(c, ast.ClassDef) for node in c.body]
+        for within, node in places:
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "upstream_change":
+                    facts = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+                    code = f"{module}:{within}{getattr(node, 'name', '')}"
+                    found.append(UpstreamChange(code, ast.literal_eval(call.args[0]), **facts))
     return found
 
 

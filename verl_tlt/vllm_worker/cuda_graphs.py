@@ -1,8 +1,7 @@
 """FULL CUDA graphs for every draft length, where vLLM's V1 model runner captures them for the longest one only.
 
-Without them a step that drafts nothing runs on piecewise graphs, padded to 1 + K_max tokens (`patches/README.md`). They
-are captured where the model runner's source is the one this file was written for; elsewhere only the longest draft has
-them, and one line in the log says why. The arithmetic of graphs is in `speculation.graph_rules`.
+They are captured where the model runner's source is the one this file was written for; elsewhere only the longest draft
+has them, and one line in the log says why. The arithmetic of graphs is in `speculation.graph_rules`.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ SAYS = {
 """What the rest of the runner must say: it changes from release to release, elsewhere."""
 
 
-def prepare_capture(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig, arms: Sequence[int]) -> None:
-    """Have graphs captured for every draft length in `arms`, where possible; call it between model load and capture.
+def prepare_capture(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig, lengths: Sequence[int]) -> None:
+    """Have graphs captured for every draft length in `lengths`, where possible; call it between model load and capture.
 
     V2 does so by itself (`graph_rules.draft_length_table`).
     """
     if hasattr(runner, "speculator") or not token_limit(vllm_config) or os.environ.get(FULL_GRAPHS) == "0":
         return
     if (reason := unknown(type(runner), type(getattr(runner, "cudagraph_dispatcher", None)), vllm_config)) is None:
-        capture_every_arm(runner, arms)
+        capture_every_length(runner, lengths)
     else:
-        logger.warning("Only drafts of %d tokens have FULL CUDA graphs: %s.", arms[-1], reason)
+        logger.warning("Only drafts of %d tokens have FULL CUDA graphs: %s.", lengths[-1], reason)
 
 
-def captured_arms(runner: GPUModelRunner | V2ModelRunner, arms: Sequence[int]) -> tuple[int, ...] | None:
-    """Those of `arms` whose decode steps have FULL graphs in a runner that has captured; None: it captured nothing.
+def captured_lengths(runner: GPUModelRunner | V2ModelRunner, lengths: Sequence[int]) -> tuple[int, ...] | None:
+    """Those of `lengths` whose decode steps have FULL graphs in a runner that has captured; None: it captured nothing.
 
     An attention backend that cannot verify drafts in a FULL graph leaves PIECEWISE ones, whatever was asked for.
     """
@@ -74,11 +73,11 @@ def captured_arms(runner: GPUModelRunner | V2ModelRunner, arms: Sequence[int]) -
         full = [key for mode, of_mode in keys.items() if mode.name == "FULL" for key in of_mode]
         widths = {key.num_tokens // key.num_reqs if key.uniform else None for key in full}
     # A graph without a width is for requests of any.
-    return tuple(arm for arm in arms if widths & {1 + arm, None}) if graphs else None
+    return tuple(length for length in lengths if widths & {1 + length, None}) if graphs else None
 
 
 def unknown(runner: type, dispatcher: type, vllm_config: VllmConfig) -> str | None:
-    """Why `capture_every_arm` does not know this model runner, from its source; None: it does."""
+    """Why `capture_every_length` does not know this model runner, from its source; None: it does."""
     model = vllm_config.model_config
     if model.use_mla or model.is_hybrid or model.has_inner_state:
         return "the policy is not made of plain attention alone"
@@ -119,14 +118,14 @@ def digest(source: str) -> str:
     upstream="https://github.com/vllm-project/vllm/issues/48494 is about the V2 runner; none about V1",
     patch="vllm/0003-full-graphs-for-several-draft-lengths.patch",
 )
-def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> None:
-    """Give each arm whose width (1 + draft length) divides 1 + K_max its own FULL graphs.
+def capture_every_length(runner: GPUModelRunner, lengths: Sequence[int]) -> None:
+    """Give each length whose width (1 + draft length) divides 1 + K_max its own FULL graphs.
 
     The dispatcher tells graphs apart by tokens and requests, so it can hold several widths; what has to change with the
     batch is the one width that runner and dispatcher hold. A batch of one request gets a graph of exactly its tokens.
     """
     dispatcher, longest = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
-    widths = sorted({1 + arm for arm in arms if longest % (1 + arm) == 0} - {longest})
+    widths = sorted({1 + length for length in lengths if longest % (1 + length) == 0} - {longest})
     initialize, warm_up = dispatcher.initialize_cudagraph_keys, runner._warmup_and_capture
     determine = runner._determine_batch_execution_and_padding
 
@@ -168,7 +167,7 @@ def capture_every_arm(runner: GPUModelRunner, arms: Sequence[int]) -> None:
 
 
 def _add_sizes_below(dispatcher: CudagraphDispatcher, widths: Sequence[int]) -> None:
-    """Capture sizes of one request too, where a padded batch still consists of whole requests, of whichever width."""
+    """Also capture graphs for a batch of one request, of every width that divides the next."""
     compilation = dispatcher.compilation_config
     if not compilation.pass_config.enable_sp:  # which needs multiples of the shards
         small = [size for size in widths if all(size % width == 0 for width in widths if width < size)]

@@ -75,7 +75,7 @@ def verify_as_certain(runner: GPUModelRunner) -> None:
 
 
 class BrokenDrafts:
-    """Drops the drafts of a drafter whose probabilities are NaN, and counts them (why: `patches/README.md`).
+    """Drops the drafts of a drafter whose probabilities are NaN, and counts them.
 
     With V1 such a row becomes zeros: a draft that had no chance is rejected, and what takes its place is drawn from the
     policy. With V2 it becomes a certain draft of the token that was drafted. Either is exact, because such a token does

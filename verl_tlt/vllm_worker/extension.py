@@ -19,7 +19,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.vllm_worker import drafter_pass
-from verl_tlt.vllm_worker.cuda_graphs import captured_arms, prepare_capture
+from verl_tlt.vllm_worker.cuda_graphs import captured_lengths, prepare_capture
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
 from verl_tlt.vllm_worker.hybrid_states import keep_states_right
 from verl_tlt.vllm_worker.live_drafter import DrafterRefused, LiveDrafter, find_drafter
@@ -35,7 +35,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
 
     tlt_drafter: LiveDrafter | None = None
     tlt_broken: BrokenDrafts | None = None
-    tlt_arms: tuple[int, ...] = ()
+    tlt_lengths: tuple[int, ...] = ()
 
     @upstream_change(
         "a vLLM worker is prepared between model load and graph capture",
@@ -68,8 +68,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self.tlt_drafter = LiveDrafter(runner, vllm_config)
             self.tlt_broken = BrokenDrafts(runner, partial(self.tlt_set_drafting, False))
         if "arms" in tlt:
-            self.tlt_arms = tuple(tlt["arms"])
-            prepare_capture(runner, vllm_config, self.tlt_arms)
+            self.tlt_lengths = tuple(tlt["arms"])
+            prepare_capture(runner, vllm_config, self.tlt_lengths)
 
     def tlt_load_drafter(self, path: str | None = None) -> dict[str, Any]:
         """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
@@ -85,7 +85,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
-        live, graphs = self.tlt_drafter.fingerprint(sums), captured_arms(self.model_runner, self.tlt_arms)
+        live, graphs = self.tlt_drafter.fingerprint(sums), captured_lengths(self.model_runner, self.tlt_lengths)
         return asdict(LoadReply(ok=True, fingerprint=live, sums=sums, seconds=seconds, full_graphs=graphs))
 
     def tlt_fingerprint(self) -> str:

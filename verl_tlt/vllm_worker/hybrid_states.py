@@ -2,8 +2,7 @@
 
 Such a layer keeps a state instead of a KV cache: one after each token of a row's last draft, of which the next step
 reads the one after the last token accepted. vLLM (V1 model runner, 0.24 to 0.31) reads the right one only if every row
-has drafts in every step. With a K that changes, or a token budget that leaves rows out, it reads another: wrong tokens,
-no error. The two changes here are in patches/README.md; on the CPU backend verl_cpu makes a third.
+has drafts in every step. On the CPU backend verl_cpu makes a third change.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_a_traced_run(made_run):
     # choose_k drafts with an acceptance of 0.42 to 0.67 per position, the same at every position
     assert len(found.acceptance) >= 3 and all(0.35 < a < 0.75 for a in found.acceptance)
     seconds = {(p.batch, p.draft_length): p.seconds for p in found.costs.points}
-    assert seconds and OFF not in found.costs.arms()
+    assert seconds and OFF not in found.costs.lengths()
     for (batch, k), s in seconds.items():
         assert s == pytest.approx(0.018 + 0.0007 * batch * (1 + k) + 0.002 * k, rel=0.12)
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
-from verl_tlt.server.calibration import calibrate, plan_arms, plan_batches
+from verl_tlt.server.calibration import calibrate, plan_batches, plan_lengths
 from verl_tlt.speculation.types import OFF
 
 
@@ -53,8 +53,8 @@ def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):
 def test_the_table_has_every_arm_and_the_stock_like_one():
     engine = MadeEngine()
     table = run(engine, arms=(0, 1, 2, 3, 4))
-    assert table.arms() == (OFF, 0, 1, 2, 3, 4)
-    for arm in table.arms():
+    assert table.lengths() == (OFF, 0, 1, 2, 3, 4)
+    for arm in table.lengths():
         assert table.by_batch(arm) == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
     assert {p.draft_length for p in table.points if p.samples == 0} == {3}, "the one that is interpolated"
     assert engine.drafting and engine.force_k is None, "left as it was found"
@@ -70,13 +70,13 @@ def test_where_off_always_stalled_it_costs_what_k_0_costs():
 
 
 def test_an_engine_that_cannot_switch_its_drafter_off_has_no_off_arm():
-    assert run(MadeEngine(can_switch_off=False)).arms() == (0, 1, 2, 3)
+    assert run(MadeEngine(can_switch_off=False)).lengths() == (0, 1, 2, 3)
 
 
 def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
     engine = MadeEngine()
     table = run(engine, budget_s=0.0)
-    assert table.arms() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1}
+    assert table.lengths() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1}
     assert engine.force_k is None
 
 
@@ -126,7 +126,7 @@ def test_the_work_is_bounded():
     ],
 )
 def test_four_lengths_carry_the_line_and_an_engine_with_graphs_has_no_others(arms, measured):
-    assert plan_arms(arms) == measured
+    assert plan_lengths(arms) == measured
 
 
 @pytest.mark.parametrize(("largest", "batches"), [(1, [1]), (3, [1, 2]), (64, [1, 32, 16, 8, 4, 2])])

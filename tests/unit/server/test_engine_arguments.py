@@ -4,7 +4,7 @@ import pytest
 
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.server import engine_arguments
-from verl_tlt.server.engine_arguments import engine_arms, engine_environment, engine_kwargs, graph_mode
+from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, engine_lengths, graph_mode
 
 EAGER, GRAPHS = (SimpleNamespace(enforce_eager=eager, max_num_seqs=64) for eager in (True, False))
 
@@ -35,7 +35,7 @@ def vllm_is(monkeypatch):
     ],
 )
 def test_arms_are_those_that_have_graphs(speculation, mode, arms):
-    assert engine_arms(tlt(**speculation), mode) == arms
+    assert engine_lengths(tlt(**speculation), mode) == arms
 
 
 @pytest.mark.parametrize(

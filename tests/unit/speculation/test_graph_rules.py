@@ -7,7 +7,7 @@ import transformers
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from verl_tlt.speculation.graph_rules import (
-    GRAPH_ARMS,
+    GRAPH_LENGTHS,
     draft_length_table,
     draft_logits_bytes,
     is_hybrid,
@@ -25,7 +25,7 @@ def test_the_runner_is_one_that_drafts_what_it_is_asked_for(release, runner):
 
 
 @pytest.mark.parametrize(
-    ("runner", "mode", "plain", "every_arm", "longest"),
+    ("runner", "mode", "plain", "every_length", "longest"),
     [
         ("V1", "FULL_AND_PIECEWISE", True, True, 7),
         ("V2", "FULL_DECODE_ONLY", True, True, 7),
@@ -36,8 +36,8 @@ def test_the_runner_is_one_that_drafts_what_it_is_asked_for(release, runner):
         ("V2", "NONE", True, True, 3),
     ],
 )
-def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(runner, mode, plain, every_arm, longest):
-    assert longest_draft(runner, mode, plain, every_arm) == longest
+def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(runner, mode, plain, every_length, longest):
+    assert longest_draft(runner, mode, plain, every_length) == longest
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_a_policy_is_hybrid_by_the_fields_that_it_was_published_with():
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 64])
 def test_the_table_holds_every_arm_that_there_are_batches_for(most):
-    table = draft_length_table(GRAPH_ARMS, most)
-    by_batch = build_dynamic_sd_schedule_lookup(table, most, GRAPH_ARMS[-1])[1:]
-    assert by_batch[-1] == GRAPH_ARMS[-1]
-    assert len(set(by_batch)) == min(most, len(GRAPH_ARMS))
+    table = draft_length_table(GRAPH_LENGTHS, most)
+    by_batch = build_dynamic_sd_schedule_lookup(table, most, GRAPH_LENGTHS[-1])[1:]
+    assert by_batch[-1] == GRAPH_LENGTHS[-1]
+    assert len(set(by_batch)) == min(most, len(GRAPH_LENGTHS))
     assert draft_length_table((2,), most) == [[1, most, 2]]
 
 

@@ -93,8 +93,8 @@ def test_an_arm_may_be_as_good_as_its_estimates_may_be_wrong(current, seconds, a
 
 
 def test_what_may_be_a_hundredth_better_is_probed_nearest_first_as_far_as_it_may():
-    assert find(at(0)).arm == 1, "goodput of 1.5 and 2 against 1"
-    assert find(at(1, goodput=(1.0, 1.5, 2.0))).arm == 2, "the last that can be reached"
+    assert find(at(0)).choice == 1, "goodput of 1.5 and 2 against 1"
+    assert find(at(1, goodput=(1.0, 1.5, 2.0))).choice == 2, "the last that can be reached"
     assert find(at(1, goodput=(1.0, 1.5, 2.0), reachable=2)) is None
     assert find(at(0), Estimates(accept_lengths=(1.0, 1.009, 1.0, 1.0))) is None
     assert find(at(0), Estimates(accept_lengths=(1.0, 1.011, 1.0, 1.0)))[:2] == (1, 2)
@@ -122,7 +122,7 @@ def test_an_unused_drafter_is_probed_where_a_perfect_one_would_pay(second, reach
     hopeless = Estimates(accept_lengths=(1.0, 1.0, 1.0, 1.0))
     here = at(0, seconds=(1.0, second, 2.0), goodput=(1.0, 0.9, 0.5), reachable=reachable)
     found = find(here, hopeless, drafted=False)
-    assert (found and (found.arm, found.subject)) == ((1, "unused drafter") if looks else None)
+    assert (found and (found.choice, found.subject)) == ((1, "unused drafter") if looks else None)
     twice = here._replace(seconds=(0.5, second / 2, 1.0), goodput=(2.0, 1.8, 1.0))
     assert find(twice, hopeless, drafted=False) == found, "whatever the seconds are"
     assert find(here, hopeless) is None, "it drafted a moment ago"

@@ -85,7 +85,7 @@ def test_estimates_reach_the_policy():
     control = StepControl(policy, LIMITS)
     control.control(acceptance=[0.8, 0.5], points=points({0: [[1, 0.1]], 3: [[1, 0.4]], -1: [[1, 0.05]]}))
     assert policy.told["acceptance"] == [0.8, 0.5]
-    assert policy.told["latency"].arms() == (OFF, 0, 3)
+    assert policy.told["latency"].lengths() == (OFF, 0, 3)
     control.control(acceptance=[])  # "nothing known" must not erase what is known
     assert policy.told["acceptance"] == [0.8, 0.5]
 

@@ -23,7 +23,7 @@ from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, esti
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
 from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.errors import TLTError
-from verl_tlt.server.engine_arguments import engine_arms, graph_mode
+from verl_tlt.server.engine_arguments import engine_lengths, graph_mode
 
 DEFAULT_GPU = "H100"
 
@@ -56,7 +56,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
     else:
         shape = shape_of_size(given.parameters * 1e9)
-    arms = engine_arms(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
+    arms = engine_lengths(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
     metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None

@@ -257,7 +257,7 @@ def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec],
     work, shape, arms = scenario.work, scenario.shape, scenario.arms
     costs = scenario.metrics.costs if scenario.metrics is not None else LatencyTable()
     assumed = {}
-    if measured := costs.arms():
+    if measured := costs.lengths():
         longest = measured[-1]
         if measured[0] <= 0 and longest >= arms[1]:
             seconds = LatencyModel(range(longest + 1), table=costs, active_share=shape.active_share).seconds

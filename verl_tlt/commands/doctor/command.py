@@ -153,7 +153,7 @@ def costs_directory(recipe: Recipe) -> Path:
 
 def cost_table(costs: LatencyTable) -> Table:
     """Milliseconds per engine step, a column per batch."""
-    rows_of = {k: dict(costs.by_batch(k)) for k in costs.arms()}
+    rows_of = {k: dict(costs.by_batch(k)) for k in costs.lengths()}
     batches = sorted({batch for row in rows_of.values() for batch in row})
     table = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
     for k, row in rows_of.items():

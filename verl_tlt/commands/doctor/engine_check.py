@@ -182,7 +182,7 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
 
 def keep_costs(found: Measured, directory: Path) -> tuple[Path, LatencyTable]:
     """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
-    arms = found.costs.arms()
+    arms = found.costs.lengths()
     if found.key is None or OFF not in arms or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
     try:
@@ -213,7 +213,7 @@ def _costs(f: Measured) -> list[Finding]:
     said = ", ".join(f"batch {b}: {1e3 * f.off[b]:.2f} against {1e3 * f.stock[b]:.2f} ms" for b in f.stock)
     sentence = f"{ratio:.2f} times stock's step ({said})."
     findings = [Finding("ok" if ratio <= DEAR else "warn", "drafter off against stock", sentence)]
-    for k in (k for k in f.costs.arms() if k >= 0):
+    for k in (k for k in f.costs.lengths() if k >= 0):
         seconds = f.costs.by_batch(k)
         ratios = ", ".join(f"{batch}: {interpolate(seconds, batch) / off:.2f}x" for batch, off in off_s)
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"

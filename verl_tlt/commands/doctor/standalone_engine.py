@@ -140,7 +140,7 @@ class StandaloneEngine:
 
     async def measure_costs(self, budget_s: float) -> LatencyTable:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
-        arms, most = engine_arguments.started_arms(self.llm), int(self.setup.rollout.max_num_seqs)
+        arms, most = engine_arguments.started_lengths(self.llm), int(self.setup.rollout.max_num_seqs)
         return await calibration.calibrate(self.llm, arms, most, self.vocab_size, budget_s=budget_s)
 
 

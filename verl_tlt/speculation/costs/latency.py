@@ -65,16 +65,16 @@ class _Bucket(NamedTuple):
 
 
 class LatencyModel:
-    """T(batch, kv_tokens, K) in seconds for every arm, OFF included.
+    """T(batch, kv_tokens, K) in seconds for every draft length, OFF included.
 
     Args:
-        arms: draft lengths it will be asked about, ascending; OFF is always known as well.
+        lengths: draft lengths it will be asked about, ascending; OFF is always known as well.
         table: measurements of an earlier run or a calibration; each counts as a few samples.
         active_share: of the policy's weights, as `Roofline` has it.
     """
 
-    def __init__(self, arms: Sequence[int], *, table: LatencyTable | None = None, active_share: float = 1.0) -> None:
-        self.lengths = (OFF, *arms)
+    def __init__(self, lengths: Sequence[int], *, table: LatencyTable | None = None, active_share: float = 1.0) -> None:
+        self.lengths = (OFF, *lengths)
         self._shape = Roofline(active_share)
         self._cells: dict[_Key, Cell] = {}
         self._pace = 0.0
@@ -143,7 +143,7 @@ class LatencyModel:
         return self.predict(batch, kv_tokens)[self.lengths.index(draft_length)]
 
     def predict(self, batch: int, kv_tokens: int) -> list[float]:
-        """Seconds for OFF and then every arm; zeros while nothing was measured."""
+        """Seconds for OFF and then every draft length; zeros while nothing was measured."""
         if not self._cells:
             return [0.0] * len(self.lengths)
         pace, factors = math.exp(self._pace), self._bucket(batch, kv_tokens).factors
@@ -151,7 +151,7 @@ class LatencyModel:
         return [pace * factor * seconds for factor, seconds in zip(factors, shape, strict=True)]
 
     def uncertainty(self, batch: int, kv_tokens: int) -> list[float]:
-        """Relative standard deviation of `predict`, arm by arm."""
+        """Relative standard deviation of `predict`, length by length."""
         return list(self._bucket(batch, kv_tokens).sigmas) if self._cells else [1.0] * len(self.lengths)
 
     def largest_batch(self, draft_length: int) -> int:

@@ -69,7 +69,7 @@ class LatencyTable:
             )
         )
 
-    def arms(self) -> tuple[int, ...]:
+    def lengths(self) -> tuple[int, ...]:
         """Draft lengths with a point, ascending, OFF included."""
         return tuple(sorted({p.draft_length for p in self.points}))
 
@@ -81,30 +81,30 @@ class LatencyTable:
         """(batch, seconds) of a draft length, ascending."""
         return sorted((p.batch, p.seconds) for p in self.points if p.draft_length == draft_length)
 
-    def for_arms(self, arms: Iterable[int]) -> LatencyTable:
-        """The points of OFF and these arms; arms between measured draft lengths are interpolated, linear in K.
+    def for_lengths(self, lengths: Iterable[int]) -> LatencyTable:
+        """The points of OFF and these lengths; lengths between measured draft lengths are interpolated, linear in K.
 
         One more drafted token costs one more pass of the drafter and one more verified position, so the time of a step
         is close to linear in K. OFF is never interpolated.
         """
-        wanted = {OFF, *arms}
-        measured = [k for k in self.arms() if k >= 0]
+        wanted = {OFF, *lengths}
+        measured = [k for k in self.lengths() if k >= 0]
         points = [p for p in self.points if p.draft_length in wanted]
-        for arm in sorted(wanted - {OFF, *measured}):
-            if not measured or not measured[0] < arm < measured[-1]:
+        for length in sorted(wanted - {OFF, *measured}):
+            if not measured or not measured[0] < length < measured[-1]:
                 continue
-            shorter, longer = max(k for k in measured if k < arm), min(k for k in measured if k > arm)
+            shorter, longer = max(k for k in measured if k < length), min(k for k in measured if k > length)
             below, above = dict(self.by_batch(shorter)), dict(self.by_batch(longer))
-            share = (arm - shorter) / (longer - shorter)
+            share = (length - shorter) / (longer - shorter)
             for batch in sorted(below.keys() & above.keys()):
                 seconds = (1 - share) * below[batch] + share * above[batch]
-                points.append(LatencyPoint(batch, batch * CONTEXT_TOKENS, arm, seconds, 0, True))
+                points.append(LatencyPoint(batch, batch * CONTEXT_TOKENS, length, seconds, 0, True))
         return LatencyTable(tuple(points))
 
-    def covers(self, arms: Iterable[int], batch: int) -> bool:
-        """Whether OFF and all `arms` have points, OFF up to `batch` at least."""
-        known = self.arms()
-        return {OFF, *arms} <= set(known) and self.by_batch(OFF)[-1][0] >= batch
+    def covers(self, lengths: Iterable[int], batch: int) -> bool:
+        """Whether OFF and all `lengths` have points, OFF up to `batch` at least."""
+        known = self.lengths()
+        return {OFF, *lengths} <= set(known) and self.by_batch(OFF)[-1][0] >= batch
 
     def to_list(self) -> list[dict[str, Any]]:
         """JSON-able rows."""

@@ -42,7 +42,7 @@ def test_a_recorded_table_of_an_earlier_release_still_loads(tmp_path):
     assert table is not None
     assert len(table.points) == 18
     assert len(table.calibration().points) == 10
-    assert table.arms() == (-1, 0, 1, 2, 3)
+    assert table.lengths() == (-1, 0, 1, 2, 3)
     assert {p.samples for p in table.points if p.draft_length == 2} == {0}
 
 
@@ -137,8 +137,8 @@ def test_noise_never_makes_a_larger_batch_cheaper_than_the_largest_measured():
 
 def test_missing_arms_are_linear_in_k_and_off_is_never_made_up():
     measured = {0: [(1, 0.1), (8, 0.2)], 1: [(1, 0.2), (8, 0.4)], 5: [(1, 0.6), (8, 1.2)]}
-    table = LatencyTable.calibrated(measured).for_arms((0, 1, 2, 3, 7))
-    assert table.arms() == (0, 1, 2, 3)
+    table = LatencyTable.calibrated(measured).for_lengths((0, 1, 2, 3, 7))
+    assert table.lengths() == (0, 1, 2, 3)
     assert table.by_batch(3) == [(1, pytest.approx(0.4)), (8, pytest.approx(0.8))]
     assert table.by_batch(1) == measured[1]
     assert {p.draft_length: p.samples for p in table.points} == {0: 4, 1: 4, 2: 0, 3: 0}
@@ -161,4 +161,4 @@ def test_a_stored_calibration_stands_in_where_it_has_off_all_arms_and_the_batch(
     costs = LatencyTable.calibrated({k: [(b, 0.01 + 1e-4 * b * (k + 2)) for b in (1, 8, 32)] for k in calibrated})
     learned = [LatencyPoint(b, b * 300, k, 0.05, 500) for b in (1, 64) for k in (OFF, 0, 1, 3)]
     stored = LatencyTable((*costs.points, *learned))
-    assert stored.calibration().for_arms((0, 1, 2, 3)).covers((0, 1, 2, 3), batch) == covered
+    assert stored.calibration().for_lengths((0, 1, 2, 3)).covers((0, 1, 2, 3), batch) == covered
