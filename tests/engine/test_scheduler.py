@@ -185,7 +185,7 @@ def test_a_prefill_that_joins_does_not_flip_the_draft_length(engine_of):
         assert (policy.loads[-1].batch, policy.chosen[-1]) == (5, 0)
         mixed = policy.steps[steady : len(policy.steps) - 1]
         assert all(s.batch == 4 and not s.clean for s in mixed)
-        assert all(s.produced <= 16 for s in mixed)  # the late request's first token is not theirs
+        assert all(s.num_decode_tokens <= 16 for s in mixed)  # the late request's first token is not theirs
         engine.llm.llm_engine.abort_request([f"early-{i}" for i in range(4)] + ["late"], internal=False)
 
 

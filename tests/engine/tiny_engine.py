@@ -88,7 +88,7 @@ class Engine:
         scheduler, control = self.scheduler, self.scheduler.tlt
         control.__init__(load_policy(tlt), control.limits, control.trace)
         scheduler.tlt_ngram = ngram_drafts(tlt["speculation"])
-        scheduler._tlt_arm = 0
+        scheduler._tlt_k = 0
 
     def put_in_charge(self, policy: str) -> None:
         """Let another policy choose from now on: one of `policies`, else one that the benchmarks know by name."""

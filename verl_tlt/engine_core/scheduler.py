@@ -307,7 +307,8 @@ class TLTScheduler(Scheduler):
         if step is not None and scheduler_output.scheduled_spec_decode_tokens:
             # Before vLLM cuts rows at a request's end, and forgets requests.
             step.sampled, step.row_of = list(map(len, rows)), row_of
-            step.gone = scheduler_output.num_scheduled_tokens.keys() - self.requests.keys()
+            if isinstance(self, AsyncScheduler) or self.finished_req_ids:  # cleared when a step is scheduled
+                step.gone = scheduler_output.num_scheduled_tokens.keys() - self.requests.keys()
             if self.tlt_ngram:
                 self.tlt_ngram.verified(scheduler_output, rows, row_of)
         self._tlt_waited_s += time.perf_counter() - now

@@ -13,6 +13,11 @@ BROKEN_MARK = "tlt_broken_drafts"
 """Attribute set on vLLM's `ModelRunnerOutput`: draft tokens dropped since the last one (`BrokenDrafts`)."""
 
 
+def accept_length(accepted: float, drafts: float) -> float:
+    """Tokens per verified draft, with the one that the target adds; 1 where nothing was drafted."""
+    return 1.0 + accepted / drafts if drafts else 1.0
+
+
 # ---------------------------------------------------------------------- the trainer to a rollout server
 
 

@@ -10,9 +10,9 @@ and carry out what is decided.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import EngineStats, accept_length
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
@@ -163,7 +163,9 @@ class RunDecision:
         """
         self.rollout.learn(stats.values(), gain)
         drafting = [s for s in stats.values() if s.num_drafts and _drafted(s) > 0.5]
-        accepted = _accept_length(drafting)
+        accepted = accept_length(
+            sum(sum(s.num_accepted_tokens_per_pos) for s in drafting), sum(s.num_drafts for s in drafting)
+        )
         useless = self._has_drafter and accepted <= USELESS
         if self.cause:
             return self._after_probe(bool(drafting) and not useless, gain or 0.0)
@@ -203,9 +205,3 @@ def _drafted(stats: EngineStats) -> float:
     """Share of engine steps that verified a draft."""
     steps = stats.steps_by_draft_length
     return sum(n for k, n in steps.items() if k > 0) / max(1, sum(steps.values()))
-
-
-def _accept_length(stats: Collection[EngineStats]) -> float:
-    """Tokens per verified draft, the target's own included."""
-    drafts = sum(s.num_drafts for s in stats)
-    return 1.0 + sum(sum(s.num_accepted_tokens_per_pos) for s in stats) / max(1, drafts)

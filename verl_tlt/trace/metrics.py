@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
+from verl_tlt.messages.rollout import EngineStats, ResponseDrafts, accept_length
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
 
@@ -86,7 +86,7 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
         return {}
     drafts = sum(r.num_drafts for r in replicas)
     accepted = _by_position(r.num_accepted_tokens_per_pos for r in replicas)
-    metrics: dict[str, float | None] = {"tlt/accept_length": 1.0 + sum(accepted) / drafts if drafts else 1.0}
+    metrics: dict[str, float | None] = {"tlt/accept_length": accept_length(sum(accepted), drafts)}
     for i, offered in enumerate(_by_position(r.num_draft_tokens_per_pos for r in replicas)):
         if offered:
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
@@ -124,7 +124,7 @@ def _tail_accept_length(rows: Sequence[ResponseDrafts]) -> float | None:
         drafts += part * row.num_drafts
         accepted += part * row.num_accepted_tokens
         left -= part * row.responses
-    return 1.0 + accepted / drafts if drafts else 1.0
+    return accept_length(accepted, drafts)
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:

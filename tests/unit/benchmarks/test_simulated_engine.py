@@ -46,7 +46,7 @@ def test_what_is_drafted_is_verified_one_step_later():
         assert len(record.num_accepted_tokens_per_pos) == record.verified
         assert record.num_drafts == (record.batch if record.verified else 0)
         assert list(record.num_accepted_tokens_per_pos) == sorted(record.num_accepted_tokens_per_pos, reverse=True)
-        assert record.produced <= record.batch + sum(record.num_accepted_tokens_per_pos)
+        assert record.num_decode_tokens <= record.batch + sum(record.num_accepted_tokens_per_pos)
 
 
 def test_true_acceptance_is_what_the_records_show():
