@@ -113,9 +113,9 @@ class DecodeLoad:
 def room_before_stop(least: int, has: int, most: int) -> int:
     """Longest draft for a request that must not stop before its `least`th token; `sys.maxsize`: any.
 
-    vLLM hides stop tokens row by row, and errs at the boundary: it judges the token behind a whole draft by the tokens
-    before the draft, and under async scheduling every row by the tokens that there would be if all drafts in flight
-    were accepted. Where all that a draft can reach lies on one side of the boundary, any way of counting is right.
+    vLLM hides stop tokens row by row, and errs at the boundary: it judges the token behind a draft by the tokens before
+    it, and under async scheduling every row as if all drafts in flight were accepted. Where all that a draft can reach
+    lies on one side of the boundary, any way of counting is right.
 
     Args:
         least: `SamplingParams.min_tokens`.

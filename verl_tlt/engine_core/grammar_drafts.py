@@ -1,10 +1,9 @@
 """Drafts of requests with structured output: verified whole, so that sampling stays exact.
 
 vLLM cuts a draft before the first token that the grammar forbids (`Scheduler.update_draft_token_ids`), and draws the
-token in that place as if none had been drafted there. That happens only where a forbidden one was drawn, so tokens that
-the drafter holds likely come too often. Here a forbidden token is verified like any other: under the grammar its
-probability is 0, so it is rejected and replaced as every rejected draft is. vLLM's own asynchronous scheduling does the
-same.
+token in that place as if none had been drafted there, so tokens that the drafter holds likely come too often. Here a
+forbidden token is verified like any other: its probability is 0 under the grammar, so it is rejected and replaced as
+every rejected draft is. vLLM's own asynchronous scheduling does the same.
 """
 
 from __future__ import annotations

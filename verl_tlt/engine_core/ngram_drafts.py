@@ -1,9 +1,8 @@
 """The scheduler's side of n-gram drafts: the only ones, or in place of an EAGLE drafter's where they match.
 
-With synchronous scheduling drafts pass the scheduler (`update_draft_token_ids`), which knows every request's tokens: so
-the index (`speculation.ngram_index`) is here. The step that is sent to the workers names the requests with an n-gram,
-which is verified with probability one (`vllm_worker.draft_probabilities`). Which draft a request gets depends on tokens
-already verified, never on what the drafter drew, so sampling stays exact.
+With synchronous scheduling drafts pass the scheduler, which knows every request's tokens. The step that is sent to the
+workers names the requests with an n-gram, which is verified with probability one (`vllm_worker.draft_probabilities`).
+Which draft a request gets depends on verified tokens, never on what the drafter drew, so sampling stays exact.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 
 LEAST_TRUST = 0.2
 """Alone, an n-gram whose first token is accepted less often than this is not worth verifying."""
-_FADE = 0.99  # weight of the past in the drafter's own acceptance, per step
+_FADE = 0.99
+"""Weight of the past in the drafter's own acceptance, per step."""
 
 
 class NgramDrafts:

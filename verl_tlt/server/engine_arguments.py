@@ -38,9 +38,8 @@ WITHOUT_A_DRAFTER = {
 def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
     """The `cudagraph_mode` of an engine that verifies drafts, as verl asks for it and vLLM can follow; "NONE": eager.
 
-    Instead of FULL graphs there are PIECEWISE ones with decode context parallelism (verl's `vllm_async_server.py:320`)
-    and where FlashInfer is asked for by name without TensorRT-LLM's kernels, which alone verify drafts in a FULL graph
-    (vLLM's `FlashInferMetadataBuilder.get_cudagraph_support`). What else it resolves an engine says once started.
+    There are no FULL graphs with decode context parallelism (verl's `vllm_async_server.py:320`), nor where FlashInfer
+    is asked for by name without TensorRT-LLM's kernels (vLLM's `FlashInferMetadataBuilder.get_cudagraph_support`).
     """
     if enforce_eager:
         return "NONE"
@@ -82,8 +81,7 @@ def speculative_config(
     """VLLM's `speculative_config`: an EAGLE-3 drafter, the policy's MTP head, or for n-grams a proposer of nothing.
 
     Drafts are sampled: at temperature 1 a greedy draft is accepted with p(argmax) only. `draft_load_config` overrides
-    verl's `load_format=dummy`, which would give the drafter random weights and the policy's head. vLLM looks for an MTP
-    head where the policy is.
+    verl's `load_format=dummy`, which would give random weights. vLLM looks for an MTP head where the policy is.
     """
     if source == "ngram":  # the scheduler drafts (engine_core/ngram_drafts.py)
         proposer = "verl_tlt.vllm_worker.drafter_pass.NoProposals"

@@ -24,8 +24,8 @@ USELESS = 1.05
 CLEARLY = 0.03
 """Share of the decoding time without drafts that must be saved or lost to count; less may be noise."""
 UNTRIED = 0.10
-"""Share that must be expected to be saved for all replicas to draft while no drafter has been tried in this run: until
-then the estimate rests on short contexts and on text of older steps alone. For less, one replica tries."""
+"""The same while no drafter was tried in this run, when the estimate rests on short contexts and older text alone. For
+less, one replica tries."""
 BETTER = 1.05
 """After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
 IN_A_ROW = 3

@@ -124,10 +124,9 @@ class GoodputPolicy(Policy):
         return self._lengths[self._probe.choice]
 
     def _reachable(self, batch: int) -> int:
-        """Number of lengths that may be chosen: those measured near this batch, and one more.
+        """Number of lengths that may be chosen: those measured near this batch or at a larger one, and one more.
 
-        A measurement at a larger batch counts, because it bounds the latency here from above. Where K=0 was not
-        measured it comes first: compared with a guess, drafting can look good for the whole start of a rollout.
+        Where K=0 was not measured it comes first: compared with a guess, drafting can look good for long.
         """
         if self.latency.largest_batch(self._lengths[0]) * _BEYOND < batch:
             return 1

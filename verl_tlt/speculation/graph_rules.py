@@ -1,10 +1,9 @@
 """Which draft lengths have CUDA graphs, and which of vLLM's model runners drafts them, by vLLM release.
 
-A draft length without a captured graph looks dearer than it is. vLLM's V1 model runner captures FULL graphs for batches
-in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for
-everything else; counts are rounded up to multiples of 1 + K_max, up to a largest one, beyond which a step runs eagerly.
-`vllm_worker.cuda_graphs` has FULL graphs captured for the other draft lengths too, OFF and K=0 among them. V2 captures
-them for the draft lengths in a table that it is started with (`draft_length_table`).
+A draft length without a captured graph looks more expensive than it is. vLLM's V1 model runner captures FULL graphs for
+batches in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for
+everything else, rounded up to multiples of 1 + K_max; beyond the largest a step runs eagerly. `vllm_worker.cuda_graphs`
+has FULL graphs captured for the other draft lengths too, and V2 captures those of `draft_length_table`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ For every replica r, over the load intervals i of its rollout (`LoadInterval`):
 `off_s` is what a step without drafts takes at that load, by the calibration and by live steps without drafts, of
 control rollouts above all. Prefills and pauses are taken to be what they were.
 
-Replicas that share a machine's processors slow each other down. There a step is compared with steps beside as many busy
-replicas, and only steps beside which nobody drafted or trained are the measure: one that drafts loads the machine less
-than one that does not, and without TLT nobody trains during the rollout, so what that costs is part of the figure.
+Where replicas share a machine's processors, a step is compared with steps beside as many busy replicas, and only steps
+beside which nobody drafted or trained are the measure: without TLT nobody trains during the rollout.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ came or went, and the interval is of two kinds."""
 REACH = 1.5
 """Batches are compared with one that was measured up to this factor away, where no calibration tells how costs grow."""
 SHORT_CONTEXT = 256
-"""Tokens of context per request up to which it hardly matters to the cost of a step; longer ones are told apart by
-octave, and compared with the same octave or the next one on either side."""
+"""Tokens of context per request up to which it hardly matters to the cost of a step. Longer ones are compared with the
+same octave or the next one on either side."""
 EARLY, SOON, RARELY = 2, 8, 256
 """Control rollouts at a run's beginning; rollouts before each of these, and before each later one."""
 
@@ -44,22 +43,19 @@ Times = Sequence[tuple[float, float]]
 
 
 class Savings(NamedTuple):
-    """What a rollout gained by drafting."""
+    """What a rollout gained by drafting; None: too little can be compared (`COVERED`)."""
 
     saved_s: float | None
-    """Seconds by which it ended earlier; negative: later; exactly 0 where nothing was drafted. None: less than half of
-    the decoding time can be compared, or a replica gave no statistics."""
+    """Seconds by which it ended earlier; 0 where nothing was drafted, None also where a replica gave no statistics."""
     gain: float | None
-    """Share of the decoding time without drafts that was saved (negative: lost) where the drafter ran and nobody
-    trained on the same processors. None: it ran nowhere, or too little to compare."""
+    """Share of the decoding time without drafts that was saved where the drafter ran and nobody trained beside it."""
 
 
 class ControlRollouts:
     """Which replicas decode a rollout without drafts, as the measure of the others; none in most rollouts.
 
-    Where the replicas share a machine (`shared`) all are meant, else each in turn. By itself a run has `EARLY` such
-    rollouts, `SOON` after the run's begin and after each other, and then rarely one: everybody waits for a replica that
-    does not draft. Rollouts with the drafter OFF serve as well.
+    Where the replicas share a machine all are meant, else each in turn. By itself a run has `EARLY` such rollouts and
+    then rarely one, since everybody waits for a replica that does not draft. Rollouts that are OFF serve as well.
 
     Args:
         replicas: all of them, in a fixed order.
@@ -105,11 +101,7 @@ class _Row(NamedTuple):
 
 
 class SavingsAccount:
-    """Learns what steps without drafts take, and says what each rollout saved.
-
-    Args:
-        shared: the replicas share a machine's processors; else each has devices of its own.
-    """
+    """Learns what steps without drafts take, and says what each rollout saved; `shared` as in `ControlRollouts`."""
 
     def __init__(self, shared: bool) -> None:
         self._shared = shared
@@ -157,12 +149,11 @@ class SavingsAccount:
         return there if max(nearest / batch, batch / nearest) <= REACH else None
 
     def _off_seconds_of(self, row: _Row) -> float | None:
-        """What the tokens of an interval take without drafts."""
         found = self.off_seconds(row.interval.batch, row.interval.context, round(row.busy))
         return None if found is None else row.interval.plain_steps * found
 
     def _learn(self, rows: Sequence[_Row]) -> None:
-        """Take over the undisturbed ones."""
+        """Take over the steps of undisturbed intervals."""
         for row in (row for row in rows if row.undisturbed):
             interval, busy, steps = row.interval, row.busy, row.interval.plain_steps
             if steps <= 0 or abs(busy - round(busy)) >= UNMIXED:

@@ -77,12 +77,11 @@ def verify_as_certain(runner: GPUModelRunner) -> None:
 class BrokenDrafts:
     """Drops the drafts of a drafter whose probabilities are NaN, and counts them.
 
-    With V1 such a row becomes zeros: a draft that had no chance is rejected, and what takes its place is drawn from the
-    policy. With V2 it becomes a certain draft of the token that was drafted. Either is exact, because such a token does
-    not depend on what the policy's tokens are drawn with. The count is copied to the host behind the step's other work,
-    without a wait. The drafter's KV cache holds NaN too then, which attention may meet even where it is masked (0 times
-    NaN is NaN), so it is cleared before another drafter fills it: in the first step after `drafter_loaded`, since verl
-    reloads between waking the weights and waking the KV cache, which is not mapped then.
+    With V1 such a row becomes zeros: the draft is rejected, and what takes its place is drawn from the policy. With V2
+    it becomes a certain draft of the token that was drafted. Either is exact, because such a token does not depend on
+    what the policy's tokens are drawn with. The count is copied to the host without a wait. The drafter's KV cache
+    holds NaN too then, which attention meets even where it is masked (0 times NaN is NaN), so it is cleared in the
+    first step after `drafter_loaded`: at the reload itself verl has not woken it up, and it is not mapped.
 
     A `RuntimeError` where this vLLM keeps a drafter's probabilities elsewhere: it would emit token 0 for such a draft.
 

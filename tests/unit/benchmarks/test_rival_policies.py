@@ -28,6 +28,19 @@ def test_an_engine_takes_them_by_its_policy_factory(name):
     assert policy.choose(Load(4, 400)) in ARMS
 
 
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        ("benchmarks.control.policies:absent", "cannot be loaded"),
+        ("nowhere", "cannot be loaded"),
+        ("operator:itemgetter", "makes no verl_tlt.speculation.types.Policy"),
+    ],
+)
+def test_an_engine_refuses_a_factory_that_makes_no_policy(factory, why):
+    with pytest.raises(ValueError, match=f"policy_factory={factory} {why}"):
+        load_policy({"speculation": {}, "arms": list(ARMS), "policy_factory": factory})
+
+
 def test_the_bandit_with_the_released_settings_is_a_lookup_table():
     """TLT's released defaults; they need exactly four draft lengths besides 0."""
     released = BanditSettings(thresholds=(1, 2, 5, 21), arms_per_bucket=1, off_arm=False, off_above=32)

@@ -161,8 +161,8 @@ class LatencyModel:
     def to_table(self, calibration: LatencyTable | None = None) -> LatencyTable:
         """Every measured cell as one point, for the store.
 
-        A calibration is kept as it is, and completed by cells that it does not reach: figures that a run measured while
-        the machine was busy cannot be compared with it.
+        A calibration is kept as it is, since figures of a busy machine cannot be compared with it, and completed by
+        cells that it does not reach.
         """
         points = list(calibration.points) if calibration else []
         # The pace is the machine's at the moment; a calibration is what it was compared with.
@@ -229,9 +229,8 @@ def _key(batch: float, kv_tokens: float, draft_length: int) -> _Key:
 class Cell:
     """Log correction of the roofline at one load and draft length, robust against stalls.
 
-    A scalar Kalman filter on log(measured / roofline). The machine's pace, which all cells share, is estimated at the
-    same time; every sample is divided between the two by the uncertainty of each. `prior` is what its neighbours
-    suggest, `prior_sigma` infinite without neighbours; `jitter` the relative noise of a single step, as known so far.
+    A scalar Kalman filter on log(measured / roofline), beside which the machine's pace is estimated. `prior` is what
+    its neighbours suggest, `prior_sigma` infinite without any; `jitter` the relative noise of a single step so far.
     """
 
     __slots__ = (

@@ -123,7 +123,7 @@ class Roofline:
         """
         table = np.asarray(rows, dtype=np.float64)  # [n, 3]
         target = np.log(np.asarray(seconds))  # [n]
-        # Cauchy weights below tell stalls apart; the votes of all rows together stay within what the prior can bear.
+        # A robust (Cauchy-weighted) fit; the prior bounds how far the data can move it.
         weight = np.asarray(votes) / _NOISE**2
         contexts = np.maximum(table[:, 1] / table[:, 0], 1.0)
         pull = 1.0 / _SPREAD**2

@@ -84,8 +84,8 @@ class LatencyTable:
     def for_lengths(self, lengths: Iterable[int]) -> LatencyTable:
         """The points of OFF and these lengths; lengths between measured draft lengths are interpolated, linear in K.
 
-        One more drafted token costs one more pass of the drafter and one more verified position, so the time of a step
-        is close to linear in K. OFF is never interpolated.
+        A token more costs a pass of the drafter and a verified position, so a step is close to linear in K. OFF is
+        never interpolated.
         """
         wanted = {OFF, *lengths}
         measured = [k for k in self.lengths() if k >= 0]
@@ -166,7 +166,7 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 
 
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
-    """The stored table of `key`; None where there is none, it had to be set aside, or anybody may have written it."""
+    """The stored table of `key`; None where there is none that can be used, which is logged."""
     try:
         path = table_path(directory, key)
     except TLTError as error:
