@@ -91,7 +91,7 @@ class TableCost:
     """
 
     def __init__(self, table: LatencyTable) -> None:
-        self._curves = {k: table.by_batch(k) for k in table.arms()}
+        self._curves = {k: table.by_batch(k) for k in table.lengths()}
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
         steady = interpolate(self._curves[drafted], batch)

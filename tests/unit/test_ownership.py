@@ -6,13 +6,7 @@ import shutil
 
 import pytest
 
-<<<<<<< HEAD
 from verl_tlt.drafter.checkpoint import STAGE_DIR, replaced, stage, staged_weights
-from verl_tlt.engine_core.steps import StepTrace
-=======
-from verl_tlt.drafter.checkpoint import replaced
-from verl_tlt.drafter.staging import DIRECTORY, stage, staged_weights
->>>>>>> b1a7abf (One engine step is one record from its scheduling to its sums, and one Policy class asks for K; why verl and vLLM are changed at run time stands beside the code that does; the longest draft is named once)
 from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import (
     OWNER,

@@ -405,7 +405,7 @@ VLLM = {
         Symbol("vllm.v1.engine.async_llm:AsyncLLM.sleep", "level"),
         Symbol("vllm.v1.engine.output_processor:OutputProcessor", has="request_states"),
     ),
-    "warmup/engine.py": (Symbol("vllm.v1.metrics.reader:get_metrics_snapshot"),),
+    "commands/warmup/engine.py": (Symbol("vllm.v1.metrics.reader:get_metrics_snapshot"),),
 }
 
 SYMBOLS = (*by_file(VERL), *by_file(VLLM))

@@ -92,7 +92,7 @@ def test_a_mixtures_calibration_tells_what_steps_cost_beyond_it():
 
     def errors(known):
         model = LatencyModel(arms, table=calibration_of(truth, arms), active_share=known)
-        return [abs(model.seconds(*load) / truth.step_s(*load) - 1.0) for load in loads]
+        return [abs(model.seconds(b, kv, k) / truth.seconds(b, kv, max(k, 0), k) - 1.0) for b, kv, k in loads]
 
     assert max(errors(share)) < 0.1, errors(share)
     assert max(errors(1.0)) > 0.5, "as of a dense policy"
