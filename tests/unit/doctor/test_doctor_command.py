@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose
-from verl_tlt.commands.doctor.gpus import visible_gpus
+from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose, visible_gpus
 from verl_tlt.config import COSTS_DIR
 from verl_tlt.upstream.sources import source_root
 from verl_tlt.upstream.versions import look_first_in

@@ -5,9 +5,10 @@ Judging imports neither verl nor torch. Measuring starts the recipe's engine in 
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,7 @@ from rich.text import Text
 
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import Recipe, compose, read_settings
-from verl_tlt.commands.doctor.gpus import NO_GPU, examine_gpus, visible_gpus
+from verl_tlt.checks.recipe import Recipe, compose, number, read_settings, select
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.files.ownership import check_writable
@@ -26,6 +26,8 @@ from verl_tlt.upstream.upstream_api import Symbol
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from verl_tlt.speculation.costs.tables import LatencyTable
 
 
@@ -73,9 +75,9 @@ def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
 
 def examine_recipe(recipe: Recipe) -> list[Finding]:
     """Releases, and a recipe if its overrides are given."""
-    if not recipe.overrides or installed("verl") is None:
-        return rules.examine_packages()
     first = rules.examine_packages()
+    if not recipe.overrides or installed("verl") is None:
+        return first
     try:
         config = compose(recipe.overrides, recipe.config)
         first.insert(0, rules.switched_on(config))
@@ -83,6 +85,35 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
         return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
+
+
+def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
+    """GPUs that a process with this environment would see; `root` holds `dev` and `sys`."""
+    there = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
+    for node in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")):  # AMD's; a CPU is 0
+        there += Path(node).read_text().strip() not in ("", "0")
+    there = there or int(os.path.exists(os.path.join(root, "dev/dxg")))  # WSL's: one or more
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if (asked := environment.get(name)) is not None:
+            names = [one.strip() for one in asked.split(",")]
+            until = next((i for i, one in enumerate(names) if one in ("", "-1")), len(names))
+            there = min(there, until) if not any(one.startswith("MIG") for one in names) else until
+    return there
+
+
+def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Finding]:
+    """Whether the GPUs that the recipe asks for are seen from here; none where it runs on the CPU."""
+    device, what = str(select(config, "trainer.device", "cuda")), "GPUs"
+    if device == "cpu":
+        return []
+    if device != "cuda":
+        return [Finding("if", what, f"trainer.device={device}: whether there are such devices was not looked at.")]
+    nodes, each = number(config, "trainer.nnodes", 1), number(config, "trainer.n_gpus_per_node", 1)
+    here = visible_gpus(environment)
+    wanted = f"trainer.nnodes={nodes} and trainer.n_gpus_per_node={each} ask for {nodes * each} GPUs"
+    if nodes * each <= here:
+        return [Finding("ok", what, f"{here} GPUs are seen here")]
+    return [Finding("if", what, f"{wanted}, and {here or 'none'} {'is' if here == 1 else 'are'} seen here.")]
 
 
 def findings_table(findings: list[Finding]) -> Table:
@@ -124,7 +155,7 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
 
 def _needs_gpu(recipe: Recipe, cpu: bool) -> None:
     if not cpu and not visible_gpus({**os.environ, **recipe.environment}):
-        raise TLTError(NO_GPU)
+        raise TLTError("No GPU found; --cpu measures on the CPU.")
 
 
 def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:

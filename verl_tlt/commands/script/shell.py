@@ -11,7 +11,6 @@ import contextlib
 import copy
 import fnmatch
 import importlib.util
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,17 +28,15 @@ if TYPE_CHECKING:
 _SUCCEED = ("true", ":", "trap", "wait", "ulimit", "umask", "shopt", "sleep", "kill", "disown", "hash")
 """Commands that change nothing in what the script goes on with."""
 _NEEDS_RUNNING = re.compile(
-    r"eval|source|\.|read|mapfile|readarray|getopts|let|pushd|popd|builtin|command|alias|coproc|local|unset|declare"
+    r"(eval|source|\.|read|mapfile|readarray|getopts|let|pushd|popd|builtin|alias|coproc|local|unset|declare|printf -v|"
+    r"command(?! -[vV]))\s"
 )
 _CHANGING = ("variable_assignment", "declaration_command", "unset_command", "for_statement", "arithmetic_expansion")
 """What a branch may not have in it of which it is not known whether it is taken."""
 _PROGRAMS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|.*\.sh")
 """Programs that a script may start in place of `main_ppo`."""
 _IMPORT = re.compile(r"\s*import\s+([A-Za-z_]\w*)\s*;?\s*")
-_COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge,
-}  # fmt: skip
+_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
 @dataclass(frozen=True)
@@ -214,7 +211,7 @@ class Shell(Words):
         for node in (inner for body in going_on for one in body for inner in walk(one)):
             text = text_of(node)
             name = text.split()[0] if node.type == "command" else ""
-            changes = name in ("cd", "set", "shift", *self.functions) or _NEEDS_RUNNING.fullmatch(name)
+            changes = name in ("cd", "set", "shift", *self.functions) or (name and _NEEDS_RUNNING.match(text + " "))
             if changes or node.type in _CHANGING or text.startswith("((") or (node.type == "expansion" and "=" in text):
                 raise Unreadable(f"{reason}, which decides whether `{shorten(text)}` is carried out")
         return None
@@ -289,7 +286,7 @@ class Shell(Words):
         if sign in ("=", "==", "!="):
             return (first == text if strings else self._matches(first, text_of(right))) == (sign != "!=")
         if sign in _COMPARED:
-            return _COMPARED[sign](self.arithmetic(first), self.arithmetic(text))
+            return bool(self.arithmetic(f"({first or 0}) {_COMPARED[sign]} ({text or 0})"))
         raise Unreadable(self.cause(text_of(node)))
 
     # ------------------------------------------------------------------ commands
@@ -315,7 +312,7 @@ class Shell(Words):
         if not words:
             return 0
         name, rest = words[0], list(words[1:])
-        if name in self.functions or _NEEDS_RUNNING.fullmatch(name) or words[:2] == ["printf", "-v"]:
+        if name in self.functions or _NEEDS_RUNNING.match(" ".join(words) + " "):
             raise Unreadable(self.cause(" ".join(words)))
         if name in _SUCCEED or name == "false":
             return int(name == "false")
@@ -378,9 +375,6 @@ class Shell(Words):
 
     def _run_exit(self, words: list[str]) -> int:
         raise Exit(int(words[0]) if words and words[0].isdecimal() else 0)
-
-    def _run_time(self, words: list[str]) -> int | None:
-        return self.call(words)
 
     def _run_shift(self, words: list[str]) -> int:
         count = self.arithmetic(words[0]) if words else 1
