@@ -1,7 +1,7 @@
 """What of the package's metadata depends on where its repository is: the README's links, the project's addresses.
 
 `VERL_TLT_REPOSITORY` says where (https://host/owner/verl-tlt). Then links to files of the repository lead there.
-Without it they become names: who reads a wheel or the built site (docs/generate.py) has no file to follow them to.
+Without it they become names: who reads a wheel or the built site (docs/hook.py) has no file to follow them to.
 """
 
 import os

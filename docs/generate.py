@@ -2,8 +2,6 @@
 
 The settings come from the dataclasses in verl_tlt/config.py, so that the page cannot differ from the code
 (tests/unit/test_docs.py compares). What concerns several keys at once is in `NOTES`. tables/ makes the figures.
-
-mkdocs loads this file too, as a hook (mkdocs.yml): pages link to source files, which a built site does not hold.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import runpy
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,11 +143,6 @@ def _change(change: UpstreamChange) -> str:
     }
     title = f"### {change.name[0].upper()}{change.name[1:]}\n"
     return "\n".join([title, *(f"* **{key}**: {text}" for key, text in said.items() if text), ""])
-
-
-def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
-    """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one."""
-    return str(runpy.run_path(str(ROOT / "setup.py"))["linked"](markdown, config.get("repo_url"), "../"))
 
 
 def _fields(class_name: str) -> list[tuple[str, str, str]]:

@@ -40,6 +40,12 @@ def generate(monkeypatch):
 
 
 @pytest.fixture
+def hook(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("hook")
+
+
+@pytest.fixture
 def tables(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     return importlib.import_module("tables")
@@ -212,11 +218,11 @@ def test_every_page_is_in_the_site_and_can_be_reached_from_the_readme():
     assert reached >= set(PAGES)
 
 
-def test_links_out_of_the_site_become_names_or_lead_to_the_repository(generate):
+def test_links_out_of_the_site_become_names_or_lead_to_the_repository(hook):
     page = "[a.py](../verl_tlt/idle/a.py#here), [its room](../verl_tlt/idle/) and [metrics](metrics.md)"
     names = "`verl_tlt/idle/a.py`, its room: `verl_tlt/idle/` and [metrics](metrics.md)"
-    assert generate.on_page_markdown(page, config={"repo_url": None}) == names
-    assert generate.on_page_markdown(page, config={"repo_url": "https://example.org/x/"}) == (
+    assert hook.on_page_markdown(page, config={"repo_url": None}) == names
+    assert hook.on_page_markdown(page, config={"repo_url": "https://example.org/x/"}) == (
         "[a.py](https://example.org/x/blob/main/verl_tlt/idle/a.py#here), "
         "[its room](https://example.org/x/tree/main/verl_tlt/idle/) and [metrics](metrics.md)"
     )
