@@ -45,16 +45,6 @@ class UpstreamChange(NamedTuple):
     """Upstream form of the change: a diff below patches/."""
 
 
-def upstream_change(
-    name: str,
-    *,
-    replaces: tuple[str, ...],
-    symptom: str,
-    cause: str,
-    releases: str,
-    removed_by: str = "",
-    upstream: str = "",
-    patch: str = "",
-) -> Callable[[F], F]:
-    """Say of the code that makes a change why it does; the fields of `UpstreamChange`, as literals."""
+def upstream_change(name: str, **facts: str | tuple[str, ...]) -> Callable[[F], F]:
+    """Say of the code that makes a change why it does; `facts` are other fields of `UpstreamChange`, as literals."""
     return lambda code: code
