@@ -136,12 +136,12 @@ class _AsyncView:
         """The engine keeps none."""
 
     async def generate(self, prompt: object, params: object, request_id: str) -> AsyncIterator[object]:
-        """Decode together whatever was asked for at once."""
+        """Decode together whatever was asked for at once; the first to ask is given its output, the others none."""
         self._waiting.append((prompt, params))
         await asyncio.sleep(0)
         batch, self._waiting = self._waiting, []
         if batch:
-            yield self._engine.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)
+            yield self._engine.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)[0]
 
 
 class _Engine:
