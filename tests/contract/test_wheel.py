@@ -5,6 +5,7 @@ Run with Python 3.12 (`make test-3.12`) it is tried there. Here a bare environme
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def installed(checkout, tmp_path_factory):
         (site / f"{name}-{version}.dist-info" / "METADATA").write_text(about)
     (line,) = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # its 0 is "no isolation"
-    said = shell(place / "bin" / "python", "-m", "pip", *line.split(), cwd=checkout, more=offline)
+    said = shell(place / "bin" / "python", "-m", "pip", *shlex.split(line, comments=True), cwd=checkout, more=offline)
     assert re.findall(r"Successfully installed (.*)", said) == [f"verl-tlt-{verl_tlt.__version__}"], "it moved others"
     return place / "bin"
 
