@@ -1,7 +1,8 @@
 """Run by a test in a process of its own: vLLM's V2 model runner under our scheduler, in Triton's interpreter.
 
 Prints JSON: the tokens that transformers decodes greedily, and for each way to draft those of the engine, how often the
-drafter ran, and how many steps drafted how much. Arguments: directories of the policy and of a drafter of it.
+drafter ran, and how many steps drafted how much; the same of sampled tokens with a drafter whose logits are NaN.
+Arguments: directories of the policy and of a drafter of it.
 """
 
 import json
@@ -12,12 +13,16 @@ from types import SimpleNamespace
 
 os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
 
+import triton.language as tl
 from triton.backends import backends
+from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 backends["cpu"] = SimpleNamespace(driver=None, compiler=None)  # else vLLM's CPU backend sees no Triton
+libdevice.log1p = lambda x: tl.log(x + 1.0)  # the interpreter has none
 
 REQUESTS, TOKENS = 4, 16
+SAMPLED = {"temperature": 1.0, "seed": 7}
 LIMITS = {"max_model_len": 64, "max_num_seqs": REQUESTS, "max_num_batched_tokens": 64}
 
 
@@ -50,7 +55,7 @@ def expected(target):
     return found
 
 
-def observe(engine, passes, *, worker, scheduler, draft_length=None):
+def observe(engine, passes, *, worker=True, scheduler=True, draft_length=None, **sampling):
     """Decode with the drafter switched on or off in worker and scheduler; `draft_length` None: the policy's."""
     assert engine.llm.reset_prefix_cache()
     passes.clear()
@@ -58,10 +63,10 @@ def observe(engine, passes, *, worker, scheduler, draft_length=None):
     assert refusal is None, refusal
     engine.scheduler.tlt.control(drafting=scheduler, force_k=draft_length)
     engine.scheduler.tlt.stats(reset=True)
-    tokens = engine.generate(REQUESTS, TOKENS)
+    tokens = engine.generate(REQUESTS, TOKENS, **sampling)
     stats = engine.scheduler.tlt.stats(reset=True)
     return {"tokens": tokens, "passes": len(passes), "steps": stats.steps_by_draft_length,
-            "accepted": sum(stats.num_accepted_tokens_per_pos)}  # fmt: skip
+            "accepted": sum(stats.num_accepted_tokens_per_pos), "broken": stats.num_broken_drafts}  # fmt: skip
 
 
 def sync(engine, drafter):
@@ -74,9 +79,29 @@ def sync(engine, drafter):
     engine.llm.wake_up(tags=["kv_cache"])
 
 
+def ruin(engine):
+    """Have the drafter compute NaN, as one that was trained into it and passed its checks."""
+    engine.runner.speculator.model.model.fc.weight.data.fill_(float("nan"))
+
+
+def replace_nothing(engine):
+    """Have the rejection kernels see NaN, whatever is done against it."""
+    speculator = engine.runner.speculator
+    propose = speculator.propose
+
+    def drafts_of_nan(input_batch, *args, **kwargs):
+        drafts = propose(input_batch, *args, **kwargs)
+        speculator.draft_logits[input_batch.idx_mapping] = float("nan")
+        return drafts
+
+    engine.patch.setattr(speculator, "propose", drafts_of_nan)
+
+
 if __name__ == "__main__":
     from shared_engines import SharedEngines
     from verl.workers.rollout.vllm_rollout import utils
+
+    from verl_tlt.vllm_worker import draft_probabilities
 
     utils.set_death_signal = lambda: None
     models = dict(zip(("target", "good"), map(Path, sys.argv[1:]), strict=True))
@@ -86,15 +111,24 @@ if __name__ == "__main__":
         engine.runner.speculator.model.register_forward_hook(lambda *_: passes.append(1))
         found = {
             "transformers": {"tokens": expected(models["target"])},
-            "K=0": observe(engine, passes, worker=True, scheduler=True, draft_length=0),
-            "drafting": observe(engine, passes, worker=True, scheduler=True),
+            "K=0": observe(engine, passes, draft_length=0),
+            "drafting": observe(engine, passes),
             "OFF": observe(engine, passes, worker=False, scheduler=False),
-            "OFF, and the scheduler did not hear of it": observe(engine, passes, worker=False, scheduler=True),
-            "drafting again": observe(engine, passes, worker=True, scheduler=True),
+            "OFF, and the scheduler did not hear of it": observe(engine, passes, worker=False),
+            "drafting again": observe(engine, passes),
             "runner": type(engine.runner).__mro__[1].__module__,
         }
         engine.runner._dummy_run(8)
         sync(engine, models["good"])
-        found["after a sync"] = observe(engine, passes, worker=True, scheduler=True)
+        found["after a sync"] = observe(engine, passes)
+        ruin(engine)
+        found["NaN"] = observe(engine, passes, **SAMPLED)
+        sync(engine, models["good"])
+        found["after NaN and a sync"] = observe(engine, passes)
+        ruin(engine)
+        engine.patch.setattr(draft_probabilities, "BROKEN_MARK", "of which the scheduler does not hear")
+        found["NaN in every step"] = observe(engine, passes, **SAMPLED)
+        replace_nothing(engine)
+        found["NaN that nobody replaces"] = observe(engine, passes, **SAMPLED)
     engines.close()
     print(json.dumps(found))

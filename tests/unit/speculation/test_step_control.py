@@ -7,6 +7,7 @@ import pytest
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
 from verl_tlt.speculation.types import OFF, Load, Policy, Step
 
@@ -59,6 +60,14 @@ def test_force_and_off_overrule_it():
     assert control.choose(Load(4, 100)) == OFF
     assert control.control(drafting=True, force_k=None) == {"drafting": True, "force_k": None}
     assert control.choose(Load(4, 100)) == 2
+
+
+def test_the_first_step_after_off_drafts_again():
+    control = StepControl(make_policy("fixed", (0, 1, 3)), LIMITS)
+    control.control(drafting=False)
+    record(control, step(drafted=OFF, **UNDRAFTED))
+    control.control(drafting=True)
+    assert control.choose(Load(4, 100)) == 3
 
 
 @pytest.mark.parametrize(
