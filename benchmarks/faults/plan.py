@@ -13,8 +13,9 @@ STEPS = 72
 """Of the long run: the last fault is judged over more than a dozen of them, and on a busy machine all strike late."""
 SAVE_EVERY = 10
 BOUNDS = {
-    "verl_tlt.trainer.ray_fleet:CALL_S": 30.0,
-    "verl_tlt.trainer.ray_fleet:SLEEP_S": 10.0,
+    "verl_tlt.trainer.servers:CALL_S": 30.0,
+    "verl_tlt.trainer.spot_workers:CALL_S": 30.0,
+    "verl_tlt.trainer.servers:SLEEP_S": 10.0,
 }
 """Bounds of the trainer that are minutes for real machines; here steps take seconds."""
 
@@ -81,12 +82,12 @@ FAULTS = (
           "tlt/errors_lost_replica", "the load balancer had lost replica", "joins", first=6),
     Fault("spot worker stopped (SIGSTOP) past its bound", 9, (MICRO_BATCH,), "stop",
           "tlt/spot_failures", "did not stop within", "trains", first=3),
-    Fault("object store full when a drafter is published", 10, ("verl_tlt.trainer.ray_fleet:RayFleet.stage",),
+    Fault("object store full when a drafter is published", 10, ("verl_tlt.trainer.servers:Servers.stage",),
           "full_store", "tlt/errors_publish", "ObjectStoreFullError", "publishes"),
     Fault("disk full while checkpointing", 10, ("verl_tlt.spot_worker.learner:save_drafter",), "full_disk",
           "tlt/errors_save", "No space left on device", "saves", holds_up=False),
     Fault("a request acquired between the idle reading and the removal", 11,
-          ("verl_tlt.trainer.ray_fleet:RayFleet.leave",), "late_request", "", "", "served_late"),
+          ("verl_tlt.trainer.servers:Servers.leave",), "late_request", "", "", "served_late"),
     Fault("spot worker exhausting its memory", 12, (MICRO_BATCH,), "exhaust_memory",
           "tlt/spot_failures", "can't allocate memory", "trains", first=3),
     Fault("tap raising", 13, ("verl_tlt.actor.tap:_MicroBatch.slice",), "fail",

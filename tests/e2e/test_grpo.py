@@ -11,7 +11,7 @@ from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
 from verl_tlt.commands.report.steps import rl_steps
-from verl_tlt.idle.cold_start import PORTIONS, STEPS
+from verl_tlt.trainer.cold_start import PORTIONS, STEPS
 
 pytestmark = pytest.mark.e2e
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile, store_name
-from verl_tlt.trainer.fleet import DrafterStore
 from verl_tlt.trainer.run_setup import first_drafter
+from verl_tlt.trainer.servers import DrafterStore
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",

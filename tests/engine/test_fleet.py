@@ -55,7 +55,8 @@ def started(names, devices, balancer=None, store=None, config=CONFIG):
     """The trainer's fleet over stand-in servers, each of so many devices, in verl's own placement groups."""
     from verl.single_controller.ray import RayResourcePool
 
-    from verl_tlt.trainer.ray_fleet import RayFleet, SpotPlan
+    from verl_tlt.trainer.run_setup import SpotPlan
+    from verl_tlt.trainer.spot_workers import Fleet
 
     servers = {name: ray.remote(Server).options(num_cpus=0).remote() for name in names}
     replicas = [
@@ -70,7 +71,7 @@ def started(names, devices, balancer=None, store=None, config=CONFIG):
     actor = SimpleNamespace(world_size=world, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(world)])
     spot = SpotPlan(**worker_arguments(config=config))
     store = store and ray.remote(store).options(num_cpus=0).remote(spot.drafter)
-    fleet = RayFleet(manager, actor, store, RayResourcePool([world], max_colocate_count=2), spot)
+    fleet = Fleet(manager, actor, store, RayResourcePool([world], max_colocate_count=2), spot)
     assert fleet.start_spot((3, 5, 7), None) is None
     return fleet
 
@@ -80,8 +81,8 @@ def fleet(recorded):
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-        from verl_tlt.trainer import ray_fleet as module
-        from verl_tlt.trainer.fleet import DrafterStore
+        from verl_tlt.trainer import spot_workers as module
+        from verl_tlt.trainer.servers import DrafterStore
 
         patch.setattr(module, "SpotWorker", Odd)
         fleet = started(REPLICAS, 1, GlobalRequestLoadBalancer, DrafterStore)
@@ -94,16 +95,16 @@ def wide():
     """A replica on two devices, alone; its drafter can draft a part of the policy's tokens."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         fleet = started(["wide"], 2, config=replace(CONFIG, drafter=replace(CONFIG.drafter, vocab=24)))
-        wait_for(lambda: not fleet.replicas["wide"].workers.starting())
+        wait_for(lambda: not fleet.spot_workers["wide"].starting())
         yield fleet
-        for worker in fleet.replicas["wide"].workers.handles.values():
+        for worker in fleet.spot_workers["wide"].handles.values():
             ray.kill(worker)
 
 
 def fill(fleet, recorded, names):
     sequences, weights = recorded
     shards, arrays = ray.put(as_shards(sequences)), ray.put(weights)
-    ray.get([fleet.replicas[n].workers.first().add.remote(1, [[shards]], arrays) for n in names], timeout=300)
+    ray.get([fleet.spot_workers[n].first().add.remote(1, [[shards]], arrays) for n in names], timeout=300)
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def phase(fleet, recorded, tmp_path):
     """Start watching a phase in which only `long` is still serving; whoever left comes back afterwards."""
     from verl_tlt.trainer.watch import PendingWork, SamplingWatch
 
-    ray.get([r.workers.first().__ray_call__.remote(begin_anew) for r in fleet.replicas.values()], timeout=300)
+    ray.get([r.first().__ray_call__.remote(begin_anew) for r in fleet.spot_workers.values()], timeout=300)
     requests = [(f"request-{time.time()}-{i}", None) for i in range(2 * len(REPLICAS))]
     held = [(ray.get(fleet.balancer.acquire_server.remote(request))[0], request) for request, _ in requests]
     watches = []
@@ -120,7 +121,7 @@ def phase(fleet, recorded, tmp_path):
         """Sessions last until they are stopped."""
         ray.get([r.workers.first().__ray_call__.remote(set_epochs, 1e9) for r in fleet.replicas.values()], timeout=300)
         for name, fault in faults.items():
-            ray.get(fleet.replicas[name].workers.first().be.remote(fault), timeout=300)
+            ray.get(fleet.spot_workers[name].first().be.remote(fault), timeout=300)
         planner = ReplicaIdlePlanner(REPLICAS, expected_requests=6, settle_s=0.05)
         watch = SamplingWatch(fleet, planner, PendingWork, 0.02, TraceWriter(tmp_path, "trainer"), 1, recall)
         watches.append(watch)
@@ -148,12 +149,12 @@ def wait_for(condition, seconds=300):
 
 def trained(fleet, name, steps=12):
     """Whether a session has come that far."""
-    return ray.get(fleet.replicas[name].workers.first().__ray_call__.remote(steps_taken), timeout=300) >= steps
+    return ray.get(fleet.spot_workers[name].first().__ray_call__.remote(steps_taken), timeout=300) >= steps
 
 
 def move_on(fleet):
     """Bring all workers to an agreed version that is not the first one."""
-    worker = fleet.replicas["long"].workers.first()
+    worker = fleet.spot_workers["long"].first()
     ray.get(worker.__ray_call__.remote(set_epochs, 0.7))
     assert ray.get(worker.train.remote(), timeout=300).steps >= CONFIG.spot.min_merge_steps
     assert fleet.merge(["long"]).included == ("long",)
@@ -163,7 +164,7 @@ def move_on(fleet):
 
 def assert_alike(fleet):
     """All workers hold the same candidate, served and initial parameters."""
-    first, *others = ray.get([r.workers.first().versions.remote() for r in fleet.replicas.values()], timeout=300)
+    first, *others = ray.get([r.first().versions.remote() for r in fleet.spot_workers.values()], timeout=300)
     for other in others:
         for which in ("candidate", "served", "initial"):
             for name, value in first.of(which).items():
@@ -185,7 +186,7 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
     merged = update_drafter(fleet, CONFIG, report.sessions, 1, "bfloat16")
     assert (merged.decision, merged.excluded) == ("kept", {})
-    ray.get(fleet.replicas["short"].workers.first().__ray_call__.remote(score_alone))
+    ray.get(fleet.spot_workers["short"].first().__ray_call__.remote(score_alone))
     learned = update_drafter(fleet, CONFIG, [session(fleet, "short")], 1, "bfloat16")
     assert learned.decision == "published"
     assert learned.tau["candidate"] > learned.tau["served"]
@@ -214,7 +215,7 @@ def test_to_ask_for_the_load_leaves_no_record_in_rays_store(fleet):
 def test_the_next_session_judges_and_its_own_work_waits(fleet):
     from verl_tlt.trainer.drafter_update import update_drafter
 
-    workers = [r.workers.first() for r in fleet.replicas.values()]
+    workers = [r.first() for r in fleet.spot_workers.values()]
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
     merged = update_drafter(fleet, CONFIG, [session(fleet, "short")], 7, "bfloat16")
     assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
@@ -275,20 +276,20 @@ def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(flee
     by_replica = {s.replica: s for s in report.sessions}
     assert "out of luck" in by_replica["short"].error
     assert by_replica["brief"].error is None
-    ray.get(fleet.replicas["short"].workers.first().be.remote(""))
+    ray.get(fleet.spot_workers["short"].first().be.remote(""))
 
 
 def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_others(fleet, phase, recorded):
     from verl_tlt.trainer.drafter_update import update_drafter
 
-    restarts = fleet.replicas["short"].workers.restarts
+    restarts = fleet.spot_workers["short"].restarts
     move_on(fleet)
     watch = phase(short="deaf")
     wait_for(lambda: trained(fleet, "short") and trained(fleet, "brief"))
     start = time.time()
     report = watch.finish(BOUND_S)
     assert BOUND_S <= time.time() - start < BOUND_S + 1.0, "the trainer waits for its bound"
-    assert fleet.replicas["short"].workers.restarts == restarts + 1
+    assert fleet.spot_workers["short"].restarts == restarts + 1
     by_replica = {s.replica: s for s in report.sessions}
     assert f"did not stop within {BOUND_S} s" in by_replica["short"].error
     assert by_replica["brief"].stop_latency_s < BOUND_S
@@ -298,7 +299,7 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert learned.drafter is not None
     assert_alike(fleet)
     fill(fleet, recorded, ["short"])
-    assert ray.get(fleet.replicas["short"].workers.first().train.remote(), timeout=300).steps > 0
+    assert ray.get(fleet.spot_workers["short"].first().train.remote(), timeout=300).steps > 0
 
 
 @pytest.mark.parametrize("fault", ["dying", "sick"])
@@ -306,10 +307,10 @@ def test_a_worker_whose_process_dies_is_replaced(fleet, phase, recorded, fault):
     """As one does whose device it can use no more."""
     all_up(fleet)
     fill(fleet, recorded, ["brief"])
-    restarts = fleet.replicas["brief"].workers.restarts
+    restarts = fleet.spot_workers["brief"].restarts
     move_on(fleet)
     watch = phase(brief=fault)
-    wait_for(lambda: fleet.replicas["brief"].workers.restarts == restarts + 1)
+    wait_for(lambda: fleet.spot_workers["brief"].restarts == restarts + 1)
     report = watch.finish(BOUND_S)
     assert report.error is None
     by_replica = {s.replica: s for s in report.sessions}
@@ -346,14 +347,14 @@ def kill(worker):
 
 def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     move_on(fleet)
-    published = ray.get(fleet.replicas["long"].workers.first().export.remote(5, "bfloat16", []))
+    published = ray.get(fleet.spot_workers["long"].first().export.remote(5, "bfloat16", []))
     fleet.stage(published)
-    before = ray.get(fleet.replicas["long"].workers.first().versions.remote()).initial
-    for replica in fleet.replicas.values():
-        kill(replica.workers.first())
+    before = ray.get(fleet.spot_workers["long"].first().versions.remote()).initial
+    for workers in fleet.spot_workers.values():
+        kill(workers.first())
     fleet.keep_as_served()  # finds nobody alive
     assert_alike(fleet)
-    successor = fleet.replicas["brief"].workers.first()
+    successor = fleet.spot_workers["brief"].first()
     assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
     agreed = ray.get(successor.versions.remote())
     for name, value in before.items():
@@ -363,10 +364,8 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
 
 def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
     """The trainer's thread kills it, and the background sees it die."""
-    restarts, handles = fleet.replicas["long"].workers.restarts, fleet.replicas["long"].workers.handles
-    os.kill(
-        ray.get(fleet.replicas["long"].workers.first().__ray_call__.remote(lambda worker: os.getpid())), signal.SIGSTOP
-    )
+    restarts, handles = fleet.spot_workers["long"].restarts, fleet.spot_workers["long"].handles
+    os.kill(ray.get(fleet.spot_workers["long"].first().__ray_call__.remote(lambda worker: os.getpid())), signal.SIGSTOP)
     reverting = threading.Thread(target=fleet.revert, args=("served",))
     reverting.start()
     die = ray.kill
@@ -378,17 +377,17 @@ def test_a_worker_that_a_merge_waits_for_is_replaced_once(fleet, monkeypatch):
 
     monkeypatch.setattr(ray, "kill", die_in_sight_of_the_merge)
     fleet.restart(["long"])
-    assert not reverting.is_alive() and fleet.replicas["long"].workers.handles is not handles
-    assert fleet.replicas["long"].workers.restarts == restarts + 1
+    assert not reverting.is_alive() and fleet.spot_workers["long"].handles is not handles
+    assert fleet.spot_workers["long"].restarts == restarts + 1
     assert_alike(fleet)
 
 
 def process(fleet, name):
-    return ray.get(fleet.replicas[name].workers.first().__ray_call__.remote(lambda worker: os.getpid()), timeout=300)
+    return ray.get(fleet.spot_workers[name].first().__ray_call__.remote(lambda worker: os.getpid()), timeout=300)
 
 
 def all_up(fleet):
-    ray.get([r.workers.first().__ray_ready__.remote() for r in fleet.replicas.values()], timeout=300)
+    ray.get([r.first().__ray_ready__.remote() for r in fleet.spot_workers.values()], timeout=300)
 
 
 def test_workers_that_are_stopped_or_killed_while_idle_cost_a_step_two_seconds_and_are_counted(fleet, tmp_path):
@@ -415,7 +414,7 @@ def test_workers_that_are_stopped_or_killed_while_idle_cost_a_step_two_seconds_a
 
 def test_a_checkpoint_has_the_optimizer_of_the_worker_that_trained_the_longest(fleet, recorded, tmp_path):
     all_up(fleet)
-    workers = [r.workers.first() for r in fleet.replicas.values()]
+    workers = [r.first() for r in fleet.spot_workers.values()]
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
     fill(fleet, recorded, ["brief"])
     assert session(fleet, "brief").result.steps > 0
@@ -431,7 +430,7 @@ def test_a_checkpoint_has_the_optimizer_of_the_worker_that_trained_the_longest(f
 
 def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     sequences, weights = recorded
-    assert (wide.replicas["wide"].devices, list(wide.replicas["wide"].workers.handles)) == (2, ["wide", "wide/1"])
+    assert (len(wide.replicas["wide"].ranks), list(wide.spot_workers["wide"].handles)) == (2, ["wide", "wide/1"])
     arrays = ray.put(weights)
     taken = [
         TappedStates((ray.put(as_shards(sequences[rank::2])),), arrays if rank == 0 else None, seconds=0.0, errors=0)
@@ -443,12 +442,12 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     stats = wide.hand_over(1, taken)["wide"].result(300)
     assert (stats.sequences, stats.incomplete) == (len(sequences), 0)
     assert (stats.responses, stats.draftable) == (len(said), int(np.isin(said, ids).sum()))
-    workers = list(wide.replicas["wide"].workers.handles.values())
+    workers = list(wide.spot_workers["wide"].handles.values())
     assert ray.get([w.__ray_call__.remote(drafted) for w in workers]) == [ids.tolist()] * 2
     ray.get([w.__ray_call__.remote(set_epochs, 1e9) for w in workers], timeout=300)
     session = wide.train("wide")
     wait_for(lambda: min(ray.get([w.__ray_call__.remote(steps_taken) for w in workers], timeout=300)) >= 3)
-    assert not session.done() and wide.first_done({"wide": session}, 0.05) == []
+    assert wide.first_done({"wide": session}, 0.05) == []
     wide.stop("wide")
     assert wide.first_done({"wide": session}, 60) == ["wide"]
     found = session.result(1)
@@ -462,5 +461,5 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     each = ray.get([w.__ray_call__.remote(score) for w in workers])
     assert len(wide.train("wide").result(300).scores.positions) == sum(len(own.positions) for own in each) > 0
     wide.restart(["wide"])
-    successors = wide.replicas["wide"].workers.handles.values()
+    successors = wide.spot_workers["wide"].handles.values()
     assert ray.get([w.__ray_call__.remote(drafted) for w in successors]) == [ids.tolist()] * 2

@@ -7,9 +7,7 @@ import pytest
 from recorded import ray_cluster, worker_arguments
 
 from verl_tlt.messages.training import DrafterProvenance
-from verl_tlt.trainer.fleet import CallFailed
-from verl_tlt.trainer.ray_calls import ASK_S, RayCall
-from verl_tlt.trainer.waits import BEAR_S, Waits
+from verl_tlt.trainer.waits import ASK_S, BEAR_S, Call, CallFailed, Waits, ask
 
 pytestmark = pytest.mark.engine
 
@@ -93,14 +91,16 @@ def deaf():
 @pytest.fixture
 def fleet(deaf, monkeypatch):
     """One replica, of which nobody answers; every bound is short."""
-    from verl_tlt.trainer import ray_fleet as module
+    from verl_tlt.trainer import servers, spot_workers
+    from verl_tlt.trainer.run_setup import SpotPlan
 
     for name in ("CALL_S", "SLEEP_S", "CALIBRATION_S"):
-        monkeypatch.setattr(module, name, BOUND_S)
+        monkeypatch.setattr(servers, name, BOUND_S)
+    monkeypatch.setattr(spot_workers, "CALL_S", BOUND_S)
     replica = SimpleNamespace(_server_address="a", _server_handle=deaf, servers=[deaf])
     manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=deaf)
     actor = SimpleNamespace(world_size=1, tlt_take=lambda *_: deaf.remote())
-    fleet = module.RayFleet(manager, actor, deaf, None, module.SpotPlan(**worker_arguments()))
+    fleet = spot_workers.Fleet(manager, actor, deaf, None, SpotPlan(**worker_arguments()))
     fleet.replaced = []
     fleet.waits = Waits(fleet.replaced.extend)
     return fleet
@@ -133,8 +133,6 @@ def test_a_call_that_nobody_answers_fails_after_its_bound(fleet, call):
 
 
 def test_a_call_to_a_server_that_is_given_up_ends_where_it_waits():
-    from verl_tlt.trainer.ray_calls import ask
-
     actor = ray.remote(Slow).options(num_cpus=0).remote()
     begun = actor.act.remote("begun", 600.0)
     wait_for(lambda: "began begun" in ray.get(actor.said.remote()))
@@ -145,7 +143,7 @@ def test_a_call_to_a_server_that_is_given_up_ends_where_it_waits():
 
 
 def test_spot_workers_that_answer_nobody_are_replaced(fleet, deaf):
-    fleet.replicas["a"].workers.handles = {"a": deaf, "a/1": deaf}
+    fleet.spot_workers["a"].handles = {"a": deaf, "a/1": deaf}
     begin = time.monotonic()
     fleet.revert("served")
     assert time.monotonic() - begin < BOUND_S + LATE_S, "they share one bound"
@@ -154,10 +152,10 @@ def test_spot_workers_that_answer_nobody_are_replaced(fleet, deaf):
 
 @pytest.mark.parametrize("call", ["keep_as_served", "save"])
 def test_what_a_step_waits_for_is_bounded_by_what_it_can_bear(fleet, deaf, tmp_path, monkeypatch, call):
-    from verl_tlt.trainer import ray_fleet as module
+    from verl_tlt.trainer import spot_workers as module
 
     monkeypatch.setattr(module, "CALL_S", 600.0)
-    fleet.replicas["a"].workers.handles = {"a": deaf}
+    fleet.spot_workers["a"].handles = {"a": deaf}
     begin = time.monotonic()
     if call == "save":
         with pytest.raises(CallFailed, match="no spot worker"):
@@ -171,21 +169,21 @@ def test_what_a_step_waits_for_is_bounded_by_what_it_can_bear(fleet, deaf, tmp_p
 def test_one_that_gives_no_sign_of_life_is_not_waited_for_any_longer(deaf):
     begin = time.monotonic()
     with pytest.raises(CallFailed, match="no sign of life") as failure:
-        RayCall(deaf.remote(), [deaf]).result(600.0)
+        Call([deaf.remote()], list, [deaf]).result(600.0)
     assert 0.9 * BEAR_S <= time.monotonic() - begin < BEAR_S + LATE_S and failure.value.silent
 
 
 def test_long_work_of_one_that_lives_is_waited_for(deaf):
     lives = deaf.actor
     with pytest.raises(CallFailed, match=f"no answer within {2 * BEAR_S:.0f} s"):
-        RayCall(lives.nothing.remote(), [lives]).result(2 * BEAR_S)
-    assert RayCall(lives.late.remote(3 * ASK_S), [lives]).result(600.0) == "late"
+        Call([lives.nothing.remote()], list, [lives]).result(2 * BEAR_S)
+    assert Call([lives.late.remote(3 * ASK_S)], list, [lives]).result(600.0) == ["late"]
 
 
 def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, monkeypatch):
-    from verl_tlt.trainer import replica_workers as module
+    from verl_tlt.trainer import spot_workers as module
 
-    fleet.replicas["a"].workers.begin({"a": deaf})
+    fleet.spot_workers["a"].begin({"a": deaf})
     fleet.revert("served")
     begin = time.monotonic()
     fleet.keep_as_served()
@@ -199,10 +197,27 @@ def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, mon
 
 @pytest.mark.parametrize("lives", [True, False], ids=["one of them", "its process"])
 def test_workers_whose_merge_hangs_are_replaced(fleet, monkeypatch, deaf, lives):
-    from verl_tlt.trainer import ray_fleet as module
+    from verl_tlt.trainer import spot_workers as module
 
     monkeypatch.setattr(module, "start_merge", lambda workers: ([deaf.remote()], []))
-    fleet.replicas["a"].workers.handles = {"a": deaf.actor if lives else deaf}
+    fleet.spot_workers["a"].handles = {"a": deaf.actor if lives else deaf}
     with pytest.raises(CallFailed, match="no answer"):
         fleet.merge(["a"])
     assert fleet.replaced == ["a"]
+
+
+def test_one_that_fails_fails_all_once_the_others_have_answered():
+    actors = [ray.remote(Slow).options(num_cpus=0).remote() for _ in range(3)]
+    ray.get([actor.said.remote() for actor in actors])
+    begin = time.monotonic()
+    calls = [actors[0].act.remote("it", 1.0), actors[1].act.remote("it", "no number"), actors[2].said.remote()]
+    with pytest.raises(CallFailed, match="TypeError") as failure:
+        Call(calls, list, actors).result(60.0)
+    assert time.monotonic() - begin >= 0.9 and not (failure.value.died or failure.value.silent)
+    assert Call([actor.act.remote("it", 0.0) for actor in actors], len, actors).result(60.0) == 3
+    calls = [actor.act.remote("it", 60.0) for actor in actors]
+    for actor in actors:
+        ray.kill(actor)
+    with pytest.raises(CallFailed) as failure:
+        Call(calls, list, actors).result(60.0)
+    assert failure.value.died and time.monotonic() - begin < LATE_S

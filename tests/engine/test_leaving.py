@@ -144,8 +144,7 @@ def test_a_server_whose_answer_is_given_up_serves_again_after_the_weight_sync(fl
     """Where it had not begun, it begins before what the weight sync calls."""
     import ray
 
-    from verl_tlt.trainer.fleet import CallFailed
-    from verl_tlt.trainer.ray_calls import ask
+    from verl_tlt.trainer.waits import CallFailed, ask
 
     servers, _, _ = fleet
     server = servers["server-0"]

@@ -22,9 +22,9 @@ from recorded import (
 
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.messages.training import DrafterProvenance
+from verl_tlt.spot_worker.merge import start_merge
 from verl_tlt.spot_worker.worker import NOSET, SpotWorker
-from verl_tlt.trainer.fleet import DrafterStore
-from verl_tlt.trainer.replica_workers import start_merge
+from verl_tlt.trainer.servers import DrafterStore
 
 pytestmark = pytest.mark.engine
 

@@ -50,7 +50,7 @@ def cluster(tmp_path_factory):
     """(make a server on a node, their store); each node's servers find another temporary directory."""
     from ray.cluster_utils import Cluster
 
-    from verl_tlt.trainer.fleet import DrafterStore
+    from verl_tlt.trainer.servers import DrafterStore
 
     folders = {name: tmp_path_factory.mktemp(f"node-{name}") for name in NODES}
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def cluster(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fleet(cluster):
     """Three replicas: one on each node, and one that spans both."""
-    from verl_tlt.trainer.ray_fleet import RayFleet
+    from verl_tlt.trainer.servers import Servers
 
     serve, store, _ = cluster
     servers = {"a": [serve("one")], "b": [serve("two")], "wide": [serve("one"), serve("two")]}
@@ -87,7 +87,7 @@ def fleet(cluster):
         SimpleNamespace(_server_address=name, _server_handle=some[0], servers=some) for name, some in servers.items()
     ]
     manager = SimpleNamespace(get_replicas=lambda: replicas, global_load_balancer=None)
-    return RayFleet(manager, SimpleNamespace(world_size=3), store, None, None)
+    return Servers(manager, None, 3, store)
 
 
 def everywhere(fleet):

@@ -19,10 +19,7 @@ WITHOUT_A_BOUND = {
 }
 ANSWERS = {
     "trainer/controller.py": {"merging.result()"},
-    "trainer/ray_calls.py": {"call.result(deadline.left())"},  # each worker's of a replica
-    "trainer/ray_fleet.py": {
-        "RayCall[MergeFacts](facts[0], [w for r in taking_part.values() for w in r.up()]).result(CALL_S)"
-    },
+    "trainer/spot_workers.py": {"call.result(CALL_S)"},  # the merge
     "trainer/waits.py": {"call.result(deadline.left())"},
     "trainer/watch.py": {"call.result(ANSWER_S)"},  # a session that has ended
 }
@@ -34,14 +31,16 @@ HIT_IN = {
     "server/engine_calls.py:SCHEDULER_S": "unit/server/test_server_bounds.py",
     "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
+    "trainer/cold_start.py:LONGEST_S": "unit/trainer/test_cold_start_rule.py",
+    "trainer/cold_start.py:SHORTEST_S": "unit/trainer/test_cold_start_rule.py",
     "trainer/controller.py:SAVE_S": "unit/trainer/test_bounds.py",
     "trainer/controller.py:WARM_AGAIN_S": "unit/trainer/test_controller.py",
     "trainer/controller.py:WARM_UP_S": "unit/trainer/test_controller.py",
-    "trainer/ray_calls.py:ASK_S": "engine/test_fleet_bounds.py",
-    "trainer/ray_fleet.py:CALIBRATION_S": "engine/test_fleet_bounds.py",
-    "trainer/ray_fleet.py:CALL_S": "engine/test_fleet_bounds.py",
-    "trainer/ray_fleet.py:SLEEP_S": "engine/test_fleet_bounds.py",
-    "trainer/replica_workers.py:START_S": "engine/test_fleet_bounds.py",
+    "trainer/waits.py:ASK_S": "engine/test_fleet_bounds.py",
+    "trainer/servers.py:CALIBRATION_S": "engine/test_fleet_bounds.py",
+    "trainer/waits.py:CALL_S": "engine/test_fleet_bounds.py",
+    "trainer/servers.py:SLEEP_S": "engine/test_fleet_bounds.py",
+    "trainer/spot_workers.py:START_S": "engine/test_fleet_bounds.py",
     "trainer/waits.py:BEAR_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:ANSWER_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:LOOK_S": "unit/trainer/test_bounds.py",

@@ -1,4 +1,4 @@
-"""When may a replica stop serving and train? A pure state machine: observations in, commands out.
+"""When may idle devices train the drafter? A pure state machine: observations in, commands out.
 
     BUSY ──LeaveBalancer──▶ DRAINING ──TrySleep──▶ IDLE ──StartTraining──▶ TRAINING ──StopTraining──▶ IDLE
       ▲                        │ refused           (no answer: IDLE until the weight sync)             │
@@ -13,8 +13,9 @@ The policy:
   refuses to sleep, the replica goes back, and is asked again only after a growing pause.
 * Where the sampler may ask for more groups at any moment, replicas that have left are called back first.
 
-The weight sync after the phase wakes every replica up and puts it back, however the phase ended. Methods return the
-commands to carry out next, so that none waits for the next look.
+The weight sync after the phase wakes every replica up and puts it back, however the phase ended. Observations and
+answers are method calls from one thread at a time, with times in seconds from any one monotonic clock; they return the
+commands to carry out next, so that none waits for the next look. `trainer.watch` carries them out.
 """
 
 from __future__ import annotations
@@ -23,26 +24,109 @@ import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-from verl_tlt.idle.planner import (
-    Command,
-    LeaveBalancer,
-    PhaseAccount,
-    Rejoin,
-    StartTraining,
-    StopTraining,
-    TrySleep,
-    WakeUp,
-)
+from typing import Literal
 
 FIRST_RETRY_S = 0.5
 """Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
-
 LONGEST_RETRY_S = 8.0
 """The pause doubles up to this: a bubble worth using is longer, so one that opens late is still used."""
-
 LEAST_SHARE = 0.5
 """Part of its fair share a replica must have carried at once: before dispatch all are idle, and routing is not even."""
+PATIENCE = 5
+"""The longest pause between two looks, in shortest ones. A look costs round trips to the balancer: CPU time that the
+engines want where they share a few cores with it."""
+
+
+@dataclass(frozen=True)
+class ModeRule:
+    """How one of verl's trainer modes differs for TLT; plain data, which the doctor reads, too."""
+
+    idle: Literal["replicas", "trainer"]
+    """Whose idle time trains the drafter: replicas that run dry while others decode, or the trainer's devices while
+    they wait for samples."""
+    recall: bool = False
+    """The sampler may send more groups at any moment, so a replica that leaves keeps its weights (on the host) and is
+    called back before they are sent. Elsewhere the planner knows beforehand and no replica leaves."""
+
+
+MODE_RULES = {
+    # One batch at a time; refills come only with settings under which no replica leaves.
+    "sync": ModeRule("replicas"),
+    # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
+    "colocate_async": ModeRule("replicas", recall=True),
+    # Rollout has replicas of its own, which are always busy.
+    "separate_async": ModeRule("trainer"),
+}
+"""By `trainer.v1.trainer_mode`."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a planner asks for."""
+
+    replica: str
+
+
+class LeaveBalancer(Command):
+    """Take the replica out of the load balancer; answer with `left`, or `failed`."""
+
+
+class TrySleep(Command):
+    """Ask the server to close its gate and sleep; answer with `slept`, `refused` (it still serves), or `failed`."""
+
+
+class StartTraining(Command):
+    """Start the replica's spot worker; answer with `training`, later `done` or `failed`."""
+
+
+class StopTraining(Command):
+    """Stop the replica's spot worker (it may have only just been started); answer with `stopped` or `failed`."""
+
+
+class WakeUp(Command):
+    """Ask the sleeping server to serve again with the weights it has; answer with `awake`, or `failed`."""
+
+
+class Rejoin(Command):
+    """Put the replica back into the load balancer."""
+
+
+def next_pause(pause: float, shortest: float, changed: bool) -> float:
+    """Seconds until the next look: the shortest after a change, half as long again after none."""
+    return shortest if changed else min(1.5 * pause, PATIENCE * shortest)
+
+
+@dataclass(frozen=True)
+class PhaseAccount:
+    """Idle time of one sampling phase and what was trained in it. Dicts are keyed by replica; times in seconds."""
+
+    bubble_s: Mapping[str, float]
+    """From the replica's last request until the last request of all; on the trainer's devices: its wait for samples."""
+    used_s: Mapping[str, float]
+    """Part of `bubble_s` in which the replica's spot worker trained."""
+    stop_s: Mapping[str, float]
+    """From the stop command until the worker answered."""
+    failures: int
+    """Sessions that failed at any stage."""
+    end: float
+    """When the last request of all had finished (the planner's clock): where every bubble ends."""
+    lost: int = 0
+    """Times the load balancer no longer knew a replica that had not left it."""
+
+    def then(self, later: PhaseAccount) -> PhaseAccount:
+        """Two phases of one RL step as one: seconds and counts add up, `end` is the later one's."""
+
+        def total(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+            return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+        return PhaseAccount(
+            bubble_s=total(self.bubble_s, later.bubble_s),
+            used_s=total(self.used_s, later.used_s),
+            stop_s=total(self.stop_s, later.stop_s),
+            failures=self.failures + later.failures,
+            end=later.end,
+            lost=self.lost + later.lost,
+        )
 
 
 class State(enum.Enum):
@@ -163,7 +247,8 @@ class ReplicaIdlePlanner:
         r = self._in(replica, State.DRAINING)
         r.retry_at = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0**r.refusals)
         r.refusals += 1
-        return self._back(replica)
+        r.idle_since = None  # the server knows better than the load shown
+        return [] if self._ended is not None else self._busy(replica)  # after the end: back with the weight sync
 
     def training(self, replica: str, now: float) -> None:
         """The spot worker runs."""
@@ -260,11 +345,6 @@ class ReplicaIdlePlanner:
         elif self._last_request is None:
             self._last_request = now
 
-    def _back(self, replica: str) -> list[Command]:
-        """After a refusal; after the end of sampling the weight sync brings it back instead."""
-        self._replicas[replica].idle_since = None  # the server knows better than the load shown
-        return [] if self._ended is not None else self._busy(replica)
-
     def _busy(self, replica: str) -> list[Command]:
         """From DRAINING to BUSY."""
         r = self._replicas[replica]
@@ -283,3 +363,35 @@ class ReplicaIdlePlanner:
         if r.state is not state:
             raise ValueError(f"Replica {name!r} is {r.state.value}, but was reported as if {state.value}.")
         return r
+
+
+class TrainerIdlePlanner(ReplicaIdlePlanner):
+    """Decides during one wait of the trainer which spot workers train: all that may, once it has lasted `settle_s`.
+
+    In `separate_async` the trainer's devices are idle from the moment it asks for samples until they are there: to the
+    planner they are replicas that sleep from the start. Samples that are there already cost nothing, hence `settle_s`.
+    `spot_workers` have enough to train on.
+    """
+
+    def __init__(
+        self, replicas: Sequence[str], *, begin: float, settle_s: float, spot_workers: Collection[str]
+    ) -> None:
+        super().__init__(replicas, expected_requests=0, settle_s=settle_s, spot_workers=spot_workers)
+        self._begin = begin
+        for r in self._replicas.values():
+            r.state, r.idle_since = State.IDLE, begin
+
+    def observe(
+        self, now: float, inflight: Mapping[str, int], pending: int, open_loops: int = 0, refill_possible: bool = False
+    ) -> list[Command]:
+        """Take one look; how much is in flight does not matter to devices that do not decode."""
+        if self._ended is not None or now - self._begin < self._settle_s:
+            return []
+        starting = [n for n, r in self._replicas.items() if n in self._workers and not (r.started or r.over)]
+        for name in starting:
+            self._replicas[name].started = True
+        return [StartTraining(name) for name in starting]
+
+    def recall(self) -> list[Command]:
+        """Nothing: these replicas serve no requests."""
+        return []

@@ -22,7 +22,7 @@ def accept_length(accepted: float, drafts: float) -> float:
 
 
 def store_name(job: str) -> str:
-    """Name of the Ray actor that a starting server asks for the drafter (`trainer.fleet.DrafterStore`); with Ray's id
+    """Name of the Ray actor that a starting server asks for the drafter (`trainer.servers.DrafterStore`); with Ray's id
     of the job, because jobs may share a namespace.
     """
     return f"verl_tlt_drafter_store_{job}"

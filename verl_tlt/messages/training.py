@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -116,6 +116,12 @@ class BufferStats:
     draftable: int = 0
     """Those of them that are in the draft vocabulary."""
 
+    @classmethod
+    def combined(cls, stats: Sequence[BufferStats]) -> BufferStats:
+        """What a replica's workers hold; `train_tokens` is what the fullest has, for one that can train is enough."""
+        sums = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)}
+        return replace(cls(**sums), train_tokens=max(s.train_tokens for s in stats))
+
 
 @dataclass(frozen=True)
 class SessionResult:
@@ -140,6 +146,26 @@ class SessionResult:
     """Its longest micro-batch: what a stop may have to wait for."""
     devices: float = 1.0
     """On how many it trained, on average over `seconds`."""
+
+    @classmethod
+    def combined(cls, results: Sequence[SessionResult]) -> SessionResult:
+        """The sessions that a replica's workers had at the same time, as one."""
+        longest = max(r.seconds for r in results)
+        trained = [r for r in results if r.tokens and math.isfinite(r.loss)]
+        learned = sum(r.tokens for r in trained)
+        return cls(
+            outcome="stopped" if any(r.outcome == "stopped" for r in results) else "exhausted",
+            steps=sum(r.steps for r in results),
+            tokens=sum(r.tokens for r in results),
+            epochs=max(r.epochs for r in results),
+            skipped=sum(r.skipped for r in results),
+            seconds=longest,
+            loss=sum(r.loss * r.tokens for r in trained) / learned if trained else math.nan,
+            scores=HeldOutScores.combined([r.scores for r in results if r.scores is not None]),
+            judged_s=max(r.judged_s for r in results),
+            slowest_s=max(r.slowest_s for r in results),
+            devices=sum(r.seconds for r in results) / longest if longest else 0.0,
+        )
 
 
 @dataclass(kw_only=True)

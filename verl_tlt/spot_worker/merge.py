@@ -6,7 +6,7 @@ long one back. Take a session of t tokens to move the parameters by t * g and no
 g = sum(t_i d_i) / sum(t_i^2), and the merged change is g times the longest session: the average of equal sessions, and
 a longer step in its direction for unequal ones. During the warm-up tokens move less: each counts by its learning rate.
 
-A change travels in slices, each averaged by another worker (`trainer.replica_workers.start_merge`). A number is a
+A change travels in slices, each averaged by another worker (`start_merge`). A number is a
 16-bit integer times the scale of its block: averaged changes are added to weights, so their absolute error counts, and
 in blocks of like sizes (AdamW's steps are) it is 64 times smaller than bfloat16's. Every worker adopts the same bits.
 """
@@ -17,11 +17,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl_tlt.messages.training import MergedSlice, MergeFacts, Parameters
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+FAN_IN = 8
+"""Workers of a group that merges, and slices: on each level a worker reads no more than one drafter's change."""
 BLOCK = 1 << 16
 """Numbers with one scale: small enough to stay in a core's cache through all that is done to them."""
 LARGEST = 32767
@@ -29,6 +36,34 @@ THREADS = min(4, os.cpu_count() or 1)
 """Of one worker: one core alone cannot ask the memory for numbers fast enough."""
 TINY = 1e-30
 """A block of nothing larger is zero: its scale would have no inverse."""
+
+
+def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:
+    """Have these workers merge; does not wait.
+
+    `FAN_IN` workers make a group, each slice of the parameters is averaged over the group by another of its members,
+    and `FAN_IN` groups make one of the next level.
+
+    Returns:
+        (references of the facts, a `MergeFacts` each, all alike; references of the slices, for `SpotWorker.adopt`).
+    """
+    groups = [([worker], list(worker.hand_in.options(num_returns=FAN_IN).remote(FAN_IN))) for worker in workers]
+    facts: list[ObjectRef] = []
+    while not facts:
+        last = len(groups) <= FAN_IN
+        batches = [groups[i : i + FAN_IN] for i in range(0, len(groups), FAN_IN)]
+        groups = []
+        for batch in batches:
+            members = [worker for below, _ in batch for worker in below]
+            averages = []
+            for part in range(FAN_IN):
+                averager = members[part * len(members) // FAN_IN]  # evenly over the members, and so over their nodes
+                call = averager.average.options(num_returns=2)
+                averages.append(call.remote(*[row[part] for _, row in batch], last=last))
+            groups.append((members, [average for _, average in averages]))
+            if last:
+                facts = [reference for reference, _ in averages]
+    return facts, groups[0][1]
 
 
 def session_facts(worker: str, tokens: int, steps: int, min_steps: int) -> MergeFacts:

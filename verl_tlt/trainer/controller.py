@@ -1,6 +1,6 @@
 """One RL run with TLT: what happens at each of verl's hooks, and what one step hands to the next.
 
-    sample_begin        watch for idle devices, and train the drafter there (`idle.modes` says whose idle time it is)
+    sample_begin        watch for idle devices, and train the drafter there (`idle.replica_idle`)
     more_prompts        replicas that have left are called back before more prompts are sent
     sample_end          stop training (bounded), start merging in the background
     warm_up             spot workers that replaced others load their kernels
@@ -27,28 +27,23 @@ from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import most_frequent
-from verl_tlt.idle.cold_start import SHORTEST_S
-from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
+from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, TrainerIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
-from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
 from verl_tlt.messages.training import BufferStats, TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
-from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
-from verl_tlt.trainer.cold_start import make_cold_start, train_in_portions, train_together
+from verl_tlt.trainer.cold_start import SHORTEST_S, ColdStart, train_in_portions
 from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
-from verl_tlt.trainer.fleet import Call
-from verl_tlt.trainer.guard import Guard
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.spot_health import SpotHealth
-from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.waits import BEAR_S
+from verl_tlt.trainer.step_log import Guard, StepLog
+from verl_tlt.trainer.waits import BEAR_S, SYSTEM, Call, Clock, Deadline
 from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
 
 if TYPE_CHECKING:
-    from verl_tlt.trainer.ray_fleet import RayFleet
+    from verl_tlt.trainer.spot_workers import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ class Controller:
         tlt: TLTConfig,
         facts: RunFacts,
         start: FirstDrafter,
-        fleet: RayFleet,
+        fleet: Fleet,
         trace: TraceWriter,
         pending_work: Callable[[], PendingWork],
         clock: Clock = SYSTEM,
@@ -87,7 +82,9 @@ class Controller:
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
         self._health = SpotHealth(self.log)
-        self._cold = make_cold_start(tlt, start, facts.rule)
+        drafts = tlt.speculation.enable and tlt.speculation.policy != "off" and tlt.speculation.source != "ngram"
+        # Engines sleep while RL waits, but for those of `separate_async`.
+        self._cold = ColdStart(start.untrained and drafts and facts.rule.idle == "replicas", tlt.spot.cold_start_s)
         buffer, cold = tlt.buffer, self._cold.wanted
         self._tap = TapBudget(buffer.first_tokens, buffer.tokens_per_step is None, buffer.max_bytes, cold)
         self._watch: SamplingWatch | None = None
@@ -290,7 +287,12 @@ class Controller:
         """Train on all devices that may, for so many seconds at most."""
         if not (able := self._able(step)):
             return []
-        report = train_together(self.fleet, able, seconds, self.tlt.spot, self._trace, step, self.clock)
+        planner = TrainerIdlePlanner(able, begin=self.clock.time(), settle_s=0.0, spot_workers=able)
+        watch = SamplingWatch(
+            self.fleet, planner, PendingWork, self.tlt.spot.poll_s, self._trace, step, clock=self.clock
+        )  # fmt: skip
+        watch.wait(seconds)
+        report = watch.finish(self.tlt.spot.stop_timeout_s)
         self._account(step, report, in_bubbles=False)
         return report.sessions
 

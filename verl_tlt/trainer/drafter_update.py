@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Literal
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import HeldOutScores, MergeVerdict
-from verl_tlt.trainer.clock import SYSTEM, Clock
-from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.gate import decide
+from verl_tlt.trainer.waits import SYSTEM, CallFailed, Clock
 from verl_tlt.trainer.watch import EndedSession
 
 if TYPE_CHECKING:
-    from verl_tlt.trainer.ray_fleet import RayFleet
+    from verl_tlt.trainer.spot_workers import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class DrafterUpdate(MergeVerdict):
 
 
 def update_drafter(
-    fleet: RayFleet,
+    fleet: Fleet,
     config: TLTConfig,
     sessions: Sequence[EndedSession],
     version: int,
@@ -77,7 +76,7 @@ def update_drafter(
     return out
 
 
-def _merge(out: DrafterUpdate, fleet: RayFleet, sessions: Sequence[EndedSession]) -> None:
+def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[EndedSession]) -> None:
     workers = fleet.workers()
     # A worker with several sessions in the step hands in what all of them changed.
     trained = list(dict.fromkeys(s.replica for s in sessions if s.result.steps and s.replica in workers))
@@ -92,7 +91,7 @@ def _merge(out: DrafterUpdate, fleet: RayFleet, sessions: Sequence[EndedSession]
 
 
 def _judge(
-    out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, version: int, dtype: str
+    out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, version: int, dtype: str
 ) -> None:
     """Fill in what becomes of the candidate, and have the workers revert or export it."""
     serves_another = False
@@ -112,7 +111,7 @@ def _judge(
             out.acceptance = []
 
 
-def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: RayFleet, config: TLTConfig, seed: int) -> bool:
+def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, seed: int) -> bool:
     """The gate's verdict; returns whether the engines are to load another drafter than they have."""
     verdict = decide(scores, config.gate, seed=seed)
     out.tau, out.reason = scores.taus(), verdict.reason

@@ -1,6 +1,6 @@
 """The TLT trainers, which verl knows as `tlt_<mode>`: verl's hooks, each of which calls the `Controller`.
 
-Imported once verl's own trainers are. How the modes differ for TLT is in `idle.modes`.
+Imported once verl's own trainers are. How the modes differ for TLT is in `idle.replica_idle.MODE_RULES`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from verl_tlt.messages.rollout import store_name
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
-from verl_tlt.trainer.fleet import DrafterStore
-from verl_tlt.trainer.ray_fleet import RayFleet
 from verl_tlt.trainer.run_setup import claim, prepare
+from verl_tlt.trainer.servers import DrafterStore
+from verl_tlt.trainer.spot_workers import Fleet
 from verl_tlt.trainer.watch import BufferWatch
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TLTMixin(PPOTrainer):
     def on_init_end(self) -> None:
         run, config = self._tlt_run, self.config
         pool = self.resource_pool_manager.resource_pool_dict["global_pool"]
-        fleet = RayFleet(
+        fleet = Fleet(
             self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, run.spot, self.tlt_standalone()
         )
         pending_work = BufferWatch(

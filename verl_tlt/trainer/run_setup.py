@@ -16,12 +16,11 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
-from verl_tlt.idle.modes import MODE_RULES, ModeRule
+from verl_tlt.idle.replica_idle import MODE_RULES, ModeRule
 from verl_tlt.idle.tap_budget import STEP_SHARE
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
 from verl_tlt.trainer.checkpoints import saved_drafter
-from verl_tlt.trainer.fleet import SpotPlan
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -62,6 +61,19 @@ class FirstDrafter:
     """It is new, and a random head."""
     checkpoint: Path | None = None
     """Directory of the drafter's checkpoint that the run goes on from."""
+
+
+@dataclass(frozen=True)
+class SpotPlan:
+    """How spot workers are made: once at the start, and again for one that died."""
+
+    config: TLTConfig
+    policy_dir: str
+    """Visible on every node."""
+    drafter: DrafterFile
+    """The first one, float32."""
+    sampling: RolloutSampling
+    device: str
 
 
 @dataclass(frozen=True)

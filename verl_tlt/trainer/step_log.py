@@ -1,27 +1,58 @@
-"""Collects what happens in one RL step and turns it into trace events and metrics."""
+"""What happens in one RL step, as trace events and metrics; and TLT's own failures, which cost speed, not the run."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.planner import PhaseAccount, combined
+from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import MergeVerdict, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
-from verl_tlt.trainer.clock import SYSTEM, Clock
 from verl_tlt.trainer.drafter_update import DrafterUpdate
-from verl_tlt.trainer.fleet import ReplicaInfo
 from verl_tlt.trainer.run_setup import RunFacts
+from verl_tlt.trainer.servers import Replica
+from verl_tlt.trainer.waits import SYSTEM, Clock
 from verl_tlt.trainer.watch import EndedSession, PhaseReport
 
+logger = logging.getLogger(__name__)
+
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
+
+
+class Guard:
+    """Contains TLT's own failures, and counts them by what failed (`tlt/errors`).
+
+    Each kind is logged in full the first time, and in one line after that.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """A failure inside is logged, counted under `what`, and goes no further."""
+        try:
+            yield
+        except Exception as error:
+            self.counts[what] += 1
+            if self.counts[what] == 1:
+                logger.exception("TLT: %s failed; the run goes on without it", what)
+            else:
+                logger.error("TLT: %s failed again (%d times): %s", what, self.counts[what], error)
+
+    def count(self, what: str, failures: int) -> None:
+        """Add failures that were logged where they happened."""
+        if failures:
+            self.counts[what] += failures
 
 
 class StepLog:
@@ -48,10 +79,10 @@ class StepLog:
         overhead = self._observed.overhead
         overhead[part] = overhead.get(part, 0.0) + seconds
 
-    def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, ReplicaInfo], facts: RunFacts) -> None:
+    def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, Replica], facts: RunFacts) -> None:
         """Write the trace's first event; `step0` is the first RL step, which is not charged with the start."""
         self._observed.overhead.clear()
-        self.devices = {name: info.devices for name, info in replicas.items()}
+        self.devices = {name: max(1, len(info.ranks)) for name, info in replicas.items()}
         standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
         for name in DISTRIBUTIONS:
@@ -83,7 +114,7 @@ class StepLog:
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
         end = report.account.end
-        self._account = combined(self._account, report.account)
+        self._account = self._account.then(report.account) if self._account else report.account
         start = report.first_dispatch or end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
         for replica, seconds in report.account.bubble_s.items():

@@ -1,19 +1,28 @@
-"""Waiting for spot workers: every wait is bounded, and a worker that fails in one is counted and replaced.
+"""Time: how the trainer waits for other processes. Whoever is asked has answered or raised, is silent, or has died.
 
-The seconds are charged to the step, by name, by whichever of the controller's hooks waits (`Controller._charged`).
+Every wait has a bound, after which whoever has not answered is *silent*; so is a spot worker that gives no sign of life
+for `BEAR_S`, however long its bound is. (Its long work runs in a thread of its own, so that it can.) A spot worker that
+died or is silent is counted and replaced. One that is still starting, or was replaced meanwhile, is *excused*: it is
+left out and kept. The seconds are charged to the step, by name, by whichever of the controller's hooks waits.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
-from verl_tlt.trainer.fleet import Call, CallFailed
+import ray
+
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 T = TypeVar("T")
 
@@ -21,6 +30,129 @@ logger = logging.getLogger(__name__)
 
 BEAR_S = 2.0
 """What an RL step waits for a spot worker whose answer should be there, or that gives no sign of life."""
+ASK_S = BEAR_S / 4
+"""A spot worker that has not answered by then is asked for a sign of life."""
+CALL_S = 120.0
+"""For calls that take seconds at most: a longer one means the actor is gone."""
+
+
+class Clock:
+    """Time, and waiting for it; a test gives one on which hours pass at once."""
+
+    def time(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def event(self) -> threading.Event:
+        return threading.Event()
+
+    def lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    def start(self, target: Callable[[], None], name: str) -> threading.Thread:
+        """A daemon thread that runs `target` from now on."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
+
+
+SYSTEM = Clock()
+
+
+class Deadline:
+    """A bound that several waits share: some seconds from now."""
+
+    def __init__(self, seconds: float, clock: Clock = SYSTEM) -> None:
+        self._clock, self._end = clock, clock.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self._end - self._clock.monotonic())
+
+
+class CallFailed(TLTError, RuntimeError):
+    """A call into another process raised, found it dead (`died`), or was not answered in time (`silent`)."""
+
+    def __init__(self, message: str, died: bool = False, silent: bool = False) -> None:
+        super().__init__(message)
+        self.died, self.silent = died, silent
+
+
+def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float, bound_s: float | None = None) -> Any:
+    """`ray.get` within `timeout_s` seconds for all together; `CallFailed`, in one line, where one raised or is late.
+
+    `bound_s` is what is said to have passed, where part of the bound is used up.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise CallFailed(f"no answer within {timeout_s if bound_s is None else bound_s:.0f} s", silent=True) from error
+    except ray.exceptions.RayError as error:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        raise CallFailed(f"{type(error).__name__}: {last}", is_dead(error)) from error
+
+
+def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
+    """`answer` of an actor that lives on when the call is given up: the call is taken back, and ends where it waits.
+
+    Ray does not take back what the actor has got and not begun; that begins before whatever is called later.
+    """
+    try:
+        return answer(reference, timeout_s)
+    except CallFailed as error:
+        if error.silent:
+            for one in [reference] if isinstance(reference, ray.ObjectRef) else reference:
+                ray.cancel(one)
+        raise
+
+
+def is_dead(error: Exception) -> bool:
+    """Whether an error means that the actor is gone, also by Ray's own memory monitor; else it raised."""
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)
+
+
+class Call(Generic[T]):
+    """The same call to one or several spot workers, which is under way.
+
+    Args:
+        references: what each of them is to answer.
+        combine: makes one answer of theirs.
+        workers: those on which the call depends and that are up: all must give signs of life.
+        excused: whether a failure says nothing about who serves now.
+    """
+
+    def __init__(
+        self,
+        references: Sequence[ObjectRef],
+        combine: Callable[[list[Any]], T],
+        workers: Sequence[ActorHandle] = (),
+        excused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.references, self._combine, self._workers, self.excused = references, combine, workers, excused
+
+    def _come(self, timeout_s: float) -> bool:
+        return not ray.wait(self.references, num_returns=len(self.references), timeout=timeout_s)[1]
+
+    def result(self, timeout_s: float) -> T:
+        """The answer, of all; `CallFailed` where one raised, died or is silent, once the others have answered."""
+        deadline = Deadline(timeout_s)
+        while self._workers and deadline.left() > 0 and not self._come(min(ASK_S, deadline.left())):
+            signs, left = [worker.__ray_ready__.remote() for worker in self._workers], deadline.left()
+            silent = ray.wait(signs, num_returns=len(signs), timeout=min(BEAR_S - ASK_S, left))[1]
+            if silent and left >= BEAR_S - ASK_S and not self._come(0):
+                raise CallFailed(f"no sign of life within {BEAR_S:.0f} s", silent=True)
+        answers, failures = [], []
+        for reference in self.references:
+            try:
+                answers.append(answer(reference, deadline.left(), timeout_s))
+            except CallFailed as error:
+                failures.append(error)
+        if failures:
+            died, silent = any(error.died for error in failures), any(error.silent for error in failures)
+            raise CallFailed(str(failures[0]), died, silent)
+        return self._combine(answers)
 
 
 @dataclass(frozen=True)

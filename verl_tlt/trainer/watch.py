@@ -1,6 +1,6 @@
 """One sampling phase, watched from a thread: looks at the fleet, asks the planner, carries out its commands.
 
-All decisions are the planner's (`idle.replica_idle`, `idle.trainer_idle`). An error in here ends spot training for the
+All decisions are the planner's (`idle.replica_idle`). An error in here ends spot training for the
 phase and nothing else; replicas that left come back with the weight sync.
 """
 
@@ -11,28 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from verl_tlt.idle.planner import (
+from verl_tlt.idle.replica_idle import (
     Command,
     LeaveBalancer,
     PhaseAccount,
     Rejoin,
+    ReplicaIdlePlanner,
     StartTraining,
     StopTraining,
     TrySleep,
     WakeUp,
     next_pause,
 )
-from verl_tlt.idle.replica_idle import ReplicaIdlePlanner
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.clock import SYSTEM, Clock, Deadline
-from verl_tlt.trainer.fleet import Call, CallFailed
+from verl_tlt.trainer.waits import SYSTEM, Call, CallFailed, Clock, Deadline
 from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-    from verl_tlt.trainer.ray_fleet import RayFleet
+    from verl_tlt.trainer.spot_workers import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +136,7 @@ class SamplingWatch:
 
     def __init__(
         self,
-        fleet: RayFleet,
+        fleet: Fleet,
         planner: ReplicaIdlePlanner,
         pending_work: Callable[[], PendingWork],
         poll_s: float,

@@ -110,10 +110,12 @@ VERL = {
             says=("self.pending_keys.clear()", "tq.kv_list()"),
         ),
     ),
-    "trainer/ray_fleet.py": (
+    "trainer/spot_workers.py": (
         Symbol("verl.single_controller.ray.base:RayResourcePool", has="get_placement_groups max_colocate_count"),
         Symbol("verl.plugin.platform.platform_manager:get_platform"),
         Symbol("verl.plugin.platform.platform_base:PlatformBase.ray_resource_options", "num_gpus"),
+    ),
+    "trainer/servers.py": (
         Symbol(
             "verl.workers.rollout.replica:RolloutReplica",
             has="servers _server_address _server_handle is_reward_model is_teacher_model",

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl_tlt.actor import verifier_capture
 from verl_tlt.actor.verifier_capture import VerifierCapture
 from verl_tlt.drafter import from_numpy16
-from verl_tlt.trainer.replica_workers import capture_ranks
+from verl_tlt.trainer.spot_workers import capture_ranks
 
 VOCABULARY, HIDDEN = 200, 16
 PARTS = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}

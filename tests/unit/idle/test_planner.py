@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from verl_tlt.idle.planner import PATIENCE, PhaseAccount, combined, next_pause
+from verl_tlt.idle.replica_idle import PATIENCE, PhaseAccount, next_pause
 
 
 def test_looks_become_rarer_while_nothing_changes_and_frequent_again_after_a_change():
@@ -17,7 +17,4 @@ def test_looks_become_rarer_while_nothing_changes_and_frequent_again_after_a_cha
 def test_the_phases_of_a_step_add_up():
     first = PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.25}, 1, 10.0, lost=1)
     second = PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"b": 0.5}, 4, 20.0, lost=2)
-    assert combined(None, second) is second
-    assert combined(first, second) == PhaseAccount(
-        {"a": 3.0, "b": 4.0}, {"a": 0.5}, {"a": 0.25, "b": 0.5}, 5, 20.0, lost=3
-    )
+    assert first.then(second) == PhaseAccount({"a": 3.0, "b": 4.0}, {"a": 0.5}, {"a": 0.25, "b": 0.5}, 5, 20.0, lost=3)

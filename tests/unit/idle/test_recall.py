@@ -2,8 +2,16 @@
 
 import pytest
 
-from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, WakeUp
-from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
+from verl_tlt.idle.replica_idle import (
+    LeaveBalancer,
+    Rejoin,
+    ReplicaIdlePlanner,
+    StartTraining,
+    State,
+    StopTraining,
+    TrySleep,
+    WakeUp,
+)
 
 
 @pytest.fixture

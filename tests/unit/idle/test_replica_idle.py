@@ -4,8 +4,17 @@ import random
 
 import pytest
 
-from verl_tlt.idle.planner import LeaveBalancer, Rejoin, StartTraining, StopTraining, TrySleep, combined
-from verl_tlt.idle.replica_idle import FIRST_RETRY_S, LONGEST_RETRY_S, ReplicaIdlePlanner, State
+from verl_tlt.idle.replica_idle import (
+    FIRST_RETRY_S,
+    LONGEST_RETRY_S,
+    LeaveBalancer,
+    Rejoin,
+    ReplicaIdlePlanner,
+    StartTraining,
+    State,
+    StopTraining,
+    TrySleep,
+)
 
 
 def planner(replicas=("a", "b"), **changes):
@@ -324,4 +333,4 @@ def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
     assert p.observe(1.1, {"a": 0}, pending=0) == [Rejoin("b")]
     account = p.account(2.0)
     assert account.lost == 2
-    assert combined(combined(None, account), account).lost == 4
+    assert account.then(account).lost == 4

@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl_tlt.idle.planner import StartTraining, StopTraining
-from verl_tlt.idle.trainer_idle import TrainerIdlePlanner
+from verl_tlt.idle.replica_idle import StartTraining, StopTraining, TrainerIdlePlanner
 
 BUSY = {"standalone": 9}
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from verl_tlt.spot_worker import merge as merge_module
-from verl_tlt.spot_worker.merge import BLOCK, added, average_slice, hand_in, session_facts
-from verl_tlt.trainer.replica_workers import FAN_IN, start_merge
+from verl_tlt.spot_worker.merge import BLOCK, FAN_IN, added, average_slice, hand_in, session_facts, start_merge
 
 SHAPES = {"fc": (300, 700), "norm": (33,), "down": (BLOCK + 5,), "up": (4, BLOCK)}
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())

@@ -7,7 +7,7 @@ from verl_tlt.actor.adapters import even_split, window, zigzag
 from verl_tlt.actor.tap import shards_by_worker
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_worker.worker import whole_sequences
-from verl_tlt.trainer.replica_workers import route
+from verl_tlt.trainer.spot_workers import route
 
 WANTED, H = (1, 2, 4), 3
 LENGTHS = [11, 8, 29]

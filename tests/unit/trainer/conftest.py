@@ -6,7 +6,7 @@ from fake_fleet import FakeFleet
 from rl_steps import FIRST, POLL_S, STOP_S
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.modes import MODE_RULES
+from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller

@@ -1,6 +1,6 @@
 """A clock on which hours pass at once: whenever all threads that it started wait, time jumps to what one waits for.
 
-See `trainer.clock.Clock`. A test's own thread is one of them, and waits with `sleep` or `until`.
+See `trainer.waits.Clock`. A test's own thread is one of them, and waits with `sleep` or `until`.
 """
 
 import heapq

@@ -1,6 +1,6 @@
 """A fleet of plain objects, for driving the controller through whole RL steps: no Ray, no engines, no arrays.
 
-It keeps the promises of `trainer.ray_fleet.RayFleet` and notes every call. What goes wrong is set by the test: `broken`
+It keeps the promises of `trainer.spot_workers.Fleet` and notes every call. What goes wrong is set by the test: `broken`
 makes a method raise, `slow` makes it take seconds, `deaf` and `stop_s` change how sessions end, `merge_gate` holds
 merges back. A candidate waits for the first session to score it, as after a merge, unless `to_judge` is unset.
 """
@@ -15,15 +15,14 @@ import numpy as np
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, HeldOutScores, MergeFacts, SessionResult, TappedStates
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.trainer.clock import SYSTEM, Deadline
-from verl_tlt.trainer.fleet import CallFailed, ReplicaInfo
-from verl_tlt.trainer.waits import Waits
+from verl_tlt.trainer.servers import Replica
+from verl_tlt.trainer.waits import SYSTEM, CallFailed, Deadline, Waits
 
 K = 3
 
 
 class FakeCall:
-    """See `fleet.Call`."""
+    """See `waits.Call`."""
 
     def __init__(self, clock: Any = SYSTEM) -> None:
         self._event, self._value = clock.event(), None
@@ -53,11 +52,11 @@ def ended(value: Any) -> FakeCall:
 
 
 class FakeFleet:
-    """See `RayFleet`."""
+    """See `Fleet`."""
 
     def __init__(self, *names: str, standalone: Collection[str] = (), clock: Any = SYSTEM) -> None:
         self.clock = clock
-        self.replicas = {name: ReplicaInfo(name, name not in standalone) for name in names}
+        self.replicas = {name: Replica(name, [] if name in standalone else [0], None, []) for name in names}
         self.waits = Waits(self.restart, clock)
         self.calls: list[tuple] = []
         self.stats: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from fake_fleet import FakeCall, ended
 from rl_steps import LOOKS_S, called, fill_buffers, merged, rest_of_step, sampling
 
 from verl_tlt.trainer import controller, waits, watch
-from verl_tlt.trainer.fleet import CallFailed
+from verl_tlt.trainer.waits import CallFailed
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from fake_fleet import FakeFleet
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, rest_of_step, sampling
 
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.idle.cold_start import FLAT, PORTIONS, STEPS
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
-from verl_tlt.trainer.fleet import CallFailed
+from verl_tlt.trainer.cold_start import FLAT, PORTIONS, STEPS
 from verl_tlt.trainer.runtime_switch import write_switch
+from verl_tlt.trainer.waits import CallFailed
 
 SECONDS = 8.0
 PORTION_S = SECONDS / PORTIONS

@@ -14,8 +14,8 @@ from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.controller import WARM_AGAIN_S, WARM_UP_S
-from verl_tlt.trainer.fleet import CallFailed
 from verl_tlt.trainer.runtime_switch import write_switch
+from verl_tlt.trainer.waits import CallFailed
 
 
 def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run):

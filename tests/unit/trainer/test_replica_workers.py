@@ -5,44 +5,18 @@ import math
 
 import numpy as np
 import pytest
-from fake_clock import FakeClock
-from fake_fleet import FakeCall, ended
 from ray import exceptions as errors
 
-from verl_tlt.idle.planner import PhaseAccount
+from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
 from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.fleet import CallFailed
-from verl_tlt.trainer.ray_calls import CombinedCall, is_dead
-from verl_tlt.trainer.replica_workers import combined_buffers, combined_session
 from verl_tlt.trainer.step_log import StepLog
+from verl_tlt.trainer.waits import is_dead
 from verl_tlt.trainer.watch import EndedSession, PhaseReport
 
 LONG = SessionResult("stopped", steps=30, tokens=3000, epochs=1.5, seconds=10.0, loss=2.0)
 SHORT = SessionResult("exhausted", steps=10, tokens=1000, epochs=4.0, skipped=1, seconds=5.0, loss=1.0)
 NOTHING = SessionResult("exhausted")
-
-
-def test_it_is_done_when_all_are():
-    clock = FakeClock()
-    calls = [ended(1), FakeCall(clock), ended(3)]
-    call = CombinedCall(calls, sum, clock)
-    assert not call.done()
-    with pytest.raises(CallFailed, match="no answer"):
-        call.result(0.01)
-    began = clock.now
-    with pytest.raises(CallFailed, match="no answer"):
-        CombinedCall([FakeCall(clock) for _ in range(8)], sum, clock).result(10.0)
-    assert clock.now - began == pytest.approx(10.0), "the bound is for all of them together"
-    calls[1].end(2)
-    assert call.done() and call.result(0) == 6
-
-
-def test_one_that_fails_fails_all():
-    call = CombinedCall([ended(1), ended(CallFailed("out of memory", died=True)), ended(CallFailed("another"))], sum)
-    with pytest.raises(CallFailed, match="out of memory") as failure:
-        call.result(1)
-    assert failure.value.died
 
 
 @pytest.mark.parametrize(
@@ -60,11 +34,11 @@ def test_an_actor_that_was_killed_is_dead_and_one_that_raised_or_is_slow_is_not(
 
 
 def test_sessions_side_by_side_are_one():
-    found = combined_session([LONG, SHORT, LONG, NOTHING])
+    found = SessionResult.combined([LONG, SHORT, LONG, NOTHING])
     assert (found.outcome, found.steps, found.tokens, found.skipped, found.seconds) == ("stopped", 70, 7000, 1, 10.0)
     assert found.devices == 2.5, "of four devices, one idle and one for half of the time"
     assert found.loss == pytest.approx((2 * 3000 * 2.0 + 1000 * 1.0) / 7000)
-    alone = combined_session([NOTHING, NOTHING])
+    alone = SessionResult.combined([NOTHING, NOTHING])
     assert (alone.steps, alone.devices) == (0, 0.0) and math.isnan(alone.loss)
 
 
@@ -74,16 +48,16 @@ def test_what_each_scored_is_judged_together():
         scores = HeldOutScores(np.arange(sequences), np.full(sequences, 9), counts, counts, counts)
         return dataclasses.replace(LONG, scores=scores, judged_s=float(sequences))
 
-    assert combined_session([scored(2), LONG, scored(3)]).judged_s == 3.0, "side by side"
-    assert combined_session([scored(2), LONG, scored(3)]).scores.candidate.shape == (5, 4)
-    assert len(combined_session([scored(0), scored(0)]).scores.positions) == 0, "judged, with nothing held out"
-    assert combined_session([LONG, SHORT]).scores is None
+    assert SessionResult.combined([scored(2), LONG, scored(3)]).judged_s == 3.0, "side by side"
+    assert SessionResult.combined([scored(2), LONG, scored(3)]).scores.candidate.shape == (5, 4)
+    assert len(SessionResult.combined([scored(0), scored(0)]).scores.positions) == 0, "judged, with nothing held out"
+    assert SessionResult.combined([LONG, SHORT]).scores is None
 
 
 def test_buffers_add_up_and_one_that_can_train_is_enough():
     first = BufferStats(sequences=3, tokens=300, train_tokens=250, bytes=1000)
     second = BufferStats(sequences=1, tokens=90, train_tokens=80, bytes=300, incomplete=2)
-    assert combined_buffers([first, second]) == BufferStats(4, 390, 250, 1300, 2)
+    assert BufferStats.combined([first, second]) == BufferStats(4, 390, 250, 1300, 2)
 
 
 def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_of_its_bubble(tmp_path):
@@ -91,7 +65,7 @@ def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_
     log.devices = {"a": 4}
     account = PhaseAccount({"a": 10.0}, {"a": 10.0}, {}, 0, end=100.0)
     log.sampled(
-        1, PhaseReport(account, [EndedSession("a", 90.0, 100.0, combined_session([LONG, SHORT, LONG, NOTHING]))])
+        1, PhaseReport(account, [EndedSession("a", 90.0, 100.0, SessionResult.combined([LONG, SHORT, LONG, NOTHING]))])
     )
     metrics = log.finish(1, {}, errors={})
     assert metrics["tlt/bubble_used_frac"] == pytest.approx(2.5 / 4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tlt.idle.cold_start import FLAT, LONGEST_S, PAYS_WITHIN, PORTIONS, SHORTEST_S, STEPS, ColdStart
+from verl_tlt.trainer.cold_start import FLAT, LONGEST_S, PAYS_WITHIN, PORTIONS, SHORTEST_S, STEPS, ColdStart
 
 
 def started(longest_s=None, steps_left=1000, step_s=100.0, rollout_s=60.0):

@@ -1,0 +1,162 @@
+"""Rollout servers and their load balancer, as the trainer calls them: an answer in time, or `CallFailed`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ray
+
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.trainer.waits import CALL_S, CallFailed, answer, ask
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+logger = logging.getLogger(__name__)
+
+SLEEP_S = 30.0
+"""Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
+CALIBRATION_S = 1200.0
+"""An engine that warms up and captures graphs while it is measured."""
+
+
+class DrafterStore:
+    """The latest drafter, for rollout servers that start; a Ray actor under the job's `messages.rollout.store_name`.
+
+    Servers that run are handed later versions directly (`Servers.stage`).
+    """
+
+    def __init__(self, drafter: DrafterFile) -> None:
+        self._drafter = drafter
+
+    def latest(self) -> DrafterFile:
+        """The drafter a starting server should load."""
+        return self._drafter
+
+    def put(self, drafter: DrafterFile) -> None:
+        """Replace it."""
+        self._drafter = drafter
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One rollout replica."""
+
+    name: str
+    """Its address, by which verl's load balancer knows it."""
+    ranks: Sequence[int]
+    """The actor's ranks on its devices; empty: it is standalone, on devices of its own."""
+    server: ActorHandle
+    """The one that owns the engine."""
+    servers: Sequence[ActorHandle]
+    """On all nodes."""
+
+    @property
+    def colocated(self) -> bool:
+        """It shares its devices with the actor."""
+        return bool(self.ranks)
+
+
+class Servers:
+    """Rollout replicas by name, and the calls to their servers.
+
+    `store` is the run's `DrafterStore`; the actor has `world_size` ranks. With `standalone`, its balancer serves all.
+    """
+
+    def __init__(
+        self, manager: LLMServerManager, standalone: LLMServerManager | None, world_size: int, store: ActorHandle
+    ) -> None:
+        colocated = manager.get_replicas()
+        width = max(1, world_size // max(1, len(colocated)))
+        found = [(replica, range(i * width, (i + 1) * width)) for i, replica in enumerate(colocated)]
+        found += [(replica, range(0)) for replica in standalone.get_replicas()] if standalone else []
+        self.replicas = {
+            r._server_address: Replica(r._server_address, ranks, r._server_handle, list(r.servers))
+            for r, ranks in found
+        }
+        self.balancer, self.store = (standalone or manager).global_load_balancer, store
+        self.published: ObjectRef | None = None
+        """The drafter that was published last; the driver owns the copy."""
+
+    def inflight(self) -> dict[str, int]:
+        """Requests in flight by replica, of those that are in the load balancer."""
+        # Asked many times a second, so Ray is to keep no record of it (4 KB a call).
+        status = self.balancer.get_status.options(enable_task_events=False).remote()
+        found: dict[str, int] = ask(status, CALL_S)["servers"]
+        return found
+
+    def leave(self, name: str) -> None:
+        """Take a replica out of the load balancer."""
+        ask(self.balancer.remove_servers.remote([name]), CALL_S)
+
+    def rejoin(self, names: Collection[str]) -> None:
+        """Put replicas back into the load balancer; those that are in it already stay as they are."""
+        present = self.inflight()
+        if missing := {name: self.replicas[name].server for name in names if name not in present}:
+            ask(self.balancer.add_servers.remote(missing), CALL_S)
+
+    def try_sleep(self, name: str, keep_weights: bool) -> bool:
+        """Have a server sleep if nothing runs on it and nothing is on its way; False: it serves on.
+
+        Where this raises, its gate may be closed: it serves again after the next weight sync.
+        """
+        return bool(ask(self.replicas[name].server.tlt_try_sleep.remote(keep_weights), SLEEP_S))
+
+    def wake_up(self, name: str) -> None:
+        """Have a server that sleeps with its weights serve again."""
+        ask(self.replicas[name].server.tlt_recall.remote(), SLEEP_S)
+
+    def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
+        """These replicas, and no others, decode without drafts from the next weight sync on, or from now on."""
+        servers = {name: r.server for name, r in self.replicas.items()}
+        ask([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
+
+    def stage(self, drafter: DrafterFile) -> None:
+        """Hand a published drafter to every server on every node, and to servers that start later."""
+        reference = ray.put(drafter)
+        try:
+            ask([server.tlt_stage.remote(reference) for server in self._everywhere()], CALL_S)
+        except CallFailed:
+            before = self.published or self.store.latest.remote()  # those that have taken it go back to that
+            for server in self._everywhere():
+                server.tlt_stage.remote(before)
+            raise
+        self.published = reference
+        self.store.put.remote(reference)
+
+    def drafter_statuses(self) -> dict[str, DrafterStatus]:
+        """Which drafter each engine has loaded."""
+        return self._of_each("tlt_status")
+
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """What each engine did since it was last asked."""
+        return self._of_each("tlt_stats")
+
+    def calibrate(self) -> LatencyTable:
+        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike.
+
+        With `tlt.speculation.calibrate=false` a stored table is looked up instead, which takes no time.
+        """
+        first, *others = self.replicas.values()
+        found: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        # Where the first could not, its engine died of the drafter, and the others' do as well.
+        ask([r.server.tlt_calibrate.remote(found) for r in others], CALL_S if found.points else CALIBRATION_S)
+        logger.info("engine step costs: %s", found)
+        return found
+
+    def close(self) -> None:
+        """The run is over: every server, on every node, ends its engine and clears away what it put there."""
+        answer([server.tlt_close.remote() for server in self._everywhere()], SLEEP_S)
+
+    def _everywhere(self) -> list[ActorHandle]:
+        return [server for r in self.replicas.values() for server in r.servers]
+
+    def _of_each(self, method: str) -> dict:
+        calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
+        return dict(zip(calls, ask(list(calls.values()), CALL_S), strict=True))
