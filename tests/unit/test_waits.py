@@ -15,10 +15,10 @@ ROOMS = ("actor", "server", "spot_worker", "trainer")
 WAITS = ("acquire", "get", "join", "recv", "result", "wait")
 """Of futures, threads, locks, events, Ray and processes; `get` is Ray's, since dictionaries have one too."""
 WITHOUT_A_BOUND = {
-    "trainer/controller.py": {"merging.result()"},  # asked for when it is done
+    "trainer/drafter_update.py": {"done.result()"},  # asked for when it is done
 }
 ANSWERS = {
-    "trainer/controller.py": {"merging.result()"},
+    "trainer/drafter_update.py": {"done.result()"},
     "trainer/spot_workers.py": {"call.result(CALL_S)"},  # the merge
     "trainer/waits.py": {"call.result(deadline.left())"},
     "trainer/watch.py": {"call.result(ANSWER_S)"},  # a session that has ended

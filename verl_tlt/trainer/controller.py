@@ -17,9 +17,7 @@ Whatever fails in here costs speed only: the `Guard` contains it, and the step g
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import most_frequent
+from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, TrainerIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.messages.training import BufferStats, TappedStates
@@ -34,11 +33,10 @@ from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
 from verl_tlt.trainer.cold_start import SHORTEST_S, ColdStart, train_in_portions
-from verl_tlt.trainer.drafter_update import DrafterUpdate, update_drafter
+from verl_tlt.trainer.drafter_update import DrafterUpdate, DrafterUpdates
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
-from verl_tlt.trainer.spot_health import SpotHealth
-from verl_tlt.trainer.step_log import Guard, StepLog
+from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import BEAR_S, SYSTEM, Call, Clock, Deadline
 from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
 
@@ -69,19 +67,21 @@ class Controller:
         clock: Clock = SYSTEM,
     ) -> None:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
-        self.guard = Guard()
         self.log = StepLog(trace, clock)
+        self.guard, self._charged = self.log.guard, self.log.charged
         self.speculation = SpeculationControl(
             str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared, facts.active_share
         )
-        self.served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
-        """The drafter that engines should serve."""
-        self._published_at = self._updated = 0
+        served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
+        self.updates = DrafterUpdates(fleet, tlt, served, facts.dtype, self.log)
+        self._updated = 0  # the last RL step with an update of the policy
         self._undrafted = ""  # why no engine can draft in this run; empty: one can
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
         self._start, self._trace, self._pending_work = start, trace, pending_work
-        self._health = SpotHealth(self.log)
+        self._failures = FailureBudget()
+        self._untrained = "spot training has not started"  # why nobody trains in this run; empty: it was set up
+        self._said_idle = False
         drafts = tlt.speculation.enable and tlt.speculation.policy != "off" and tlt.speculation.source != "ngram"
         # Engines sleep while RL waits, but for those of `separate_async`.
         self._cold = ColdStart(start.untrained and drafts and facts.rule.idle == "replicas", tlt.spot.cold_start_s)
@@ -90,29 +90,22 @@ class Controller:
         self._watch: SamplingWatch | None = None
         self._sessions: list[EndedSession] = []
         self._ready = self._trained = False  # of the last sampling: a worker could train; one did
-        self._merging: futures.Future[DrafterUpdate] | None = None
-        self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
         self._buffers: dict[str, BufferStats] = {}
         self._arriving: dict[str, Call[BufferStats]] = {}
         self._tokens, self._tokens_to_choose = start.tokens_trained, 0 if start.chosen else start.draft_vocab
 
-    @contextmanager
-    def _charged(self, what: str, part: str | None = None) -> Iterator[None]:
-        """TLT's own work on the critical path: failures are contained, and its time is counted as overhead.
-
-        `part` is the name of the overhead where it is not `what` fails.
-        """
-        with self.guard(what), self.log.overhead(part or what):
-            yield
-
     def _count_failures(self, step: int) -> None:
-        """Count what spot workers failed at outside their sessions, and lines that the trace lost."""
-        self.guard.count("trace", self._trace.failures - self.guard.counts["trace"])
+        """Count what spot workers failed at outside their sessions."""
         for failure in self.fleet.waits.failures():
             self.guard.count(failure.during, 1)
             if failure.replaced:
                 self.log.worker_failed()
-                self._health.failed(failure.replica, step, failure.during)
+                self._failed(failure.replica, step, failure.during)
+
+    def _failed(self, replica: str, step: int, error: str) -> None:
+        """Spot workers failed, in a session or outside one."""
+        if wait := self._failures.failed(replica, step):
+            self.log.given_up(step, replica, wait, error)
 
     # ------------------------------------------------------------------ the run's start
 
@@ -127,7 +120,7 @@ class Controller:
         with self.guard("start of spot training"):
             if self.tlt.spot.enable:
                 untapped = self.fleet.start_spot(self._start.aux_layers, resume_from, self._tokens_to_choose > 0)
-                self.spot, self._health.none = untapped is None, untapped or ""
+                self.spot, self._untrained = untapped is None, untapped or ""
                 if untapped:
                     logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)
                 else:
@@ -140,7 +133,7 @@ class Controller:
         session it would delay a stop.
         """
         with self.guard("warm-up"):
-            new = [name for name in self.fleet.unrehearsed(up=up) if self._health.allows(name, step + 1)]
+            new = [name for name in self.fleet.unrehearsed(up=up) if self._failures.allows(name, step + 1)]
             if new:
                 with self.log.overhead("warm-up"):  # one that is late is replaced: it must have left the device
                     self.fleet.waits.answers("warm-up", self.fleet.warm_up(new), within_s, keep=True)
@@ -161,14 +154,14 @@ class Controller:
                 self.guard.count("engines without a drafter", sum(gave_up))
                 self._undrafted = "no engine runs with its drafter" if gave_up and all(gave_up) else ""
                 again = any(status.weightless for status in statuses)
-        self._published_at = step
+        self.updates.since = step
         self.log.run_started(step + 1, self.tlt, self.fleet.replicas, self.facts)
         return again
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
         """Tell the engines who decodes the rollout of `step` without drafts, from the weight sync on or at once."""
         with self._charged("speculation control"):
-            undrafted = self.speculation.undrafted(step, self.served.acceptance)
+            undrafted = self.speculation.undrafted(step, self.updates.served.acceptance)
             if self.tlt.speculation.enable:
                 self.fleet.disable_drafting(undrafted, at_once)
 
@@ -207,11 +200,11 @@ class Controller:
     def _able(self, step: int) -> list[str]:
         """Replicas whose spot workers may train now and have enough to train on."""
         # While a late merge is still running, the workers' weights are not theirs to train.
-        if not (self.spot and self.speculation.may_train and self._merging is None):
+        if not (self.spot and self.speculation.may_train and self.updates.under_way is None):
             return []
         fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
         fed -= set(self.fleet.unrehearsed())
-        return [name for name in self.fleet.workers() if name in fed and self._health.allows(name, step)]
+        return [name for name in self.fleet.workers() if name in fed and self._failures.allows(name, step)]
 
     def more_prompts(self) -> None:
         """The sampler is about to send more groups: replicas that have left are called back to serve them, too."""
@@ -233,18 +226,11 @@ class Controller:
                 self.log.speculated(step, saved_s, self.speculation.disabled)
         if self._sessions and last:
             sessions, self._sessions = self._sessions, []
-            self._merge(sessions)
+            self.updates.begin(sessions)
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):
                 self.fleet.rejoin(list(self.fleet.replicas))
-
-    def _merge(self, sessions: Sequence[EndedSession]) -> None:
-        """Judge and merge in the background."""
-        version = self.served.version + 1
-        self._merging = self._pool.submit(
-            update_drafter, self.fleet, self.tlt, sessions, version, self.facts.dtype, self.clock
-        )
 
     def _account(self, step: int, report: PhaseReport, in_bubbles: bool = True) -> None:
         """Count failures, and what was trained."""
@@ -261,10 +247,10 @@ class Controller:
             self._tokens += session.result.tokens
             if skipped := session.result.skipped:
                 logger.warning("%d micro-batches on %s were left out: not finite", skipped, session.replica)
-            if session.error is None:
-                self._health.succeeded(session.replica, step)
-            else:
-                self._health.failed(session.replica, step, session.error)
+            if session.error is not None:
+                self._failed(session.replica, step, session.error)
+            elif self._failures.succeeded(session.replica):
+                self.log.works_again(step, session.replica)
 
     # ------------------------------------------------------------------ the cold start
 
@@ -273,7 +259,7 @@ class Controller:
         if not (self.spot and self._cold.due()):
             return
         with self._charged("cold start"):
-            self._publish(step, within_s=SHORTEST_S)  # what was trained in this sampling
+            self.updates.publish(step, within_s=SHORTEST_S)  # what was trained in this sampling
             if not self._able(step):
                 return
             if seconds := self._cold.begin(steps_left):
@@ -298,9 +284,9 @@ class Controller:
 
     def _learn(self, step: int, sessions: Sequence[EndedSession], within_s: float) -> DrafterUpdate | None:
         """Judge, merge and publish; None: it is late, and published with the weight sync."""
-        self._merge(sessions)
+        self.updates.begin(sessions)
         with self.guard("publish"):
-            return self._publish(step, within_s)
+            return self.updates.publish(step, within_s)
         return DrafterUpdate(failure="it was not published")
 
     # ------------------------------------------------------------------ inference, and the end of a step
@@ -334,33 +320,15 @@ class Controller:
         Not while no worker may train, nor after workers were ready and no session began: there was no bubble.
         """
         trained, self._trained = self._trained, False
-        allowed = self.speculation.switch.spot and any(self._health.allows(n, step + 1) for n in self.fleet.workers())
+        allowed = self.speculation.switch.spot and any(self._failures.allows(n, step + 1) for n in self.fleet.workers())
         return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:
         """Publish the drafter for the weight sync to load; then say which replicas draft in the coming rollout."""
         self._updated = step
         with self._charged("publish"):
-            self._publish(step)
+            self.updates.publish(step)
         self._choose_who_drafts(step + 1)
-
-    def _publish(self, step: int, within_s: float = 0.0) -> DrafterUpdate | None:
-        """Publish what the drafter update exported; None: it is late, and asked again in the next step."""
-        if self._merging is None or not futures.wait([self._merging], timeout=within_s).done:
-            return None
-        merging, self._merging = self._merging, None
-        update = merging.result()
-        self.guard.count("publish", int(bool(update.failure)))
-        if update.drafter is not None:
-            self.fleet.stage(update.drafter)
-            self.fleet.keep_as_served()
-            self.served, self._published_at = replace(self.served, version=update.drafter.version), step
-        if update.acceptance:
-            self.served = replace(self.served, acceptance=tuple(update.acceptance))
-        self.log.published(step, update, self.served.version, self._published_at)
-        taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items()) or "unknown"
-        logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
-        return update
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
         """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`."""
@@ -374,7 +342,7 @@ class Controller:
         """Ask the engines that serve which drafter they have loaded."""
         serving = self._serving(colocated_asleep)
         statuses = {name: status for name, status in self.fleet.drafter_statuses().items() if name in serving}
-        self.log.reloaded(step, statuses, self.served.version)
+        self.log.reloaded(step, statuses, self.updates.served.version)
 
     def _serving(self, colocated_asleep: bool) -> set[str]:
         return {name for name, info in self.fleet.replicas.items() if not (colocated_asleep and info.colocated)}
@@ -393,17 +361,22 @@ class Controller:
         self._count_failures(step)
         with self.guard("metrics"):
             self._say_if_idle()
-            found |= self.log.finish(step, dict(metrics), self.guard.counts)
+            found |= self.log.finish(step, dict(metrics))
             self._cold.stepped(metrics.get("timing_s/step", 0.0), metrics.get("timing_s/gen", 0.0))
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
         return found
 
     def _say_if_idle(self) -> None:
         """A run for which TLT does nothing any more does not go on in silence."""
-        self.log.off_replicas = len(self._health.off) if self.spot else None
-        random = "the drafter is a random one" if self._start.untrained and not self.served.version else ""
+        off = len(self._failures.off)
+        self.log.off_replicas = off if self.spot else None
+        given_up = "spot training is given up on every replica" if off >= len(self.fleet.workers()) else ""
+        random = "the drafter is a random one" if self._start.untrained and not self.updates.served.version else ""
+        untrained = self._untrained or given_up
         undrafted = self._undrafted or self.speculation.undrafted_since or random
-        self._health.say_if_idle(self._health.untrained(len(self.fleet.workers())), undrafted)
+        if untrained and undrafted and not self._said_idle:
+            self._said_idle = True
+            logger.error("TLT does nothing for this run any more: %s, and %s", untrained, undrafted)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -434,8 +407,9 @@ class Controller:
         self._count_failures(self._updated)
         with self.guard("end of the run"):
             self.fleet.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.updates.close()
 
     def _save(self, directory: Path, step: int, beside: Path | None = None) -> dict[str, Call[None]]:
         """Write the served drafter, its training state and provenance, atomically."""
-        return self.fleet.save(directory, replace(self.served, policy_step=step, tokens_trained=self._tokens), beside)
+        provenance = replace(self.updates.served, policy_step=step, tokens_trained=self._tokens)
+        return self.fleet.save(directory, provenance, beside)

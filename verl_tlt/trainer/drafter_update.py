@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent import futures
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import HeldOutScores, MergeVerdict
+from verl_tlt.messages.training import DrafterProvenance, HeldOutScores, MergeVerdict
 from verl_tlt.trainer.gate import decide
+from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import SYSTEM, CallFailed, Clock
 from verl_tlt.trainer.watch import EndedSession
 
@@ -128,3 +130,47 @@ def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: 
     out.decision, out.acceptance = "reverted", scores.conditional(which)
     # Serving the initial drafter again is a publication of its own; going back to the served one is not.
     return which == "initial"
+
+
+class DrafterUpdates:
+    """The updates of a run, one at a time in a background thread, and which drafter the engines should serve."""
+
+    def __init__(self, fleet: Fleet, config: TLTConfig, served: DrafterProvenance, dtype: str, log: StepLog) -> None:
+        self._fleet, self._config, self._dtype, self._log = fleet, config, dtype, log
+        self.served = served
+        """The drafter that engines should serve."""
+        self.since = 0
+        """RL step in which it was published."""
+        self.under_way: futures.Future[DrafterUpdate] | None = None
+        """While there is one, the workers' weights are not theirs to train."""
+        self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
+
+    def begin(self, sessions: Sequence[EndedSession]) -> None:
+        """Judge and merge in the background."""
+        version, clock = self.served.version + 1, self._log.clock
+        self.under_way = self._pool.submit(
+            update_drafter, self._fleet, self._config, sessions, version, self._dtype, clock
+        )  # fmt: skip
+
+    def publish(self, step: int, within_s: float = 0.0) -> DrafterUpdate | None:
+        """Publish what the update exported; None: it is late, and asked again in the next step."""
+        if self.under_way is None or not futures.wait([self.under_way], timeout=within_s).done:
+            return None
+        done, self.under_way = self.under_way, None
+        update = done.result()
+        self._log.guard.count("publish", int(bool(update.failure)))
+        if update.drafter is not None:
+            self._fleet.stage(update.drafter)
+            self._fleet.keep_as_served()
+            self.served, self.since = replace(self.served, version=update.drafter.version), step
+        if update.acceptance:
+            self.served = replace(self.served, acceptance=tuple(update.acceptance))
+        nbytes = len(update.drafter.weights) if update.drafter else 0
+        self._log.published(step, update, nbytes, self.served.version, self.since)
+        taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items()) or "unknown"
+        logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
+        return update
+
+    def close(self) -> None:
+        """The run is over."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.idle.failure_budget import MAX_FAILURES
 from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import MergeVerdict, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
-from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.run_setup import RunFacts
 from verl_tlt.trainer.servers import Replica
 from verl_tlt.trainer.waits import SYSTEM, Clock
@@ -59,7 +59,7 @@ class StepLog:
     """Recorder of one step; `finish` empties it for the next."""
 
     def __init__(self, trace: TraceWriter, clock: Clock = SYSTEM) -> None:
-        self.trace, self._clock = trace, clock
+        self.trace, self.clock, self.guard = trace, clock, Guard()
         self.devices: dict[str, int] = {}
         """By replica."""
         self.off_replicas: int | None = None
@@ -96,20 +96,26 @@ class StepLog:
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Trace one phase of the driver's step."""
-        start = self._clock.time()
+        start = self.clock.time()
         try:
             yield
         finally:
-            self.trace.emit("phase", step=step, name=name, start=start, end=self._clock.time())
+            self.trace.emit("phase", step=step, name=name, start=start, end=self.clock.time())
 
     @contextmanager
     def overhead(self, name: str) -> Iterator[None]:
         """Charge TLT's own time on the critical path."""
-        start = self._clock.monotonic()
+        start = self.clock.monotonic()
         try:
             yield
         finally:
-            self._charge(name, self._clock.monotonic() - start)
+            self._charge(name, self.clock.monotonic() - start)
+
+    @contextmanager
+    def charged(self, what: str, part: str | None = None) -> Iterator[None]:
+        """TLT's own work on the critical path: a failure of it is contained, its time charged to `part` (or `what`)."""
+        with self.guard(what), self.overhead(part or what):
+            yield
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
@@ -128,7 +134,7 @@ class StepLog:
         for ended in sessions:
             facts = {**vars(ended), **vars(ended.result), "scores": None}
             del facts["result"]
-            session = Session(**facts, t=self._clock.time(), step=step)
+            session = Session(**facts, t=self.clock.time(), step=step)
             self._observed.sessions.append(session)
             self.trace.add(session)
 
@@ -136,9 +142,18 @@ class StepLog:
         """A replica's spot workers failed outside a bubble."""
         self._failed_workers += times
 
-    def training_stopped(self, step: int, replica: str, cause: str) -> None:
-        """Spot training on a replica was given up; without a cause: it works again."""
+    def given_up(self, step: int, replica: str, wait: int, cause: str) -> None:
+        """Spot training on a replica is given up for so many steps, after this last failure."""
+        logger.error(
+            "spot training on %s is given up for %d steps, after %d or more failures in a row; the last one: %s",
+            replica, wait, MAX_FAILURES, cause,
+        )  # fmt: skip
         self.trace.emit("stopped", step=step, replica=replica, cause=cause)
+
+    def works_again(self, step: int, replica: str) -> None:
+        """Spot training on a replica that was given up."""
+        logger.warning("spot training on %s, which was given up, works again", replica)
+        self.trace.emit("stopped", step=step, replica=replica, cause="")
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
@@ -165,15 +180,15 @@ class StepLog:
         self._charge("tap", max((t.seconds for t in taken), default=0.0))
         self._charge("sync", max((t.sync_seconds for t in taken), default=0.0))
 
-    def published(self, step: int, learned: DrafterUpdate, version: int, since: int) -> None:
-        """A merge arrived in time."""
+    def published(self, step: int, learned: MergeVerdict, nbytes: int, version: int, since: int) -> None:
+        """An update arrived in time; `nbytes` of weights go to each engine, which serves `version` since that step."""
         self._version, self._since = version, since
         publish = Publish(
             **{field.name: getattr(learned, field.name) for field in dataclasses.fields(MergeVerdict)},
-            t=self._clock.time(),
+            t=self.clock.time(),
             step=step,
             version=version,
-            bytes=len(learned.drafter.weights) if learned.drafter else 0,
+            bytes=nbytes,
         )
         self.trace.add(publish)
         before = self._observed.publish
@@ -184,7 +199,7 @@ class StepLog:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
             ok = s.ok and s.version == wanted
-            reload = Reload(**{**vars(s), "ok": ok}, t=self._clock.time(), step=step, replica=name)
+            reload = Reload(**{**vars(s), "ok": ok}, t=self.clock.time(), step=step, replica=name)
             self.reloads[name] = reload
             self.trace.add(reload)
         self._observed.reloads = list(self.reloads.values())
@@ -192,10 +207,11 @@ class StepLog:
         self._observed.overhead["reload"] = max((r.seconds for r in self._observed.reloads), default=0.0)
         self._version = wanted
 
-    def finish(self, step: int, metrics: dict[str, Any], errors: Mapping[str, int]) -> dict[str, float]:
-        """The step's `tlt/*` metrics, given verl's and the run's failures so far; ends the step in trace and log."""
+    def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
+        """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
+        self.guard.count("trace", self.trace.failures - self.guard.counts["trace"])
         observed, account = self._observed, self._account
-        observed.step, observed.rollout_s, observed.errors = step, metrics.get("timing_s/gen"), errors
+        observed.step, observed.rollout_s, observed.errors = step, metrics.get("timing_s/gen"), self.guard.counts
         observed.published_version, observed.served_since = self._version, self._since
         observed.devices, observed.spot_off_replicas = self.devices, self.off_replicas
         if account:

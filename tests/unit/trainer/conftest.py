@@ -75,4 +75,4 @@ def run(tmp_path, clock):
     yield build
     for controller, fleet in built:
         fleet.merge_gate.set()
-        controller._pool.shutdown(wait=True)
+        controller.updates._pool.shutdown(wait=True)

@@ -33,8 +33,8 @@ def train(controller, fleet, step):
 
 def merged(controller):
     """Wait for what merges in the background."""
-    if controller._merging is not None:
-        concurrent.futures.wait([controller._merging], timeout=60)
+    if controller.updates.under_way is not None:
+        concurrent.futures.wait([controller.updates.under_way], timeout=60)
 
 
 def rest_of_step(controller, fleet, step, wait=True, step_s=2.0):

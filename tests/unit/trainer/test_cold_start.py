@@ -128,7 +128,7 @@ def test_one_that_gets_worse_in_the_end_serves_what_was_good(begin, took):
     metrics = rest_of_step(controller, fleet, STEPS + 1)
     assert called(fleet, "revert")[0] == ("served",) and [d.version for d in fleet.staged] == [1]
     assert metrics["tlt/publish_skipped"] == 0 and metrics["tlt/drafter_version"] == 1
-    assert controller.served.acceptance[0] == pytest.approx(0.3, abs=0.01)
+    assert controller.updates.served.acceptance[0] == pytest.approx(0.3, abs=0.01)
 
 
 def test_portions_grow_until_their_scores_leave_time_to_train(begin, took):
@@ -142,7 +142,7 @@ def test_it_ends_when_drafting_pays_and_more_would_not(begin, took):
     """Of a rollout of a second the first drafter saves half, and a little more of it takes a second to learn."""
     controller, _ = begin(acceptance=(0.6, 0.61, 0.62, 0.63))
     assert took(controller) == pytest.approx(3 * PORTION_S, abs=0.3)
-    assert controller.served.acceptance[0] == pytest.approx(0.61, abs=0.01)
+    assert controller.updates.served.acceptance[0] == pytest.approx(0.61, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_merge_that_is_late_ends_it_and_is_published_with_the_weight_sync(begi
     fleet.merge_gate.set()
     rest_of_step(controller, fleet, STEPS + 1)
     sample(controller, fleet, STEPS + 2)
-    assert controller._merging is None and controller.guard.counts == {}
+    assert controller.updates.under_way is None and controller.guard.counts == {}
 
 
 @pytest.mark.parametrize("method", ["merge", "stage", "export"])

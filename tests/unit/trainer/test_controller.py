@@ -122,7 +122,7 @@ def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(run)
     train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
     assert metrics["tlt/drafter_version"] == 1 == len(fleet.staged) and controller.guard.counts == {"publish": 1}
-    assert controller.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+    assert controller.updates.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01)
     fleet.broken.clear()
     for step in (3, 4):  # merged in the third step, judged in the fourth
         train(controller, fleet, step)
@@ -283,7 +283,7 @@ def test_several_samplings_of_one_step_are_merged_once(run):
         controller.sample_begin(1)
         fleet.clock.until(lambda: controller._watch.running)
         controller.sample_end(1, last=last)
-        assert (controller._merging is not None) is last
+        assert (controller.updates.under_way is not None) is last
     merged(controller)
     assert called(fleet, "merge") == [(("a",),)] and len(called(fleet, "train")) == 2
 

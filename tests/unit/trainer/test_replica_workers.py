@@ -67,6 +67,6 @@ def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_
     log.sampled(
         1, PhaseReport(account, [EndedSession("a", 90.0, 100.0, SessionResult.combined([LONG, SHORT, LONG, NOTHING]))])
     )
-    metrics = log.finish(1, {}, errors={})
+    metrics = log.finish(1, {})
     assert metrics["tlt/bubble_used_frac"] == pytest.approx(2.5 / 4)
     assert metrics["tlt/bubble_s"] == metrics["tlt/bubble_trained_s"] == 10.0

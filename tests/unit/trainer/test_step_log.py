@@ -23,7 +23,8 @@ def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_pa
         "speculation off": EngineStats(),
     }
     assert log.engine_stats(answers) == 3
-    metrics = log.finish(1, {}, errors={"tap": 2})
+    log.guard.count("tap", 2)
+    metrics = log.finish(1, {})
     assert metrics["tlt/errors"] == 2.0
     assert metrics["tlt/accept_length"] == 1.5, "18 tokens in 12 drafts, of the three replicas that drafted"
     assert metrics["tlt/broken_drafts"] == 7.0
@@ -33,7 +34,7 @@ def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_fai
     log = StepLog(TraceWriter(tmp_path, "driver"))
     new = DrafterStatus(version=3, fingerprint="f", ok=True, seconds=0.2)
     log.reloaded(1, {"new": new, "old": dataclasses.replace(new, version=2)}, wanted=3)
-    metrics = log.finish(1, {}, errors={})
+    metrics = log.finish(1, {})
     assert (metrics["tlt/drafter_version"], metrics["tlt/drafter_version_published"]) == (2.0, 3.0)
     assert metrics["tlt/reload_failures"] == 1.0
     assert metrics["tlt/overhead_reload_s"] == 0.2
@@ -43,6 +44,6 @@ def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowe
     log = StepLog(TraceWriter(tmp_path, "driver"))
     copies = TappedStates((), None, seconds=0.1, errors=0, sync_seconds=0.4, sync_bytes=100)
     log.tapped([copies, dataclasses.replace(copies, seconds=0.2, sync_seconds=0.0)])
-    metrics = log.finish(1, {}, errors={})
+    metrics = log.finish(1, {})
     assert (metrics["tlt/overhead_tap_s"], metrics["tlt/overhead_sync_s"]) == (0.2, 0.4)
     assert metrics["tlt/overhead_s"] == sum((0.2, 0.4))
