@@ -76,7 +76,7 @@ class TrySleep(Command):
 
 
 class StartTraining(Command):
-    """Start the replica's spot worker; answer with `training`, later `done` or `failed`."""
+    """Start the replica's spot worker; answer with `training`, later `stopped` or `failed`."""
 
 
 class StopTraining(Command):
@@ -256,12 +256,8 @@ class ReplicaIdlePlanner:
         if r.started:  # else a stop overtook this report
             r.state, r.train_from = State.TRAINING, now
 
-    def done(self, replica: str, now: float) -> None:
-        """The spot worker stopped by itself (its epochs are used up); the replica sleeps on."""
-        self._close(self._in(replica, State.TRAINING), now)
-
     def stopped(self, replica: str, now: float) -> None:
-        """The spot worker answered `StopTraining`; harmless if it had ended by itself."""
+        """The spot worker ended, by itself (its epochs are used up) or as it was told to; the replica sleeps on."""
         r = self._replicas[replica]
         if self._ended is not None:
             r.stop_s = now - self._ended

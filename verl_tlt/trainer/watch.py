@@ -185,10 +185,7 @@ class SamplingWatch:
         calls = {name: call for name, (call, _) in self.running.items()}
         over = self.fleet.first_done(calls, 0.0) if calls else []
         for name in over:
-            if self._collect(name).error is None:
-                self.planner.done(name, self._clock.time())
-            else:
-                self.planner.failed(name, self._clock.time())
+            self._collect(name)
         return changed or bool(commands) or bool(over)
 
     def _write_load(self, now: float) -> None:
@@ -202,44 +199,42 @@ class SamplingWatch:
             queue += self._carry_out(queue.pop(0))
 
     def _carry_out(self, command: Command) -> list[Command]:
+        """Returns what the planner asks for next."""
         name = command.replica
         match command:
             case StartTraining():
                 self.running[name] = (self.fleet.train(name), self._clock.time())
                 self.planner.training(name, self._clock.time())
-            case StopTraining():
-                pass  # `_stop` stops them together
             case Rejoin():
                 self.fleet.rejoin([name])
-            case LeaveBalancer() | TrySleep() | WakeUp():
-                return self._leave_or_return(command)
+            case LeaveBalancer():
+                self.fleet.leave(name)
+                return self.planner.left(name)
+            case TrySleep():
+                try:
+                    slept = self.fleet.try_sleep(name, keep_weights=self._recall)
+                except CallFailed as error:
+                    logger.warning(
+                        "replica %s did not answer whether it may sleep, and stays out of this rollout: %s", name, error
+                    )
+                    self.planner.failed(name, self._clock.time())
+                else:
+                    return self.planner.slept(name) if slept else self.planner.refused(name, self._clock.time())
+            case WakeUp():
+                try:
+                    self.fleet.wake_up(name)
+                except CallFailed as error:
+                    logger.error("replica %s could not be called back before the weight sync: %s", name, error)
+                    self.planner.failed(name, self._clock.time())
+                else:
+                    return self.planner.awake(name, self._clock.time())
         return []
 
-    def _leave_or_return(self, command: LeaveBalancer | TrySleep | WakeUp) -> list[Command]:
-        name = command.replica
-        if isinstance(command, LeaveBalancer):
-            self.fleet.leave(name)
-            return self.planner.left(name)
-        try:
-            if isinstance(command, WakeUp):
-                self.fleet.wake_up(name)
-                return self.planner.awake(name, self._clock.time())
-            slept = self.fleet.try_sleep(name, keep_weights=self._recall)
-        except CallFailed as error:
-            if isinstance(command, WakeUp):
-                logger.error("replica %s could not be called back before the weight sync: %s", name, error)
-            else:
-                logger.warning(
-                    "replica %s did not answer whether it may sleep, and stays out of this rollout: %s", name, error
-                )
-            self.planner.failed(name, self._clock.time())
-            return []
-        return self.planner.slept(name) if slept else self.planner.refused(name, self._clock.time())
-
-    def _collect(self, name: str, stop_latency_s: float | None = None) -> EndedSession:
-        """The result of a session that has ended, however it ended."""
+    def _collect(self, name: str, stop_latency_s: float | None = None) -> None:
+        """Take the result of a session that has ended, however it ended."""
         call, start = self.running.pop(name)
         ended = EndedSession(name, start, self._clock.time(), stop_latency_s=stop_latency_s)
+        self.report.sessions.append(ended)
         try:
             ended.result = call.result(ANSWER_S)
         except CallFailed as error:
@@ -247,8 +242,9 @@ class SamplingWatch:
             logger.warning("spot training on %s failed: %s", name, error)
             if error.died:
                 self.fleet.restart([name])
-        self.report.sessions.append(ended)
-        return ended
+            self.planner.failed(name, self._clock.time())
+        else:
+            self.planner.stopped(name, self._clock.time())
 
     # ------------------------------------------------------------------ the trainer's thread
 
@@ -292,11 +288,7 @@ class SamplingWatch:
             self.fleet.stop(name)
         while (waiting := [n for n in stopping if n in self.running]) and (left := deadline.left()) > 0.0:
             for name in self.fleet.first_done({n: self.running[n][0] for n in waiting}, left):
-                now = self._clock.time()
-                if self._collect(name, stop_latency_s=now - start).error is None:
-                    self.planner.stopped(name, now)
-                else:
-                    self.planner.failed(name, now)
+                self._collect(name, stop_latency_s=self._clock.time() - start)
         self._kill([name for name in stopping if name in self.running], stop_timeout_s)
 
     def _kill(self, names: list[str], stop_timeout_s: float) -> None:

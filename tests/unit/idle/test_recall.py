@@ -37,7 +37,7 @@ def recalled(planner):
 
 
 def test_one_that_had_stopped_by_itself_only_wakes_up(planner):
-    planner.done("a", 1.8)
+    planner.stopped("a", 1.8)
     assert planner.recall() == [WakeUp("a")]
 
 

@@ -222,7 +222,7 @@ def test_a_worker_that_was_only_just_started_is_stopped_too():
 
 def test_a_worker_that_finished_by_itself_is_not_stopped():
     p = trained(loaded_and_leaving(), now=2.0)
-    p.done("a", 4.0)
+    p.stopped("a", 4.0)
     assert p.end(9.0) == []
     p.stopped("a", 9.1)
     assert p.account(9.0).used_s["a"] == pytest.approx(2.0)

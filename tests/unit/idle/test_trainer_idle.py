@@ -27,7 +27,7 @@ def test_all_stop_when_the_samples_are_there(planner):
     planner.observe(10.2, BUSY, pending=0)
     planner.training("a", 10.2)
     planner.training("b", 10.3)
-    planner.done("b", 11.0)
+    planner.stopped("b", 11.0)
     assert planner.end(12.0) == [StopTraining("a")]
     planner.stopped("a", 12.25)
     account = planner.account(13.0)
