@@ -7,7 +7,7 @@ import pytest
 from recorded import ray_cluster, worker_arguments
 
 from verl_tlt.messages.training import DrafterProvenance
-from verl_tlt.trainer.waits import ASK_S, BEAR_S, Call, CallFailed, Waits, ask
+from verl_tlt.trainer.waits import ASK_S, SILENT_S, Call, CallFailed, Waits, ask
 
 pytestmark = pytest.mark.engine
 
@@ -162,7 +162,7 @@ def test_what_a_step_waits_for_is_bounded_by_what_it_can_bear(fleet, deaf, tmp_p
             fleet.save(tmp_path / "drafter", DrafterProvenance("policy", "data", None, "hass", 1.0))
     else:
         fleet.keep_as_served()
-    assert 0.9 * BEAR_S <= time.monotonic() - begin < BEAR_S + LATE_S
+    assert 0.9 * SILENT_S <= time.monotonic() - begin < SILENT_S + LATE_S
     assert fleet.replaced == ["a"] and [f.replica for f in fleet.waits.failures()] == ["a"]
 
 
@@ -170,13 +170,13 @@ def test_one_that_gives_no_sign_of_life_is_not_waited_for_any_longer(deaf):
     begin = time.monotonic()
     with pytest.raises(CallFailed, match="no sign of life") as failure:
         Call([deaf.remote()], list, [deaf]).result(600.0)
-    assert 0.9 * BEAR_S <= time.monotonic() - begin < BEAR_S + LATE_S and failure.value.silent
+    assert 0.9 * SILENT_S <= time.monotonic() - begin < SILENT_S + LATE_S and failure.value.silent
 
 
 def test_long_work_of_one_that_lives_is_waited_for(deaf):
     lives = deaf.actor
-    with pytest.raises(CallFailed, match=f"no answer within {2 * BEAR_S:.0f} s"):
-        Call([lives.nothing.remote()], list, [lives]).result(2 * BEAR_S)
+    with pytest.raises(CallFailed, match=f"no answer within {2 * SILENT_S:.0f} s"):
+        Call([lives.nothing.remote()], list, [lives]).result(2 * SILENT_S)
     assert Call([lives.late.remote(3 * ASK_S)], list, [lives]).result(600.0) == ["late"]
 
 
@@ -187,7 +187,7 @@ def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, mon
     fleet.revert("served")
     begin = time.monotonic()
     fleet.keep_as_served()
-    assert time.monotonic() - begin < BEAR_S, "the weight sync does not wait for it at all"
+    assert time.monotonic() - begin < SILENT_S, "the weight sync does not wait for it at all"
     assert fleet.replaced == []
     assert fleet.hand_over(1, []) == {}
     monkeypatch.setattr(module, "START_S", 0.0)

@@ -41,7 +41,7 @@ HIT_IN = {
     "trainer/waits.py:CALL_S": "engine/test_fleet_bounds.py",
     "trainer/servers.py:SLEEP_S": "engine/test_fleet_bounds.py",
     "trainer/spot_workers.py:START_S": "engine/test_fleet_bounds.py",
-    "trainer/waits.py:BEAR_S": "unit/trainer/test_bounds.py",
+    "trainer/waits.py:SILENT_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:ANSWER_S": "unit/trainer/test_bounds.py",
     "trainer/watch.py:LOOK_S": "unit/trainer/test_bounds.py",
 }

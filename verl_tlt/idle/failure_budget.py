@@ -18,10 +18,10 @@ class _Row:
 
 
 class FailureBudget:
-    """For the run: a replica's spot worker pauses after a failure, and is given up after `MAX_FAILURES` in a row.
+    """A replica's spot workers pause after a failure, and are given up after `MAX_FAILURES` in a row.
 
-    Kept per replica, so that one bad device neither stops the others nor hides behind their successes. The pause
-    is counted in RL steps (1, 2, then `next_wait`): a step holds at most one session per replica.
+    Counted per replica, so that one bad device neither stops the others nor hides behind their successes. The pause
+    is in RL steps (1, 2, then `next_wait`): a step holds at most one session per replica.
     """
 
     def __init__(self) -> None:

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from statistics import median
 
 LEFT = 0.2
-"""Part of a bubble that a session may leave without being called short of data."""
+"""Share of a bubble that may be left when a session's data is used up, without it being called short of data."""
 SHORTEST_S = 1.0
-"""Bubbles below it are over before data could matter."""
+"""Shortest bubble in seconds that counts: a shorter one is over before data could matter."""
 STEP_SHARE = 0.5
-"""Largest part of a buffer that one step's tokens fill: they double as far as two steps fit. The actor's rank holds as
-many bytes page-locked while it hands them over."""
+"""Largest share of a buffer that one step's tokens fill: doubling stops while two steps still fit. The actor's rank
+holds as many bytes page-locked while it hands them over."""
 TAP_SHARE = 0.005
-"""Of a step's time that the tap may take, half of what all of TLT's work may."""
+"""Largest share of a step's time that the tap may take: half of what all of TLT's work may."""
 COLD = 4
-"""A step of it (28 to 64 KB a token for 7B to 70B policies) still fits into the smallest buffer."""
+"""Factor of the tokens before a cold start: so much of one step (28 to 64 KB a token for 7B to 70B policies) still fits
+into the smallest buffer."""
 REMEMBERED = 3
-"""Steps whose costs count."""
+"""Number of steps whose costs count."""
 
 
 @dataclass(frozen=True)

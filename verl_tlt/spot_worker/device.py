@@ -18,9 +18,9 @@ from verl_tlt.errors import TLTError
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.03
-"""Share of the device's memory that a session leaves free: contexts and pools of actor and engine grow a little."""
+"""Share of the device's memory that a session leaves free, since contexts and pools of actor and engine grow."""
 FEWEST_ROWS = 256
-"""Rows of a micro-batch below which a session is not worth its place: a step's fixed costs would take most of it."""
+"""Fewest rows of a micro-batch: with fewer, a step's fixed costs would take most of its time."""
 GIB = 2**30
 
 
@@ -52,7 +52,7 @@ class TrainingDevice:
             self._memory = DrafterMemory(trainer)
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor where an accelerator copies it from at full speed; in the place of the one before it."""
+        """Page-locked host copy of a tensor, which an accelerator reads at full speed; in the previous one's memory."""
         if not self.is_accelerator:
             return tensor
         if len(self._held) != tensor.nbytes:

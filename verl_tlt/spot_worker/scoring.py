@@ -12,17 +12,13 @@ from verl_tlt.drafter.data import grouped
 from verl_tlt.messages.training import Parameters, RolloutSampling
 
 PORTION = 1024
-"""Most tokens scored at once, between two looks at the stop flag (but at least one sequence), and fewest worth
-scoring."""
-
+"""Most tokens scored between two looks at the stop flag (but at least one sequence), and fewest worth scoring."""
 HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
-
 FEWEST_PROMPTS = 8
 """Fewest prompts to score, however long their sequences: the gate judges nothing by fewer than `gate.MIN_PROMPTS`."""
-
 JUDGING_SHARE = 0.25
-"""Share of a session that its scores may take: three quarters are for training."""
+"""Largest share of a session that its scores may take: three quarters are for training."""
 
 
 def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:

@@ -107,19 +107,17 @@ class SpotWorker:
         verifier_weights: VerifierArrays | None,
         draft_ids: np.ndarray | None = None,
     ) -> BufferStats:
-        """Take over what the tap captured in one RL step, and the policy's verifier weights, None: as they were.
-
-        `draft_ids`: the tokens that the drafter drafts from now on, None: as they were.
+        """Take over what the tap captured in one RL step.
 
         `shards` are, for each group of actor ranks that computed the same sequences, an ObjectRef from each of its
         ranks, of a list of `HiddenStateShard`.
         """
-        found = []
+        sequences, missing = [], 0
         for ranks in shards:
             held = [shard for reference in ranks for shard in await reference]
-            found.append(await _in_thread(whole_sequences, held))
-        sequences = [sequence for whole, _ in found for sequence in whole]
-        missing = sum(incomplete for _, incomplete in found)
+            whole, incomplete = await _in_thread(whole_sequences, held)
+            sequences += whole
+            missing += incomplete
         if missing:
             total = missing + len(sequences)
             logger.warning("%d of %d sequences were left out: a rank's shard is missing", missing, total)
@@ -127,7 +125,6 @@ class SpotWorker:
         return dataclasses.replace(stats, incomplete=missing)
 
     async def warm_up(self) -> None:
-        """Run what a session runs once, while no engine or actor uses the device."""
         await _in_thread(self.learner.warm_up)
 
     async def train(self) -> SessionResult:
@@ -145,7 +142,6 @@ class SpotWorker:
         self._stopping.set()
 
     async def hand_in(self, slices: int) -> list[MergedSlice]:
-        """What this worker learned since its last merge."""
         return await _in_thread(self.learner.hand_in, slices)
 
     async def average(self, *parts: MergedSlice, last: bool) -> tuple[MergeFacts, MergedSlice]:
@@ -154,7 +150,6 @@ class SpotWorker:
         return average.facts, average
 
     async def adopt(self, *slices: MergedSlice) -> None:
-        """Move to the new candidate."""
         await _in_thread(self.learner.adopt, slices)
 
     async def versions(self) -> DrafterVersions:
@@ -162,15 +157,12 @@ class SpotWorker:
         return self.learner.versions
 
     async def mark_exported(self) -> None:
-        """The candidate is about to be published."""
         self.learner.mark_exported()
 
     async def mark_published(self) -> None:
-        """What was exported is published."""
         self.learner.mark_published()
 
     async def revert(self, which: Literal["served", "initial"]) -> None:
-        """Go back to the served or the initial parameters."""
         await _in_thread(self.learner.revert, which)
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
@@ -186,11 +178,9 @@ class SpotWorker:
         return self.learner.trainer.steps
 
     async def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
-        """Write the served drafter and the training state atomically under `directory`."""
         await _in_thread(self.learner.save, directory, provenance, beside)
 
     async def resume(self, directory: str) -> Resumed | None:
-        """Continue from a checkpoint; None where it holds none."""
         return await _in_thread(self.learner.resume, directory)
 
 

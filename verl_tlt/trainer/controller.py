@@ -37,7 +37,7 @@ from verl_tlt.trainer.drafter_update import DrafterUpdate, DrafterUpdates
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.waits import BEAR_S, SYSTEM, Call, Clock, Deadline
+from verl_tlt.trainer.waits import SILENT_S, SYSTEM, Call, Clock, Deadline
 from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVE_S = 600.0
-"""Longest wait for a drafter to be written, in seconds: gigabytes, perhaps over a network."""
+"""Bound in seconds of writing a drafter: gigabytes, perhaps over a network."""
 WARM_UP_S = 300.0
-"""Seconds for starting spot workers and tuning their kernels, before the run's first step."""
+"""Bound in seconds of starting spot workers and tuning their kernels, before the run's first step."""
 WARM_AGAIN_S = 30.0
-"""Seconds that RL waits for workers that replace others to load their kernels, which the first ones have tuned."""
+"""Bound in seconds for workers that replace others to load their kernels, which the first ones have tuned."""
 
 
 class Controller:
@@ -172,7 +172,7 @@ class Controller:
         with self._charged("hand-over"):
             if self._arriving:  # one whose workers got nothing has new ones, which hold nothing
                 arriving, self._arriving = self._arriving, {}
-                self._buffers = self.fleet.waits.answers("hand-over", arriving, BEAR_S)
+                self._buffers = self.fleet.waits.answers("hand-over", arriving, SILENT_S)
                 self.guard.count("incomplete sequences", sum(held.incomplete for held in self._buffers.values()))
         self._count_failures(step)
         with self.guard("watch"):

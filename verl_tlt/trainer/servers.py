@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLEEP_S = 30.0
-"""Sleeping takes milliseconds to seconds; the end of sampling waits at most this for a hung server."""
+"""Bound in seconds of falling asleep, which takes milliseconds to seconds; the end of sampling may wait for it."""
 CALIBRATION_S = 1200.0
-"""An engine that warms up and captures graphs while it is measured."""
+"""Bound in seconds of a calibration: the engine may warm up and capture graphs meanwhile."""
 
 
 class DrafterStore:
@@ -36,11 +36,9 @@ class DrafterStore:
         self._drafter = drafter
 
     def latest(self) -> DrafterFile:
-        """The drafter a starting server should load."""
         return self._drafter
 
     def put(self, drafter: DrafterFile) -> None:
-        """Replace it."""
         self._drafter = drafter
 
 

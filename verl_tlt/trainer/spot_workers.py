@@ -24,7 +24,7 @@ from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFact
 from verl_tlt.spot_worker.merge import start_merge
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trainer.servers import Servers
-from verl_tlt.trainer.waits import BEAR_S, CALL_S, SYSTEM, Call, CallFailed, Deadline, Waits, answer
+from verl_tlt.trainer.waits import CALL_S, SILENT_S, SYSTEM, Call, CallFailed, Deadline, Waits, answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Spot workers are up by then; until then they are not waited for, nor taken for silent."""
+"""Seconds in which new spot workers may start; meanwhile they are not waited for, nor taken for silent."""
 
 
 @dataclass
@@ -296,7 +296,7 @@ class Fleet(Servers):
             merged = call.result(CALL_S)
         except CallFailed as error:
             signs = {name: call for name, call in self._call_workers("__ray_ready__").items() if name in names}
-            alive = self.waits.answers("merge", signs, BEAR_S)
+            alive = self.waits.answers("merge", signs, SILENT_S)
             if error.silent and alive.keys() == signs.keys():  # one of them hangs, and holds what it would train
                 self.waits.failed("merge", signs, dict.fromkeys(signs, error))
             raise
@@ -309,7 +309,7 @@ class Fleet(Servers):
         The weight sync waits, so those that are starting do so when they can.
         """
         calls = self._call_workers("mark_published")
-        self.waits.answers("publish", {name: call for name, call in calls.items() if not call.excused()}, BEAR_S)
+        self.waits.answers("publish", {name: call for name, call in calls.items() if not call.excused()}, SILENT_S)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
         """Every worker goes back to the served or the initial drafter."""
@@ -336,7 +336,7 @@ class Fleet(Servers):
         """
         directory.parent.mkdir(parents=True, exist_ok=True)
         calls = {name: call for name, call in self._call_workers("steps").items() if not call.excused()}
-        steps = self.waits.answers("save", calls, BEAR_S)
+        steps = self.waits.answers("save", calls, SILENT_S)
         every = [(count, replica, i) for replica, counts in steps.items() for i, count in enumerate(counts)]
         if not every:
             raise CallFailed("no spot worker is there to write the drafter")

@@ -1,7 +1,7 @@
 """Time: how the trainer waits for other processes. Whoever is asked has answered or raised, is silent, or has died.
 
-Every wait has a bound, after which whoever has not answered is *silent*; so is a spot worker that gives no sign of life
-for `BEAR_S`, however long its bound is. (Its long work runs in a thread of its own, so that it can.) A spot worker that
+Every wait has a bound, after which whoever has not answered is *silent*. A spot worker is silent, too, when it gives no
+sign of life for `SILENT_S`, however long the bound is; its long work runs in a thread of its own. A spot worker that
 died or is silent is counted and replaced. One that is still starting, or was replaced meanwhile, is *excused*: it is
 left out and kept. The seconds are charged to the step, by name, by whichever of the controller's hooks waits.
 """
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-BEAR_S = 2.0
-"""What an RL step waits for a spot worker whose answer should be there, or that gives no sign of life."""
-ASK_S = BEAR_S / 4
-"""A spot worker that has not answered by then is asked for a sign of life."""
+SILENT_S = 2.0
+"""Seconds without an answer that should be there, or without a sign of life, after which a spot worker is silent."""
+ASK_S = SILENT_S / 4
+"""Seconds after which a spot worker that has not answered is asked for a sign of life."""
 CALL_S = 120.0
-"""For calls that take seconds at most: a longer one means the actor is gone."""
+"""Bound in seconds of calls that take seconds at most: where one takes longer, the actor is gone."""
 
 
 class Clock:
@@ -140,9 +140,9 @@ class Call(Generic[T]):
         deadline = Deadline(timeout_s)
         while self._workers and deadline.left() > 0 and not self._come(min(ASK_S, deadline.left())):
             signs, left = [worker.__ray_ready__.remote() for worker in self._workers], deadline.left()
-            silent = ray.wait(signs, num_returns=len(signs), timeout=min(BEAR_S - ASK_S, left))[1]
-            if silent and left >= BEAR_S - ASK_S and not self._come(0):
-                raise CallFailed(f"no sign of life within {BEAR_S:.0f} s", silent=True)
+            silent = ray.wait(signs, num_returns=len(signs), timeout=min(SILENT_S - ASK_S, left))[1]
+            if silent and left >= SILENT_S - ASK_S and not self._come(0):
+                raise CallFailed(f"no sign of life within {SILENT_S:.0f} s", silent=True)
         answers, failures = [], []
         for reference in self.references:
             try:

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-"""For bringing the result of a session that has ended here from the object store."""
+"""Bound in seconds of fetching the result of a session that has ended."""
 LOAD_LINE_S = 0.5e-3
-"""Seconds between two lines of load, for each replica in them: 50 KB of trace a second, however many there are."""
+"""Seconds between two lines of load in the trace, per replica: 50 KB a second, however many replicas there are."""
 LOOK_S = 60.0
-"""A look takes milliseconds; when sampling ends, the trainer waits at most this for one that hangs."""
+"""Bound in seconds of a look at the fleet, which takes milliseconds; the end of sampling may wait for it."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run
     run_, fleet = run()
     fleet.hand_over = lambda step, taken: {"a": FakeCall(clock)}
     fill_buffers(run_, fleet)
-    assert took(run_.sample_begin, 2) == pytest.approx(waits.BEAR_S)
+    assert took(run_.sample_begin, 2) == pytest.approx(waits.SILENT_S)
     run_.sample_end(2, last=True)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"hand-over": 1}
     metrics = rest_of_step(run_, fleet, 2)
-    assert metrics["tlt/overhead_hand_over_s"] == pytest.approx(waits.BEAR_S)
+    assert metrics["tlt/overhead_hand_over_s"] == pytest.approx(waits.SILENT_S)
     assert metrics["tlt/spot_failures"] == 1
 
 
@@ -143,7 +143,7 @@ def test_a_worker_that_is_killed_counts_once_in_whatever_phase(run, clock, phase
     dead = CallFailed("RayActorError: gone", died=True)
 
     def found_dead(*args):
-        fleet.waits.answers(phase, {"b": ended(dead)}, waits.BEAR_S)
+        fleet.waits.answers(phase, {"b": ended(dead)}, waits.SILENT_S)
 
     match phase:
         case "hand-over":
