@@ -157,13 +157,13 @@ def test_what_a_step_waited_for_is_charged_and_bounded(seconds, right):
 
 INJECTED = """
 import os
-from verl_tlt.trainer.controller import Guard
+from verl_tlt.trainer.step_log import Guard
 print("armed")
 from benchmarks.faults import injector
 from benchmarks.faults.plan import Fault
 folder = injector.Path(os.environ["TLT_FAULTS"])
-import verl_tlt.trainer.controller as module
-fault = Fault("a fault", 3, ("verl_tlt.trainer.controller:Guard.count",), "fail", "", "", "trains", first=2)
+import verl_tlt.trainer.step_log as module
+fault = Fault("a fault", 3, ("verl_tlt.trainer.step_log:Guard.count",), "fail", "", "", "trains", first=2)
 injector._wrap(folder, fault, fault.targets[0], {'another': 1}, module)
 for step in (2, 3, 4):
     (folder / "step").write_text(str(step))

@@ -1,5 +1,6 @@
 """The session planner's rules, with explicit times, and a random fleet that must never be starved."""
 
+import itertools
 import random
 
 import pytest
@@ -7,13 +8,16 @@ import pytest
 from verl_tlt.idle.replica_idle import (
     FIRST_RETRY_S,
     LONGEST_RETRY_S,
+    PATIENCE,
     LeaveBalancer,
+    PhaseAccount,
     Rejoin,
     ReplicaIdlePlanner,
     StartTraining,
     State,
     StopTraining,
     TrySleep,
+    next_pause,
 )
 
 
@@ -159,16 +163,9 @@ def test_one_that_does_not_answer_whether_it_sleeps_stays_out_until_the_sync():
     p.left("a")
     p.failed("a", 2.0)
     assert settle(p, {"b": 3}, now=30.0) == [] and p.state("a") is State.IDLE
+    assert p.recall() == [], "RL would wait for it each time the sampler sends more"
     assert p.end(31.0) == [] and p.account(31.0).failures == 1
     assert p.account(31.0).used_s["a"] == 0.0
-
-
-def test_before_more_requests_come_one_that_did_not_answer_is_not_asked_again():
-    """Each time the sampler sends some, RL would wait for it."""
-    p = loaded_and_leaving()
-    p.left("a")
-    p.failed("a", 2.0)
-    assert p.recall() == [] and p.recall() == []
 
 
 def test_a_failure_in_training_leaves_the_replica_asleep_until_the_sync():
@@ -334,3 +331,16 @@ def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
     account = p.account(2.0)
     assert account.lost == 2
     assert account.then(account).lost == 4
+
+
+def test_looks_become_rarer_while_nothing_changes_and_frequent_again_after_a_change():
+    quiet = list(itertools.accumulate(range(12), lambda pause, _: next_pause(pause, 0.05, False), initial=0.05))
+    assert all(b >= a for a, b in itertools.pairwise(quiet))
+    assert quiet[-1] == pytest.approx(PATIENCE * 0.05)
+    assert next_pause(quiet[-1], 0.05, True) == 0.05
+
+
+def test_the_phases_of_a_step_add_up():
+    first = PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.25}, 1, 10.0, lost=1)
+    second = PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"b": 0.5}, 4, 20.0, lost=2)
+    assert first.then(second) == PhaseAccount({"a": 3.0, "b": 4.0}, {"a": 0.5}, {"a": 0.25, "b": 0.5}, 5, 20.0, lost=3)
