@@ -28,7 +28,6 @@ class FailureBudget:
         self._rows: dict[str, _Row] = {}
 
     def allows(self, replica: str, step: int) -> bool:
-        """Whether the replica's worker may train in this RL step."""
         return replica not in self._rows or step >= self._rows[replica].resume_at
 
     def succeeded(self, replica: str) -> bool:
@@ -47,5 +46,4 @@ class FailureBudget:
 
     @property
     def off(self) -> frozenset[str]:
-        """Replicas whose spot training is given up."""
         return frozenset(name for name, row in self._rows.items() if row.failures >= MAX_FAILURES)

@@ -71,7 +71,6 @@ class Buffer:
         return True
 
     def _is_held_out(self, prompt: str) -> bool:
-        """Whether the sequences of a prompt are for the publish gate."""
         digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self._held_out * 2.0**64
 
@@ -91,7 +90,6 @@ class Buffer:
         return chosen
 
     def ready(self, min_tokens: int) -> bool:
-        """Whether there is enough to train on."""
         return self._train_tokens >= max(1, min_tokens)
 
     def begin_session(self, max_epochs: float) -> None:
@@ -123,7 +121,6 @@ class Buffer:
         return batch
 
     def stats(self) -> BufferStats:
-        """What it holds."""
         tokens = sum(len(i.sequence) for i in self._items)
         return BufferStats(len(self._items), tokens, self._train_tokens, self._nbytes)
 

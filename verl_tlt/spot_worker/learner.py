@@ -317,15 +317,12 @@ class SpotLearner:
         self.unmerged_steps = self.unmerged_tokens = 0
 
     def mark_exported(self) -> None:
-        """The candidate is about to be published."""
         self._transition(DrafterVersions.export)
 
     def mark_published(self) -> None:
-        """The engines serve what was exported, or else the candidate."""
         self._transition(DrafterVersions.published)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
-        """Go back to the served or the initial parameters."""
         with self._turn():
             self._transition(lambda versions: versions.reverted(which))
             self._start_from_candidate()

@@ -215,7 +215,6 @@ class _SliceWriter:
         return True
 
     def slice(self, facts: MergeFacts) -> MergedSlice:
-        """All that was added."""
         return MergedSlice(facts, self._values, self._scales, self._lengths)
 
 

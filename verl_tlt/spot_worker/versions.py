@@ -30,11 +30,11 @@ class DrafterVersions:
 
     | Event | `candidate` | `served` | `exported` | `to_judge` |
     |---|---|---|---|---|
-    | `merged(new)` | new | | | yes |
-    | `judged()` | | | | no |
-    | `export()` | | | the candidate | |
+    | `merged(new)`: the workers agreed on it | new | | | yes |
+    | `judged()`: it was scored, the gate decides | | | | no |
+    | `export()`: it is about to be published | | | the candidate | |
     | `published()` | | the exported one, or else the candidate | none | no, unless the candidate is newer |
-    | `reverted(which)` | the served or the initial one | | none | no |
+    | `reverted(which)`: it is given up | the served or the initial one | | none | no |
 
     `initial` never changes. A run begins with one version in all three roles; a resumed run takes over `candidate` and
     `initial` from its checkpoint.
@@ -52,28 +52,22 @@ class DrafterVersions:
     """The candidate waits for a session that scores it for the gate."""
 
     def merged(self, candidate: Parameters) -> DrafterVersions:
-        """The workers agreed on a new candidate."""
         return replace(self, candidate=candidate, to_judge=True)
 
     def judged(self) -> DrafterVersions:
-        """The candidate was scored: the gate decides."""
         return replace(self, to_judge=False)
 
     def export(self) -> DrafterVersions:
-        """The candidate is about to be published; there may be a newer one when it is."""
         return replace(self, exported=self.candidate)
 
     def published(self) -> DrafterVersions:
-        """The engines serve what was exported, or else the candidate; a newer candidate is still to be judged."""
         served = self.candidate if self.exported is None else self.exported
         return replace(self, served=served, exported=None, to_judge=self.to_judge and served is not self.candidate)
 
     def reverted(self, which: Literal["served", "initial"]) -> DrafterVersions:
-        """The candidate is given up."""
         return replace(self, candidate=self.of(which), exported=None, to_judge=False)
 
     def of(self, which: str) -> Parameters:
-        """Candidate, served or initial version."""
         return {name: getattr(self, name) for name in VERSIONS}[which]
 
     def copied(self) -> DrafterVersions:

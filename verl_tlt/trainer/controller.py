@@ -182,7 +182,6 @@ class Controller:
             )  # fmt: skip
 
     def _planner(self, step: int) -> ReplicaIdlePlanner:
-        """The planner of the phase that begins now."""
         workers = self.fleet.workers()
         ready = self._able(step)
         self._ready = bool(ready)
@@ -233,7 +232,6 @@ class Controller:
                 self.fleet.rejoin(list(self.fleet.replicas))
 
     def _account(self, step: int, report: PhaseReport, in_bubbles: bool = True) -> None:
-        """Count failures, and what was trained."""
         self.guard.count("watch", int(report.error is not None))
         self.guard.count("lost replica", report.account.lost)
         if in_bubbles:
@@ -270,7 +268,6 @@ class Controller:
                 logger.info("TLT: no cold start: %d steps are too few for it", steps_left)
 
     def _train_together(self, step: int, seconds: float) -> Sequence[EndedSession]:
-        """Train on all devices that may, for so many seconds at most."""
         if not (able := self._able(step)):
             return []
         planner = TrainerIdlePlanner(able, begin=self.clock.time(), settle_s=0.0, spot_workers=able)
@@ -339,7 +336,6 @@ class Controller:
                 self._compare(step, colocated_asleep)
 
     def _compare(self, step: int, colocated_asleep: bool) -> None:
-        """Ask the engines that serve which drafter they have loaded."""
         serving = self._serving(colocated_asleep)
         statuses = {name: status for name, status in self.fleet.drafter_statuses().items() if name in serving}
         self.log.reloaded(step, statuses, self.updates.served.version)
@@ -410,6 +406,5 @@ class Controller:
         self.updates.close()
 
     def _save(self, directory: Path, step: int, beside: Path | None = None) -> dict[str, Call[None]]:
-        """Write the served drafter, its training state and provenance, atomically."""
         provenance = replace(self.updates.served, policy_step=step, tokens_trained=self._tokens)
         return self.fleet.save(directory, provenance, beside)

@@ -164,7 +164,7 @@ class TLTTrainerSync(TLTMixin, PPOTrainerSync):
     tlt_base_mode = "sync"
 
     def get_llm_client(self) -> LLMServerClient:
-        """verl's client, re-routing requests that a leaving replica rejects."""
+        """verl's client; sends requests that a leaving replica rejects to another one."""
         from verl_tlt.server.client import TLTLLMServerClient
 
         return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
@@ -176,7 +176,7 @@ class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
     tlt_base_mode = "colocate_async"
 
     def get_llm_client(self) -> LLMServerClient:
-        """verl's resuming client, re-routing requests that a leaving replica rejects."""
+        """verl's resuming client; sends requests that a leaving replica rejects to another one."""
         from verl_tlt.server.client import TLTFullyAsyncLLMServerClient
 
         return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)

@@ -95,7 +95,6 @@ class StepLog:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Trace one phase of the driver's step."""
         start = self.clock.time()
         try:
             yield
@@ -139,7 +138,6 @@ class StepLog:
             self.trace.add(session)
 
     def worker_failed(self, times: int = 1) -> None:
-        """A replica's spot workers failed outside a bubble."""
         self._failed_workers += times
 
     def given_up(self, step: int, replica: str, wait: int, cause: str) -> None:
