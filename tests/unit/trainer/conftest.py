@@ -3,7 +3,7 @@
 import pytest
 from fake_clock import FakeClock
 from fake_fleet import FakeFleet
-from rl_steps import FIRST, POLL_S, STOP_S
+from rl_steps import FIRST, POLL_S, STOP_S, fill_buffers
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.replica_idle import MODE_RULES
@@ -76,3 +76,15 @@ def run(tmp_path, clock):
     for controller, fleet in built:
         fleet.merge_gate.set()
         controller.updates._pool.shutdown(wait=True)
+
+
+@pytest.fixture
+def filled(run):
+    """Build the same after a first RL step, whose hidden states are in the buffers."""
+
+    def build(**settings):
+        controller, fleet = run(**settings)
+        fill_buffers(controller, fleet)
+        return controller, fleet
+
+    return build

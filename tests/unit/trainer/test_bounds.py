@@ -35,9 +35,8 @@ def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run
     assert metrics["tlt/spot_failures"] == 1
 
 
-def test_a_checkpoint_that_is_never_written_replaces_its_worker(run, clock, took):
-    run_, fleet = run()
-    fill_buffers(run_, fleet)
+def test_a_checkpoint_that_is_never_written_replaces_its_worker(filled, clock, took):
+    run_, fleet = filled()
     fleet.save = lambda *args: {"a": FakeCall(clock)}
     assert took(run_.save, 1) == pytest.approx(controller.SAVE_S)
     run_.saved(1)
@@ -51,9 +50,8 @@ def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
     assert run_.guard.counts == {"final drafter": 1}
 
 
-def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(run, clock, took):
-    run_, fleet = run(mode="colocate_async")
-    fill_buffers(run_, fleet)
+def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took):
+    run_, fleet = filled(mode="colocate_async")
     answered = clock.event()
     fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
     with sampling(run_, fleet, 2):
@@ -62,9 +60,8 @@ def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(run, c
     assert run_.guard.counts["recall"] == 1
 
 
-def test_the_end_of_sampling_waits_for_a_look_that_hangs_no_longer_than_its_bound(run, clock, took):
-    run_, fleet = run()
-    fill_buffers(run_, fleet)
+def test_the_end_of_sampling_waits_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took):
+    run_, fleet = filled()
     answered = clock.event()
     fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
     phase = contextlib.ExitStack()
@@ -75,9 +72,8 @@ def test_the_end_of_sampling_waits_for_a_look_that_hangs_no_longer_than_its_boun
     assert fleet.balancer == {"a", "b"} and run_.guard.counts["watch"] == 1
 
 
-def test_a_session_whose_result_does_not_come_is_over_after_its_bound(run, clock):
-    run_, fleet = run()
-    fill_buffers(run_, fleet)
+def test_a_session_whose_result_does_not_come_is_over_after_its_bound(filled, clock):
+    run_, fleet = filled()
 
     class Announced(FakeCall):
         """It says that it is done, and its result is nowhere."""
@@ -103,9 +99,8 @@ SLOW_S = 0.25
 
 
 @pytest.mark.parametrize(("method", "part"), WAITED_FOR.items(), ids=WAITED_FOR)
-def test_every_second_that_a_step_waits_is_charged_by_name(run, clock, monkeypatch, method, part):
-    run_, fleet = run(mode="colocate_async" if part == "recall" else "sync")
-    fill_buffers(run_, fleet)
+def test_every_second_that_a_step_waits_is_charged_by_name(filled, clock, monkeypatch, method, part):
+    run_, fleet = filled(mode="colocate_async" if part == "recall" else "sync")
     run_.metrics(1, {})
     fleet.slow, waited = {method: SLOW_S}, []
 
@@ -137,9 +132,8 @@ def test_every_second_that_a_step_waits_is_charged_by_name(run, clock, monkeypat
 
 
 @pytest.mark.parametrize("phase", ["hand-over", "publish", "save", "merge", "export", "session"])
-def test_a_worker_that_is_killed_counts_once_in_whatever_phase(run, clock, phase):
-    run_, fleet = run()
-    fill_buffers(run_, fleet)
+def test_a_worker_that_is_killed_counts_once_in_whatever_phase(filled, clock, phase):
+    run_, fleet = filled()
     dead = CallFailed("RayActorError: gone", died=True)
 
     def found_dead(*args):
@@ -164,9 +158,8 @@ def test_a_worker_that_is_killed_counts_once_in_whatever_phase(run, clock, phase
     assert sum(counted) == 1 and fleet.restarts == ["b"]
 
 
-def test_who_fails_again_and_again_is_left_alone(run, clock):
-    run_, fleet = run()
-    fill_buffers(run_, fleet)
+def test_who_fails_again_and_again_is_left_alone(filled, clock):
+    run_, fleet = filled()
     for step in range(2, 5):
         run_._arriving = {"b": FakeCall(clock)}
         run_.sample_begin(step)

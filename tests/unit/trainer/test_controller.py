@@ -18,9 +18,8 @@ from verl_tlt.trainer.runtime_switch import write_switch
 from verl_tlt.trainer.waits import CallFailed
 
 
-def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(filled):
+    controller, fleet = filled()
     assert called(fleet, "train") == [], "nothing to train on in the first step"
     with sampling(controller, fleet, 2):
         fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
@@ -44,9 +43,8 @@ def test_an_engine_that_lost_the_policy_with_its_drafter_gets_it_again_and_is_co
     assert fill_buffers(controller, fleet)["tlt/errors_engines_without_a_drafter"] == 2
 
 
-def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_step(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_step(filled):
+    controller, fleet = filled()
     with sampling(controller, fleet, 2):
         fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
         fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
@@ -61,9 +59,8 @@ def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_s
     assert fleet.tap_tokens[-1] == 2 * TOKENS_PER_STEP, "this one lasted as long as its bubble"
 
 
-def test_what_the_object_store_takes_for_the_tap_is_part_of_its_limit(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_what_the_object_store_takes_for_the_tap_is_part_of_its_limit(filled):
+    controller, fleet = filled()
     fleet.slow["take"] = 1.0  # of steps of some seconds
     for step in (2, 3):
         with sampling(controller, fleet, step):
@@ -74,9 +71,8 @@ def test_what_the_object_store_takes_for_the_tap_is_part_of_its_limit(run):
     assert fleet.tap_tokens == [TOKENS_PER_STEP, 2 * TOKENS_PER_STEP, TOKENS_PER_STEP]
 
 
-def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(filled):
+    controller, fleet = filled()
     fleet.merge_gate.clear()
     train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2, wait=False)
@@ -90,9 +86,8 @@ def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(run
 
 
 @pytest.mark.parametrize(("acceptance", "overflows"), [(0.4, False), (0.6, True)])
-def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(run, acceptance, overflows):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(filled, acceptance, overflows):
+    controller, fleet = filled()
     fleet.candidate_acceptance, fleet.overflows = acceptance, overflows
     train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
@@ -101,9 +96,8 @@ def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(run, ac
 
 
 @pytest.mark.parametrize("method", ["stage", "export"])
-def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_publication_that_fails_costs_itself_and_nothing_else(filled, method):
+    controller, fleet = filled()
     fleet.broken[method] = CallFailed("no answer within 120 s")
     train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
@@ -115,9 +109,8 @@ def test_a_publication_that_fails_costs_itself_and_nothing_else(run, method):
     assert controller.guard.counts == {"publish": 1}
 
 
-def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(filled):
+    controller, fleet = filled()
     fleet.broken["merge"] = CallFailed("no answer within 120 s")
     train(controller, fleet, 2)
     metrics = rest_of_step(controller, fleet, 2)
@@ -131,9 +124,8 @@ def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(run)
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_weight_sync(run, mode):
-    controller, fleet = run(mode=mode)
-    fill_buffers(controller, fleet)
+def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_weight_sync(filled, mode):
+    controller, fleet = filled(mode=mode)
     fleet.broken["try_sleep"] = CallFailed("no answer within 30 s", silent=True)
     with sampling(controller, fleet, 2):
         fleet.clock.until(lambda: called(fleet, "try_sleep"))
@@ -147,9 +139,8 @@ def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_
     train(controller, fleet, 3)
 
 
-def test_a_worker_that_never_stops_is_killed_after_the_bound(run, said):
-    controller, fleet = run(names=("a", "b", "c"))
-    fill_buffers(controller, fleet)
+def test_a_worker_that_never_stops_is_killed_after_the_bound(filled, said):
+    controller, fleet = filled(names=("a", "b", "c"))
     fleet.deaf = {"b"}
     with sampling(controller, fleet, 2):
         fleet.load["c"] = 0
@@ -196,10 +187,9 @@ def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(run, 
     assert "spot training on b, which was given up, works again" in said.text
 
 
-def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(run, said, clock):
+def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, clock):
     fleet = FakeFleet("b", "c", standalone={"c"}, clock=clock)
-    controller, fleet = run(fleet=fleet, untrained=True, cold_start_s=0.0)
-    fill_buffers(controller, fleet)
+    controller, fleet = filled(fleet=fleet, untrained=True, cold_start_s=0.0)
     keep_failing(controller, fleet, range(2, 12))
     line = "any more: spot training is given up on every replica, and the drafter is a random one"
     assert said.text.count(line) == said.text.count("TLT does nothing") == 1
@@ -226,19 +216,17 @@ def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, clock
     assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected
 
 
-def test_a_worker_that_died_in_its_session_is_restarted(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_worker_that_died_in_its_session_is_restarted(filled):
+    controller, fleet = filled()
     fleet.broken["session of b"] = CallFailed("RayActorError: gone", died=True)
     with sampling(controller, fleet, 2):
         fleet.clock.until(lambda: fleet.restarts == ["b"])
     assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1
 
 
-def test_lines_that_the_trace_loses_are_counted(run, tmp_path):
+def test_lines_that_the_trace_loses_are_counted(filled, tmp_path):
     (tmp_path / "trace").write_text("a file, where the trace's directory would be")
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+    controller, fleet = filled()
     with sampling(controller, fleet, 2):
         fleet.clock.sleep(LOOKS_S)
     lost = rest_of_step(controller, fleet, 2)["tlt/errors_trace"]
@@ -247,9 +235,8 @@ def test_lines_that_the_trace_loses_are_counted(run, tmp_path):
     assert rest_of_step(controller, fleet, 3)["tlt/errors_trace"] > lost > 1
 
 
-def test_whoever_left_is_called_back_before_more_prompts_are_sent(run):
-    controller, fleet = run(mode="colocate_async")
-    fill_buffers(controller, fleet)
+def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
+    controller, fleet = filled(mode="colocate_async")
     with sampling(controller, fleet, 2):
         fleet.clock.until(lambda: called(fleet, "train"))
         assert fleet.asleep == {"b": True}, "it keeps its weights"
@@ -310,9 +297,8 @@ def test_a_balancer_that_fails_ends_the_watch_and_not_the_phase(run):
     assert controller._watch is None and controller.guard.counts == {"watch": 1}
 
 
-def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(filled):
+    controller, fleet = filled()
     controller.sample_begin(2)
     fleet.load = {"a": 4, "b": 4}
     fleet.clock.sleep(LOOKS_S)
@@ -323,9 +309,8 @@ def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(run):
     assert rest_of_step(controller, fleet, 2)["tlt/errors_lost_replica"] == 1
 
 
-def test_one_that_is_replaced_trains_when_it_has_been_given_something(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_one_that_is_replaced_trains_when_it_has_been_given_something(filled):
+    controller, fleet = filled()
     train(controller, fleet, 2)
     give = fleet.hand_over
     fleet.hand_over = lambda step, taken: {"a": give(step, taken)["a"]}
@@ -337,18 +322,16 @@ def test_one_that_is_replaced_trains_when_it_has_been_given_something(run):
     train(controller, fleet, 4)
 
 
-def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(run, clock):
+def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(filled, clock):
     fleet = FakeFleet("a", "b", clock=clock)
     fleet.untapped = "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap."
-    controller, fleet = run(fleet=fleet)
-    fill_buffers(controller, fleet)
+    controller, fleet = filled(fleet=fleet)
     assert not controller.spot and called(fleet, "take") == []
     assert controller.guard.counts.total() == 0
 
 
-def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(run, tmp_path):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tmp_path):
+    controller, fleet = filled()
     controller.save(1)
     assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
     train(controller, fleet, 2)
@@ -391,9 +374,8 @@ def test_the_first_rollout_chooses_the_tokens_that_are_drafted(run):
     assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
 
 
-def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_nothing(run, tmp_path):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_nothing(filled, tmp_path):
+    controller, fleet = filled()
     write_switch(tmp_path / "trace", speculation=False, spot=False)
     controller.before_sync(1)
     assert fleet.disabled == {"a", "b"}
@@ -446,17 +428,15 @@ def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_
     assert rest_of_step(controller, fleet, 3)["tlt/saved_s"] == pytest.approx(-0.5), "drafted, it is charged"
 
 
-def test_validation_is_not_the_next_rollouts(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_validation_is_not_the_next_rollouts(filled):
+    controller, fleet = filled()
     asked = len(called(fleet, "engine_stats"))
     controller.validated(1, colocated_asleep=False)
     assert len(called(fleet, "engine_stats")) == asked + 1
 
 
-def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(run):
-    controller, fleet = run()
-    fill_buffers(controller, fleet)
+def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(filled):
+    controller, fleet = filled()
     assert called(fleet, "take") == [(True,)], "the first session needs them"
 
     def step(number, bubble):
@@ -488,11 +468,10 @@ def trained_step(controller, fleet, step):
     return metrics
 
 
-def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(run, clock):
+def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(filled, clock):
     fleet = FakeFleet("a", "b", clock=clock)
     fleet.to_judge = False
-    controller, _ = run(fleet=fleet)
-    fill_buffers(controller, fleet)
+    controller, _ = filled(fleet=fleet)
     first = trained_step(controller, fleet, 2)
     assert fleet.staged == [] and first["tlt/publish_skipped"] == 1
     fleet.calls.clear()
@@ -509,11 +488,10 @@ def test_where_the_device_is_the_actors_the_next_session_judges_what_was_merged(
 
 
 @pytest.mark.parametrize(("stop_s", "deaf"), [(STOP_S / 3, False), (0.0, True)])
-def test_a_slow_session_is_off_the_device_before_the_actor_is_on_it(run, clock, stop_s, deaf):
+def test_a_slow_session_is_off_the_device_before_the_actor_is_on_it(filled, clock, stop_s, deaf):
     fleet = FakeFleet("a", "b", clock=clock)
     fleet.stop_s, fleet.deaf = stop_s, {"b"} if deaf else set()
-    controller, _ = run(fleet=fleet)
-    fill_buffers(controller, fleet)
+    controller, _ = filled(fleet=fleet)
     trained_step(controller, fleet, 2)
     assert fleet.restarts == (["b"] if deaf else [])
 
@@ -531,10 +509,9 @@ def test_workers_warm_up_before_engines_hold_weights_and_one_that_does_not_costs
     assert controller.spot and controller.guard.counts == {"warm-up": 3}
 
 
-def test_workers_that_replace_others_warm_up_outside_a_bubble_before_they_train(run, clock):
+def test_workers_that_replace_others_warm_up_outside_a_bubble_before_they_train(filled, clock):
     fleet = FakeFleet("a", "b", clock=clock)
-    controller, _ = run(fleet=fleet)
-    fill_buffers(controller, fleet)
+    controller, _ = filled(fleet=fleet)
     fleet.deaf = {"b"}
     train(controller, fleet, 2)
     assert fleet.restarts == ["b"]
@@ -557,10 +534,9 @@ def test_workers_that_replace_others_warm_up_outside_a_bubble_before_they_train(
 
 
 @pytest.mark.parametrize("answer", ["late", "dead", "out of memory"])
-def test_a_successor_that_does_not_warm_up_costs_a_bounded_and_charged_time(run, clock, answer):
+def test_a_successor_that_does_not_warm_up_costs_a_bounded_and_charged_time(filled, clock, answer):
     fleet = FakeFleet("a", "b", clock=clock)
-    controller, _ = run(fleet=fleet)
-    fill_buffers(controller, fleet)
+    controller, _ = filled(fleet=fleet)
     failures = {"dead": ended(CallFailed("gone", died=True)), "out of memory": ended(CallFailed("no room"))}
     fleet.warming["b"] = failures.get(answer) or FakeCall(clock)
     began = clock.now
