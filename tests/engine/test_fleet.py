@@ -119,7 +119,7 @@ def phase(fleet, recorded, tmp_path):
 
     def start(recall=False, **faults):
         """Sessions last until they are stopped."""
-        ray.get([r.workers.first().__ray_call__.remote(set_epochs, 1e9) for r in fleet.replicas.values()], timeout=300)
+        ray.get([r.first().__ray_call__.remote(set_epochs, 1e9) for r in fleet.spot_workers.values()], timeout=300)
         for name, fault in faults.items():
             ray.get(fleet.spot_workers[name].first().be.remote(fault), timeout=300)
         planner = ReplicaIdlePlanner(REPLICAS, expected_requests=6, settle_s=0.05)
