@@ -58,7 +58,14 @@ def ray_cluster(monkeypatch: Any) -> Iterator[None]:
 
     if not ray.is_initialized():
         sizes = dict(num_cpus=32, num_gpus=16, object_store_memory=300_000_000)
-        ray.init(include_dashboard=False, log_to_driver=False, **sizes)
+        for attempt in range(3):  # Ray waits 30 s for its own processes, which is short beside many other jobs
+            try:
+                ray.init(include_dashboard=False, log_to_driver=False, **sizes)
+                break
+            except Exception as error:
+                ray.shutdown()
+                if attempt == 2 or "timed out during startup" not in str(error):
+                    raise
     yield
 
 
