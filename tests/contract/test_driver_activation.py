@@ -185,7 +185,8 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
     hydra = {"verl_tlt", "verl_tlt.conf"}  # the search path
     assert set(without["ours"]) == hydra
     assert set(with_plugin["ours"]) == hydra | {
-        "verl_tlt.plugin", "verl_tlt.flag", "verl_tlt.upstream", "verl_tlt.upstream.import_hooks",
+        "verl_tlt.plugin", "verl_tlt.flag", "verl_tlt.upstream", "verl_tlt.upstream.changes",
+        "verl_tlt.upstream.import_hooks",
     }  # fmt: skip
 
 
