@@ -147,10 +147,12 @@ def history(trace: RunTrace, step: int) -> dict[str, Any]:
 
     `served` is None while nobody has said what is loaded.
     """
+    cold_starts = [phase for phase in trace.phases if phase.name == "cold_start"]
 
     def lasted(event: Publish | Reload) -> bool:
-        """A step is saved before its drafter is published, so who resumes it knows of none but earlier publications."""
-        return event.step < min([step] + [run.step0 - 1 for run in trace.runs if run.t > event.t])
+        """A step is saved before its drafter is published, and after its cold start, which publishes, too."""
+        kept = min([step] + [run.step0 - 1 for run in trace.runs if run.t > event.t])
+        return event.step < kept + any(phase.start <= event.t <= phase.end for phase in cold_starts)
 
     def trained(job: RunStarted) -> int:
         """Steps of the worker that trained the longest in a job: it writes the checkpoint, and all go on from there."""

@@ -116,6 +116,14 @@ def test_what_a_killed_job_published_after_the_save_is_not_what_was_saved(tmp_pa
     assert history(read_trace(tmp_path), 4) == {"version": 2, "served": "two", "initial": None, "steps": 17}
 
 
+def test_what_a_cold_start_published_is_saved_with_its_step(tmp_path):
+    trace = TraceWriter(tmp_path, "trainer", clock=lambda: 15.0)
+    trace.emit("run", step0=1, replicas=["a", "b"])
+    trace.emit("phase", step=3, name="cold_start", start=10.0, end=20.0)
+    trace.emit("publish", step=3, version=2, decision="published")
+    assert history(read_trace(tmp_path), 3)["version"] == 2
+
+
 def test_all_go_on_with_the_optimizer_of_the_worker_that_trained_the_longest_in_each_job(tmp_path):
     clock = iter(range(1000))
     trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
