@@ -52,7 +52,8 @@ def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     (taken,) = ray.get(group.tlt_take((2,), set(), 8192))
     assert taken.errors == 0 and taken.seconds > 0 and taken.sync_seconds > 0
     wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"])
-    assert taken.sync_bytes == 2 * (wanted.embed.numel() + wanted.lm_head.numel() + wanted.norm.numel()), "16 bits"
+    for name, array in vars(ray.get(taken.verifier_weights)).items():
+        assert array.nbytes == 2 * getattr(wanted, name).numel(), f"{name} in 16 bits"
     said = torch.cat([ids[p:] for ids, p in make_rows(LENGTHS)])
     assert np.array_equal(taken.token_counts, torch.bincount(said, minlength=len(wanted.embed)).numpy())
     rows = [[shard.row for shard in ray.get(share)] for share in taken.shards]

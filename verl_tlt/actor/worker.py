@@ -112,7 +112,6 @@ class TLTActorWorker(ActorRolloutRefWorker):
             seconds=tap.seconds,
             errors=errors + captured.errors,
             sync_seconds=captured.seconds,
-            sync_bytes=captured.nbytes,
             token_counts=counts,
         )
 

@@ -82,8 +82,6 @@ class TappedStates:
     """Micro-batches it could not keep, and verifier weights that could not be copied."""
     sync_seconds: float = 0.0
     """What copying the verifier weights cost the last weight sync."""
-    sync_bytes: int = 0
-    """Bytes of them that left this rank's device."""
     token_counts: np.ndarray | None = None
     """int64 [V]: how often each token is in the responses of a batch, once in a run where it was asked for."""
 

@@ -1,5 +1,7 @@
 """`--run-script`: bash carries a script out, and no program of it is started."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +67,41 @@ def test_a_program_that_has_no_stand_in_cannot_start_either(tmp_path, monkeypatc
     assert len(list(tmp_path.iterdir())) >= 10, "without the stand-ins each of these starts a program"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export -n $(compgen -e); eval '/usr/bin/touch touched'",
+        "declare +x $(compgen -e); eval '/usr/bin/touch touched'",
+        "builtin exec -c /usr/bin/touch touched",
+        "(builtin exec /usr/bin/touch touched)",
+        "unset -f exec touch; PATH=/usr/bin:/bin; (exec -c /usr/bin/touch touched); touch touched",
+        "builtin kill -9 $PPID",
+        "unset -f kill; kill -9 $PPID",
+        "builtin ulimit -f unlimited; printf '%03000000d' 1 > large",
+        "eval 'exec 7<> /dev/tcp/127.0.0.1/$PORT' && : > touched",
+    ],
+)
+def test_what_bash_itself_could_do_to_others_is_refused_by_the_kernel(tmp_path, line):
+    """In a process of its own, which is the one that a signal is sent to."""
+    (script := tmp_path / "recipe.sh").write_text(f"{line}\n{START} a=1\n")
+    code = (
+        f"import sys\nimport {module.__name__} as module\nmodule.LARGEST = 1_000_000\n"
+        "try:\n    module.run_script(sys.argv[1])\nexcept module.TLTConfigError:\n    pass\nprint('alive')"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {**os.environ, "PORT": str(server.getsockname()[1])}
+        command = [sys.executable, "-c", code, script]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=place, timeout=120)
+    assert ended.stdout == "alive\n", ended.stderr
+    assert not (tmp_path / "touched").exists()
+    assert not (large := tmp_path / "large").exists() or large.stat().st_size <= 1_000_000
+
+
 def test_what_a_script_prints_takes_neither_disk_nor_memory(tmp_path, monkeypatch):
     """Printing as fast as bash can, in a process whose memory is counted."""
     (script := tmp_path / "recipe.sh").write_text("while :; do printf '%09000d' 1; printf '%09000d' 1 >&2; done\n")
     code = (
-        "import os, resource, sys\nfrom verl_tlt.commands.script import run as module\nmodule.LARGEST = 1000\n"
+        "import os, resource, sys\nfrom verl_tlt.commands.script import run as module\nmodule.LARGEST = 1_000_000\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n    module.run_script(sys.argv[1])\nexcept module.TLTConfigError as error:\n    print(error)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

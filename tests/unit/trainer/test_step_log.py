@@ -42,7 +42,7 @@ def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_fai
 
 def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowest(tmp_path):
     log = StepLog(TraceWriter(tmp_path, "driver"))
-    copies = TappedStates((), None, seconds=0.1, errors=0, sync_seconds=0.4, sync_bytes=100)
+    copies = TappedStates((), None, seconds=0.1, errors=0, sync_seconds=0.4)
     log.tapped([copies, dataclasses.replace(copies, seconds=0.2, sync_seconds=0.0)])
     metrics = log.finish(1, {})
     assert (metrics["tlt/overhead_tap_s"], metrics["tlt/overhead_sync_s"]) == (0.2, 0.4)

@@ -11,6 +11,7 @@ import glob
 import math
 import operator
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class Piece:
     quoted: bool
 
 
-class Words:
+class Words(ABC):
     """The variables of a shell, and words expanded with them."""
 
     def __init__(self, script: str, arguments: Sequence[str], variables: dict[str, Value], directory: str) -> None:
@@ -59,9 +60,9 @@ class Words:
         self.looked_at: set[str] = set()
         """Arguments that the script has expanded."""
 
+    @abstractmethod
     def substitute(self, command: str) -> str:
         """What a command prints."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ marks
 
