@@ -28,7 +28,7 @@ def sources(package, version):
     """The `.py` files of a release, fetched once through pip; skips where there is no network."""
     root, why = _fetch(package, version)
     if why:
-        pytest.skip(f"could not download {package} {version}: {why}")
+        pytest.skip(f"runs where pip can download {package} {version}: {why}")
     return root
 
 

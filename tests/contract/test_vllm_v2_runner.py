@@ -114,7 +114,7 @@ def test_drafts_are_read_by_what_the_scheduler_asks_to_verify(release):
 def test_they_are_verified_with_the_logits_of_their_slot_and_step(release):
     """What `BrokenDrafts` replaces: a buffer of all slots, which the kernels index by slot and step."""
     if release.version and tuple(map(int, release.version.split(".")[:2])) < DRAFTS_WHAT_IS_ASKED:
-        pytest.skip("verl-tlt leaves this release's V2 runner off")
+        pytest.skip("runs on the other releases: verl-tlt leaves this one's V2 runner off")
     speculator = release.tree(f"{V2}/spec_decode/speculator.py")
     buffers = [said(n.value, ast.Tuple) for n in ast.walk(speculator) if is_set(n, "self.draft_logits")]
     assert any("(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)" in shapes for shapes in buffers)
