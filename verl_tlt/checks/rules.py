@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
@@ -33,6 +34,8 @@ from verl_tlt.files.ownership import check_writable
 from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
+from verl_tlt.upstream.sources import check_symbols, source_root
+from verl_tlt.upstream.upstream_api import Symbol
 from verl_tlt.upstream.versions import SUPPORTED, Release, Supported, installed, release
 
 if TYPE_CHECKING:
@@ -81,25 +84,45 @@ def examine_packages() -> list[Finding]:
     return [judge_version(s, installed(s.name)) for s in SUPPORTED]
 
 
-def judge_version(supported: Supported, version: str | None) -> Finding:
-    """A package against the releases verl-tlt works with."""
-    name = supported.name
-    wanted = f"{name} {_text(supported.lowest)} or later"
-    if supported.below:
-        wanted += f" and below {_text(supported.below)}"
+def judge_version(supported: Supported, version: str | None, root: Path | None = None) -> Finding:
+    """A package against the releases verl-tlt works with; `root` holds its sources, where it is installed if None."""
+    name, wanted = supported.name, f"{supported.name} {_text(supported.lowest)} or later"
     if version is None:
         sentence = f"{name} is not installed here, and verl-tlt needs {wanted}: {supported.remedy}."
         return Finding("refuse", name, sentence)
     found = release(version)
     if found is None:
         return Finding("warn", name, f"{name} does not say its version here; verl-tlt needs {wanted}.")
-    if found < supported.lowest or (supported.below and found >= supported.below):
+    if found < supported.lowest:
         sentence = f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
         return Finding("refuse", name, sentence)
-    if found[:2] > supported.newest_tested[:2]:
-        newest = f"{_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
-        return Finding("warn", name, f"{name} {version} is newer than {newest}.")
-    return Finding("ok", name, f"{name} {version}")
+    if found[:2] <= supported.newest_tested[:2]:
+        return Finding("ok", name, f"{name} {version}")
+    newer = f"{name} {version} is newer than {_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
+    symbols = symbols_of(name, root)
+    if not symbols:
+        return Finding("refuse", name, f"{newer}: {supported.remedy}.")
+    if changed := [finding for finding in judge_symbols(name, symbols) if finding.level == "refuse"]:
+        more = f" {len(changed) - 1} more changed." if len(changed) > 1 else ""
+        return Finding("refuse", name, f"{newer}, and it changed {changed[0].sentence}{more}")
+    return Finding("warn", name, f"{newer}; all {len(symbols)} symbols that verl-tlt relies on are as expected.")
+
+
+def symbols_of(package: str, root: Path | None = None) -> list[tuple[Symbol, str | None]]:
+    """What verl-tlt relies on in a package, each with what is wrong with it (None: nothing); empty: not installed."""
+    root = root or source_root(package)
+    return [] if root is None else check_symbols(root, package)
+
+
+def judge_symbols(package: str, symbols: Sequence[tuple[Symbol, str | None]]) -> list[Finding]:
+    """A finding for each symbol that is not as expected, or one that says that all are."""
+    what = f"{package} symbols"
+    wrong = [
+        Finding("refuse", what, f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}.")
+        for symbol, problem in symbols
+        if problem
+    ]
+    return wrong or [Finding("ok", what, f"all {len(symbols)} that verl-tlt relies on are as expected")]
 
 
 def _text(wanted: Release) -> str:

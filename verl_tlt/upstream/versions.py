@@ -20,17 +20,16 @@ class Supported:
 
     name: str
     lowest: Release
-    below: Release | None
-    """First release known not to work; null: none known."""
     newest_tested: Release
+    """Of a later minor release what verl-tlt relies on is looked up in its sources (`checks.rules`)."""
     remedy: str
 
 
 SUPPORTED = (
     # 0.9.0 has neither the submission gate nor the router module: a replica that leaves early would lose requests.
-    Supported("verl", (0, 9, 1), (0, 10, 0), (0, 9, 1), "install verl 0.9.1"),
-    Supported("vllm", (0, 24, 0), None, (0, 31, 0), "install the vLLM that your verl release names, 0.24 or later"),
-    Supported("speculators", (0, 9, 0), (0, 10, 0), (0, 9, 0), "pip install 'speculators>=0.9,<0.10'"),
+    Supported("verl", (0, 9, 1), (0, 9, 1), "install verl 0.9.1"),
+    Supported("vllm", (0, 24, 0), (0, 31, 0), "install the vLLM that your verl release names, 0.24 or later"),
+    Supported("speculators", (0, 9, 0), (0, 9, 0), "pip install 'speculators>=0.9,<0.10'"),
 )
 
 

@@ -21,7 +21,6 @@ from verl_tlt.checks.recipe import Recipe, compose, number, read_settings, selec
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.files.ownership import check_writable
-from verl_tlt.upstream.sources import check_symbols, source_root
 from verl_tlt.upstream.upstream_api import Symbol
 from verl_tlt.upstream.versions import installed, location
 
@@ -35,12 +34,7 @@ def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
     findings = [*examine_recipe(recipe), *which_verl()]
     for package, checked in installed_symbols().items():
-        what, wrong = f"{package} symbols", [(symbol, problem) for symbol, problem in checked if problem]
-        for symbol, problem in wrong:
-            sentence = f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}."
-            findings.append(Finding("refuse", what, sentence))
-        if not wrong:
-            findings.append(Finding("ok", what, f"all {len(checked)} that verl-tlt relies on are as expected"))
+        findings += rules.judge_symbols(package, checked)
     return findings
 
 
@@ -69,8 +63,8 @@ def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
 
 def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
     """Every symbol with what is wrong with it, by package; packages that are not installed are left out."""
-    roots = {package: source_root(package) for package in ("verl", "vllm")}
-    return {package: check_symbols(root, package) for package, root in roots.items() if root is not None}
+    checked = {package: rules.symbols_of(package) for package in ("verl", "vllm")}
+    return {package: symbols for package, symbols in checked.items() if symbols}
 
 
 def examine_recipe(recipe: Recipe) -> list[Finding]:
