@@ -121,7 +121,7 @@ VERL = {
             has="servers _server_address _server_handle is_reward_model is_teacher_model",
         ),
         Symbol("verl.workers.rollout.llm_server:LLMServerManager", has="get_client get_replicas global_load_balancer"),
-        Symbol(_BALANCER, has="get_status", moved_to=_BALANCER_NEXT),
+        Symbol(f"{_BALANCER}.get_status", says=('"servers": ', "_inflight_requests"), moved_to=_BALANCER_NEXT),
         Symbol(f"{_BALANCER}.remove_servers", "server_ids", moved_to=_BALANCER_NEXT),
         Symbol(f"{_BALANCER}.add_servers", "servers", moved_to=_BALANCER_NEXT),
     ),
