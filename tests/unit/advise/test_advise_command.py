@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import verl_tlt
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.advise.command import read_scenario
-from verl_tlt.commands.advise.hardware import GPUS, find_shape, read_workload, step_cost
+from verl_tlt.commands.advise.hardware import find_shape, read_workload
 from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.scenario import estimate
 from verl_tlt.commands.cli import app
@@ -31,7 +31,7 @@ STOCK = {
 
 
 def advise(*words):
-    done = CliRunner().invoke(app, ["advise", *words], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["advise", *words], env={"COLUMNS": "1000"})
     return done.exit_code, done.output
 
 
@@ -55,7 +55,7 @@ def test_a_recipe_alone_is_judged_and_what_was_assumed_is_said():
         assert what in said
     assert "32 responses on 4 replicas, each of 2 GPUs; 8 GPUs train" in said
     assert "acceptance:" in said
-    assert "Does it pay? yes, with a trained drafter: " in said and "if what is assumed does" in said
+    assert "Does it pay? yes, with a trained drafter: " in said and "Most of this is assumed" in said
     assert "Does it pay? yes: " in advise(*RECIPE, "--acceptance", "0.7,0.7,0.7")[1]
 
 
@@ -63,7 +63,7 @@ def test_a_stock_run_replaces_assumptions(metrics):
     code, said = advise(*RECIPE, "--metrics", metrics())
     assert code == 0, said
     assert "80% (80.0 of 100.0 s)" in said and "5.00x" in said and "metrics.jsonl" in said
-    assert "response lengths:" not in said and "outside rollout:" not in said and "if what is assumed" not in said
+    assert "response lengths:" not in said and "outside rollout:" not in said and "Most of this is assumed" not in said
     assert "the run's policy: that of the recipe, which --metrics " in said
 
 
@@ -99,7 +99,7 @@ def test_a_run_with_tlt_brings_its_own_costs_and_acceptance(made_run):
     assert 1.0 < n.rollout["low"] <= n.rollout["likely"] <= n.rollout["high"] < 3.0
     assert n.has_drafter and n.replicas == 2 and n.bubble_s > 0
     code, said = advise(*recipe, "--trace", str(made_run.directory), "--parameters", "8")
-    assert code == 0 and "│ run" in said, said
+    assert code == 0 and re.search(r"share of a step .* run *\n", said), said
 
 
 @pytest.mark.parametrize(
@@ -196,12 +196,19 @@ def test_a_policys_shape_is_that_of_its_config(tmp_path):
         find_shape("mine/policy")
 
 
-def test_costs_of_a_policy_are_those_of_a_known_one():
-    """An 8B policy on one H100 decodes one request in about the six milliseconds that it takes to read its weights."""
-    shape, _ = find_shape("Qwen/Qwen3-8B")
-    cost = step_cost(shape, GPUS["H100"], 1, eager=False, sharpness=4.0)
-    assert cost.seconds(1, 1000, -1) == pytest.approx(6e-3, rel=0.1)
-    assert cost.seconds(1, 1000, -1) < cost.seconds(1, 1000, 3) < 1.6 * cost.seconds(1, 1000, -1)
+@pytest.mark.parametrize("acceptance", ["0.8", "0.8,0.75,0.7"])
+def test_acceptance_that_was_extended_is_said(acceptance):
+    positions = acceptance.count(",") + 1
+    assert (
+        f"acceptance beyond position {positions}: 0.{acceptance[-1]}0 as there"
+        in advise(*RECIPE, "--acceptance", acceptance)[1]
+    )
+    assert "acceptance beyond" not in advise(*RECIPE, "--acceptance", ",".join([acceptance] * 8))[1]
+    assert "acceptance beyond" not in advise(*RECIPE)[1]
+
+
+def test_the_verdict_comes_first():
+    assert advise(*RECIPE)[1].startswith("Does it pay? ")
 
 
 def test_the_pages_example_is_what_the_command_prints():
@@ -209,14 +216,16 @@ def test_the_pages_example_is_what_the_command_prints():
     command, printed = re.search(r"## An example\n+```bash\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
     _, _, *words = shlex.split(command.replace("\\\n", " "))
     code, said = advise(*words)
-    assert code == 0 and "".join(printed.split()) == "".join(said[said.index("Does it pay?") :].split())
+    assert code == 0 and "".join(said.split()).startswith("".join(printed.split()))
 
 
 def test_the_table_beside_the_papers_clusters_is_what_the_command_prints():
     page = (Path(verl_tlt.__file__).parents[1] / "docs" / "will-it-pay.md").read_text()
-    rows = re.findall(r"^\| ([\w-]+/[\w.-]+) \| (\d) \| [\d.]+ \| (.*?) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| ([\w-]+/[\w.-]+) \| (\d) \| ([\d.]+) \| (.*?) \|$", page, re.MULTILINE)
     assert len(rows) == 8
-    for policy, nodes, answer in rows:
+    for policy, nodes, paper, answer in rows:
+        low, high = re.search(r"\((.*) to (.*)\)", answer).groups()
+        assert float(low) <= float(paper) <= float(high), "the range is one"
         recipe = [
             "+tlt=default", f"{ROLLOUT}.name=vllm", f"actor_rollout_ref.model.path={policy}",
             "algorithm.adv_estimator=grpo", "data.train_batch_size=64", f"{ROLLOUT}.n=8",
@@ -224,4 +233,4 @@ def test_the_table_beside_the_papers_clusters_is_what_the_command_prints():
             f"trainer.nnodes={nodes}", "data.max_prompt_length=2048", "data.max_response_length=30720",
         ]  # fmt: skip
         _, said = advise(*recipe, "--gpu", "H100")
-        assert re.search(rf"step, times as fast as stock +│ {re.escape(answer)} ", said), f"{policy}, {nodes} nodes"
+        assert re.search(rf"step, times as fast as stock +{re.escape(answer)} ", said), f"{policy}, {nodes} nodes"

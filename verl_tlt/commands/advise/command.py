@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +68,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     scenario = Scenario(
         work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
         settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
-        given.reward_seconds, given.seed,
+        given.reward_seconds,
     )  # fmt: skip
     return scenario, assumed
 
@@ -94,25 +95,24 @@ def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
 
 
 def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], found: Estimate, verdict: Verdict) -> None:
-    rows = Table("", "", "from", title="verl-tlt advise", show_header=True, title_justify="left")
-    for row in _rows(scenario, found):
-        rows.add_row(*row)
-    console.print(rows)
-
     def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=style is None)
+        console.print(text, style=style, highlight=False, markup=False)
 
+    style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
+    say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
+    say("What to change:", "bold")
+    for sentence in suggestions(scenario, found.numbers, found.kv_tokens):
+        say(f"  {sentence}")
+    table = Table("", "", "from", box=box.SIMPLE_HEAD)
+    for row in _rows(scenario, found):
+        table.add_row(*row)
+    console.print(table)
     if scenario.metrics is not None:
         say(f"Run: {scenario.metrics.source}, {scenario.metrics.steps} steps")
     if assumed:
         say("Assumed:", "bold")
         for what, why in assumed.items():
             say(f"  {what}: {why}")
-    say("What to change:", "bold")
-    for sentence in suggestions(scenario, found.numbers, found.kv_tokens):
-        say(f"  {sentence}")
-    style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
-    say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
 
 
 def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
@@ -121,11 +121,15 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
     measured = "run" if run else "simulated"
     fleet = f"{work.replicas} replicas, each of {work.tensor_parallel} GPUs; {work.gpus} GPUs train"
     share = f"{n.share:.0%} ({n.gen_s:.1f} of {n.gen_s + n.rest_s:.1f} s)"
+    source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
     rows = [
+        ("step, times as fast as stock", _range({name: n.step(name) for name in SETTINGS}), "Amdahl with the next two"),
+        ("rollout, times as fast as stock", _range(n.rollout), "simulated"),
+        ("rollout's share of a step", share, measured),
+        ("accept length at K of up to 3", _range(n.accept), source),
         ("the run", f"{work.requests} responses on {fleet}", "recipe"),
         ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {decoding_requests(work)} requests need up to "
          f"{kv_needed(work):,}", "data sheet"),
-        ("rollout's share of a step", share, measured),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
         (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}",
          "run" if run and run.seconds_by_batch else "simulated"),
@@ -136,16 +140,8 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
         rows.append(("waiting for tools", f"{n.tool_share:.0%} of a response's time", measured))
     for batch, lengths in found.break_even.items():
         cells = ", ".join(f"K={k} {tau:.2f}" for k, tau in lengths.items())
-        source = f"step costs, {found.context} tokens of context"
-        rows.append((f"break-even accept length, batch {batch}", cells, source))
-    source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
-    steps = {name: n.step(name) for name in SETTINGS}
-    return [
-        *rows,
-        ("accept length at K of up to 3", _range(n.accept), source),
-        ("rollout, times as fast as stock", _range(n.rollout), "simulated"),
-        ("step, times as fast as stock", _range(steps), "Amdahl with the above"),
-    ]
+        rows.append((f"break-even accept length, batch {batch}", cells, f"step costs at {found.context} tokens"))
+    return rows
 
 
 def _range(by_setting: Mapping[str, float]) -> str:

@@ -30,10 +30,8 @@ BYTES = 2
 """Bytes of a weight or of a number in the KV cache."""
 BANDWIDTH_REACHED, FLOPS_REACHED, TRAINING_REACHED = 0.9, 0.4, 0.3
 """Shares of the data sheet that decoding and training are taken to reach."""
-LAUNCH_S, PARALLEL_S, EAGER_S = 0.6e-3, 0.4e-3, 8e-3
-"""Seconds that each step adds: scheduling and sampling; communication among devices; launches without graphs."""
-DRAFT_LAUNCH_S = 0.1e-3
-"""Seconds of a drafter's pass apart from reading its weights."""
+EAGER_S = 0.25e-3
+"""Seconds that each layer adds where an engine has no CUDA graphs."""
 BESIDE_BYTES = 3e9
 """Taken on each device of an engine by what is neither weights nor KV cache: context, activations, graphs, drafter.
 An assumption."""
@@ -124,20 +122,32 @@ def shape_of(policy: PolicyShape) -> Shape:
     return Shape(*policy.parameters, policy.num_layers, kv_bytes, head)
 
 
-def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, sharpness: float) -> Roofline:
-    """Costs of an engine's steps over so many devices; `sharpness` is the roofline's p."""
+@dataclass(frozen=True)
+class StepGuess:
+    """What a data sheet does not say of an engine's steps."""
+
+    sharpness: float
+    """The roofline's p."""
+    layer_s: float
+    """Seconds that each layer adds to reading its weights: launches, small kernels, communication among devices."""
+    pass_s: float
+    """Seconds of a drafter's pass apart from reading its weights."""
+
+
+def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, guess: StepGuess) -> Roofline:
+    """Costs of an engine's steps over so many devices."""
     reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
     layer_s, head_s = BYTES * shape.active / shape.layers / reads, BYTES * shape.head / reads
     coefficients = (
-        LAUNCH_S + (PARALLEL_S if devices > 1 else 0.0) + (EAGER_S if eager else 0.0),
+        shape.layers * (guess.layer_s + (EAGER_S if eager else 0.0)),
         BYTES * shape.parameters / reads,
         shape.kv_bytes / reads,
         token_s(shape, gpu, devices),
-        DRAFT_LAUNCH_S + layer_s,
+        guess.pass_s + layer_s,
         head_s,
-        DRAFT_LAUNCH_S + layer_s + head_s,
+        guess.pass_s + layer_s + head_s,
         2 * (shape.active / shape.layers + shape.head) / computes,
-        sharpness,
+        guess.sharpness,
     )
     return Roofline.known(coefficients, shape.active_share)
 

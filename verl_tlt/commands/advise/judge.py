@@ -18,6 +18,8 @@ TOOL_BOUND = 0.5
 """Share of a response's time in tools from which on engines mostly wait."""
 SHORT_S = 15.0
 """A rollout of fewer seconds is short: what TLT does once a step is a large part of it."""
+PEERS = "Others measured no gain to 2.12 times (docs/alternatives.md)"
+"""Whole steps, of two users of the TLT paper's code and of the paper."""
 
 Answer = Literal["yes", "yes, with a trained drafter", "no", "it depends"]
 
@@ -99,14 +101,13 @@ def judge(n: Numbers) -> Verdict:
         return Verdict("no", f"its drafter would stay as random as it begins: {why}; {remedy}.")
     expected = f"{n.accept['low']:.2f} to {n.accept['high']:.2f} are {'expected' if n.accept_known else 'assumed'}"
     pays = f"from {n.tail_break_even:.2f} on drafts pay at a batch of 8, and {expected}"
+    basis = "" if n.measured else " Most of this is assumed: --metrics of a stock run replaces it."
+    range_ = f"a step is {n.step('likely'):.2f} ({worst:.2f} to {best:.2f}) times as fast"
     if worst >= WORTH:
-        basis = "" if n.measured else "; this holds if what is assumed does, and --metrics of a stock run replaces most"
-        decides = f"the accept length decides: {pays}{basis}"
         answer: Answer = "yes" if n.has_drafter else "yes, with a trained drafter"
-        return Verdict(answer, f"even at the low end a step is {worst:.2f} times as fast; {decides}.")
+        return Verdict(answer, f"{range_}. The accept length decides: {pays}.{basis} {PEERS}.")
     whose = "" if n.has_drafter else " of a trained drafter"
-    range_ = f"a step is {worst:.2f} to {best:.2f} times as fast"
-    return Verdict("it depends", f"on the accept length{whose}: {pays}; {range_}.")
+    return Verdict("it depends", f"on the accept length{whose}: {pays}; {range_}.{basis} {PEERS}.")
 
 
 def never_trained(n: Numbers) -> str | None:

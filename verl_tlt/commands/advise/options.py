@@ -30,7 +30,6 @@ class AdviseOptions:
     run_script: Annotated[
         bool, Option("--run-script", help="Run a script that cannot be read, with a stand-in for every program.")
     ] = False
-    seed: Annotated[int, Option(min=0, help="Seeds the simulation.")] = 0
 
     def acceptance_by_position(self) -> tuple[float, ...]:
         """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""

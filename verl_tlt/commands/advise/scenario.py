@@ -1,8 +1,8 @@
 """What a run would do: from its recipe, and what a run of it showed, to simulated rollouts at three settings.
 
 The settings are the likely one and both ends of the range. They differ in what is known least: how often drafts are
-accepted, and how soon a step computes instead of reading weights. What neither recipe nor run says is assumed, and
-every assumption is listed.
+accepted, and what an engine step and a drafter's pass take beyond reading their weights. What neither recipe nor run
+says is assumed, and every assumption is listed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from verl_tlt.commands.advise.hardware import (
     BESIDE_BYTES,
     Gpu,
     Shape,
+    StepGuess,
     Workload,
     drafter_tokens_s,
     kv_capacity,
@@ -52,19 +53,19 @@ class Setting:
     """Conditional acceptance by position of a drafter that is trained along."""
     around_measured: float
     """Factor on an acceptance that a run showed: policy and drafter go on changing."""
-    sharpness: float
-    """Of the roofline."""
+    step: StepGuess
     spread: float
     """Relative standard deviation of acceptance between responses: a rollout waits for the one with the lowest."""
 
 
 SETTINGS = {
-    "low": Setting((0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36), 0.9, 1.065, 0.15),
-    "likely": Setting((0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53), 1.0, 2.0, 0.1),
-    "high": Setting((0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68), 1.05, 4.0, 0.0),
+    "low": Setting((0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36), 0.9, StepGuess(1.065, 0.03e-3, 0.5e-3), 0.15),
+    "likely": Setting((0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53), 1.0, StepGuess(2.0, 0.06e-3, 0.3e-3), 0.1),
+    "high": Setting((0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68), 1.05, StepGuess(4.0, 0.1e-3, 0.1e-3), 0.0),
 }
 """Accept lengths of 1.95, 2.5 and 3.2 at K=3: the TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this
-project's toy ends with at 2.0 to 2.9. The lowest sharpness is what the paper's Table 4 fits."""
+project's toy ends with at 2.0 to 2.9. The lowest sharpness, and a pass of 0.4 ms, are what the paper's Table 4 fits.
+Seconds per layer hold the decoding of one request that others measured on GPUs (test_step_costs.py)."""
 MEDIAN_SHARE, SIGMA = 1 / 10, 1.0
 """Median response over the longest allowed, and the spread of the logarithm: one response in a hundred is cut."""
 OVERHEAD_S = 0.5
@@ -99,7 +100,6 @@ class Scenario:
     """Mean response in tokens, given by the user."""
     reward_s: float = 0.0
     """Seconds that reward adds to a step, given by the user."""
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,7 @@ def estimate(scenario: Scenario) -> Estimate:
     acceptance = {name: _acceptance(scenario, setting) for name, setting in SETTINGS.items()}
     requests, rollouts = max(work.requests, work.replicas), {}
     for setting, engine in engines.items():
-        rollouts[setting] = simulate(
-            engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps, scenario.seed
-        )
+        rollouts[setting] = simulate(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps)
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
@@ -150,7 +148,12 @@ def estimate(scenario: Scenario) -> Estimate:
     if not (metrics and metrics.prompt_mean):
         assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
     assumed |= assumed_costs
-    if not _known_acceptance(scenario):
+    known, longest = _known_acceptance(scenario), scenario.arms[-1]
+    if known and len(known) < longest:
+        assumed[f"acceptance beyond position {len(known)}"] = (
+            f"{known[-1]:.2f} as there, up to position {longest}; --acceptance takes one number for each"
+        )
+    if not known:
         assumed["acceptance"] = (
             "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
             "verl-tlt evaluate measures one"
@@ -265,10 +268,16 @@ def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec],
             spec = EngineSpec(seconds, known, work.max_num_seqs, kv_tokens)
             return {name: replace(spec, spread=setting.spread) for name, setting in SETTINGS.items()}, {}
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
-    assumed["step costs"] = "the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s"
+    layer, drafting = (
+        sorted(1e3 * getattr(setting.step, name) for setting in SETTINGS.values()) for name in ("layer_s", "pass_s")
+    )
+    assumed["step costs"] = (
+        f"the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s; besides {layer[1]:g} ms ({layer[0]:g} to "
+        f"{layer[2]:g}) a layer, and {drafting[1]:g} ms ({drafting[0]:g} to {drafting[2]:g}) a pass of the drafter"
+    )
     prefill_s, engines = token_s(shape, scenario.gpu, work.tensor_parallel), {}
     for name, setting in SETTINGS.items():
-        sheet = step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, setting.sharpness)
+        sheet = step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, setting.step)
         engines[name] = EngineSpec(sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, setting.spread)
     return engines, assumed
 
