@@ -69,6 +69,8 @@ class RolloutDecision:
         self._acceptance: Sequence[float] = ()
         self._lost = 0.0  # the accept length that was promised when drafting lost time; 0: it did not
         self._tried = False
+        self.against = ""
+        """Why `drafts` said no when it was asked last; empty: it said yes."""
 
     def calibrated(self, table: LatencyTable) -> None:
         """Take note of measured step costs; without a figure for OFF, or for any draft length, they say nothing."""
@@ -88,15 +90,37 @@ class RolloutDecision:
         `tried` as in `saving`.
         """
         self._acceptance = acceptance
-        if self._never or self._always:
-            return not self._never
+        self.against = "" if self._always and not self._never else self._why_not(tried)
+        return not self.against
+
+    def _why_not(self, tried: bool) -> str:
+        """The reason with its figures; empty: there is none."""
+        if self._never:
+            return "tlt.speculation.policy=off"
+        held_out = f"held-out accept length {self._promise():.2f}"
         if self._promise() <= BETTER * self._lost:
-            return False
-        if not acceptance:
-            return True
+            return f"{held_out}, and drafting lost time with {self._lost:.2f}"
+        if not self._acceptance:
+            return ""
         if self._promise() <= USELESS:
-            return False
-        return self._costs is None or self.saving(acceptance, tried) > 0.0
+            return f"{held_out}: next to nothing is accepted"
+        if self._costs is None or self.saving(self._acceptance, tried) > 0.0:
+            return ""
+        tau, even = self._nearest(self._costs)
+        return f"held-out accept length {tau:.2f}, and drafts pay from {even / (1.0 - self._least(tried)):.2f} on"
+
+    def _nearest(self, costs: LatencyModel) -> tuple[float, float]:
+        """Held-out and break-even accept length of the draft length that comes closest to paying at all times."""
+        lengths, work = costs.lengths[1:], self._work or self._even
+        steps = {b: (n / b, costs.predict(b, b * CONTEXT_TOKENS)) for b, n in work.items()}
+        off_s = sum(n * off for n, (off, *_) in steps.values())
+        tau = expected_accept_lengths(self._acceptance, lengths[-1])
+        even = [sum(n * max(s[i], s[0]) for n, s in steps.values()) / off_s for i in range(1, len(lengths) + 1)]
+        return max(((tau[k], even[i]) for i, k in enumerate(lengths) if k > 0), key=lambda pair: pair[0] / pair[1])
+
+    def _least(self, tried: bool) -> float:
+        """Share of the decoding time that must be saved."""
+        return CLEARLY if self._tried or tried else UNTRIED
 
     def saving(self, acceptance: Sequence[float], tried: bool = False) -> float:
         """Share of the decoding time that drafting is expected to save; 0: too little to draft, or nothing is known.
@@ -106,7 +130,7 @@ class RolloutDecision:
         if self._costs is None or not acceptance:
             return 0.0
         saving = expected_saving(acceptance, self._costs, self._work or self._even)
-        return saving if saving > (CLEARLY if self._tried or tried else UNTRIED) else 0.0
+        return saving if saving > self._least(tried) else 0.0
 
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
         """Take note of a rollout by its engines' sums and its gain (`savings.Savings.gain`)."""

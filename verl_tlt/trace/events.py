@@ -53,6 +53,10 @@ class RunStarted:
     """Where the policy was loaded from."""
     drafter: str = ""
     """Directory of the latest drafter that vLLM can serve."""
+    name: str = ""
+    """Project and experiment, as verl's logger has them."""
+    hardware: str = ""
+    """Kinds of GPU of Ray's cluster, or the driver's CPU cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +157,8 @@ class Step:
     t: float
     step: int
     metrics: Mapping[str, float]
+    off: str = ""
+    """Why no replica drafted in its rollout; empty: one did."""
 
 
 Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Stopped | Step

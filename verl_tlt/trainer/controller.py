@@ -221,8 +221,9 @@ class Controller:
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
+                off = self.speculation.off
                 saved_s = self.speculation.rollout_ended(stats, [(s.start, s.end) for s in self._sessions])
-                self.log.speculated(step, saved_s, self.speculation.disabled)
+                self.log.speculated(step, saved_s, self.speculation.disabled, off)
         if self._sessions and last:
             sessions, self._sessions = self._sessions, []
             self.updates.begin(sessions)

@@ -71,9 +71,15 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
     if not np.isfinite(scores.candidate).all():
         return decision(back, "the candidate's scores are not finite")
     if positions < config.min_tokens or prompts < MIN_PROMPTS:
-        few = "too little to judge"
-        far_better = positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER)
-        return decision("publish" if far_better or tau[best] < NOTHING_TO_LOSE else "hold", few)
+        if tau[best] < NOTHING_TO_LOSE:
+            return decision(
+                "publish", f"unjudged: the {best} drafter was useless, with an accept length of {tau[best]:.2f}"
+            )
+        if positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER):
+            return decision(
+                "publish", f"unjudged: {tau['candidate'] / tau[best] - 1.0:.0%} better than the {best} drafter"
+            )
+        return decision("hold", "too little to judge")
 
     interval = relative_interval(scores, "served", error=ERROR, seed=seed)
     # The better of two references is partly the luckier one: with two that differ, each gets half the error.

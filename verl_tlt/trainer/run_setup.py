@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ray
 from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
@@ -97,6 +98,8 @@ class RunFacts:
     """The replicas share a machine's processors, so that one's work slows the others' down."""
     active_share: float = 1.0
     """Of the policy's weights, those that one token uses."""
+    name: str = ""
+    hardware: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,16 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
         provenance=provenance,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         shared=config.trainer.device == "cpu",
+        name=f"{config.trainer.project_name}/{config.trainer.experiment_name}",
+        hardware=_hardware(),
     )
+
+
+def _hardware() -> str:
+    """`RunStarted.hardware`."""
+    found = ray.cluster_resources() if ray.is_initialized() else {}
+    kinds = sorted(kind for name in found if (kind := name.removeprefix("accelerator_type:")) != name)
+    return ", ".join(kinds) or f"CPU, {os.cpu_count()} cores"
 
 
 def first_drafter(

@@ -44,6 +44,8 @@ class SpeculationControl:
         self.control: Sequence[str] = ()
         """Replicas whose coming rollout is a control rollout."""
         self._undrafted: Sequence[str] = ()
+        self.off = ""
+        """Why no replica drafts in the coming rollout; empty: one does."""
         self._shared, self._never = shared, not config.enable or config.policy == "off"
         self._complaint = ""
 
@@ -78,6 +80,7 @@ class SpeculationControl:
         """
         self._read_switch(step)
         drafting = self.decision.drafting(acceptance) if self.switch.speculation else []
+        self.off = "" if drafting else self.disabled or self.decision.rollout.against
         wanted = len(drafting) == len(self.replicas) and not self.disabled  # else the others are the measure
         self.control = self._controls.chosen(step) if wanted else ()
         self._undrafted = [name for name in self.replicas if name not in drafting or name in self.control]

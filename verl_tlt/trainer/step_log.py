@@ -70,7 +70,7 @@ class StepLog:
 
     def _begin(self) -> None:
         self._observed = StepObservations()
-        self._failed_workers = 0
+        self._failed_workers, self._off = 0, ""
         self._account: PhaseAccount | None = None
         self._exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
         self.reloads: dict[str, Reload] = {}  # by replica
@@ -91,6 +91,7 @@ class StepLog:
         self.trace.emit(
             "run", step0=step0, mode="tlt", replicas=list(replicas), standalone=standalone, gpus=facts.gpus,
             config=config.to_dict(), versions=versions, policy=facts.provenance.policy, drafter=config.drafter.save_dir,
+            name=facts.name, hardware=facts.hardware,
         )  # fmt: skip
 
     @contextmanager
@@ -166,8 +167,12 @@ class StepLog:
         each = self._exhausted.items()
         return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), exhausted) for n, exhausted in each]
 
-    def speculated(self, step: int, saved_s: float | None, disabled: str) -> None:
-        """Seconds that TLT saved in this rollout, and why speculation is disabled after it; empty: it is not."""
+    def speculated(self, step: int, saved_s: float | None, disabled: str, off: str = "") -> None:
+        """Seconds that TLT saved in this rollout, why speculation is disabled after it, and why nobody drafted in it.
+
+        The reasons are empty where it is not, and where somebody did.
+        """
+        self._off = off
         self._observed.saved_s, self._observed.speculation_disabled = saved_s, bool(disabled)
         if disabled != self._disabled:
             self.trace.emit("stopped", step=step, cause=disabled)
@@ -219,7 +224,7 @@ class StepLog:
             observed.spot_failures = (account.failures if account else 0) + self._failed_workers
         tlt = step_metrics(observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
-        self.trace.emit("step", step=step, metrics=everything)
+        self.trace.emit("step", step=step, metrics=everything, off=self._off)
         print(step_line(everything, step), flush=True)
         self._begin()
         return tlt

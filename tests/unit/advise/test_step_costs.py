@@ -15,7 +15,7 @@ MEASURED = [
     ("Qwen2.5-72.7B", "H100", 2, 30.9, f"{OTHERS}/143"),
     ("Qwen3-1.7B", "A100", 1, 4.6, f"{OTHERS}/340"),
 ]
-"""Policy with its exact size, GPU, how many, milliseconds of a step that decodes one request, and where that was said."""
+"""Policy with its exact size, GPUs, milliseconds of a step that decodes one request, and where that was said."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """K within its bounds, OFF for a rollout, speculation disabled for the run and enabled again after a probe."""
 
+import re
+
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, Work
@@ -81,7 +83,22 @@ def rollout(work):
     ],
 )
 def test_a_good_or_unknown_drafter_runs_and_a_random_one_does_not(acceptance, drafts):
-    assert decision().drafts(acceptance) == drafts
+    made = decision()
+    assert made.drafts(acceptance) == drafts
+    assert bool(made.against) != drafts
+
+
+@pytest.mark.parametrize("tried", [False, True])
+@pytest.mark.parametrize("work", [{1: 100}, {1: 100, 32: 3200}, {32: 3200}])
+def test_no_names_the_held_out_length_and_the_one_from_which_on_drafts_pay(work, tried):
+    made = decision()
+    made.learn(rollout(work), None)
+    for percent in range(6, 100):
+        if made.drafts([percent / 100] * 3, tried):
+            break
+        held_out, pays = (float(x) for x in re.findall(r"\d+\.\d+", made.against))
+        assert 1.0 < held_out <= pays < 4.0
+    assert 10 < percent < 99 and held_out > pays - 0.1, "the last no was close to paying"
 
 
 def test_without_costs_a_drafter_is_tried_unless_it_is_useless_whatever_a_step_costs():

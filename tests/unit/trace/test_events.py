@@ -44,8 +44,8 @@ def test_the_texts_of_a_trace_are_names_settings_and_sentences():
     fields = [field for event in EVENT_TYPES.values() for field in get_type_hints(event).items()]
     texts = {name for name, kind in fields if re.search(r"\bstr\b", str(kind))}
     names = {"kind", "name", "replica", "replicas", "standalone", "inflight", "metrics", "tau"}
-    settings = {"config", "versions", "policy", "drafter", "fingerprint"}
-    assert texts - names - settings == {"error", "reason", "cause"}
+    settings = {"config", "versions", "policy", "drafter", "fingerprint", "hardware"}
+    assert texts - names - settings == {"error", "reason", "cause", "off"}
 
 
 def test_half_a_line_is_skipped_and_the_next_writer_starts_a_new_one(tmp_path):

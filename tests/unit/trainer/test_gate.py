@@ -143,7 +143,8 @@ def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, 
     assert (decision.action, decision.interval) == ("hold", None)
     assert f"{positions} positions of {sequences} held-out prompts" in decision.reason
     useless = counts(n, np.full(60, 1.05))
-    assert decide(HeldOutScores(np.arange(len(n)), n, useless, useless, useless), CONFIG, seed=0).action == "publish"
+    published = decide(HeldOutScores(np.arange(len(n)), n, useless, useless, useless), CONFIG, seed=0)
+    assert published.action == "publish" and "useless, with an accept length of 1.05" in published.reason
     assert decide(HeldOutScores(np.arange(len(n)), n, worse, useless, better), CONFIG, seed=0).action == "hold"
     n[:sequences] += 1
     n[sequences] += 1

@@ -25,7 +25,7 @@ def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(r
     live = control(run_dir)
     assert live.undrafted(1, UNKNOWN) == [] and not live.disabled
     write_switch(run_dir, speculation=False)
-    assert live.undrafted(2, UNKNOWN) == REPLICAS and SWITCH_FILE in live.disabled
+    assert live.undrafted(2, UNKNOWN) == REPLICAS and SWITCH_FILE in live.disabled and live.off == live.disabled
     (run_dir / SWITCH_FILE).write_text("speculation: perhaps")
     assert live.undrafted(3, UNKNOWN) == REPLICAS
     (run_dir / SWITCH_FILE).write_text("spot: off")
@@ -35,7 +35,7 @@ def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(r
 
 def test_where_nobody_drafts_there_is_nothing_to_measure(tmp_path):
     live = control(tmp_path, control_every=1, shared=True)
-    assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train
+    assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train and "next to nothing" in live.off
 
 
 def test_a_rollout_that_one_replica_tries_alone_needs_no_control(tmp_path):
@@ -78,4 +78,4 @@ def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path,
     assert live.undrafted(20, UNKNOWN) == ["b"]
     assert live.rollout_ended(rollout(200.0, 0.5, ["a"])) == 0.0, "the other one ends when it would have"
     assert "Speculation is enabled again" in said.text
-    assert live.undrafted(21, UNKNOWN) == []
+    assert live.undrafted(21, UNKNOWN) == [] and not live.off

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import TappedStates
 from verl_tlt.trace.events import TraceWriter
@@ -28,6 +29,14 @@ def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_pa
     assert metrics["tlt/errors"] == 2.0
     assert metrics["tlt/accept_length"] == 1.5, "18 tokens in 12 drafts, of the three replicas that drafted"
     assert metrics["tlt/broken_drafts"] == 7.0
+
+
+def test_a_step_in_which_nobody_drafted_says_why_and_the_next_does_not(tmp_path):
+    log = StepLog(TraceWriter(tmp_path, "trainer"))
+    for step, off in ((1, "held-out accept length 1.00"), (2, "")):
+        log.speculated(step, None, "", off)
+        log.finish(step, {"timing_s/step": 1.0})
+    assert read_trace(tmp_path).off == {1: "held-out accept length 1.00"}
 
 
 def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(tmp_path):

@@ -47,7 +47,7 @@ def write_compare_page(path: Path, found: Mapping[str, Any], turns: Sequence[Tur
     ]  # fmt: skip
     for title, unit, note, lines in [_leads(found), *_lines(turns)]:
         charts.append(make_chart(title, note, partial(draw_lines, unit=unit, lines=lines)))
-    content = PageContent("a comparison with stock verl", facts, found["sentences"], charts, _tables(found, turns))
+    content = PageContent("a comparison with stock verl", found["sentences"], facts, charts, _tables(found, turns))
     return render_page(path, content)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_tlt.commands.console import make_console
 from verl_tlt.commands.report.chrome_trace import write_chrome_trace
 from verl_tlt.commands.report.reader import TraceError, read_trace
-from verl_tlt.commands.report.steps import given_up, rich_table, rows_of_trace
+from verl_tlt.commands.report.steps import rich_table, rows_of_trace, sentences
 from verl_tlt.errors import TLTError, printable
 
 
@@ -23,11 +23,9 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> N
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     folder = out or _beside(trace_dir)
     trace = read_trace(trace_dir)
+    for sentence in sentences(trace):
+        say(printable(sentence))
     console.print(rich_table(rows_of_trace(trace), printable(str(trace_dir))))
-    if off := given_up(trace):
-        say(printable(off))
-    if trace.skipped:
-        say(f"{trace.skipped} lines of the trace could not be read.")
     try:
         if perfetto is not None:
             perfetto.parent.mkdir(parents=True, exist_ok=True)

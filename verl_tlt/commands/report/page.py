@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from verl_tlt.commands.report.figures import Chart, run_charts, step_charts
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import given_up, own_work_s, rl_steps, rows_of_trace, table
+from verl_tlt.commands.report.steps import rl_steps, rows_of_trace, sentences, table
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import replacing
 
@@ -31,22 +32,26 @@ class PageContent:
     """What a page shows, from top to bottom; any text may be somebody else's."""
 
     heading: str
+    sentences: Sequence[str]
+    """The first is the answer."""
     facts: Sequence[tuple[str, str]]
     """Figures, each with what it is."""
-    sentences: Sequence[str]
     charts: Sequence[Chart]
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
     """Title, headings and cells of each; one without rows is left out."""
     command: str = ""
     """How the drafter is served; empty: there is none."""
+    about: str = ""
+    """What ran, where and when."""
 
 
 def write_page(path: Path, trace: RunTrace) -> Path:
     """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
     content = PageContent(
-        heading="one run",
+        heading=trace.run.name if trace.run and trace.run.name else "one run",
+        about=about(trace),
+        sentences=list(sentences(trace)),
         facts=list(_facts(trace)),
-        sentences=list(_sentences(trace)),
         charts=[*run_charts(trace), *step_charts(trace, rl_steps(trace))],
         tables=list(_tables(trace)),
         command=serve_command(trace),
@@ -93,18 +98,21 @@ def plain(text: str) -> str:
     return printable(text[:LONGEST_TEXT]) + "…" * (len(text) > LONGEST_TEXT)
 
 
+def about(trace: RunTrace) -> str:
+    """Policy, start, hardware and releases of a run, as far as its trace says them."""
+    if (run := trace.run) is None:
+        return ""
+    versions = ", ".join(
+        f"{name} {run.versions[name]}" for name in ("verl-tlt", "verl", "vllm") if name in run.versions
+    )
+    start = datetime.fromtimestamp(trace.runs[0].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
+    return "; ".join(part for part in (run.policy, start, where, versions) if part)
+
+
 def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
     """The numbers that matter most; what was not measured is left out."""
     rows = list(rows_of_trace(trace).values())
-    known = [saved for row in rows if (saved := row["saved_s"]) is not None]
-    work, rollouts = sum(map(own_work_s, rows)), sum(row["rollout_s"] or 0.0 for row in rows)
-    if known:
-        share = f", {(sum(known) - work) / rollouts:+.1%} of {rollouts:.0f} s of rollouts" if rollouts else ""
-        counted = f"saved in {len(known)} of {len(rows)} rollouts: those with drafts and known savings"
-        yield f"{sum(known):.1f} s", counted
-        yield f"{sum(known) - work:+.1f} s", f"savings less TLT's own work{share}"
-    if work:
-        yield f"{work:.1f} s", "TLT's own work on the critical path"
     if lengths := [length for row in rows if (length := row["accept_length"]) is not None]:
         yield f"{lengths[0]:.2f} → {lengths[-1]:.2f}", "accept length in the first and the last step"
     if bubble := sum(row["bubble_s"] or 0.0 for row in rows):
@@ -118,19 +126,12 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
         yield f"{max(failures):.0f}", "failures of TLT that did not end the run"
 
 
-def _sentences(trace: RunTrace) -> Iterator[str]:
-    if off := given_up(trace):
-        yield off
-    if all(row["saved_s"] is None for row in rows_of_trace(trace).values()):
-        yield "Savings are unknown: nothing was drafted, or what a step costs without drafts was not measured."
-    for stop in (stop for stop in trace.stops if not stop.replica):
-        yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
-    if trace.skipped:
-        yield f"{trace.skipped} lines of the trace could not be read."
-
-
 def _tables(trace: RunTrace) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    yield "Steps", *table(rows_of_trace(trace))
+    headings, rows = table(rows_of_trace(trace))
+    if trace.off:
+        headings.append("no drafts, since")
+        rows = [[*row, trace.off.get(step, "")] for row, step in zip(rows, trace.steps, strict=True)]
+    yield "Steps", headings, rows
     drafters = ("candidate", "served", "initial")
     verdicts = [
         [str(p.step), f"v{p.version}", p.decision, "" if p.gain is None else f"{p.gain:+.1%}",

@@ -96,6 +96,8 @@ class RunTrace:
     runs: list[RunStarted] = field(default_factory=list)
     steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """RL step -> its metrics, ascending; only finished steps."""
+    off: Mapping[int, str] = field(default_factory=dict)
+    """RL step -> why no replica drafted in it."""
     phases: list[Phase] = field(default_factory=list)
     loads: list[LoadSample] = field(default_factory=list)
     idles: list[Idle] = field(default_factory=list)
@@ -155,11 +157,12 @@ def read_trace(directory: str | Path) -> RunTrace:
     if not found and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
     events, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
-    steps = {e.step: e.metrics for e in _of(events, Step)}
+    steps = {e.step: e for e in _of(events, Step)}
     trace = RunTrace(
         path,
         runs=_of(events, RunStarted),
-        steps={step: steps[step] for step in sorted(steps)},
+        steps={step: steps[step].metrics for step in sorted(steps)},
+        off={step: steps[step].off for step in sorted(steps) if steps[step].off},
         phases=_of(events, Phase),
         loads=_of(events, LoadSample),
         idles=_of(events, Idle),

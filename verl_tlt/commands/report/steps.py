@@ -6,7 +6,7 @@ Metrics have the same names in a run of stock verl.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -89,6 +89,41 @@ def given_up(trace: RunTrace) -> str:
         f"Spot training was given up on {len(off)} of {len(trace.replicas)} replicas ({names}), last in step "
         f"{latest.step}: {latest.cause}."
     )
+
+
+def paid(rows: Mapping[int, Row]) -> str:
+    """Whether TLT paid by its own account, in one sentence; empty without a finished step."""
+    if not rows:
+        return ""
+    known = [saved for row in rows.values() if (saved := row["saved_s"]) is not None]
+    work, whole = sum(map(own_work_s, rows.values())), sum(row["step_s"] or 0.0 for row in rows.values())
+    steps, ask = f"steps {min(rows)} to {max(rows)}", "not measured against stock: run verl-tlt compare"
+    if not known:
+        return (
+            f"Unknown whether TLT paid in {steps}: nothing was drafted, or what a step costs without drafts was not "
+            f"measured. Its own work took {work:.1f} s; {ask}."
+        )
+    net = sum(known) - work
+    share = f" ({abs(net) / whole:.1%} of {whole:.0f} s)" if whole else ""
+    parts = f"{sum(known):.1f} s by drafts in {len(known)} of {len(rows)} rollouts, less {work:.1f} s of its own work"
+    return f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: {parts}; {ask}."
+
+
+def not_drafted(trace: RunTrace) -> str:
+    """A sentence about the steps in which no replica drafted, with the last one's reason; empty: there is none."""
+    if not trace.off:
+        return ""
+    last, why = list(trace.off.items())[-1]
+    return f"OFF in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
+
+
+def sentences(trace: RunTrace) -> Iterator[str]:
+    """What is said of a run before its figures, the answer first."""
+    yield from filter(None, (paid(rows_of_trace(trace)), not_drafted(trace), given_up(trace)))
+    for stop in (stop for stop in trace.stops if not stop.replica):
+        yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
+    if trace.skipped:
+        yield f"{trace.skipped} lines of the trace could not be read."
 
 
 def own_work_s(row: Row) -> float:
