@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from demo.follow import Tail, TraceTail
@@ -36,7 +36,7 @@ class DemoRun:
     seed: int
     tlt: bool = True
     drafter: Path | None = None
-    env: Mapping[str, str] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
     """What the recipe needs to know besides."""
 
     @property
@@ -56,7 +56,7 @@ class DemoRun:
 
     def environment(self) -> dict[str, str]:
         """The recipe's environment: this interpreter, a Ray of its own, and the run's settings."""
-        env = {**os.environ, **(self.env or {})}
+        env = {**os.environ, **self.env}
         env.pop("RAY_ADDRESS", None)  # never join a cluster that happens to be configured
         env |= {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}",

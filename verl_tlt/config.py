@@ -130,9 +130,9 @@ class SpeculationConfig:
     """Where step costs are kept for the next run. `verl-tlt calibrate` measures them, or a run learns them; the next
     on the same hardware, policy and vLLM measures nothing at start. Null: nowhere."""
     control_every: Index | None = None
-    """One in so many steps is a control rollout. One replica, or all that share a machine, decode without drafts in it,
-    to measure what that takes; 0: never. Null: after 8 rollouts, after 8 more, and then after each 256 without one.
-    A rollout with the drafter OFF serves as well."""
+    """One in so many steps, from the second on, is a control rollout. One replica, or all that share a machine, decode
+    without drafts in it, to measure what that takes; 0: never. Null: after 8 rollouts, after 8 more, and then after
+    each 256 without one. A rollout with the drafter OFF serves as well."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses, or n-grams where they match and the drafter elsewhere.
     n-grams need no drafter, and give up vLLM's async scheduling."""
@@ -163,7 +163,7 @@ class SpotConfig:
     """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
     cold_start_s: NotNegative | None = None
     """Seconds for which a run without a drafter may stop, once, to train one on all devices; 0: never. Null: 1 % of the
-    run that is left, up to 300 seconds, and never where that is less than 10."""
+    run that is left, up to 300 seconds; never where that is less than 10, or more than a good drafter would save."""
 
 
 @dataclass(frozen=True, config=STRICT)

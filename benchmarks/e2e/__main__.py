@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
-from benchmarks.e2e.arms import LONGEST, Heads, arms
+from benchmarks.e2e.arms import COLD_START_S, LONGEST, Heads, arms
 from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, home_of, prepare
 from benchmarks.e2e.loads import LOADS, Load
 from benchmarks.gpu.parts import machine
@@ -126,6 +126,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--load", choices=LOADS, default="small", help="24 responses a step, or 96")
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
     parser.add_argument("--control-every", type=int, help="of TLT's arms with --forced; default: half of --steps")
+    parser.add_argument("--cold-start", default=COLD_START_S, help="tlt.spot.cold_start_s of tlt-fresh; null: its rule")
     parser.add_argument("--toy", type=Path, default=ROOT / ".cache" / "toy", help="where the drafter is kept")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
     parser.add_argument("--out", type=Path)
@@ -145,7 +146,7 @@ def main() -> None:
     assets = build_assets(work / "assets", width=demo_width(find_dtype()), train_rows=BENCH_PROMPTS, seed=BENCH_SEED)
     calibrated, costs = calibrate(work, assets, warm.drafter, load)
     table = schedule(calibrated, warm.acceptance, load.requests)
-    every = arms(Heads(*(home_of(toy, name) / "drafter" for name in NAMES)), table, costs)
+    every = arms(Heads(*(home_of(toy, name) / "drafter" for name in NAMES)), table, costs, options.cold_start)
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]

@@ -26,7 +26,7 @@ VLLM_LENGTHS = (1, 3, 7)
 LONGEST = VLLM_LENGTHS[-1]
 KEPT = "vLLM's own speculation, K={}, with {}, kept because the engines never sleep: verl's defaults lose it"
 WARMED = "the warmed-up drafter"
-COLD_START_S = 60
+COLD_START_S = "60"
 """What a run of some hundred such steps would give its cold start by itself; a turn of a dozen would have none."""
 
 
@@ -40,15 +40,19 @@ class Heads:
     """Not trained at all."""
 
 
-def arms(heads: Heads, schedule: Sequence[Sequence[int]], costs: Path) -> dict[str, Arm]:
+def arms(
+    heads: Heads, schedule: Sequence[Sequence[int]], costs: Path, cold_start: str = COLD_START_S
+) -> dict[str, Arm]:
     """All by name, `stock` first.
 
     Args:
         heads: the drafters.
         schedule: of `vllm-table`.
         costs: folder of measured step costs, of which every arm with TLT starts.
+        cold_start: `tlt.spot.cold_start_s` of the arm without a drafter.
     """
-    every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule), *_of_tlt(heads.warm, costs)]
+    every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule)]
+    every += _of_tlt(heads.warm, costs, cold_start)
     return {arm.name: arm for arm in every}
 
 
@@ -68,17 +72,18 @@ def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
     ]
 
 
-def _of_tlt(warm: Path, costs: Path) -> list[Arm]:
+def _of_tlt(warm: Path, costs: Path, cold_start: str) -> list[Arm]:
     """TLT with and without its parts; verl's defaults otherwise, sleep too."""
     common = (f"tlt.speculation.costs_dir={costs}", f"tlt.speculation.max_draft_length={LONGEST}")
+    begins = "a cold start if that pays" if cold_start == "null" else f"a cold start of {cold_start} s at most"
     no_spot, started = "tlt.spot.enable=false", f"tlt.drafter.path={warm}"
     parts = [
         (NO_SPOT, "TLT from the warmed-up drafter, which it does not train", (started, no_spot)),
         ("tlt-ngram", "TLT with n-grams in a drafter's place", ("tlt.speculation.source=ngram", no_spot)),
         (
             "tlt-fresh",
-            f"TLT from a random drafter: a cold start of {COLD_START_S} s at most, then trained in idle time",
-            (f"tlt.spot.cold_start_s={COLD_START_S}",),
+            f"TLT from a random drafter: {begins}, then trained in idle time",
+            (f"tlt.spot.cold_start_s={cold_start}",),
         ),
         (TLT, "TLT from the warmed-up drafter, trained on in idle time", (started,)),
     ]

@@ -31,9 +31,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.e2e.arms import LONGEST
 from demo.machine import find_dtype
-from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY, build_assets, demo_width, prompt_row
+from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY, build_assets, demo_width
+from demo.toy.head import DRAFT_LENGTH, INTERMEDIATE, other_prompts, warmup_command
 from verl_cpu.environment import CPU_ENGINE
 
 BENCH_SEED = 1
@@ -49,8 +49,6 @@ MOVED = round(median(RUNS_MOVED), 2)
 WRONG_DIGITS, LESSONS = 0.8, 200
 """What makes the earlier policy of the bench's: so many steps on demonstrations with so many wrong digits, by which
 `distance` is about `MOVED`."""
-INTERMEDIATE = 1024
-"""Width of a drafter's MLP, the recipe's."""
 RECORD = "made.json"
 
 
@@ -91,49 +89,22 @@ def make(folder: Path, name: str) -> None:
         facts = _untrained(policy, home / "drafter")
     elif name == STALE:
         steps, earlier = prepare(folder, WARM).facts["steps"], home / "policy"
-        facts = {**_earlier_policy(earlier), **_warm_up(earlier, home, ("--max-steps", str(steps)))}
+        facts = {**_earlier_policy(earlier), **_warm_up(earlier, home, "--max-steps", str(steps))}
         facts["accept_length_bench"] = _served(home, policy)
     else:
-        facts = _warm_up(policy, home, ("--max-minutes", str(MINUTES)))
+        facts = _warm_up(policy, home, "--max-minutes", str(MINUTES))
     (home / RECORD).write_text(json.dumps(facts, indent=1))
 
 
-def other_prompts(file: Path, count: int) -> None:
-    """Write so many prompts of the task, none of which is one of the bench's or there twice."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rng = random.Random(f"train {BENCH_SEED}")
-    seen = {_text(prompt_row(rng, "train", i)) for i in range(BENCH_PROMPTS)}
-    rng = random.Random("warm-up")
-    rows: list[dict[str, Any]] = []
-    while len(rows) < count:
-        row = prompt_row(rng, "train", len(rows))
-        if (text := _text(row)) not in seen:
-            seen.add(text)
-            rows.append(row)
-    pq.write_table(pa.Table.from_pylist(rows), file)
-
-
-def _text(row: dict[str, Any]) -> str:
-    return str(row["prompt"][0]["content"])
-
-
-def _warm_up(policy: Path, home: Path, until: tuple[str, str]) -> dict[str, Any]:
+def _warm_up(policy: Path, home: Path, *until: str) -> dict[str, Any]:
     """Run the command on a policy from a random head, `until` a limit of its; the drafter is `home / "drafter"`."""
-    other_prompts(home / "prompts.parquet", PROMPTS)
-    layers = ",".join(map(str, AUX_LAYERS[demo_width(find_dtype())]))
-    options = [
-        *("--response-length", "1400", "--draft-length", str(LONGEST), "--aux-layers", layers),
-        *("--intermediate-size", str(INTERMEDIATE), "--batch-tokens", "512", "--learning-rate", "2e-3"),
-        *("--epochs", "100", *until, "--device", "cpu"),
-    ]
-    given = {"model": policy, "prompts": home / "prompts.parquet", "out": home / "drafter"}
-    places = [word for name, path in given.items() for word in (f"--{name}", str(path))]
+    prompts, drafter = home / "prompts.parquet", home / "drafter"
+    other_prompts(prompts, PROMPTS, BENCH_SEED, BENCH_PROMPTS)
+    command = warmup_command(str(policy), str(prompts), str(drafter), *until)
     began, before = time.monotonic(), _cpu_seconds()
-    subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), "warmup", *places, *options], check=True)
+    subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
     return {
-        "made_by": " ".join(["verl-tlt warmup", *(f"--{name} {name.upper()}" for name in given), *options]),
+        "made_by": " ".join(warmup_command("MODEL", "PROMPTS", "OUT", *until)),
         "seconds": round(time.monotonic() - began),
         "cpu_seconds": round(_cpu_seconds() - before),
         **_reached(home, policy),
@@ -147,7 +118,7 @@ def _reached(home: Path, policy: Path) -> dict[str, Any]:
     made = provenance(home / "drafter")
     return {
         **{name: made[name] for name in ("prompts_used", "response_tokens", "steps", "training_seconds", "acceptance")},
-        "draft_length": LONGEST,
+        "draft_length": DRAFT_LENGTH,
         "accept_length": made["tau_sim"],
         "accept_length_served": _served(home, policy),
         "date": made["date"],
@@ -162,7 +133,7 @@ def _served(home: Path, policy: Path) -> float:
     from verl_tlt.commands.warmup.options import EvaluateOptions
 
     options = EvaluateOptions(
-        drafter=home / "drafter", prompts=[home / "prompts.parquet"], model=policy, draft_length=LONGEST,
+        drafter=home / "drafter", prompts=[home / "prompts.parquet"], model=policy, draft_length=DRAFT_LENGTH,
         response_length=1400, device="cpu",
     )  # fmt: skip
     return round(evaluate(options, Console()).served.accept_length, 4)

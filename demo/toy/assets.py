@@ -27,6 +27,8 @@ SHIPPED_POLICY = Path(__file__).parent / "policy"
 """The trained policy that the package carries; `demo.toy.train` regenerates it."""
 
 DATA_SOURCE = "toy_addition"
+TRAIN_ROWS = 512
+"""Training prompts, unless told otherwise."""
 FORCED_LENGTHS = 16
 """Lengths per prompt for runs on the same tokens: room for groups of up to 16 samples."""
 
@@ -62,7 +64,7 @@ def demo_width(dtype: Dtype) -> Width:
 
 
 def build_assets(
-    out_dir: str | Path, *, width: Width = "small", train_rows: int = 512, val_rows: int = 32, seed: int = 0
+    out_dir: str | Path, *, width: Width = "small", train_rows: int = TRAIN_ROWS, val_rows: int = 32, seed: int = 0
 ) -> Assets:
     """Write policy and prompts below `out_dir`, or find them there from an equal call before.
 
@@ -86,7 +88,7 @@ def build_assets(
     out = Path(out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
     assets = Assets(out / f"policy-{width}", out / "train.parquet", out / "val.parquet", AUX_LAYERS[width])
-    sources = _hash_sources()
+    sources = hash_sources()
     _ensure(assets.policy, sources, lambda path: _write_policy(path, width))
     _ensure(assets.train, f"{sources} {train_rows} {seed}", lambda path: _write_rows(path, "train", train_rows, seed))
     _ensure(assets.val, f"{sources} {val_rows} {seed}", lambda path: _write_rows(path, "val", val_rows, seed))
@@ -127,7 +129,7 @@ def build_reward_model(out_dir: str | Path, seed: int = 0) -> Path:
     """
     target = Path(out_dir).resolve() / "reward-model"
     target.parent.mkdir(parents=True, exist_ok=True)
-    _ensure(target, f"{_hash_sources()} reward {seed}", lambda path: _write_reward_model(path, seed))
+    _ensure(target, f"{hash_sources()} reward {seed}", lambda path: _write_reward_model(path, seed))
     return target
 
 
@@ -159,7 +161,7 @@ def _ensure(target: Path, recipe: str, write: Callable[[Path], None]) -> None:
     note.write_text(recipe)
 
 
-def _hash_sources() -> str:
+def hash_sources() -> str:
     """Changes with the shipped policy and with the code that makes the assets."""
     here = Path(__file__).parent
     digest = hashlib.sha256((SHIPPED_POLICY / "model.safetensors").read_bytes())
@@ -206,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.toy.assets", description=__doc__)
     parser.add_argument("out", type=Path, help="directory to write to")
     parser.add_argument("--width", choices=get_args(Width), default=demo_width(find_dtype()))
-    parser.add_argument("--train-rows", type=int, default=512)
+    parser.add_argument("--train-rows", type=int, default=TRAIN_ROWS)
     parser.add_argument("--val-rows", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

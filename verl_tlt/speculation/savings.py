@@ -59,7 +59,7 @@ class ControlRollouts:
 
     Args:
         replicas: all of them, in a fixed order.
-        every: `tlt.speculation.control_every`: one in so many steps, 0: never, None: by itself.
+        every: `tlt.speculation.control_every`: one in so many steps from the second on, 0: never, None: by itself.
         shared: the replicas share a machine's processors.
     """
 
@@ -71,7 +71,7 @@ class ControlRollouts:
         """Those of the rollout of `step`, in which drafting pays."""
         due = self._since >= (SOON if self._plain < EARLY else RARELY)
         if self._every is not None:
-            due = self._every > 0 and step % self._every == 0
+            due = self._every > 0 and step % self._every == 2 % self._every
         turn = self._plain if self._every is None else step // max(self._every, 1)
         if not due:
             return []

@@ -242,6 +242,7 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
         f"step {step:>{width}}" + (f"/{total}" if total else ""),
         _part(metrics, "critic/score/mean", "reward {:.2f}"),
         _part(metrics, "timing_s/gen", "rollout {:.1f} s"),
+        _part(metrics, "tlt/rollout_tok_per_s", "{:.0f} tokens/s"),
         _part(metrics, "tlt/accept_length", "accept {:.2f}"),
         _draft_lengths(metrics),
         bubble + (bubble and _part(metrics, "tlt/bubble_trained_s", " ({:.1f} trained)")),

@@ -1,15 +1,16 @@
 """A cold start: a run without a drafter stops once, and trains one on all devices before it goes on.
 
-Bubbles alone teach a random head within tens of steps, in which nothing is saved. A cold start trains in portions;
-before each of them, and once more in the end, the gate judges what the one before it brought. It ends when that is no
-more than noise, when another portion would not bring back its own time, or when its seconds are used up. Merge, gate
-and publication are those of every other session.
+Bubbles alone teach a random head within tens of steps, in which nothing is saved. A cold start teaches as much at once:
+it saves what drafting saves in as many steps as bubbles would need for that, or as are left. It begins where a good
+drafter would save more seconds than it takes. It trains in portions, each judged by the gate in the next one, and ends
+when what more of them would add saves less than they take. Merge, gate and publication are those of every session.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.waits import Deadline
@@ -31,80 +32,106 @@ PORTIONS = 5
 SCORES_SHARE = 0.25
 """Largest share of a portion that its scores may take; where they took more, the next one is longer."""
 FLAT = 2
-"""Portions in a row that did not surely raise the accept length, or taught nothing at all, after which it ends."""
-PAYS_WITHIN = 10
-"""RL steps in which a portion must bring back its time; in more of them bubbles would have taught as much."""
+"""Portions over which the rise of acceptance is averaged; as many that taught nothing at all end it."""
+BEST = (0.8,) * 16
+"""Conditional acceptance by draft position of a good drafter: no cold start makes a better one."""
+
+Saving = Callable[[Sequence[float]], float]
+"""Share of a rollout that drafting saves by a drafter's conditional acceptance; 0: it does not pay, or nobody knows."""
 
 
 class ColdStart:
     """When the one cold start of a run comes, if it is `wanted`, and ends: a pure state machine.
 
-    It takes `longest_s` seconds at most (None: by the run's length).
+    With `longest_s` it takes so many seconds at most, and begins whatever it may save. None: by the run's length, and
+    where it may pay.
     """
 
     def __init__(self, wanted: bool, longest_s: float | None) -> None:
         self.wanted = wanted and longest_s != 0.0
         """It is still ahead."""
         self.portion_s = 0.0
+        self.news: dict[str, float] = {}
+        """Metrics of its step: what it is expected to save, and in how many steps."""
         self._longest_s = longest_s
         self._steps = self._steps_left = 0
-        self._step_s = self._rollout_s = 0.0
-        self._flat = self._fruitless = 0
-        self._saving = self._rise = 0.0
+        self._step_s = self._rollout_s = self._bubble_s = 0.0
+        self._fruitless = 0
+        self._verdicts: list[Sequence[float]] = [()]  # conditional acceptance of what was served after each portion
+        self._until, self._saved_s = 0, 0.0
 
     @property
     def judging_s(self) -> float:
         """Seconds kept for judging what the last portion brought."""
         return self.portion_s * SCORES_SHARE
 
-    def stepped(self, step_s: float, rollout_s: float) -> None:
-        """An RL step has ended that took `step_s` seconds, `rollout_s` of them in its rollout (0: unknown)."""
+    def stepped(self, step_s: float, rollout_s: float, bubble_s: float = 0.0, saved_s: float = 0.0) -> None:
+        """An RL step has ended: its seconds, those of its rollout (0: unknown), and in that a replica's bubble and what
+        drafts saved.
+        """
         # The first has everything used for the first time.
         self._step_s = min(step_s, self._step_s) if self._steps else step_s
-        self._rollout_s = rollout_s
-        self._steps += 1
+        self._rollout_s, self.news = rollout_s, {}
+        self._steps, self._saved_s = self._steps + 1, self._saved_s + saved_s
+        self._bubble_s += (bubble_s - self._bubble_s) / self._steps
+        if self._steps == self._until:
+            logger.info("TLT: the steps after the cold start saved %.0f s by TLT's own account", self._saved_s)
 
     def due(self) -> bool:
         """Whether it may begin, after the coming rollout at the latest."""
         return self.wanted and self._steps >= STEPS
 
-    def begin(self, steps_left: int) -> float:
-        """Seconds that it may take; 0: the steps that are left do not make up for it. It is not asked again."""
-        self.wanted, self._steps_left = False, steps_left
-        seconds = self._longest_s
+    def begin(self, steps_left: int, saving: Saving) -> float:
+        """Seconds that it may take; 0: it would not pay. It is not asked again."""
+        self.wanted, self._steps_left, seconds = False, steps_left, self._longest_s
         if seconds is None:
             seconds = min(SHARE * steps_left * self._step_s, LONGEST_S)
-            seconds = seconds if seconds >= SHORTEST_S else 0.0
+            saves_s = self._saves_s(saving(BEST), seconds)
+            logger.info("TLT: a cold start of %.0f s would save %.0f s at best", seconds, saves_s)
+            seconds = seconds if seconds >= SHORTEST_S and saves_s > seconds else 0.0
         self.portion_s = seconds / PORTIONS
         return seconds
+
+    def _within(self, trained_s: float) -> float:
+        """Steps by which as much training comes earlier than in bubbles."""
+        return min(self._steps_left, trained_s / self._bubble_s) if self._bubble_s > 0.0 else self._steps_left
+
+    def _saves_s(self, share: float, trained_s: float) -> float:
+        return share * self._rollout_s * self._within(trained_s)
 
     def scored(self, seconds: float) -> None:
         """The scores of a portion took so many seconds, or were not done when it ended after as many."""
         self.portion_s = max(self.portion_s, seconds / SCORES_SHARE)
 
-    def trained(self, merged: bool) -> None:
-        """A portion is over; `merged`: somebody trained a step in it, and that was merged."""
+    def trained(self, merged: bool, update: DrafterUpdate | None) -> None:
+        """A portion is over; `merged`: somebody trained a step in it, and that was merged. `update` has the verdict."""
         self._fruitless = 0 if merged else self._fruitless + 1
+        if update is not None and update.acceptance:
+            self._verdicts.append(update.acceptance)
 
-    def judged(self, rose: bool, saving: float) -> None:
-        """The gate has judged a portion.
-
-        `rose`: the accept length surely did; `saving`: share of a rollout that drafting with what is served now is
-        expected to save, 0 where it does not pay or nobody knows.
-        """
-        self._flat = 0 if rose else self._flat + 1
-        self._rise, self._saving = saving - self._saving, saving
-
-    def enough(self) -> str:
-        """Why it ends; empty: it goes on."""
+    def enough(self, spent_s: float, left_s: float, saving: Saving) -> str:
+        """Why it ends after `spent_s` seconds, with `left_s` to go; empty: it goes on."""
         if self._fruitless >= FLAT:
             return "nothing was trained and merged in two portions"
-        if self._flat >= FLAT:
-            return "the accept length does not rise any more"
-        back_s = self._rise * self._rollout_s * min(self._steps_left, PAYS_WITHIN)
-        if self._saving > 0.0 and back_s <= self.portion_s:
-            return f"drafting pays, and more training would not within {PAYS_WITHIN} steps"
-        return ""
+        before, *_, now = self._verdicts[-1 - FLAT :] * 2
+        over, saves_now = min(FLAT, len(self._verdicts) - 1), saving(now)
+        if not over:
+            return ""
+        for n in range(1, max(1, round(left_s / self.portion_s)) + 1):
+            rises = (1.0 - 0.5**n) / over  # each portion adds half of what the one before it did
+            ahead = [min(1.0, max(0.0, a + rises * (a - b))) for a, b in zip_longest(now, before, fillvalue=0.0)]
+            adds_s = self._saves_s(saving(ahead) - saves_now, spent_s + n * self.portion_s)
+            if adds_s > n * self.portion_s:
+                return ""
+        return f"drafting saves {saves_now:.0%} of a rollout now, and more training would not bring back its time"
+
+    def ended(self, seconds: float, saving: Saving) -> None:
+        """It is over after so many seconds: say what it is expected to save."""
+        within = max(1, round(self._within(seconds)))
+        self._until, self._saved_s = self._steps + 1 + within, 0.0  # this step has not ended yet
+        expected_s = saving(self._verdicts[-1]) * self._rollout_s * within
+        self.news = {"tlt/cold_start_expected_s": expected_s, "tlt/cold_start_steps": within}
+        logger.info("TLT: it took %.0f s, and is expected to save %.0f s in %d steps", seconds, expected_s, within)
 
 
 def train_in_portions(
@@ -112,19 +139,15 @@ def train_in_portions(
     deadline: Deadline,
     train: Callable[[float], Sequence[EndedSession]],
     learn: Callable[[Sequence[EndedSession], float], DrafterUpdate | None],
-    saving: Callable[[Sequence[float]], float],
+    saving: Saving,
 ) -> str:
-    """Train until the rule has enough or the time is over; returns which, in words.
+    """Train until the rule, which has begun, has enough or the time is over; returns which, in words.
 
-    Args:
-        rule: that has begun.
-        deadline: its seconds.
-        train: all spot workers, for at most so many seconds.
-        learn: judge what was merged before these sessions, and merge them, within so many seconds; None: it is late.
-        saving: share of a rollout that drafting saves by a drafter's conditional acceptance (`ColdStart.judged`).
+    `train`: all spot workers, for at most so many seconds. `learn`: judge what was merged before these sessions, and
+    merge them, within so many seconds; None: it is late.
     """
-    left, late_s = deadline.left, rule.portion_s
-    logger.info("TLT: cold start: RL waits up to %.0f s while the spot workers train a drafter", left())
+    left, late_s, total_s = deadline.left, rule.portion_s, deadline.left()
+    logger.info("TLT: cold start: RL waits up to %.0f s while the spot workers train a drafter", total_s)
     why = ""
     while not why and left() > 2 * rule.judging_s:
         sessions = train(min(rule.portion_s, left() - rule.judging_s))
@@ -136,18 +159,11 @@ def train_in_portions(
         elif (update := learn(sessions, max(late_s, left()))) is None:
             why = "a merge is late"
         else:
-            rule.trained(stepped and not update.failure)
-            if update.tau:
-                rule.judged(rose(update), saving(update.acceptance))
-            why = rule.enough()
+            rule.trained(stepped and not update.failure, update)
+            why = rule.enough(total_s - left(), left(), saving)
     if not why:  # judge what the last portion brought
         why = "its time is over"
-        learn(train(left()), late_s)
+        rule.trained(True, learn(train(left()), late_s))
     logger.info("TLT: the cold start is over: %s", why)
+    rule.ended(total_s - left(), saving)
     return why
-
-
-def rose(update: DrafterUpdate) -> bool:
-    """Whether a scored candidate is surely better than what is served; where nothing is sure, whether it looks so."""
-    unsure = update.tau["candidate"] / update.tau["served"] - 1.0
-    return (unsure if update.gain_low is None else update.gain_low) > 0.0

@@ -261,12 +261,11 @@ class Controller:
             self.updates.publish(step, within_s=SHORTEST_S)  # what was trained in this sampling
             if not self._able(step):
                 return
-            if seconds := self._cold.begin(steps_left):
+            saving = self.speculation.saving
+            if seconds := self._cold.begin(steps_left, saving):
                 train, learn = partial(self._train_together, step), partial(self._learn, step)
                 with self.log.phase("cold_start", step):
-                    train_in_portions(self._cold, Deadline(seconds, self.clock), train, learn, self.speculation.saving)
-            else:
-                logger.info("TLT: no cold start: %d steps are too few for it", steps_left)
+                    train_in_portions(self._cold, Deadline(seconds, self.clock), train, learn, saving)
 
     def _train_together(self, step: int, seconds: float) -> Sequence[EndedSession]:
         if not (able := self._able(step)):
@@ -358,9 +357,11 @@ class Controller:
         self._count_failures(step)
         with self.guard("metrics"):
             self._say_if_idle()
-            found |= self.log.finish(step, dict(metrics))
-            self._cold.stepped(metrics.get("timing_s/step", 0.0), metrics.get("timing_s/gen", 0.0))
+            found |= self.log.finish(step, {**metrics, **self._cold.news}) | self._cold.news
+            bubble_s = found.get("tlt/bubble_s", 0.0) / len(self.fleet.replicas)
+            step_s, rollout_s = (metrics.get(f"timing_s/{name}", 0.0) for name in ("step", "gen"))
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
+            self._cold.stepped(step_s, rollout_s, bubble_s, found.get("tlt/saved_s", 0.0))
         return found
 
     def _say_if_idle(self) -> None:

@@ -23,6 +23,12 @@ def every(tmp_path):
     return arms(PLACES, [[1, 4, 5], [5, 32, 0]], tmp_path)
 
 
+def test_a_run_without_a_drafter_may_be_left_to_its_own_rule(every, tmp_path):
+    assert "tlt.spot.cold_start_s=60" in every["tlt-fresh"].overrides and "60 s at most" in every["tlt-fresh"].label
+    by_rule = arms(PLACES, [], tmp_path, "null")["tlt-fresh"]
+    assert "tlt.spot.cold_start_s=null" in by_rule.overrides and "if that pays" in by_rule.label
+
+
 def engine_config(arm):
     """What the arm gives stock vLLM; None: no speculation of its own."""
     parsed = OverridesParser.create().parse_overrides(list(arm.overrides))
@@ -58,7 +64,7 @@ def test_the_drafters_are_those_that_the_names_say(every):
 
 def test_a_warm_up_has_none_of_the_prompts_that_are_compared_on(tmp_path):
     asked = build_assets(tmp_path, train_rows=heads.BENCH_PROMPTS, val_rows=1, seed=heads.BENCH_SEED)
-    heads.other_prompts(tmp_path / "other.parquet", 200)
+    heads.other_prompts(tmp_path / "other.parquet", 200, heads.BENCH_SEED, heads.BENCH_PROMPTS)
     given, compared = (
         [row["prompt"][0]["content"] for row in pq.read_table(file).to_pylist()]
         for file in (tmp_path / "other.parquet", asked.train)

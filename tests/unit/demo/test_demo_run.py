@@ -6,12 +6,12 @@ import json
 import pytest
 from rich.console import Console
 
-from demo import command
-from demo.command import conclude, demo
-from demo.machine import DemoError, Machine
+from demo import command, warmup
+from demo.command import PROOF, conclude, demo, gain
+from demo.machine import DemoError, Machine, find_dtype
 from demo.run import MARKER, DemoRun, run_recipe
 from demo.screen import Screen
-from demo.toy.assets import demo_width
+from demo.toy.assets import build_assets, demo_width
 
 
 @pytest.fixture
@@ -96,7 +96,48 @@ def test_the_demo_says_in_which_dtype_it_computes_and_does(tmp_path, recipe, cap
     monkeypatch.setattr(command, "RECIPE", recipe)
     monkeypatch.setattr(command, "find_dtype", lambda: dtype)
     monkeypatch.setattr(command, "find_machine", lambda: Machine(memory_gb=32.0, cores=2.0))
-    assert demo(against_stock=False, steps=6, out=tmp_path / "out", seed=0) == 0
+    assert demo(against_stock=False, steps=6, out=tmp_path / "out", seed=0, from_scratch=True) == 0
     assert f"Computing in {dtype}: this processor" in capsys.readouterr().out
     assert f"dtype {dtype}\n" in (tmp_path / "out" / "tlt" / "verl.log").read_text()
     assert (tmp_path / "out" / "assets" / f"policy-{demo_width(dtype)}").is_dir()
+
+
+@pytest.fixture
+def warmup_program(tmp_path, monkeypatch):
+    """A program in place of `verl-tlt warmup`, which notes its calls and writes a drafter's directory."""
+    program, calls = tmp_path / "bin" / "verl-tlt", tmp_path / "calls"
+    program.parent.mkdir()
+    program.write_text(f"""#!/bin/sh
+        echo "$@" >> {calls}
+        while [ "$1" != --out ]; do shift; done
+        echo "train:  50 %  step 3"; [ -z "$FAILS" ] || {{ echo "DrafterError: too short"; exit 1; }}
+        mkdir "$2"; echo '{{"tau_sim": 4.25}}' > "$2/provenance.json"
+    """)
+    program.chmod(0o755)
+    monkeypatch.setattr(warmup.sys, "executable", str(program.with_name("python")))
+    return calls
+
+
+def test_the_demo_warms_up_a_drafter_once_and_drafts_with_it(tmp_path, recipe, capsys, monkeypatch, warmup_program):
+    monkeypatch.setattr(command, "RECIPE", recipe)
+    monkeypatch.setattr(command, "find_machine", lambda: Machine(memory_gb=32.0, cores=2.0))
+    out = tmp_path / "out"
+    monkeypatch.setenv("FAILS", "1")
+    assert demo(against_stock=False, steps=None, out=out, seed=0) == 1
+    assert "The warm-up failed" in (said := capsys.readouterr().out) and "too short" in said
+    monkeypatch.setenv("FAILS", "")
+    assert demo(against_stock=False, steps=None, out=out, seed=0) == 0
+    assert "accept length 4.25 on held-out prompts" in (said := capsys.readouterr().out)
+    assets = build_assets(out / "assets", width=demo_width(find_dtype()))
+    drafter = warmup.warm_up(assets, Screen(Console(file=io.StringIO())))
+    assert len(warmup_program.read_text().splitlines()) == 2, "one that failed, one for the run, and none after it"
+    assert f"drafter '{drafter}'" in (out / "tlt" / "verl.log").read_text()
+    assert PROOF in said.replace("\n", " "), "it ends with what it came to"
+
+
+def test_the_gain_is_of_the_steps_whose_savings_are_known():
+    row = {"rollout_s": 10.0, "tokens": 3000, "saved_s": 5.0}
+    known = {3: row, 4: {"rollout_s": 10.0, "tokens": 2000, "saved_s": 11.0}}
+    rows = {1: row | {"saved_s": None}, 2: row | {"tokens": 900, "saved_s": None}, **known}
+    assert gain(rows).startswith("250 tokens/s in the rollouts of steps 3, 4, about 1.8 times")
+    assert "does not know" in gain({1: row | {"saved_s": None}}) and PROOF in gain({})

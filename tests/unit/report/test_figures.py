@@ -74,6 +74,18 @@ def test_accept_length_and_the_first_drafter(trace, made_run, ax):
     assert ax.get_ylim()[0] == 1.0, "a small change does not look like a large one"
 
 
+def test_speed_is_drawn_beside_what_it_would_be_without_drafts(trace, made_run, ax):
+    """The seconds that the account says were saved are added to the rollout's, in a rollout without drafts none."""
+    figures.draw_lines(ax, "tokens per second", figures.speeds(trace), lowest=0.0)
+    ours, plain = ax.lines
+    assert plain.get_linestyle() == "--" and ours.get_xdata().tolist() == list(range(1, 7))
+    for step, (mine, without) in enumerate(zip(ours.get_ydata(), plain.get_ydata(), strict=True), 1):
+        rollout_s, saved_s = made_run.rollout_s[step], made_run.saved_s[step]
+        assert without == pytest.approx(mine * rollout_s / (rollout_s + saved_s), rel=0.01), step
+    unknown = {n: {k: v for k, v in m.items() if k != "tlt/saved_s"} for n, m in trace.steps.items()}
+    assert list(figures.speeds(dataclasses.replace(trace, steps=unknown))) == ["this run"]
+
+
 def test_a_draft_length_has_one_colour_in_all_charts(trace, ax):
     longer = {n: {**metrics, "tlt/draft_length_frac_7": 0.5} for n, metrics in trace.steps.items()}  # not in this step
     trace = dataclasses.replace(trace, steps=longer)
@@ -97,7 +109,7 @@ def test_draft_lengths_are_shares_of_engine_steps(trace):
 
 def test_the_picture_is_drawn(trace, tmp_path):
     image = imread(figures.save_picture(tmp_path / "p.png", trace))
-    assert image.shape[0] > 800 and image.shape[1] > 1500
+    assert image.shape[0] > 1500 and image.shape[1] == 160 * figures.WIDTH, "a column, for a page of 390 pixels"
     rgb = (image[..., :3] * 255).round().astype(int).reshape(-1, 3)
     for color in (figures.BLUE, figures.GREEN, figures.PURPLE, figures.PALE):
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
@@ -127,4 +139,4 @@ def test_nothing_is_cut_and_no_legend_covers_the_data(tmp_path, monkeypatch, rep
     assert min(rooms) > 0.1, "inches: the font of a browser may be wider"
     assert min(pixels) > 10, "height of a text on a page of 390"
     figures.save_picture(tmp_path / "picture.png", run)
-    assert rooms[-1] >= 0
+    assert rooms[-1] >= 0 and pixels[-1] > 10

@@ -145,6 +145,22 @@ def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, wo
     assert "speculation was" not in page
 
 
+def test_what_a_cold_start_was_expected_to_save_and_what_it_did_is_told(tmp_path):
+    writer = TraceWriter(tmp_path, "trainer")
+    cold = {"tlt/cold_start_expected_s": 40.0, "tlt/cold_start_steps": 3.0, "tlt/overhead_cold_start_s": 24.2}
+    for step, metrics in (
+        (3, cold),
+        (4, {"tlt/saved_s": 6.0}),
+        (5, {}),
+        (6, {"tlt/saved_s": 7.5}),
+        (7, {"tlt/saved_s": 99.0}),
+    ):
+        writer.emit("phase", step=step, name="rollout", start=0.0, end=2.0)
+        writer.emit("step", step=step, metrics=metrics)
+    told = "step 3 took 24 s and was expected to save 40 s by step 6; by TLT&#39;s own account 3 steps saved 14 s."
+    assert told in write_page(tmp_path / "p.html", read_trace(tmp_path)).read_text()
+
+
 def test_disabled_speculation_and_failures_are_told(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1, replicas=["a"])

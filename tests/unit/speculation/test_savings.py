@@ -253,9 +253,9 @@ NAMES = ["a", "b", "c"]
 
 def test_each_replica_decodes_a_control_rollout_in_turn_and_all_do_on_a_shared_machine():
     alone, shared = (ControlRollouts(NAMES, 5, shared) for shared in (False, True))
-    assert [alone.chosen(step) for step in (5, 6, 10, 15)] == [["b"], [], ["c"], ["a"]]
-    assert [shared.chosen(step) for step in (5, 6, 10)] == [NAMES, [], NAMES]
-    assert ControlRollouts(NAMES, 0, False).chosen(5) == [] and ControlRollouts(["a"], 5, False).chosen(5) == ["a"]
+    assert [alone.chosen(step) for step in (2, 5, 7, 12)] == [["a"], [], ["b"], ["c"]]
+    assert [shared.chosen(step) for step in (1, 2, 7)] == [[], NAMES, NAMES]
+    assert ControlRollouts(NAMES, 0, False).chosen(2) == [] and ControlRollouts(["a"], 1, False).chosen(5) == ["a"]
 
 
 def control_steps(shared, steps, off_until=0, trained=False):

@@ -16,6 +16,7 @@ from verl_tlt.speculation.step_statistics import StepSums
 from verl_tlt.speculation.types import Step
 from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.metrics import StepObservations, buffer_metrics, step_line, step_metrics
+from verl_tlt.trainer.cold_start import ColdStart
 
 A = EngineStats(
     num_steps=10, num_generation_tokens=100, num_decode_tokens=96, num_passes=40, num_drafts=40,
@@ -186,6 +187,9 @@ def test_every_metric_is_documented():
         re.sub(r"(pos|frac)_\d+$", lambda m: f"{m[1]}_<{'i' if m[1] == 'pos' else 'k'}>", n)
         for n in step_metrics(observations) | buffer_metrics([BufferStats(1, 1, 1, 1, responses=2, draftable=1)], 1)
     }
+    cold = ColdStart(True, 1.0)
+    cold.ended(cold.begin(1, lambda acceptance: 0.0), lambda acceptance: 0.0)
+    names |= cold.news.keys()
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     names = {re.sub(r"errors_\w+$", "errors_<what>", name) for name in names}
     page = Path(verl_tlt.__file__).parents[1] / "docs" / "metrics.md"

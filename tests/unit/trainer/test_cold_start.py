@@ -6,6 +6,7 @@ from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, rest_of_step, sampli
 
 from verl_tlt.config import TOKENS_PER_STEP
 from verl_tlt.messages.training import SessionResult
+from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.cold_start import FLAT, PORTIONS, STEPS
@@ -49,15 +50,14 @@ class Learning(FakeFleet):
 
 @pytest.fixture
 def begin(run, clock):
-    """A controller after its sampling in the step of the cold start; drafting costs nothing, which may be known."""
+    """A controller after its sampling in the step of the cold start; drafting costs nothing, which is known."""
 
-    def to_there(*, acceptance=(0.1,), cold_start_s=SECONDS, costs_known=True):
+    def to_there(*, acceptance=(0.1,), cold_start_s=SECONDS):
         fleet = Learning("a", "b", clock=clock)
         fleet.to_judge, fleet.acceptance, fleet.candidate_acceptance, fleet.served_acceptance = False, acceptance, 0, 0
         controller, _ = run(fleet=fleet, untrained=True, cold_start_s=cold_start_s)
-        if costs_known:
-            costs = {k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 3)}
-            controller.speculation.calibrated(LatencyTable.calibrated(costs))
+        costs = {k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 3)}
+        controller.speculation.calibrated(LatencyTable.calibrated(costs))
         for step in range(1, STEPS + 1):
             sample(controller, fleet, step)
             controller.cold_start(step, 1000)
@@ -88,7 +88,7 @@ def took(clock):
 
 
 def test_all_devices_train_at_the_same_time_and_the_coming_rollout_drafts(begin, took):
-    controller, fleet = begin(acceptance=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), costs_known=False)
+    controller, fleet = begin(acceptance=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
     together = []
     stop = fleet.stop
     fleet.stop = lambda name: (together.append(len(fleet.on_device)), stop(name))
@@ -118,12 +118,12 @@ def test_there_is_no_other(begin, took):
 
 def test_it_ends_when_acceptance_does_not_rise_any_more(begin, took):
     """The second merge and those after it are no better: portions 2 to 4 find that out."""
-    controller, _ = begin(acceptance=(0.05,))
+    controller, _ = begin(acceptance=(0.3,))
     assert took(controller) == pytest.approx(4 * PORTION_S, abs=0.3)
 
 
 def test_one_that_gets_worse_in_the_end_serves_what_was_good(begin, took):
-    controller, fleet = begin(acceptance=(0.3, 0.05), costs_known=False)
+    controller, fleet = begin(acceptance=(0.3, 0.05))
     took(controller)
     metrics = rest_of_step(controller, fleet, STEPS + 1)
     assert called(fleet, "revert")[0] == ("served",) and [d.version for d in fleet.staged] == [1]
@@ -139,10 +139,15 @@ def test_portions_grow_until_their_scores_leave_time_to_train(begin, took):
 
 
 def test_it_ends_when_drafting_pays_and_more_would_not(begin, took):
-    """Of a rollout of a second the first drafter saves half, and a little more of it takes a second to learn."""
-    controller, _ = begin(acceptance=(0.6, 0.61, 0.62, 0.63))
-    assert took(controller) == pytest.approx(3 * PORTION_S, abs=0.3)
-    assert controller.updates.served.acceptance[0] == pytest.approx(0.61, abs=0.01)
+    """Of a rollout of a second the first drafter saves half, and a little more of it takes seconds to learn."""
+    controller, fleet = begin(acceptance=(0.6, 0.61, 0.62, 0.63))
+    assert took(controller, steps_left=100) == pytest.approx(4 * PORTION_S, abs=0.3)
+    assert controller.updates.served.acceptance[0] == pytest.approx(0.62, abs=0.01)
+    metrics = rest_of_step(controller, fleet, STEPS + 1)
+    saves = 1 - 1 / expected_accept_lengths([0.62] * 3, 3)[-1]
+    assert metrics["tlt/cold_start_expected_s"] == pytest.approx(100 * saves, rel=0.02), "of rollouts of a second"
+    assert metrics["tlt/cold_start_steps"] == 100, "no bubble teaches"
+    assert not metrics.keys() & rest_of_step(controller, fleet, STEPS + 2).keys() & {"tlt/cold_start_expected_s"}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ def test_a_run_that_is_too_short_has_none_unless_it_was_told_to(begin, took):
 
 
 def test_by_itself_it_takes_a_hundredth_of_what_is_left(begin, took):
-    controller, _ = begin(cold_start_s=None, acceptance=[0.01 * i for i in range(1, 99)])
+    controller, _ = begin(cold_start_s=None, acceptance=(0.2, 0.4, 0.6, 0.8, 0.9))
     assert took(controller, steps_left=1000) == pytest.approx(20.0, abs=0.5)
 
 
@@ -247,7 +252,7 @@ def test_a_merge_that_is_late_ends_it_and_is_published_with_the_weight_sync(begi
 
 @pytest.mark.parametrize("method", ["merge", "stage", "export"])
 def test_what_fails_once_costs_itself_and_the_cold_start_goes_on(begin, took, method):
-    controller, fleet = begin(acceptance=[0.1 * i for i in range(1, 9)], costs_known=False)
+    controller, fleet = begin(acceptance=[0.1 * i for i in range(1, 9)])
     works, failed = getattr(fleet, method), []
 
     def fail_once(*args):

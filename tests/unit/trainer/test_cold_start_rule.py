@@ -1,15 +1,38 @@
-"""How long a cold start may take, and when it has enough: numbers in, a reason out."""
+"""Whether a cold start begins, how long it may take, and when it has enough: numbers in, a reason out."""
 
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from verl_tlt.trainer.cold_start import FLAT, LONGEST_S, PAYS_WITHIN, PORTIONS, SHORTEST_S, STEPS, ColdStart
+from verl_tlt.speculation.acceptance import expected_accept_lengths
+from verl_tlt.trainer.cold_start import FLAT, LONGEST_S, PORTIONS, SHORTEST_S, STEPS, ColdStart
+from verl_tlt.trainer.drafter_update import DrafterUpdate
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
-def started(longest_s=None, steps_left=1000, step_s=100.0, rollout_s=60.0):
+def first_position(acceptance):
+    """A share saved that is simple: half of what the first position is accepted."""
+    return 0.5 * acceptance[0] if acceptance else 0.0
+
+
+def started(longest_s=None, steps_left=1000, step_s=100.0, rollout_s=60.0, bubble_s=0.0, saving=first_position):
     cold = ColdStart(True, longest_s)
     for _ in range(STEPS):
-        cold.stepped(step_s, rollout_s)
-    return cold, cold.begin(steps_left)
+        cold.stepped(step_s, rollout_s, bubble_s)
+    return cold, cold.begin(steps_left, saving)
+
+
+def portions(cold, seconds, saving, *acceptances):
+    """Run it with these verdicts; returns the portions that it took, and why it ended (empty: its time was over)."""
+    for n, acceptance in enumerate(acceptances, 2):  # a portion is judged in the next one
+        cold.trained(True, DrafterUpdate(tau={"candidate": 1.5}, acceptance=acceptance))
+        if why := cold.enough(n * cold.portion_s, seconds - n * cold.portion_s, saving):
+            return n, why
+    return n, ""
 
 
 @pytest.mark.parametrize(
@@ -24,12 +47,20 @@ def test_the_first_step_says_least_about_the_others():
     cold = ColdStart(True, None)
     for step_s in (500.0, 100.0, 110.0):
         cold.stepped(step_s, 60.0)
-    assert cold.begin(100) == pytest.approx(100.0)
+    assert cold.begin(100, first_position) == pytest.approx(100.0)
 
 
 def test_it_takes_as_long_as_was_said_however_short_the_run_is():
     cold, seconds = started(2.0, steps_left=1, step_s=1.0)
     assert seconds == 2.0 and cold.portion_s == 2.0 / PORTIONS
+
+
+def test_where_bubbles_teach_as_much_for_nothing_it_does_not_begin():
+    """The best drafter saves 0.4 of a rollout of 60 seconds, 24 s, in each step by which its training comes earlier."""
+    assert started(bubble_s=23.0)[1] > 0.0 and started(bubble_s=25.0)[1] == 0.0
+    assert started(bubble_s=0.0)[1] > 0.0, "no bubble teaches anything"
+    assert started(saving=lambda acceptance: 0.0)[1] == 0.0, "nobody knows what it saves"
+    assert started(40.0, bubble_s=25.0)[1] == 40.0, "somebody has said how long"
 
 
 def test_it_waits_for_hidden_states_and_comes_once():
@@ -38,7 +69,7 @@ def test_it_waits_for_hidden_states_and_comes_once():
         assert cold.wanted and not cold.due()
         cold.stepped(100.0, 60.0)
     assert cold.due()
-    cold.begin(1000)
+    cold.begin(1000, first_position)
     assert not cold.due() and not cold.wanted
 
 
@@ -52,19 +83,11 @@ def test_a_run_that_has_a_drafter_or_wants_none_has_no_cold_start(wanted, longes
 
 def test_it_ends_once_portions_in_a_row_taught_nothing():
     """Workers that did not come as far as a step, as on a machine with much else to do, or merges that failed."""
-    cold, _ = started()
+    cold, seconds = started()
     for merged in (False, True, *[False] * FLAT):
-        assert not cold.enough()
-        cold.trained(merged)
-    assert "nothing was trained and merged" in cold.enough()
-
-
-def test_it_ends_once_portions_in_a_row_did_not_raise_the_accept_length():
-    cold, _ = started()
-    for rose in (True, False, True, *[False] * FLAT):
-        assert not cold.enough()
-        cold.judged(rose, 0.0)
-    assert "does not rise" in cold.enough()
+        assert not cold.enough(1.0, seconds - 1.0, first_position)
+        cold.trained(merged, None)
+    assert "nothing was trained and merged" in cold.enough(1.0, seconds - 1.0, first_position)
 
 
 def test_scores_that_take_much_of_a_portion_make_the_next_one_longer():
@@ -77,28 +100,88 @@ def test_scores_that_take_much_of_a_portion_make_the_next_one_longer():
     assert cold.portion_s == 12.0, "a portion may have had nothing to score"
 
 
-def test_while_drafting_does_not_pay_yet_it_goes_on_as_long_as_acceptance_rises():
-    cold, _ = started()
-    for _ in range(100):
-        cold.judged(True, 0.0)
-        assert not cold.enough()
+def test_it_goes_on_while_what_it_is_expected_to_add_saves_more_than_it_takes():
+    """A portion adds half of what those before it did: 0.1 of acceptance, so 3 s of a rollout of 60, less each time."""
+    assert portions(*started(40.0, steps_left=10), first_position, [0.2], [0.4], [0.6])[1] == ""
+    assert portions(*started(40.0, steps_left=2), first_position, [0.2])[0] == 2, "in few steps it is not brought back"
+    assert portions(*started(40.0, 10, bubble_s=12.0), first_position, [0.2])[0] == 2, "bubbles bring it soon"
 
 
-@pytest.mark.parametrize("steps_left", [1000, 4])
-def test_once_drafting_pays_a_portion_must_bring_back_its_time_within_some_steps(steps_left):
-    """The first one that pays makes up for all before it; of the others it counts what each has added."""
-    cold, _ = started(40.0, steps_left, rollout_s=60.0)
-    least = cold.portion_s / 60.0 / min(PAYS_WITHIN, steps_left)  # of a rollout
-    cold.judged(True, 0.2)
-    assert not cold.enough()
-    cold.judged(True, 0.2 + 1.1 * least)
-    assert not cold.enough()
-    cold.judged(True, 0.2 + 2.0 * least)
-    assert "pays" in cold.enough()
+def test_one_portion_without_a_rise_may_be_chance_and_two_are_not():
+    taken, why = portions(*started(40.0, 100), first_position, [0.3], [0.3], [0.3], [0.3])
+    assert taken == 2 + FLAT and "15% of a rollout" in why
 
 
-def test_a_drafter_that_pays_and_got_no_better_is_enough():
-    cold, _ = started()
-    cold.judged(True, 0.3)
-    cold.judged(False, 0.3)
-    assert "pays" in cold.enough()
+def test_where_nobody_knows_what_drafting_saves_it_ends_with_the_first_verdict():
+    assert portions(*started(40.0), lambda acceptance: 0.0, [0.5])[0] == 2
+
+
+def test_it_says_what_it_expects_and_what_it_then_was(caplog):
+    caplog.set_level(logging.INFO, "verl_tlt")
+    cold, seconds = started(40.0, bubble_s=8.0)
+    portions(cold, seconds, first_position, [0.4])
+    cold.ended(40.0, first_position)
+    assert cold.news == {"tlt/cold_start_expected_s": pytest.approx(0.2 * 60.0 * 5), "tlt/cold_start_steps": 5}
+    for saved_s in (99.0, 10.0, 11.0, 12.0, 13.0):  # of its own step nothing counts but what follows
+        cold.stepped(100.0, 60.0, 8.0, 0.0 if saved_s == 99.0 else saved_s)
+        assert cold.news == {} and "saved 5" not in caplog.text
+    cold.stepped(100.0, 60.0, 8.0, 9.0)
+    assert "saved 55 s by TLT's own account" in caplog.text
+
+
+# ---------------------------------------------------------------------- recorded runs
+
+
+def recorded(file):
+    """The turn of a run without a drafter, and the cold start that it was told to have."""
+    turns = json.loads((RESULTS / f"{file}.json").read_text())["turns"]
+    steps = [step for turn in turns if turn["arm"] == "tlt-fresh" for step in turn["steps"]]
+    return steps, next(step for step in steps if step["cold_start_s"])
+
+
+def measured_saving(acceptance):
+    """The share of a rollout that drafts saved in the recorded steps of both loads, by their accept length."""
+    shares = {1.0: 0.0}
+    for steps, cold in map(recorded, ("cold_start", "cold_start_small")):
+        for step in steps[cold["step"] - 1 :]:
+            if step["saved_s"]:
+                shares[step["accept_length"]] = step["saved_s"] / (step["rollout_s"] + step["saved_s"])
+    length = expected_accept_lengths(acceptance, 7)[-1] if acceptance else 1.0
+    share = float(np.interp(length, sorted(shares), [shares[at] for at in sorted(shares)]))
+    return share if share > 0.1 else 0.0  # `decision.UNTRIED`
+
+
+def even(length):
+    """Conditional acceptance, the same at every position, that gives this accept length at K=7."""
+    ps = np.linspace(0.0, 0.99, 500)
+    return [float(np.interp(length, [(1 - p**8) / (1 - p) for p in ps], ps))] * 7
+
+
+def begun(file, longest_s, steps_left=None):
+    steps, cold = recorded(file)
+    before = [step for step in steps if step["step"] < cold["step"]]
+    rule = ColdStart(True, longest_s)
+    for step in [before[0], *before]:  # the first of a turn was not recorded
+        rule.stepped(step["step_s"], step["rollout_s"])
+    left = steps[-1]["step"] - cold["step"] if steps_left is None else steps_left
+    return rule, rule.begin(left, measured_saving)
+
+
+@pytest.mark.parametrize("steps_left", [10, 21])
+def test_with_24_responses_a_step_it_does_not_begin_by_itself_in_a_short_run(steps_left):
+    assert begun("cold_start_small", None, steps_left)[1] == 0.0
+
+
+def test_with_24_responses_a_step_one_that_was_asked_for_ends_at_its_first_verdict():
+    """On other prompts' responses the drafter came to an accept length of 1.36 in the rollout after it."""
+    steps, cold = recorded("cold_start_small")
+    after = next(step["accept_length"] for step in steps if step["step"] == cold["step"] + 1)
+    taken, why = portions(*begun("cold_start_small", 60.0), measured_saving, even(after))
+    assert taken == 2 and "drafting saves 0% of a rollout" in why
+
+
+def test_with_96_responses_a_step_it_goes_on_until_drafting_saves_a_third():
+    """With the accept lengths of a random head of the toy while it learns (drafter_learning.json)."""
+    learning = json.loads((RESULTS / "drafter_learning.json").read_text())["corpora"]["toy"]["base"]["accept_length"]
+    taken, why = portions(*begun("cold_start", 60.0), measured_saving, *map(even, learning))
+    assert taken >= 4 and measured_saving(even(learning[taken - 2])) > 1 / 3, why

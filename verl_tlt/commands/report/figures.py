@@ -59,6 +59,8 @@ STYLE = {
 }
 WIDTH = 5.0
 """Inches of a chart of the page: its texts are 11 pixels high where the page is 390 wide."""
+PANEL = 2.9
+"""Inches of height of a panel of the picture."""
 MARGIN = 0.12
 """Inches around a chart: a browser without the font takes one that may be a little wider."""
 DRAFT_LENGTH = "tlt/draft_length_frac_"
@@ -71,6 +73,8 @@ MOST_NAMED = 8
 """Replicas of which each has its seconds beside its lane: three lines of text."""
 LANE, STRIP = 0.84, 0.26
 """Height of a lane and of the draft lengths at its bottom, as a share of the distance between lanes."""
+
+UNDRAFTED = "Dashed: what the same rollouts reach without drafts, by TLT's own account."
 
 Points = Mapping[int, float | None]
 """Values by RL step; None leaves a gap."""
@@ -100,7 +104,7 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
     for title, unit, note, lines, lowest in (
         ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace), 1.0),
         ("Acceptance by position", "share", "Drafts accepted up to this position.", acceptance(trace), 0.0),
-        ("Rollout", "seconds", "Duration of the rollout.", {"": (BLUE, by_step(trace, "rollout_s"))}, 0.0),
+        ("Speed of the rollout", "tokens per second", UNDRAFTED, speeds(trace), 0.0),
         ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}, None),
     ):
         if any(value is not None for _, points in lines.values() for value in points.values()):
@@ -127,20 +131,24 @@ def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]
 
 
 def save_picture(path: Path, trace: RunTrace) -> Path:
-    """Write a PNG with the replicas in the most trained step, the accept length and the draft lengths."""
-    steps, lanes = rl_steps(trace), 1.6 + _lanes_height(trace)
+    """Write a PNG of one column: speed, accept length, draft lengths, and the replicas in the most trained step."""
+    steps = rl_steps(trace)
     number = most_trained(steps)
+    draws: dict[str, Callable[[Axes], None]] = {
+        "Speed of the rollout": partial(draw_lines, unit="tokens per second", lines=speeds(trace), lowest=0.0),
+        "Accept length": partial(draw_lines, unit="tokens per draft", lines=accept_lengths(trace), lowest=1.0),
+        "Draft length K": partial(
+            draw_bars, unit="share of engine steps", steps=list(trace.steps), bars=draft_lengths(trace)
+        ),
+        f"RL step {number}: the replicas over time": partial(draw_replicas, trace=trace, step=steps[number]),
+    }  # fmt: skip
+    heights = [PANEL] * 3 + [2.2 + _lanes_height(trace)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, lanes + 3.2), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=[lanes, 3.2])[:, 0]
-        left, right = lower.subfigures(1, 2, squeeze=False)[0]
-        for part, title in (
-            (upper, f"RL step {number}: the replicas over time"), (left, "Accept length"), (right, "Draft length K")
-        ):  # fmt: skip
+        figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+        parts = figure.subfigures(len(draws), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, (title, draw) in zip(parts, draws.items(), strict=True):
             part.suptitle(title, fontweight="bold", x=0.02, ha="left")
-        draw_replicas(upper.add_subplot(), trace, steps[number])
-        draw_lines(left.add_subplot(), "tokens per verified draft", accept_lengths(trace), 1.0)
-        draw_bars(right.add_subplot(), "share of engine steps", list(trace.steps), draft_lengths(trace))
+            draw(part.add_subplot())
         with replacing(path) as file:
             figure.savefig(file, format="png", dpi=160, facecolor="white")
     return path
@@ -216,11 +224,23 @@ def by_step(trace: RunTrace, column: str) -> Points:
     return {step: row[column] for step, row in rows_of_trace(trace).items()}
 
 
+def speeds(trace: RunTrace) -> dict[str, tuple[str, Points]]:
+    """Lines of the rollouts' speed, and of what it would have been without drafts where that is known."""
+    speed: Points = {n: metrics.get("tlt/rollout_tok_per_s") for n, metrics in trace.steps.items()}
+    plain: dict[int, float | None] = dict.fromkeys(speed)
+    for n, metrics in trace.steps.items():
+        if (now := speed[n]) is not None and (saved_s := metrics.get("tlt/saved_s")) is not None:
+            rollout_s = metrics.get("timing_s/gen", 0.0)
+            plain[n] = now * rollout_s / max(rollout_s + saved_s, 1e-9)
+    lines = {"this run": (BLUE, speed), "without drafts": (GREY, plain)}
+    return {label: line for label, line in lines.items() if any(line[1].values())}
+
+
 def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     """Lines of the run's drafter and of the one it began with."""
     lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, by_step(trace, "accept_length"))}
     first = initial_lengths(trace)
-    return {**lines, "first drafter, never trained": (GREY, first)} if first else lines
+    return {**lines, "the run's first drafter": (GREY, first)} if first else lines
 
 
 def acceptance(trace: RunTrace) -> dict[str, tuple[str, Points]]:

@@ -117,9 +117,23 @@ def not_drafted(trace: RunTrace) -> str:
     return f"OFF in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
 
 
+def cold_start(trace: RunTrace) -> str:
+    """What a cold start was expected to save, and what the account has since, in a sentence; empty: there was none."""
+    for step, metrics in trace.steps.items():
+        if (expected_s := metrics.get("tlt/cold_start_expected_s")) is not None:
+            until = step + round(metrics.get("tlt/cold_start_steps", 0.0))
+            since = [m.get("tlt/saved_s", 0.0) for n, m in trace.steps.items() if step < n <= until]
+            return (
+                f"The cold start of step {step} took {metrics.get('tlt/overhead_cold_start_s', 0.0):.0f} s and was "
+                f"expected to save {expected_s:.0f} s by step {until}; by TLT's own account {len(since)} steps saved "
+                f"{sum(since):.0f} s."
+            )
+    return ""
+
+
 def sentences(trace: RunTrace) -> Iterator[str]:
     """What is said of a run before its figures, the answer first."""
-    yield from filter(None, (paid(rows_of_trace(trace)), not_drafted(trace), given_up(trace)))
+    yield from filter(None, (paid(rows_of_trace(trace)), not_drafted(trace), given_up(trace), cold_start(trace)))
     for stop in (stop for stop in trace.stops if not stop.replica):
         yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
     if trace.skipped:

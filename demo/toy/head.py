@@ -1,0 +1,48 @@
+"""A drafter for the toy, made as the docs recommend: `verl-tlt warmup` on the policy's own responses."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from demo.machine import find_dtype
+from demo.toy.assets import AUX_LAYERS, TRAIN_ROWS, demo_width, prompt_row
+
+INTERMEDIATE = 1024
+"""Width of a drafter's MLP, the recipe's."""
+DRAFT_LENGTH = 7
+"""Tokens per draft that its accept length is for."""
+
+
+def warmup_command(policy: str, prompts: str, drafter: str, *until: str) -> list[str]:
+    """The command line that makes a drafter of a policy from a file of prompts, `until` a limit of its."""
+    given = ("--model", policy, "--prompts", prompts, "--out", drafter)
+    layers = ",".join(map(str, AUX_LAYERS[demo_width(find_dtype())]))
+    options = (
+        *("--response-length", "1400", "--draft-length", str(DRAFT_LENGTH), "--aux-layers", layers),
+        *("--intermediate-size", str(INTERMEDIATE), "--batch-tokens", "512", "--learning-rate", "2e-3"),
+        *("--epochs", "100", *until, "--device", "cpu"),
+    )  # fmt: skip
+    return ["verl-tlt", "warmup", *given, *options]
+
+
+def other_prompts(file: Path, count: int, seed: int = 0, rows: int = TRAIN_ROWS) -> None:
+    """Write so many prompts of the task: none twice, and none of the `rows` that a run with this `seed` trains on."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(f"train {seed}")
+    seen = {_text(prompt_row(rng, "train", i)) for i in range(rows)}
+    rng = random.Random("warm-up")
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        row = prompt_row(rng, "train", len(found))
+        if (text := _text(row)) not in seen:
+            seen.add(text)
+            found.append(row)
+    pq.write_table(pa.Table.from_pylist(found), file)
+
+
+def _text(row: dict[str, Any]) -> str:
+    return str(row["prompt"][0]["content"])
