@@ -6,6 +6,7 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -49,6 +50,10 @@ class Recipe:
     """Where its script was when it started `main_ppo`; None: here."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Variables of the environment that its script sets to what a program prints, so that they are not known."""
+
+    def place(self) -> contextlib.AbstractContextManager[None]:
+        """For a `with` block in the directory where its script starts `main_ppo`, which relative paths begin from."""
+        return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:

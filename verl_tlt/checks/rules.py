@@ -325,10 +325,14 @@ def _unusable_data(config: DictConfig) -> Iterator[tuple[str, str, str]]:
         paths = [value] if isinstance(value, str) else value
         if not isinstance(paths, list):
             raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
+        if not paths:
+            yield key, "[]", "names no file"
         for path in (str(path) for path in paths if "://" not in str(path)):
             found = sorted(glob.glob(os.path.expanduser(path)))
             if not found:
                 yield key, path, "does not exist on this machine"
+            elif not path.endswith((".parquet", ".json", ".jsonl")):
+                yield key, path, "ends in none of .parquet, .json and .jsonl, which verl reads"
             elif why := next(filter(None, map(_unreadable, found)), None):
                 yield key, path, why
 

@@ -202,7 +202,15 @@ def policy_shape(policy: PolicyLike) -> PolicyShape:
 
 def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
     """The fields of a model's `config.json`, as they are; from the hub, if `fetch`, where the local cache has none."""
-    return read_json(folder(model, (CONFIG,), fetch=fetch) / CONFIG)
+    file = folder(model, (CONFIG,), fetch=fetch) / CONFIG
+    fields = read_json(file)
+    if not isinstance(inner := fields.get("text_config") or {}, dict):
+        raise DrafterError(f"{file}: text_config must be an object, not {str(inner)[:80]}.")
+    for part, key in ((part, key) for part in (fields, inner) for key in ("architectures", "layer_types")):
+        names = part.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DrafterError(f"{file}: {key} must be a list of names, not {str(names)[:80]}.")
+    return fields
 
 
 def unsupported(model_type: str, architectures: Sequence[str]) -> str | None:

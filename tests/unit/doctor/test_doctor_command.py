@@ -12,6 +12,8 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose, visible_gpus
+from verl_tlt.commands.doctor.standalone_engine import set_up
+from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import COSTS_DIR
 from verl_tlt.upstream.sources import source_root
 from verl_tlt.upstream.versions import look_first_in
@@ -46,6 +48,19 @@ def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, reci
     assert "actor_rollout_ref.model.path is a qwen3 model" in done.output or "tlt.spot.typo" in done.output
     bad = CliRunner().invoke(app, ["doctor", "nowhere.sh"])
     assert bad.exit_code == 1 and "nowhere.sh does not exist." in bad.output
+
+
+def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, tmp_path, monkeypatch):
+    """Of data, policy and costs, wherever the doctor itself is called."""
+    (there := tmp_path / "there").mkdir()
+    shutil.copy(recipe.data.train_files, there / "data.parquet")
+    (there / "policy").symlink_to(recipe.actor_rollout_ref.model.path)
+    monkeypatch.setenv("FILES", "data.parquet")
+    script.write_text(script.read_text().replace("DEVICE=", f"cd {there}\nDEVICE=", 1))
+    done = CliRunner().invoke(app, ["doctor", str(script), "policy", "+tlt=default"])
+    assert done.exit_code == 0, done.output
+    found = read_script(script, ["policy", "+tlt=default", "tlt.speculation.costs_dir=costs"])
+    assert costs_directory(found) == there / "costs" and set_up(found).policy == str(there / "policy")
 
 
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):

@@ -250,6 +250,17 @@ def test_an_installed_logits_processor_that_vllm_would_leave_out_is_named(findin
     assert "censor.core:Censor would silently do nothing" in findings()[f"{ROLLOUT}.engine_kwargs"].sentence
 
 
+@pytest.mark.parametrize("field", ["text_config", "architectures", "layer_types"])
+@pytest.mark.parametrize("value", [True, 7, "abc", [1], [["linear_attention"]]])
+@pytest.mark.parametrize("inside", [False, True])
+def test_fields_of_a_policy_that_are_of_another_kind_are_named(findings, recipe, tmp_path, field, value, inside):
+    fields = json.loads(Path(recipe.actor_rollout_ref.model.path, "config.json").read_text())
+    fields |= {"text_config": {field: value}} if inside and field != "text_config" else {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = findings({"actor_rollout_ref.model.path": str(tmp_path)})
+    assert f"config.json: {field} must be " in found["actor_rollout_ref.model.path"].sentence
+
+
 # ---------------------------------------------------------------------- files
 
 
@@ -259,6 +270,14 @@ def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
     assert levels(found) == {"data.train_files": "refuse", "data.val_files": "refuse"}
     assert found["data.train_files"].sentence == f"data.train_files={files[2]} does not exist on this machine."
     assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
+
+
+@pytest.mark.parametrize(("value", "said"), [([], "[] names no"), (None, "[] names no"), ("x.csv", "ends in none")])
+def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, value, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.csv").write_text("prompt")
+    found = findings({"data.val_files": value})
+    assert levels(found) == {"data.val_files": "refuse"} and said in found["data.val_files"].sentence
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,11 @@ def test_nothing_of_a_script_is_run_whatever_it_names(tmp_path, monkeypatch):
         (f"for ((i=0; i<3; i++)); do N=$i; done\n{START} trainer.nnodes=$N", "depends on `for ((i=0;"),
         (f"for ((i=0; i<3; i++)); do {START} a=$i; done", "which decides how it starts"),
         (f"printf -v\n{START} a=1", "depends on `printf -v` (line 1)"),
+        (f"N=1\r\n{START} a=$N\r\n", "has Windows line ends, which bash takes for parts of words"),
+        (f'eval "$(conda shell.bash hook)"\n{START}', "depends on `eval ...` (line 1)"),
+        (f": ${{DATA:?not on $(hostname) at all}}\n{START}", "DATA: not on ... at all."),
+        *((f"if {test}; then N=8; fi\n{START} trainer.nnodes=$N", f"depends on `{test}` (line 1), which decides")
+          for test in ("hash nvidia-smi", "kill -0 $PPID", "shopt -q extglob", "ulimit -n 99", "wait 1")),
         (f"cd $(mktemp -d)\n{START} a=1", "in a directory that is not known"),
         ("X=xxxxxxxxxx" + ";X=$X$X$X" * 30 + f"\n{START} a=$X", "a value of over 1000000 characters (line 1)"),
     ],

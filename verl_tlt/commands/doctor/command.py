@@ -76,7 +76,8 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
         config = compose(recipe.overrides, recipe.config)
         first.insert(0, rules.switched_on(config))
         environment = {**os.environ, **recipe.environment}
-        return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
+        with recipe.place():
+            return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
 
@@ -173,7 +174,7 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
 def costs_directory(recipe: Recipe) -> Path:
     """Where a run of the recipe looks for step costs; where runs do by default, if this one looks nowhere."""
     asked = read_settings(compose(recipe.overrides, recipe.config)).speculation.costs_dir
-    return Path(asked or COSTS_DIR)
+    return Path("" if (asked or COSTS_DIR).startswith("~") else recipe.directory or "", asked or COSTS_DIR)
 
 
 def cost_table(costs: LatencyTable) -> Table:

@@ -15,8 +15,10 @@ import asyncio
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe
@@ -117,6 +119,12 @@ async def check(job: EngineJob, directory: Path) -> Measured:
         log = (directory / child_engine.LOG).read_text(errors="replace")
         found.graph_gib = graph_memory_gib(log)[::-1]
     return found
+
+
+def _checked(said: Mapping[str, object], directory: Path) -> dict[str, Any]:
+    job = from_plain(EngineJob, said)
+    with job.recipe.place():
+        return asdict(asyncio.run(check(job, directory)))
 
 
 async def check_sleep(engine: StandaloneEngine, found: Measured) -> None:
@@ -240,4 +248,4 @@ def _waking(f: Measured) -> Finding:
 
 
 if __name__ == "__main__":
-    child_engine.serve_job(lambda job, folder: asdict(asyncio.run(check(from_plain(EngineJob, job), folder))))
+    child_engine.serve_job(_checked)

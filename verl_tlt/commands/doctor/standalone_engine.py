@@ -51,7 +51,7 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
     from omegaconf import OmegaConf, open_dict
 
     config = compose(recipe.overrides, recipe.config)
-    with open_dict(config):
+    with open_dict(config), recipe.place():
         for key, value in (changes or {}).items():
             OmegaConf.update(config, key, value, force_add=True)
         policy = config.actor_rollout_ref.model.path = located(str(select(config, POLICY, "")))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from verl_tlt.checks.recipe import CONFIG, Recipe
 from verl_tlt.commands.script.shell import Exit, Shell, Start
-from verl_tlt.commands.script.syntax import LONGEST, MAIN, parse
-from verl_tlt.commands.script.words import MARK, Stopped, Unreadable
+from verl_tlt.commands.script.syntax import LONGEST, MAIN, MARK, parse
+from verl_tlt.commands.script.words import Stopped, Unreadable
 from verl_tlt.config import TLTConfigError
 
 NOT_RUN = "not-run"
@@ -63,8 +63,13 @@ def contents(script: str | os.PathLike[str]) -> str:
     """A script's text."""
     if not os.path.isfile(script):
         raise TLTConfigError(f"{script} does not exist.")
-    with Path(script).open(errors="replace") as file:
-        return file.read(LONGEST + 1)
+    with Path(script).open(errors="replace", newline="") as file:
+        text = file.read(LONGEST + 1)
+    if "\r\n" in text:
+        raise TLTConfigError(
+            f"{script} has Windows line ends, which bash takes for parts of words: run dos2unix on it."
+        )
+    return text
 
 
 def only_start(script: str, starts: Sequence[Start], others: Sequence[str], stopped: str) -> Start:

@@ -59,7 +59,10 @@ __called() {
 }
 command_not_found_handle() { __called "$@"; }
 exec() { if [ $# -gt 0 ]; then "$@"; exit; fi; }
-command() { case "$1" in -v|-V) type -t "$2" ;; -p) shift; "$@" ;; *) "$@" ;; esac; }
+__is_here() {
+  PATH=$PATH:$TLT_PATH type -P "$2" || [[ $(type -t "$2") =~ [bfk] && $(declare -f "$2") != *__called* ]]
+}
+command() { case "$1" in -v|-V) __is_here "$@" ;; -p) shift; "$@" ;; *) "$@" ;; esac; }
 """
 
 
@@ -82,8 +85,9 @@ def run_script(script: str, arguments: Sequence[str] = ()) -> Recipe:
     """How a script starts `main_ppo`, found out by running it; raises a `TLTConfigError` where it does not."""
     text = contents(script)
     names = _programs(text, script)
-    told = f"with stand-ins for {', '.join(sorted(names)) or 'no program'}; what it redirects into files is written."
-    print(printable(f"{script} is run by bash now, {told}"), file=sys.stderr, flush=True)
+    told = f"with stand-ins that print nothing for {', '.join(sorted(names)) or 'no program'}"
+    told = f"{script} is run by bash now, {told}; what it redirects into files is written."
+    print(printable(told), file=sys.stderr, flush=True)
     imports = {name for name in re.findall(r"import\s+([A-Za-z]\w*)", text) if importlib.util.find_spec(name) is None}
     with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude, tempfile.TemporaryFile() as said:
         stubs = "".join(f'function {name} {{ __called {name} "$@"; }}\n' for name in {*names, *_ALWAYS})
@@ -91,7 +95,8 @@ def run_script(script: str, arguments: Sequence[str] = ()) -> Recipe:
         prelude.flush()
         own = {
             "PATH": "/nonexistent", "BASH_ENV": f"/dev/fd/{prelude.fileno()}", "TLT_RECORD": str(record.fileno()),
-            "TLT_MAIN": MAIN, "TLT_MISSING": " ".join(f"import {name}" for name in imports),
+            "TLT_PATH": os.environ.get("PATH", os.defpath), "TLT_MAIN": MAIN,
+            "TLT_MISSING": " ".join(f"import {name}" for name in imports),
         }  # fmt: skip
         _run([script, *arguments], {**os.environ, **own}, said, (record, prelude))
         record.seek(0)

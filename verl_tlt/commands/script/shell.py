@@ -18,15 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt.commands.script.syntax import MAIN, gives_up, parse, shorten, spans_of, text_of, walk, words_of_start
-from verl_tlt.commands.script.words import MARK, Stopped, Unreadable, Value, Words
+from verl_tlt.commands.script.syntax import (
+    MAIN,
+    MARK,
+    gives_up,
+    parse,
+    shorten,
+    spans_of,
+    text_of,
+    walk,
+    words_of_start,
+)
+from verl_tlt.commands.script.words import Stopped, Unreadable, Value, Words
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-_SUCCEED = ("true", ":", "trap", "wait", "ulimit", "umask", "shopt", "sleep", "kill", "disown", "hash")
-"""Commands that change nothing in what the script goes on with."""
+_SUCCEED = ("true", ":", "trap", "umask", "sleep")
+"""Commands that change nothing in what the script goes on with, and never fail."""
 _NEEDS_RUNNING = re.compile(
     r"(eval|source|\.|read|mapfile|readarray|getopts|let|pushd|popd|builtin|alias|coproc|local|unset|declare|printf -v|"
     r"command(?! -[vV]))\s"

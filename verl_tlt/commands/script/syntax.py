@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 MAIN = "verl.trainer.main_ppo"
+MARK = re.compile("\ue000([0-9]+)\ue001")
+"""Stands in a value for what only a run could tell: characters that no script may contain."""
 LONGEST = 1_000_000
 """Characters of a script or of a value in it."""
 _WORDS = {"concatenation", "expansion", "simple_expansion", "string", "arithmetic_expansion", "word", "raw_string"}
@@ -76,7 +78,7 @@ def spans_of(node: Node) -> list[tuple[Node, str]]:
 
 def shorten(text: str) -> str:
     """A piece of a script for a sentence."""
-    text = " ".join(text.split())
+    text = " ".join(MARK.sub("...", text).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -1,7 +1,7 @@
 """What bash makes of a word: quotes, variables, defaults, arithmetic and patterns. Nothing is run.
 
-What only a run could tell stays in a value as a mark (`Words.mark`): characters that no script may contain. So does
-what is not understood here, such as `${x##*/}`.
+What only a run could tell stays in a value as a mark (`Words.mark`). So does what is not understood here, such as
+`${x##*/}`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verl_tlt.commands.script.syntax import LONGEST, shorten
+from verl_tlt.commands.script.syntax import LONGEST, MARK, shorten
 
-MARK = re.compile("\ue000([0-9]+)\ue001")
 SPACES = " \t\n"
 """Where bash splits what is not quoted, unless the script sets `IFS`."""
 Value = str | list[str]
@@ -199,7 +198,7 @@ class Words(ABC):
             return self.pieces(rest, quoted) if not empty else [] if isinstance(found, list) else [Piece("", quoted)]
         if sign and empty:
             if sign[-1] == "?":
-                raise Stopped(f"{name}: {self.value(rest) or 'parameter null or not set'}")
+                raise Stopped(f"{name}: {MARK.sub('...', self.value(rest)) or 'parameter null or not set'}")
             if sign[-1] == "=":
                 self.variables[name] = self.value(rest)
             return self.pieces(rest, quoted) or [Piece("", quoted)]
