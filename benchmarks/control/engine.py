@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.control.policies import named
-from benchmarks.control.toy import LONGEST_DRAFT, Toy
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -31,32 +29,41 @@ ENVIRONMENT = CPU_ENGINE | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-BATCH = 64
-ARMS = tuple(range(LONGEST_DRAFT + 1))
-CONTEXT = 1536
-"""Tokens of a prompt with its response, as in the demo's recipe."""
 VLLM = "vllm-k"
 """Before a draft length: an arm under vLLM's own scheduler."""
 START_TIMEOUT_S = 3600.0
 CALL_TIMEOUT_S = 3600.0
 
 
-def problems(seed: int, batch: int) -> list[tuple[list[int], int]]:
-    """Prompts of the toy's task and how long a response to each is, as long-tailed as in the demo: [(token ids, n)]."""
-    from demo.toy import task
+@dataclass(frozen=True)
+class Models:
+    """What an engine serves, and how far it may go."""
 
-    rng = random.Random(seed)
-    drawn = [task.sample_problem(rng) for _ in range(batch)]
-    return [([task.TOKEN_ID[w] for w in task.prompt_tokens(p)], task.sample_length(p, rng)) for p in drawn]
+    policy: Path
+    """Its directory."""
+    drafter: Path
+    acceptance: list[float]
+    """P(position i accepted | all before accepted), held out, temperature 1; as many positions as are known."""
+    longest: int = 7
+    """Longest draft, in tokens."""
+    batch: int = 64
+    """Most requests that decode at once."""
+    context: int = 1536
+    """Tokens of a prompt with its response."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every draft length."""
+        return tuple(range(self.longest + 1))
 
 
 class EngineProcess:
     """One engine in a child process; `call` runs a method of `_Engine` there."""
 
-    def __init__(self, toy: Toy) -> None:
+    def __init__(self, models: Models) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, toy), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, models), daemon=True)
         self._process.start()
         self._answer(START_TIMEOUT_S)
 
@@ -80,10 +87,10 @@ class EngineProcess:
         return value
 
 
-def _serve(pipe: Connection, toy: Toy) -> None:
+def _serve(pipe: Connection, models: Models) -> None:
     os.environ.update(ENVIRONMENT)
     try:
-        engine = _Engine(toy)
+        engine = _Engine(models)
         pipe.send((None, None))
         while (message := pipe.recv())[0] != "stop":
             pipe.send((None, getattr(engine, message[0])(**message[1])))
@@ -145,9 +152,9 @@ class _AsyncView:
 
 
 class _Engine:
-    """An in-process vLLM engine over the toy, and what can be asked of it."""
+    """An in-process vLLM engine, and what can be asked of it."""
 
-    def __init__(self, toy: Toy) -> None:
+    def __init__(self, models: Models) -> None:
         from verl.workers.rollout.vllm_rollout import utils
         from vllm import LLM
 
@@ -155,33 +162,25 @@ class _Engine:
         from verl_tlt.server.engine_arguments import engine_kwargs
 
         utils.set_death_signal = lambda: None
-        self.toy = toy
-        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": LONGEST_DRAFT, "policy": "goodput"}})
+        self.models = models
+        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": models.longest, "policy": "goodput"}})
         self.llm = LLM(
-            model=str(toy.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
-            max_model_len=CONTEXT, max_num_seqs=BATCH, enable_prefix_caching=False, distributed_executor_backend="uni",
+            model=str(models.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
+            max_model_len=models.context, max_num_seqs=models.batch, enable_prefix_caching=False,
+            distributed_executor_backend="uni",
             worker_extension_cls="verl_tlt.vllm_worker.extension.TLTWorkerExtension",
-            **engine_kwargs(tlt, str(toy.drafter), SimpleNamespace(enforce_eager=True), {}),
+            **engine_kwargs(tlt, str(models.drafter), SimpleNamespace(enforce_eager=True), {}),
         )  # fmt: skip
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
         self._decisions: dict[str, RolloutDecision] = {}
-        self.drain(seed=10**6, batch=2)
+        self.decode([([1, 2, 3], 16)] * 2)
 
     # ------------------------------------------------------------------ decoding
 
-    def drain(self, seed: int, batch: int) -> dict[str, Any]:
-        """Decode one long-tailed batch to its end: seconds and tokens."""
-        return self._generate(problems(seed, batch))
-
-    def respond(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Decode one response to each prompt to its own end, or to `tokens`: seconds and tokens."""
-        from demo.toy import task
-
-        return self._generate([(prompt, tokens) for prompt in prompts], [task.TOKEN_ID[task.EOS]])
-
-    def _generate(self, work: Sequence[tuple[list[int], int]], stop: Sequence[int] = ()) -> dict[str, Any]:
+    def decode(self, work: Sequence[tuple[list[int], int]], stop: Sequence[int] = ()) -> dict[str, Any]:
+        """Decode a batch of (prompt, tokens of its response), or until a token of `stop`: seconds and tokens."""
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
@@ -197,26 +196,28 @@ class _Engine:
     def set_drafting(self, enabled: bool) -> bool:
         return self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0] is None
 
-    def calibrate(self, budget_s: float = 40.0) -> list[dict[str, Any]]:
-        """What a run measures at its start, as rows of a latency table."""
-        from verl_tlt.server.calibration import calibrate
+    def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """What a run measures at its start, at these batches or at a run's, as rows of a latency table."""
+        from verl_tlt.server.calibration import calibrate, plan_batches
 
         engine: Any = _AsyncView(self)
-        return asyncio.run(calibrate(engine, ARMS, BATCH, 60, budget_s)).to_list()
+        loads, vocabulary = batches or plan_batches(self.models.batch), self.llm.model_config.get_vocab_size()
+        return asyncio.run(calibrate(engine, self.models.lengths, loads, vocabulary, budget_s)).to_list()
 
     def add_arm(self, name: str, table: list[dict[str, Any]]) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.
 
-        `goodput/OF` is one that decodes with drafters of its own: what another learned of its own is no matter to it.
+        `goodput/OF` is one for a load or drafters of its own: what another learned of its own is no matter to it.
         """
         from verl_tlt.speculation.step_control import Limits, StepControl
 
-        known, kind = LatencyTable.from_list(table), name.partition("/")[0]
-        policy = VllmTable(known, self.toy.acceptance, ARMS, BATCH) if name == "table" else named(kind, ARMS)
+        known, kind, arms = LatencyTable.from_list(table), name.partition("/")[0], self.models.lengths
+        told = (known, self.models.acceptance, arms, self.models.batch)
+        policy = VllmTable(*told) if kind == "table" else named(kind, arms)
         decision = self._decisions[name] = RolloutDecision(kind)
         decision.calibrated(known)
-        control = self.arms[name] = StepControl(policy, Limits(ARMS))
-        control.control(points=table, acceptance=self.toy.acceptance)
+        control = self.arms[name] = StepControl(policy, Limits(arms))
+        control.control(points=table, acceptance=self.models.acceptance)
         control.drafting = name != "off"
 
     def use(self, name: str) -> None:
@@ -225,7 +226,9 @@ class _Engine:
 
         own = name.startswith(VLLM)
         self.scheduler.__class__ = Scheduler if own else self._ours
-        self.scheduler.dynamic_sd_lookup = [int(name.removeprefix(VLLM))] * (BATCH + 1) if own else self._lookup
+        self.scheduler.dynamic_sd_lookup = (
+            [int(name.removeprefix(VLLM))] * (self.models.batch + 1) if own else self._lookup
+        )
         self.scheduler.drafts_expected = True  # of every step: what vLLM does by itself
         if not own:
             self.scheduler.tlt = self.arms[name]

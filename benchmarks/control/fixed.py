@@ -1,86 +1,176 @@
-"""`goodput` against vLLM's own speculation with a fixed K, on a real vLLM CPU engine, with a warmed-up drafter.
+"""Adaptive draft lengths against vLLM's own fixed K and against no drafts, in drains of one real vLLM engine.
 
-The drafter is the end-to-end benchmark's, and a drain begins with as many requests as an engine has there in its two
-loads. Both sides run in one engine, a fixed K under vLLM's own scheduler, and take turns drain by drain, in another
-order each time: whole runs minutes apart differ by what the machine does meanwhile. Each load starts from the
-calibration anew, and what `goodput` learns it keeps for the load.
+The engine's step costs are calibrated first, up to the largest batch. From them and the drafter's acceptance follows
+what each arm is expected to take, which is printed before anything runs, after the rule of the verdict (`drains.py`).
+All arms share the engine and take turns drain by drain, in another order each round, on the same prompts and lengths:
+whole runs minutes apart differ by what the machine does meanwhile. Responses have given lengths, so that all arms
+decode the same tokens. `table` and `goodput` are told the calibration and the drafter's held-out acceptance; what
+`goodput` learns it keeps for the load. Rounds are kept in a folder, and a command that was killed goes on after them.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.engine import VLLM, EngineProcess
-from benchmarks.control.toy import Toy
+from benchmarks.control.drains import ADAPTIVE, ARMS, LONGEST, RULE, Drain, over_goodput, predict, verdict
+from benchmarks.control.engine import EngineProcess, Models
 from benchmarks.e2e.heads import WARM, prepare
-from benchmarks.e2e.loads import LOADS
+from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 from demo.toy.assets import build_assets, demo_width
-from verl_tlt.commands.compare.result import ratio
+from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
+from verl_tlt.speculation.costs.tables import LatencyTable
 
-FIXED = tuple(f"{VLLM}{k}" for k in (3, 4, 5, 6, 7))
-POLICIES = ("table", "goodput")
-ENGINES = 2
-"""That share a load's responses."""
+CALIBRATION_S = 600.0
+PROMPT_TOKENS = 256
+"""Longer prompts are left out."""
+Prompts = Sequence[list[int]]
+"""Token ids."""
+Found = dict[str, Any]
+Say = Callable[[str], None]
 
 
-def bench_toy(folder: Path) -> Toy:
-    """The end-to-end benchmark's policy and warmed-up drafter, made below `folder` unless they are there."""
+def toy_models(folder: Path) -> tuple[Models, Prompts]:
+    """The end-to-end benchmark's policy and warmed-up drafter below `folder`, made unless they are there; prompts."""
+    from demo.toy import task
+
     assets = build_assets(folder, width=demo_width(find_dtype()), train_rows=1, val_rows=1)
-    head = prepare(folder, WARM)
-    return Toy(assets.policy, head.drafter, head.acceptance)
+    head, rng = prepare(folder, WARM), random.Random(0)
+    problems = (task.prompt_tokens(task.sample_problem(rng)) for _ in range(256))
+    return Models(assets.policy, head.drafter, head.acceptance), [[task.TOKEN_ID[w] for w in p] for p in problems]
 
 
-def against_fixed(toy: Toy, repetitions: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Race both policies and every fixed K in all loads.
+def given_models(policy: Path, drafter: Path, prompts: Path) -> tuple[Models, Prompts]:
+    """Any policy and EAGLE-3 head that vLLM can serve, and the prompts of a file."""
+    acceptance = provenance(drafter).get("acceptance")
+    if not acceptance:
+        raise DrafterError(f"--drafter {drafter} does not say its acceptance, as a head of `verl-tlt warmup` does.")
+    read = read_prompts([prompts], load_tokenizer(policy), PROMPT_TOKENS, least=1)
+    return Models(policy, drafter, list(acceptance)), [list(ids) for ids in read.tokens]
 
-    Args:
-        toy: the policy with a warmed-up drafter.
-        repetitions: drains of every arm and load.
-        seconds: no repetition of a load starts after so long in it.
-        say: called with a line for each repetition.
+
+def against_fixed(
+    models: Models, prompts: Prompts, drains: Sequence[Drain], rounds: int, seconds: float, work: Path, say: Say
+) -> Found:
+    """Race every arm in all drains, so many rounds of each, and begin none after so many seconds.
+
+    `work` is the folder that keeps the rounds; `say` is called with a line for each.
 
     Returns:
-        `loads`, by name: `requests`; `seconds` by arm and repetition; `goodput_over`, [ratio, low, high] (95 %) by arm.
+        The record as it is published: `loads` by name, each with what was `predicted`, its `rounds`, and the `verdict`.
     """
-    loads: dict[str, Any] = {}
-    engine = EngineProcess(toy)
-    try:
-        table = engine.call("calibrate")
-        for name, load in LOADS.items():
-            for policy in POLICIES:
-                engine.call("add_arm", name=policy, table=table)
-            requests = load.responses // ENGINES
-            spent = _race(engine, requests, repetitions, time.monotonic() + seconds, say)
-            ratios = {arm: _over(spent[arm], spent["goodput"]) for arm in (*FIXED, "table")}
-            loads[name] = {"requests": requests, "seconds": spent, "goodput_over": ratios}
-            say(f"{requests} requests: {ratios}")
-    finally:
-        engine.close()
-    return {"dtype": find_dtype(), "acceptance": toy.acceptance, "loads": loads}
+    models = sized(models, prompts, drains)
+    file, record = open_record(work, models)
+    say(f"Rule: {RULE}")
+    if missing(record, drains, rounds):
+        until, engine = time.monotonic() + seconds, EngineProcess(models)
+        try:
+            _foresee(engine, record, models, prompts, drains, rounds, say)
+            _keep(file, record)
+            for turn, drain in missing(record, drains, rounds):
+                if time.monotonic() > until:
+                    break
+                found = _round(engine, drain, turn, prompts)
+                record["loads"][str(drain)]["rounds"].append(found)
+                _keep(file, record)
+                say(f"{drain}, {turn + 1}: " + ", ".join(f"{arm} {s:.1f}" for arm, s in found["seconds"].items()))
+        finally:
+            engine.close()
+    return published(record)
 
 
-def _over(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """All their seconds over all of ours, drain by drain, as `verl-tlt compare` pools them: [ratio, low, high]."""
-    found = ratio(list(zip(theirs, ours, strict=True)), float, lambda _: 1.0)
-    return [found["pooled"], found["low"], found["high"]]
+def sized(models: Models, prompts: Prompts, drains: Sequence[Drain]) -> Models:
+    """The models with an engine as large as these drains need."""
+    context = max(map(len, prompts)) + max(drain.longest for drain in drains) + 4 * LONGEST
+    return replace(models, longest=LONGEST, batch=max(drain.requests for drain in drains), context=context)
 
 
-def _race(
-    engine: EngineProcess, requests: int, repetitions: int, until: float, say: Callable[[str], None]
-) -> dict[str, list[float]]:
-    spent: dict[str, list[float]] = {arm: [] for arm in (*FIXED, *POLICIES)}
-    order = list(spent)
-    for turn in range(repetitions):
-        if time.monotonic() > until:
-            break
-        random.Random(turn).shuffle(order)
-        for arm in order:
-            engine.call("use", name=arm)
-            spent[arm].append(engine.call("drain", seed=turn, batch=requests)["seconds"])
-        say(f"{requests} requests, {turn + 1}: " + ", ".join(f"{arm} {of[-1]:.1f}" for arm, of in spent.items()))
-    return spent
+def open_record(work: Path, models: Models) -> tuple[Path, Found]:
+    """The file of a race of these models, and what it holds: an earlier, unfinished race, or nothing yet."""
+    weights = [file for folder in (models.policy, models.drafter) for file in sorted(folder.glob("*.safetensors"))]
+    file = work / f"{files_digest([models.policy / 'config.json', *weights])}-{models.batch}.json"
+    if file.exists():
+        return file, dict(json.loads(file.read_text()))
+    shape = policy_shape(models.policy)
+    policy = {"parameters": shape.parameters[0], "layers": shape.num_layers, "vocabulary": shape.vocab_size}
+    told = {"policy": policy, "acceptance": models.acceptance, "dtype": find_dtype(), "rule": RULE}
+    return file, {"machine": machine(), **told, "costs": [], "loads": {}}
+
+
+def missing(record: Found, drains: Sequence[Drain], rounds: int) -> list[tuple[int, Drain]]:
+    """(turn, load) of the rounds that the record does not have, the loads in turn."""
+    done = {drain: len(record["loads"].get(str(drain), {}).get("rounds", ())) for drain in drains}
+    return [(turn, drain) for turn in range(rounds) for drain in drains if turn >= done[drain]]
+
+
+def published(record: Found) -> Found:
+    """The record with what follows from it: ratios and verdicts of the loads that have rounds, costs in short."""
+    costs, loads = LatencyTable.from_list(record["costs"]), {}
+    for name, load in record["loads"].items():
+        if load["rounds"]:
+            over = over_goodput({arm: [turn["seconds"][arm] for turn in load["rounds"]] for arm in ARMS})
+            loads[name] = {**load, "over": over, "verdict": verdict(over, len(load["rounds"]))}
+    ms = {k: {batch: round(1000 * s, 1) for batch, s in costs.by_batch(k)} for k in costs.lengths()}
+    return {**record, "costs": ms, "loads": loads}
+
+
+def _keep(file: Path, record: Found) -> None:
+    """Write the record, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(record, indent=1))
+    draft.replace(file)
+
+
+def _foresee(
+    engine: EngineProcess,
+    record: Found,
+    models: Models,
+    prompts: Prompts,
+    drains: Sequence[Drain],
+    rounds: int,
+    say: Say,
+) -> None:
+    """Calibrate unless an earlier call did, and say what each drain is expected to take before its first round."""
+    if not record["costs"]:
+        batches = [1, models.batch, *(b for b in (256, 128, 64, 32, 16, 8, 4, 2) if b < models.batch)]
+        record["costs"] = engine.call("calibrate", budget_s=CALIBRATION_S, batches=batches)
+    table = LatencyTable.from_list(record["costs"])
+    for drain in drains:
+        lengths, prompt = [drain.lengths(turn) for turn in range(rounds)], sum(map(len, prompts)) // len(prompts)
+        expected = {"predicted": predict(table, models.acceptance, lengths, prompt), "rounds": []}
+        load = record["loads"].setdefault(str(drain), expected)
+        least = load["predicted"]["goodput"]
+        shown = ", ".join(f"{arm} {s:.1f} ({s / least:.2f}x)" for arm, s in load["predicted"].items())
+        say(f"{drain}: predicted seconds, and over goodput: {shown}")
+        for arm in ADAPTIVE:
+            engine.call("add_arm", name=f"{arm}/{drain}", table=record["costs"])
+    engine.call("add_arm", name="off", table=record["costs"])
+
+
+def _round(engine: EngineProcess, drain: Drain, turn: int, prompts: Prompts) -> Found:
+    """Seconds of each arm, in another order each round, and what the adaptive ones chose."""
+    lengths, rng = drain.lengths(turn), random.Random(turn)
+    chosen = [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
+    seconds: dict[str, float] = {}
+    told: Found = {}
+    for arm in rng.sample(ARMS, len(ARMS)):
+        name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
+        engine.call("use", name=name)
+        spent = engine.call("decode", work=list(zip(chosen, lengths, strict=True)))
+        if spent["tokens"] != sum(lengths):
+            raise RuntimeError(f"{arm} decoded {spent['tokens']} tokens of {sum(lengths)}.")
+        seconds[arm] = round(spent["seconds"], 3)
+        if arm in ADAPTIVE:
+            stats = engine.call("stats", name=name)
+            accepted = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
+            steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
+            told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}
+    return {"seconds": {arm: seconds[arm] for arm in ARMS}, "chose": told}

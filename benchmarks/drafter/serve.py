@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.engine import EngineProcess
-from benchmarks.control.toy import Toy
+from benchmarks.control.engine import EngineProcess, Models
 from benchmarks.drafter.study import STARTS, read_acceptance
 from benchmarks.drafter.trajectory import KEEP_POLICY, MAX_RESPONSE, SAMPLES, load_step
 from demo.machine import find_dtype
+from demo.toy import task
 from demo.toy.assets import SHIPPED_POLICY, build_assets, demo_width
 from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen
 from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
@@ -66,7 +66,7 @@ def prompts_of(out: Path, seed: int, step: int) -> list[list[int]]:
     return [s.tokens[: s.prompt_len].tolist() for s in sequences[::SAMPLES] for _ in range(ANSWERS)]
 
 
-def engine_toy(scratch: Path) -> Toy:
+def engine_toy(scratch: Path) -> Models:
     """A policy and a drafter of the shapes that are served, for the engine to begin with."""
     assets = build_assets(scratch, width=demo_width(find_dtype()), train_rows=1, val_rows=1)
     small = json.loads((SHIPPED_POLICY / "config.json").read_text())
@@ -74,7 +74,7 @@ def engine_toy(scratch: Path) -> Toy:
     drafter = build_drafter(shape, aux_layers=REAL_LAYERS, seed=0)
     refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(assets.policy))
     save_drafter(drafter, scratch / "drafter", {})
-    return Toy(assets.policy, scratch / "drafter", [])
+    return Models(assets.policy, scratch / "drafter", [])
 
 
 def serve(out: Path, seeds: list[int], every: int) -> None:
@@ -121,7 +121,7 @@ def _step(engine: EngineProcess, out: Path, seed: int, step: int) -> Iterator[di
         if arm.drafter is not None:
             told = read_acceptance(arm.drafter)
             drafting = engine.call("sync", name=arm.control, acceptance=told)
-        spent = engine.call("respond", prompts=prompts, tokens=MAX_RESPONSE)
+        spent = engine.call("decode", work=[(p, MAX_RESPONSE) for p in prompts], stop=[task.TOKEN_ID[task.EOS]])
         stats = engine.call("stats", name=arm.control)
         yield {
             "seed": seed,

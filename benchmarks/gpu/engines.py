@@ -12,9 +12,10 @@ from uuid import uuid4
 
 import torch
 
-from benchmarks.control.toy import STEPS, Toy, prepare
+from benchmarks.control.engine import Models
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
+from benchmarks.gpu.toy import STEPS, prepare
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
@@ -41,7 +42,7 @@ def toy_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[Standal
     return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64, more=vllm), bench.directory)
 
 
-def _toy(bench: Bench) -> Toy:
+def _toy(bench: Bench) -> Models:
     return prepare(bench.directory.parent / "toy", TINY_STEPS if bench.tiny else STEPS)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from statistics import mean, median
 from typing import Any
 
-from tables.page import load, percent, rows
+from tables.page import load, percent, recorded, rows
 
 
 def control_by_batch() -> str:
@@ -108,6 +110,42 @@ def fixed() -> str:
     ]  # fmt: skip
     names = [DRAIN.get(name) or name.replace("vllm-k", "K=") for name in loads[0]["goodput_over"]]
     return rows(("goodput over", *names), body)
+
+
+def race() -> str:
+    """Adaptive draft lengths against each fixed K and none, load by load: predicted and measured, with the verdict."""
+    return "".join(map(_race, filter(recorded, ("race", "race_toy"))))
+
+
+def _race(name: str) -> str:
+    found = load(name)
+    body = []
+    for text, of in found["loads"].items():
+        predicted, rounds = of["predicted"], [turn["seconds"] for turn in of["rounds"]]
+        body += [
+            [f"`{text}`: predicted", *(f"{predicted[arm] / predicted['goodput']:.2f}x" for arm in of["over"])],
+            ["measured", *("{:.2f}x ({:.2f} to {:.2f})".format(*ratio) for ratio in of["over"].values())],
+            ["seconds of a drain", *(f"{mean(turn[arm] for turn in rounds):.1f}" for arm in of["over"])],
+        ]
+    shown = [DRAIN.get(arm) or arm.replace("vllm-k", "K=").replace("off", "no drafts") for arm in of["over"]]
+    verdicts = "".join(f"* `{text}`: {of['verdict']}\n" for text, of in found["loads"].items())
+    return f"{_raced(name, found)}\n{rows(('goodput over', *shown), body)}\n{verdicts}\n"
+
+
+def _raced(name: str, found: Mapping[str, Any]) -> str:
+    """On what was raced, and what a verified draft costs there at the two ends of a drain."""
+    policy, on, costs = found["policy"], found["machine"], found["costs"]
+    tau = 1.0 + sum(accumulate(found["acceptance"][:5], mul))
+    largest = max(costs["-1"], key=int)
+    knee = [f"{costs['3'][batch] / costs['-1'][batch]:.1f}x at a batch of {batch}" for batch in ("1", largest)]
+    size = (
+        f"{policy['parameters'] / 1e6:.0f}M parameters, {policy['layers']} layers and {policy['vocabulary']:,} tokens"
+    )
+    return (
+        f"* **Figures**: [{name}.json]({name}.json), {on['date'][:10]}, {on['cpu']}, {found['dtype']}\n\n"
+        f"A policy of {size}. A step at K=3 takes {' and '.join(knee)} as long as one without drafts. The accept "
+        f"length of the head at K=5 is {tau:.2f} on held-out prompts. An arm's seconds over those of `goodput`:\n"
+    )
 
 
 def changing() -> str:

@@ -73,6 +73,7 @@ def headlines() -> str:
     body = [
         [f"[{what}](../benchmarks/results/{page})", found]
         for what, page, found in (
+            *_drained(),
             ("TLT against vLLM's best fixed K that keeps its drafter", "runs.md#end-to-end", _over_fixed()),
             ("TLT without a drafter and with few responses", "runs.md#what-a-cold-start-costs-and-when-it-has-paid",
              f"whole step {_step('cold_start_small', 'tlt-fresh')} as fast as stock verl's, one turn"),
@@ -90,6 +91,14 @@ def headlines() -> str:
         )
     ]  # fmt: skip
     return rows(("Question", "Found"), body)
+
+
+def _drained() -> list[tuple[str, str, str]]:
+    """The verdicts on adaptive draft lengths of a language model, load by load; nothing before it was raced."""
+    loads = load("race")["loads"] if recorded("race") else {}
+    found = " ".join(f"`{text}`: {of['verdict']}" for text, of in loads.items())
+    question = "K chosen while a language model's batch drains, against the best fixed K"
+    return [(question, "draft-length.md#a-drain-with-each-k-and-with-adaptive-drafts", found)] if loads else []
 
 
 def _over_fixed() -> str:

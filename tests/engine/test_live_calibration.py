@@ -11,7 +11,7 @@ from tiny_engine import sampled
 
 from benchmarks.lossless.tiny_policy import V
 from verl_tlt.config import TLTConfig
-from verl_tlt.server.calibration import calibrate
+from verl_tlt.server.calibration import calibrate, plan_batches
 from verl_tlt.server.engine_calls import SchedulerClient
 from verl_tlt.speculation.types import OFF
 
@@ -59,7 +59,7 @@ async def test_every_arm_is_measured_on_a_live_engine(live):
     passes, engine = [], live.inside
     hook = engine.runner.drafter.model.register_forward_hook(lambda *_: passes.append(engine.scheduler.tlt.drafting))
 
-    table = await calibrate(live, ARMS, MAX_BATCH, V, budget_s=120.0)
+    table = await calibrate(live, ARMS, plan_batches(MAX_BATCH), V, budget_s=120.0)
     hook.remove()
     assert table.lengths() == (OFF, *ARMS)
     assert all([b for b, _ in table.by_batch(k)] == [1, 2, 4, 8] for k in table.lengths())

@@ -115,7 +115,7 @@ def plan_batches(max_batch: int) -> list[int]:
 
 
 async def calibrate(
-    engine: AsyncLLM, lengths: Sequence[int], max_batch: int, vocab_size: int, budget_s: float = 20.0
+    engine: AsyncLLM, lengths: Sequence[int], batches: Sequence[int], vocab_size: int, budget_s: float = 20.0
 ) -> LatencyTable:
     """Step costs of a live engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
 
@@ -125,13 +125,12 @@ async def calibrate(
     Args:
         engine: with our scheduler and worker.
         lengths: the policy's draft lengths, ascending.
-        max_batch: the engine's `max_num_seqs`.
+        batches: to measure, in this order (`plan_batches`).
         vocab_size: prompts are random ids below it.
         budget_s: no probe starts after this many seconds, but for those of the first batch.
     """
     probe = _Prober(engine, vocab_size)
     deadline = time.monotonic() + budget_s
-    batches = plan_batches(max_batch)
     measured: dict[tuple[int, int], float] = {}
     try:
         # The first use of a draft length compiles, allocates, and finds the machine cold.

@@ -375,11 +375,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if measures:
             await draft_once(self.engine, lengths[-1], vocab_size)
         found = stored.calibration().for_lengths(lengths)
-        covered = found.covers(lengths, max(plan_batches(self.config.max_num_seqs)))
+        batches = plan_batches(self.config.max_num_seqs)
+        covered = found.covers(lengths, max(batches))
         if known is not None and known.points:
             found = known
         elif measures and not covered:
-            found = await calibrate(self.engine, lengths, self.config.max_num_seqs, vocab_size)
+            found = await calibrate(self.engine, lengths, batches, vocab_size)
         used = stored if covered or (stored.points and not measures) else found
         await scheduler.call("control", points=used.to_list())
         await scheduler.call("stats", reset=True)

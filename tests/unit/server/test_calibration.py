@@ -47,7 +47,7 @@ class MadeEngine:
 
 
 def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):
-    return asyncio.run(calibrate(engine, arms, max_batch, 100, budget_s))
+    return asyncio.run(calibrate(engine, arms, plan_batches(max_batch), 100, budget_s))
 
 
 def test_the_table_has_every_arm_and_the_stock_like_one():

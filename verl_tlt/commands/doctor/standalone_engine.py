@@ -140,8 +140,9 @@ class StandaloneEngine:
 
     async def measure_costs(self, budget_s: float) -> LatencyTable:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
-        arms, most = engine_arguments.started_lengths(self.llm), int(self.setup.rollout.max_num_seqs)
-        return await calibration.calibrate(self.llm, arms, most, self.vocab_size, budget_s=budget_s)
+        arms = engine_arguments.started_lengths(self.llm)
+        batches = calibration.plan_batches(int(self.setup.rollout.max_num_seqs))
+        return await calibration.calibrate(self.llm, arms, batches, self.vocab_size, budget_s=budget_s)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-"""What the drain benchmark decodes: the wide toy policy, and a drafter trained for it offline.
+"""What the GPU benchmark decodes with its toy: the wide policy, and a drafter trained for it offline.
 
-    python -m benchmarks.control.toy DIR [--steps N]
+    python -m benchmarks.gpu.toy DIR [--steps N]
 
 The policy is large enough to be memory-bound on one thread: 30M parameters. It computes what the small
 policy does, padded with zeros (`demo.toy.widen`), so the drafter is trained on the small one's hidden states, which
@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.control.engine import Models
 from demo.toy import task
 from demo.toy.assets import SHIPPED_POLICY, build_assets
 from verl_tlt.drafter import (
@@ -47,23 +48,13 @@ _HELD_OUT = 24
 ACCEPTANCE = "acceptance.json"
 
 
-@dataclass(frozen=True)
-class Toy:
-    """Directories of policy and drafter, and what the drafter is expected to reach."""
-
-    policy: Path
-    drafter: Path
-    acceptance: list[float]
-    """P(position i accepted | all before accepted), held out, temperature 1; [LONGEST_DRAFT]."""
-
-
-def prepare(directory: Path, steps: int = STEPS) -> Toy:
+def prepare(directory: Path, steps: int = STEPS) -> Models:
     """Make policy and drafter below `directory`, or find them there."""
     assets = build_assets(directory, width="wide", train_rows=1, val_rows=1)
     home = directory / f"drafter-{steps}"
     if not (home / ACCEPTANCE).exists():
         _train(assets.policy, home, assets.aux_layers, steps)
-    return Toy(assets.policy, home, json.loads((home / ACCEPTANCE).read_text()))
+    return Models(assets.policy, home, json.loads((home / ACCEPTANCE).read_text()))
 
 
 def demonstration(rng: random.Random) -> tuple[list[int], int]:

@@ -1,0 +1,198 @@
+"""A race of draft lengths: its loads, what it predicts, its rule, and how it goes on after it was killed."""
+
+import json
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from benchmarks.control import fixed
+from benchmarks.control.drains import ARMS, Drain, over_goodput, predict, verdict
+from benchmarks.control.engine import Models
+from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.types import OFF
+
+FREE = (1.0,) * 5
+"""Acceptance of a drafter that is always right."""
+
+
+def costs(token_s, step_s=0.06, drafter_s=0.0):
+    """Measured costs of an engine: so much a step, a verified token, and a draft token."""
+    rows = {
+        k: [(b, step_s + b * (1 + max(k, 0)) * token_s + (k >= 0) * (1 + k) * drafter_s) for b in (1, 8, 64)]
+        for k in (OFF, 0, 1, 2, 5)
+    }
+    return LatencyTable.calibrated(rows).for_lengths(range(6))
+
+
+@pytest.mark.parametrize("text", ["64:20-60:1x400-600", "4:100", "64:20-60:1x400", "8:5:2x9"])
+def test_a_load_is_read_as_it_is_written(text):
+    drain = Drain.parse(text)
+    assert str(drain) == text
+    short, tail = drain.short, drain.tail
+    for turn in range(20):
+        lengths = drain.lengths(turn)
+        assert len(lengths) == drain.requests and max(lengths) <= drain.longest
+        assert all(tail[0] <= n <= tail[1] for n in lengths[: drain.long])
+        assert all(short[0] <= n <= short[1] for n in lengths[drain.long :])
+    assert drain.lengths(3) == Drain.parse(text).lengths(3), "the same for every arm and after a restart"
+    assert Drain.parse("64:20-60:1x400").lengths(0) != Drain.parse("64:20-60:1x400").lengths(1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64", "64:", "0:20", "4:60-20", "4:20:5x100", "4:20:1x9-3", "4:20:1", "4:-3", "4:20 "]
+)
+def test_a_load_that_cannot_be_is_refused_in_a_sentence_that_quotes_it(text):
+    with pytest.raises(ArgumentTypeError, match="^'" + text):
+        Drain.parse(text)
+
+
+def test_where_tokens_cost_nothing_the_longest_draft_is_right_and_adaptive_predicts_as_much():
+    found = predict(costs(0.0), FREE, [[60] * 4], prompt=0)
+    assert found["off"] == pytest.approx(60 * 0.06) and found["vllm-k5"] == pytest.approx(10 * 0.06)
+    assert found["goodput"] == found["table"] == pytest.approx(found["vllm-k5"]), "no drain: nothing to adapt to"
+
+
+def test_with_a_knee_a_drain_is_predicted_to_be_faster_with_adaptive_drafts_than_with_any_k_and_with_none():
+    lengths = [Drain.parse("64:20-60:1x400").lengths(turn) for turn in range(3)]
+    found = predict(costs(0.004, drafter_s=0.002), (0.8, 0.7, 0.6), lengths, prompt=10)
+    assert all(found["goodput"] < 0.97 * s for arm, s in found.items() if arm not in ("table", "goodput"))
+    even = predict(costs(0.004, drafter_s=0.002), (0.8, 0.7, 0.6), [[100] * 4], prompt=10)
+    best = min(s for arm, s in even.items() if arm not in ("table", "goodput"))
+    assert even["goodput"] == pytest.approx(best, rel=0.02), "the negative control"
+
+
+def test_a_prompt_costs_what_its_tokens_cost_in_the_largest_step():
+    without, with_prompt = (predict(costs(0.004), FREE, [[60] * 4], prompt) for prompt in (0, 50))
+    token = costs(0.004).by_batch(OFF)[-1][1] / 64
+    assert with_prompt["off"] - without["off"] == pytest.approx(4 * 50 * token)
+
+
+def seconds(**of):
+    """Eight rounds in which each arm takes about so long."""
+    return {arm: [of.get(arm.replace("-", "_"), 30.0) * (1 + 0.01 * (i % 3)) for i in range(8)] for arm in ARMS}
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [(22.0, "adaptive beats a fixed K here"), (20.8, "not said"), (20.0, "not said"), (15.0, "not said")],
+)
+def test_the_rule_asks_for_five_percent_over_the_fastest_fixed_k(best, said):
+    over = over_goodput(seconds(goodput=20.0, vllm_k2=best))
+    assert over["vllm-k2"][0] == pytest.approx(best / 20, abs=1e-3) and over["off"][0] == pytest.approx(1.5, abs=1e-3)
+    sentence = verdict(over, 8)
+    assert said in sentence and "K=2" in sentence and "8 rounds" in sentence
+
+
+def test_the_lower_end_counts_not_the_ratio():
+    wide = seconds(goodput=20.0)
+    wide["vllm-k3"] = [12.0, 34.0, 14.0, 33.0, 11.0, 32.0, 15.0, 31.0]
+    over = over_goodput(wide)
+    assert over["vllm-k3"][0] > 1.05 > over["vllm-k3"][1] and "not said" in verdict(over, 8)
+
+
+# ---------------------------------------------------------------------- going on
+
+TWO = (Drain.parse("3:4-6:1x20"), Drain.parse("2:5"))
+
+
+class Engine:
+    """An engine in name: counts its calls, and dies after so many drains."""
+
+    lives = 0
+
+    def __init__(self, models):
+        self.models, self.called, self.closed = models, [], False
+        made.append(self)
+
+    def call(self, method, **given):
+        self.called.append(method)
+        if method == "calibrate":
+            return costs(0.001).to_list()
+        if method == "decode":
+            Engine.lives -= 1
+            if Engine.lives < 0:
+                raise RuntimeError("killed")
+            return {"seconds": 1.0, "tokens": sum(n for _, n in given["work"])}
+        if method == "stats":
+            return {"num_decode_tokens": 30, "num_passes": 20, "steps_by_draft_length": {1: 20}}
+        return None
+
+    def close(self):
+        self.closed = True
+
+
+made = []
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    monkeypatch.setattr(fixed, "EngineProcess", Engine)
+    made.clear()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 30, "intermediate_size": 16,
+              "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
+    for name in ("policy", "drafter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(config))
+    return Models(tmp_path / "policy", tmp_path / "drafter", [0.5, 0.4])
+
+
+def race(models, rounds, lives=10**6, seconds=1e9):
+    Engine.lives, lines = lives, []
+    work = models.policy.parent / "work"
+    return fixed.against_fixed(models, [[1], [2, 3]], TWO, rounds, seconds, work, lines.append), lines
+
+
+def test_rule_and_prediction_are_said_before_the_first_round(models):
+    found, lines = race(models, 1)
+    assert (
+        lines[0].startswith("Rule: ") and lines[1].startswith("3:4-6:1x20: predicted") and "2:5: predicted" in lines[2]
+    )
+    assert [line.partition(":")[0] for line in lines[3:]] == ["3", "2"] and len(lines) == 5
+    assert {*found["loads"]["2:5"]["predicted"]} == {*ARMS}
+    assert made[0].closed and made[0].models.batch == 3 and made[0].models.context >= 22
+
+
+def test_a_race_that_was_killed_goes_on_after_its_last_whole_round_with_its_first_costs(models):
+    with pytest.raises(RuntimeError, match="killed"):
+        race(models, 2, lives=len(ARMS) + 3)
+    assert made[0].closed
+    found, lines = race(models, 2)
+    assert "calibrate" not in made[1].called and made[1].called.count("decode") == 3 * len(ARMS)
+    assert lines[3].startswith("2:5, 1: ")
+    assert all(len(load["rounds"]) == 2 and "In 2 rounds" in load["verdict"] for load in found["loads"].values())
+    again, _ = race(models, 2)
+    assert again == found and len(made) == 2, "nothing is left to do: no engine"
+
+
+def test_the_results_page_shows_what_was_predicted_measured_and_said(models, monkeypatch):
+    monkeypatch.syspath_prepend(Path(fixed.__file__).parents[2] / "docs")
+    from tables import control, front, page
+
+    found, _ = race(models, 2)
+    monkeypatch.setattr(page, "FILES", models.policy.parent)
+    assert control.race() == "" and front._drained() == [], "nothing was raced yet"
+    (page.FILES / "race.json").write_text(json.dumps(found))
+    shown = control.race()
+    assert "race.json" in shown and "1.70" in shown and shown.count("measured |") == 2 and "vLLM's table" in shown
+    ((_, _, headline),) = front._drained()
+    assert all(load["verdict"] in shown and load["verdict"] in headline for load in found["loads"].values())
+
+
+def test_no_round_begins_when_the_time_is_over(models):
+    found, _ = race(models, 2, seconds=0.0)
+    assert found["loads"] == {} and made[0].called.count("decode") == 0
+
+
+def test_other_weights_have_a_race_of_their_own(models):
+    race(models, 1)
+    (models.drafter / "model.safetensors").write_bytes(b"trained on")
+    race(models, 1)
+    assert len(made) == 2 and "calibrate" in made[1].called
+
+
+def test_a_head_that_does_not_say_its_acceptance_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--drafter .* acceptance"):
+        fixed.given_models(tmp_path, tmp_path, tmp_path / "prompts.jsonl")
