@@ -49,7 +49,7 @@ def test_a_load_that_cannot_be_is_refused_in_a_sentence_that_quotes_it(text):
 
 def test_where_tokens_cost_nothing_the_longest_draft_is_right_and_adaptive_predicts_as_much():
     found = predict(costs(0.0), FREE, [[60] * 4], prompt=0)
-    assert found["off"] == pytest.approx(60 * 0.06) and found["vllm-k5"] == pytest.approx(10 * 0.06)
+    assert found["off"] == pytest.approx(60 * 0.06, abs=1e-3) and found["vllm-k5"] == pytest.approx(10 * 0.06, abs=1e-3)
     assert found["goodput"] == found["table"] == pytest.approx(found["vllm-k5"]), "no drain: nothing to adapt to"
 
 
@@ -65,7 +65,7 @@ def test_with_a_knee_a_drain_is_predicted_to_be_faster_with_adaptive_drafts_than
 def test_a_prompt_costs_what_its_tokens_cost_in_the_largest_step():
     without, with_prompt = (predict(costs(0.004), FREE, [[60] * 4], prompt) for prompt in (0, 50))
     token = costs(0.004).by_batch(OFF)[-1][1] / 64
-    assert with_prompt["off"] - without["off"] == pytest.approx(4 * 50 * token)
+    assert with_prompt["off"] - without["off"] == pytest.approx(4 * 50 * token, abs=2e-3)
 
 
 def seconds(**of):
@@ -82,6 +82,7 @@ def test_the_rule_asks_for_five_percent_over_the_fastest_fixed_k(best, said):
     assert over["vllm-k2"][0] == pytest.approx(best / 20, abs=1e-3) and over["off"][0] == pytest.approx(1.5, abs=1e-3)
     sentence = verdict(over, 8)
     assert said in sentence and "K=2" in sentence and "8 rounds" in sentence
+    assert "not said" in verdict(over, 7), "too few to be told by"
 
 
 def test_the_lower_end_counts_not_the_ratio():
