@@ -66,7 +66,7 @@ def drafters() -> str:
     """How the drafters of the benchmark were made, and what they reach."""
     made = _of_all("drafters")
     if not made:
-        return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.control.toy DIR`).\n"
+        return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.gpu.toy DIR`).\n"
     body = []
     for file, name, of in made:
         table = " (of the table with a stale one)" if file == "e2e_stale" and name == "warm" else ""
