@@ -1,15 +1,18 @@
 """Numbers given to commands: what is none, or out of bounds, is refused by the command line, naming the option."""
 
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
 
 COMMANDS = get_command(app).commands
-MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "reward_seconds", "rounds"}
+MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "rounds"}
 MAY_BE_INFINITE = {"max_steps", "max_tokens", "max_minutes"}
 
 
@@ -59,3 +62,19 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(package):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert f"verl-tlt needs {package}, which is not installed here: pip install {package}" in ended.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_that_the_command_line_takes(name):
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+    examples = re.findall(rf"^ +verl-tlt {name}(.*)$", shown, re.MULTILINE)
+    assert examples and "<bool>" not in shown
+    for example in examples:
+        COMMANDS[name].make_context(name, shlex.split(example))
+
+
+def test_the_commands_that_come_first_are_listed_first():
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    assert "..." not in shown[shown.index("Commands:") :], "no sentence is cut"
+    assert list(COMMANDS)[:3] == ["doctor", "advise", "compare"]
+    assert shown.index("doctor ") < shown.index("advise ") < shown.index("compare ") < shown.index("warmup ")

@@ -13,7 +13,7 @@ try:
     import typer
     from typer.core import TyperGroup
 
-    from verl_tlt.commands.advise.options import AdviseOptions
+    from verl_tlt.commands.advise.options import AdviseOptions, ConfigName, RecipeWords, RunScript
     from verl_tlt.commands.console import make_console
     from verl_tlt.commands.warmup.options import LEAST, EvaluateOptions, WarmupOptions, finite, takes_options
     from verl_tlt.files.ownership import check_writable
@@ -41,13 +41,8 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False,
-    help="Speculative rollout for verl, trained in idle time.",
+    cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
 )  # fmt: skip
-RunScript = Annotated[
-    bool, typer.Option("--run-script", help="Run a script that cannot be read, with a stand-in for every program.")
-]
-ConfigName = Annotated[str, typer.Option(help="verl's top-level config.")]
 
 
 def _version(asked: bool) -> None:
@@ -62,27 +57,36 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which release this is.")
     ] = False,
 ) -> None:
-    """Speculative rollout for verl, with a drafter that is trained in idle time."""
+    """Speculative decoding for verl's rollouts, with a drafter that is trained in idle time.
+
+    \b
+    Begin with:
+      verl-tlt doctor recipe.sh +trainer.plugin=tlt
+      verl-tlt advise recipe.sh
+    """
 
 
 @app.command()
 def doctor(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Your recipe: the overrides given to verl.trainer.main_ppo, or a script that starts it and what is "
-            "given to that; nothing: packages only."
-        ),
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Your recipe; without one only packages.")] = None,
     config_name: ConfigName = "ppo_trainer",
-    symbols: Annotated[bool, typer.Option("--symbols", help="List everything verl-tlt relies on.")] = False,
+    symbols: Annotated[bool, typer.Option("--symbols", help="List every function that verl-tlt uses.")] = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Also start the recipe's engine here and measure; takes minutes.")
+        bool, typer.Option("--gpu", help="Start the recipe's engine on a GPU here and measure it, for minutes.")
     ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
     run_script: RunScript = False,
 ) -> None:
-    """Say whether TLT can run here: packages and their insides, and a recipe. Exits 0 if so, 1 if not, 3 if perhaps."""
+    """Can TLT run here? Checks packages and your recipe.
+
+    Exit status: 0 yes, 1 no, 3 yes on a machine that has what the recipe asks for.
+
+    \b
+    Examples:
+      verl-tlt doctor
+      verl-tlt doctor recipe.sh +trainer.plugin=tlt
+      verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
+    """
     from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine, symbol_table
     from verl_tlt.commands.script.run import read_arguments
 
@@ -99,19 +103,122 @@ def doctor(
 
 
 @app.command()
-def calibrate(
-    overrides: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
+@takes_options(AdviseOptions)
+def advise(options: AdviseOptions) -> None:
+    """Will it pay? An estimate from your recipe.
+
+    Better with the metrics of a few steps of it. Starts nothing, and needs no GPU.
+
+    \b
+    Examples:
+      verl-tlt advise recipe.sh
+      verl-tlt advise recipe.sh --metrics metrics.jsonl --gpu H200
+      verl-tlt advise recipe.sh --acceptance 0.8,0.75,0.7
+    """
+    _need("advise", "verl")
+    from verl_tlt.commands.advise.command import advise as run
+
+    run(options, make_console())
+
+
+@app.command()
+def compare(
+    overrides: RecipeWords,
     config_name: ConfigName = "ppo_trainer",
-    out: Annotated[
-        Path | None, typer.Option(help="Where the table is kept; not given: where runs look for it.")
+    arms: Annotated[
+        str, typer.Option(help="Compared with stock verl, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")
+    ] = "tlt",
+    rounds: Annotated[int, typer.Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,
+    out: Annotated[Path, typer.Option(help="Output folder; a comparison that is found there is continued.")] = Path(
+        "compare-out"
+    ),
+    drafter: Annotated[
+        str | None, typer.Option(help="The drafter of TLT and of vllm-K; by default tlt.drafter.path.")
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, callback=finite, help="How long to measure, the engine's start apart.")
+    stall_minutes: Annotated[
+        float, typer.Option(min=LEAST, callback=finite, help="End a job that has logged nothing for so long.")
     ] = 60.0,
-    cpu: Annotated[bool, typer.Option("--cpu", help="On this machine's CPU, even where there is a GPU.")] = False,
     run_script: RunScript = False,
 ) -> None:
-    """Measure what an engine step costs here by batch and draft length, and keep the table for later runs."""
+    """Is it faster here? Runs stock verl and TLT in turns.
+
+    Interrupted, the same command continues.
+
+    \b
+    Example:
+      verl-tlt compare recipe.sh --drafter drafters/qwen3-8b --out compare-out
+    """
+    _need("compare", "verl", "vllm", "psutil")
+    from verl_tlt.commands.compare.command import CompareOptions
+    from verl_tlt.commands.compare.command import compare as run
+    from verl_tlt.commands.script.run import read_arguments
+
+    options = CompareOptions(
+        arms=[name.strip() for name in arms.split(",") if name.strip()],
+        rounds=rounds, steps=steps, out=out, drafter=drafter, stall_s=60.0 * stall_minutes,
+    )  # fmt: skip
+    run(read_arguments(overrides, config_name, run_script), options, make_console())
+
+
+@app.command()
+@takes_options(WarmupOptions)
+def warmup(options: WarmupOptions) -> None:
+    """Train a drafter before the run, from the policy's responses.
+
+    Interrupted, the same command continues.
+
+    \b
+    Examples:
+      verl-tlt warmup --model Qwen/Qwen3-8B --prompts train.parquet --out drafters/qwen3-8b
+      verl-tlt warmup --recipe recipe.sh --out drafters/qwen3-8b --max-minutes 60
+    """
+    _need("warmup", "torch", "transformers", "verl", "vllm")
+    from verl_tlt.commands.warmup.command import warmup as run
+
+    run(options, make_console())
+
+
+@app.command()
+@takes_options(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> None:
+    """Measure a drafter's accept length in stock vLLM.
+
+    And compare it with what its text predicts. Exit status 1: they disagree by 5 %.
+
+    \b
+    Example:
+      verl-tlt evaluate drafters/qwen3-8b --model Qwen/Qwen3-8B
+    """
+    _need("evaluate", "torch", "transformers", "verl", "vllm")
+    from verl_tlt.commands.warmup.evaluate import evaluate as run
+    from verl_tlt.commands.warmup.evaluate import report as show
+
+    console = make_console()
+    verdict = run(options, console)
+    show(verdict, console)
+    raise typer.Exit(0 if verdict.agrees else 1)
+
+
+@app.command()
+def calibrate(
+    overrides: RecipeWords,
+    config_name: ConfigName = "ppo_trainer",
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default where runs look for it.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, callback=finite, help="How long to measure once the engine runs.")
+    ] = 60.0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
+    run_script: RunScript = False,
+) -> None:
+    """Measure what an engine step takes, for later runs.
+
+    By batch and draft length; a run of the same policy on the same hardware then measures nothing at its start.
+
+    \b
+    Example:
+      verl-tlt calibrate recipe.sh +trainer.plugin=tlt
+    """
     from verl_tlt.commands.doctor.command import calibrate as run
     from verl_tlt.commands.doctor.command import cost_table
     from verl_tlt.commands.script.run import read_arguments
@@ -123,11 +230,19 @@ def calibrate(
 
 @app.command()
 def switch(
-    trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a running run (tlt.trace.dir).")],
+    trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a running job (tlt.trace.dir).")],
     speculation: Annotated[str | None, typer.Option(help="on or off: drafting, in every engine.")] = None,
     spot: Annotated[str | None, typer.Option(help="on or off: training the drafter in idle time.")] = None,
 ) -> None:
-    """Stop or resume TLT in a run that goes on, from its next rollout; without options, say what is on."""
+    """Switch drafting or training off in a running job.
+
+    It holds from the next rollout on, until it is switched back. Without options: what is on.
+
+    \b
+    Examples:
+      verl-tlt switch checkpoints/tlt_trace --speculation off
+      verl-tlt switch checkpoints/tlt_trace
+    """
     from verl_tlt.trainer.runtime_switch import find_run, read_switch, write_switch
 
     states = {"on": True, "off": False, None: None}
@@ -144,83 +259,21 @@ def switch(
 def report(
     trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a run (tlt.trace.dir).")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for page and picture; the trace's parent if not given.")
+        Path | None, typer.Option(help="Folder for page and picture; by default the one that the trace lies in.")
     ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(help="Also a timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.")
+        Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev or chrome://tracing too.")
     ] = None,
 ) -> None:
-    """Write the HTML page and the picture of a traced run."""
+    """Did it pay in a run? A page and a picture of its trace.
+
+    \b
+    Example:
+      verl-tlt report checkpoints/tlt_trace --out report
+    """
     from verl_tlt.commands.report.command import report as run
 
     run(trace_dir, out, perfetto)
-
-
-@app.command()
-@takes_options(AdviseOptions)
-def advise(options: AdviseOptions) -> None:
-    """Say whether TLT would pay, by how much, and which number decides; from a recipe, better with a run of it."""
-    _need("advise", "verl")
-    from verl_tlt.commands.advise.command import advise as run
-
-    run(options, make_console())
-
-
-@app.command()
-def compare(
-    overrides: Annotated[list[str], typer.Argument(help="Your recipe: its overrides, or its script.")],
-    config_name: ConfigName = "ppo_trainer",
-    arms: Annotated[
-        str, typer.Option(help="Compared with stock verl: tlt, tlt-no-spot, vllm-K, vllm-K-lost; by commas.")
-    ] = "tlt",
-    rounds: Annotated[int, typer.Option(min=0, help="Turns of each arm; 0: report what was measured.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,
-    out: Annotated[
-        Path, typer.Option(help="Folder of jobs, rows, picture and page; one with turns in it is gone on with.")
-    ] = Path("compare-out"),
-    drafter: Annotated[
-        str | None, typer.Option(help="What TLT starts from and vLLM drafts with; tlt.drafter.path if not given.")
-    ] = None,
-    stall_minutes: Annotated[
-        float, typer.Option(min=LEAST, callback=finite, help="A job that logs nothing for so long is ended.")
-    ] = 60.0,
-    run_script: RunScript = False,
-) -> None:
-    """Run the recipe with stock verl and with TLT in turns, and say which was faster. It goes on after a kill."""
-    _need("compare", "verl", "vllm", "psutil")
-    from verl_tlt.commands.compare.command import CompareOptions
-    from verl_tlt.commands.compare.command import compare as run
-    from verl_tlt.commands.script.run import read_arguments
-
-    options = CompareOptions(
-        arms=[name.strip() for name in arms.split(",") if name.strip()],
-        rounds=rounds, steps=steps, out=out, drafter=drafter, stall_s=60.0 * stall_minutes,
-    )  # fmt: skip
-    run(read_arguments(overrides, config_name, run_script), options, make_console())
-
-
-@app.command()
-@takes_options(WarmupOptions)
-def warmup(options: WarmupOptions) -> None:
-    """Make a drafter for a policy from its own responses to prompts. The same command goes on after a kill."""
-    _need("warmup", "torch", "transformers", "verl", "vllm")
-    from verl_tlt.commands.warmup.command import warmup as run
-
-    run(options, make_console())
-
-
-@app.command()
-@takes_options(EvaluateOptions)
-def evaluate(options: EvaluateOptions) -> None:
-    """Accept length of a drafter: predicted from text, and counted by stock vLLM. Exits 1 if they disagree by 5 %."""
-    _need("evaluate", "torch", "transformers", "verl", "vllm")
-    from verl_tlt.commands.warmup.evaluate import evaluate as run
-    from verl_tlt.commands.warmup.evaluate import report as show
-
-    console = make_console()
-    verdict = run(options, console)
-    show(verdict, console)
-    raise typer.Exit(0 if verdict.agrees else 1)
 
 
 @app.command()
@@ -229,7 +282,12 @@ def convert(
     model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     out: Annotated[Path, typer.Option(help="Where the converted drafter goes.")],
 ) -> None:
-    """Write an existing EAGLE-3 drafter as vLLM serves it, or say what is wrong with it."""
+    """Bring an EAGLE-3 drafter into the layout that vLLM serves.
+
+    \b
+    Example:
+      verl-tlt convert downloaded/eagle3 --model Qwen/Qwen3-8B --out drafters/qwen3-8b
+    """
     _need("convert", "torch", "transformers")
     from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
 
@@ -247,7 +305,12 @@ def write_back(
     head: Annotated[Path, typer.Argument(help="An MTP head that verl-tlt saved, or a model that has one.")],
     policy: Annotated[Path, typer.Argument(help="The policy's Hugging Face directory, which is changed.")],
 ) -> None:
-    """Put an MTP head into a policy's directory, so that `vllm serve` drafts with it by the method mtp."""
+    """Put an MTP head into a policy's directory, for vLLM.
+
+    \b
+    Example:
+      verl-tlt write-back checkpoints/tlt_drafter models/mimo-7b
+    """
     _need("write-back", "torch")
     from verl_tlt.drafter import write_back as run
 

@@ -101,7 +101,7 @@ def test_the_page_holds_the_numbers(page, made_run):
 
 def test_the_page_holds_the_charts(page, made_run):
     assert {"Savings", "Accept length", "Draft length K", "Bubbles"} <= set(page.words)
-    assert len(page.charts) == 10, "these, acceptance, rollout, reward, and three steps"
+    assert len(page.charts) == 9, "these, rollout, reward, and three steps"
     lanes = page.charts[-1]
     assert "replica 0" in lanes and "K=5" in lanes and "training" in lanes
     assert f"rollout: {made_run.rollout_s[6] + 0.06:.1f} s" in lanes

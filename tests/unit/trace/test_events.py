@@ -31,7 +31,7 @@ def test_a_record_is_written_and_read_as_it_is(tmp_path):
 
 def test_lines_of_older_versions_are_read():
     old = {"kind": "session", "t": 3.0, "step": 1, "replica": "a", "worker": "a", "start": 1.0, "end": 2.0, "steps": 9,
-           "tokens": 90, "outcome": "failed", "loss_last": 2.5, "acc": [0.5], "slowest_s": None,
+           "tokens": 90, "outcome": "failed", "loss": 2.5, "acc": [0.5], "slowest_s": None,
            "error": "no memory"}  # fmt: skip
     session = parse_event(old)
     assert (session.loss, session.outcome, session.error, session.slowest_s) == (2.5, "failed", "no memory", 0.0)

@@ -68,13 +68,12 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     scenario = Scenario(
         work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
         settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
-        given.reward_seconds,
     )  # fmt: skip
     return scenario, assumed
 
 
 def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
-    """What to change, one sentence each."""
+    """What to do next, one sentence each."""
     work, said = scenario.work, []
     if not n.has_drafter:
         said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")
@@ -82,16 +81,10 @@ def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
         said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
     if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
         said.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
-    if work.refills:
-        said.append("algorithm.filter_groups.enable=True keeps replicas in until the batch is complete: only the last "
-                    "round has a bubble.")  # fmt: skip
     if kv_needed(work) > kv_tokens:
         said.append("The KV cache may not hold all requests, and some then wait: a larger gpu_memory_utilization or "
                     f"tensor_model_parallel_size, or a smaller max_num_seqs, of {ROLLOUT}.")  # fmt: skip
-    if work.response <= 512:
-        said.append("data.max_response_length is short: acceptance and bubbles both grow with responses.")
-    said.append("tlt.speculation.control_every=20 measures in the run what TLT saves.")
-    return said
+    return [*said, "verl-tlt compare measures it: stock verl and TLT in turns."]
 
 
 def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], found: Estimate, verdict: Verdict) -> None:
@@ -100,7 +93,7 @@ def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], fou
 
     style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
     say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
-    say("What to change:", "bold")
+    say("What to do:", "bold")
     for sentence in suggestions(scenario, found.numbers, found.kv_tokens):
         say(f"  {sentence}")
     table = Table("", "", "from", box=box.SIMPLE_HEAD)

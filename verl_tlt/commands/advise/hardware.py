@@ -200,8 +200,6 @@ class Workload:
     """A reference policy's log-probs are computed too."""
     multi_turn: bool
     """Responses wait for tools or an environment."""
-    refills: bool
-    """More groups may be asked for while a batch is sampled, so no replica leaves before the batch is complete."""
 
 
 def read_workload(config: DictConfig) -> Workload:
@@ -224,7 +222,6 @@ def read_workload(config: DictConfig) -> Workload:
         critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
         reference=any(bool(select(config, key, False)) for key in kl_terms),
         multi_turn=bool(select(config, f"{ROLLOUT}.multi_turn.enable", False)) or "tool" in agent,
-        refills=bool(select(config, "algorithm.filter_groups.enable", False)),
     )
 
 

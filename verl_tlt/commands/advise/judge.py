@@ -126,8 +126,8 @@ def never_trained(n: Numbers) -> str | None:
 def _bound_by_the_rest(n: Numbers) -> Verdict:
     most = f"without any duration it would make a step {n.bound:.2f} times as fast"
     if n.reward_s > n.gen_s:
-        reward = f"reward takes {n.reward_s:.1f} s of a step, rollout {n.gen_s:.1f} s"
-        return Verdict("no", f"it is reward-bound: {reward}; {most}.")
+        reward = f"it is reward-bound: reward takes {n.reward_s:.1f} s of a step, rollout {n.gen_s:.1f} s"
+        return Verdict("no", f"{reward}; {most}.")
     return Verdict("no", f"rollout is {n.share:.0%} of a step; {most}, and no more.")
 
 
@@ -138,7 +138,6 @@ def _too_little(n: Numbers, best: float) -> Verdict:
         return Verdict("no", f"its replicas never drain: {full}; {end}.")
     if n.gen_s < SHORT_S:
         short = f"{n.response_mean:.0f} tokens on average are rolled out in {n.gen_s:.1f} s"
-        overhead = f"TLT's own work takes {n.overhead_s:.1f} s of a step"
-        return Verdict("no", f"its responses are short: {short}, and {overhead}; {end}.")
+        return Verdict("no", f"its responses are short: {short}, and TLT's own work takes {n.overhead_s:.1f} s; {end}.")
     pays = f"they pay from an accept length of {n.tail_break_even:.2f} on at a batch of 8"
     return Verdict("no", f"drafts bring too little: {pays}; {end}.")

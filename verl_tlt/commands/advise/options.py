@@ -1,4 +1,4 @@
-"""Options of `verl-tlt advise`: what the user says about a run, from which the command line is made."""
+"""Options of `verl-tlt advise`, and those of every command that takes a recipe."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from typer import Argument, Option
 
 from verl_tlt.errors import TLTError
 
+RecipeWords = Annotated[
+    list[str], Argument(help="Your recipe: a script that starts verl, and what follows it; or verl's overrides.")
+]
+ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
+RunScript = Annotated[
+    bool, Option("--run-script", help="Run a script that cannot be read otherwise; programs in it are not started.")
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
-    recipe: Annotated[list[str], Argument(help="Your recipe: its overrides, or its script.")]
-    trace: Annotated[Path | None, Option(help="Trace directory of a run of it (tlt.trace.dir).")] = None
+    recipe: RecipeWords
+    trace: Annotated[Path | None, Option(help="Trace directory of a run with TLT (tlt.trace.dir).")] = None
     metrics: Annotated[
-        Path | None, Option(help="Metrics of a run of it, stock or not: verl's `file` logger or console log.")
+        Path | None, Option(help="Metrics of a run, stock or not: from verl's `file` logger, or its console log.")
     ] = None
-    gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; H100 if not given.")] = None
+    gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; by default H100.")] = None
     parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
-    response_length: Annotated[float | None, Option(min=1, help="Mean response, in tokens.")] = None
-    reward_seconds: Annotated[float, Option(min=0, help="What reward adds to a step.")] = 0.0
+    response_length: Annotated[float | None, Option(min=1, help="Mean response length, in tokens.")] = None
     acceptance: Annotated[
-        str | None, Option(help="Of your drafter, by position: 0.8,0.75,0.7 as verl-tlt evaluate says it.")
+        str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3, for example 0.8,0.75,0.7.")
     ] = None
-    config_name: Annotated[str, Option(help="verl's top-level config.")] = "ppo_trainer"
-    run_script: Annotated[
-        bool, Option("--run-script", help="Run a script that cannot be read, with a stand-in for every program.")
-    ] = False
+    config_name: ConfigName = "ppo_trainer"
+    run_script: RunScript = False
 
     def acceptance_by_position(self) -> tuple[float, ...]:
         """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""

@@ -8,7 +8,7 @@ says is assumed, and every assumption is listed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +37,7 @@ from verl_tlt.commands.advise.simulation import (
     tail_share,
 )
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -98,8 +99,6 @@ class Scenario:
     """Given by the user; empty: measured or assumed."""
     response: float | None = None
     """Mean response in tokens, given by the user."""
-    reward_s: float = 0.0
-    """Seconds that reward adds to a step, given by the user."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +135,16 @@ def estimate(scenario: Scenario) -> Estimate:
     lengths, assumed_lengths = _lengths(scenario)
     engines, assumed_costs = _engines(scenario, kv_tokens)
     acceptance = {name: _acceptance(scenario, setting) for name, setting in SETTINGS.items()}
-    requests, rollouts = max(work.requests, work.replicas), {}
-    for setting, engine in engines.items():
-        rollouts[setting] = simulate(engine, work.replicas, requests, lengths, acceptance[setting], prompt, steps)
+    requests = max(work.requests, work.replicas)
+    rollouts = {
+        name: simulate(engine, work.replicas, requests, lengths, acceptance[name], prompt, steps)
+        for name, engine in engines.items()
+    }
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
     rest_s, overhead_s, assumed_rest = _outside_rollout(scenario, lengths)
-    beside = f"what the weights and {BESIDE_BYTES / 1e9:g} GB of each GPU for all else leave of its memory"
-    assumed = {"KV cache": beside} | assumed_lengths
+    assumed = {"KV cache": f"what the weights and {BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"} | assumed_lengths
     if not (metrics and metrics.prompt_mean):
         assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
     assumed |= assumed_costs
@@ -190,11 +190,10 @@ def _numbers(
         has_drafter=scenario.has_drafter or bool(scenario.acceptance),
         trains=scenario.spot,
         mode=work.mode,
-        reward_s=scenario.reward_s,
         response_mean=likely.tokens / work.requests,
         tail_break_even=tail_break_even[k],
         accept_known=bool(_known_acceptance(scenario)),
-        accept={name: accept_length(acceptance[name], k) for name in SETTINGS},
+        accept={name: expected_accept_lengths(acceptance[name], k)[k] for name in SETTINGS},
         measured=metrics is not None,
     )
     return numbers if metrics is None else _as_measured(numbers, work, metrics)
@@ -210,7 +209,7 @@ def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
         waiting = 1.0 - metrics.busy_share  # verl's v1 trainer does not log how long tools take
     return replace(
         n, gen_s=gen_s, tail_share=tail, bubble_s=bubble_s, tool_share=waiting,
-        reward_s=max(n.reward_s, metrics.reward_s or 0.0),
+        reward_s=metrics.reward_s or 0.0,
         has_drafter=n.has_drafter or (metrics.accept_length or 0.0) > 1.2,
     )  # fmt: skip
 
@@ -226,8 +225,7 @@ def _lengths(scenario: Scenario) -> tuple[LogNormal, dict[str, str]]:
         if not 1 <= mean <= work.response:
             limit = f"data.max_response_length={work.response}"
             raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
-        spread = f"log-normal, sigma {SIGMA}, around the mean that was given"
-        return from_mean(mean, SIGMA, work.response), {"spread of lengths": spread}
+        return from_mean(mean, SIGMA, work.response), {"spread of lengths": f"log-normal, sigma {SIGMA}"}
     median = work.response * MEDIAN_SHARE
     shape = (
         f"log-normal, median {median:.0f} (a tenth of data.max_response_length), sigma {SIGMA}: one in a hundred is "
@@ -238,7 +236,7 @@ def _lengths(scenario: Scenario) -> tuple[LogNormal, dict[str, str]]:
 
 def _outside_rollout(scenario: Scenario, lengths: LogNormal) -> tuple[float, float, dict[str, str]]:
     """Seconds of a step outside rollout, measured or by the policy's size; TLT's own work in it; assumptions."""
-    work, metrics, fixed_s = scenario.work, scenario.metrics, FIXED_S + scenario.reward_s
+    work, metrics = scenario.work, scenario.metrics
     if metrics is not None and metrics.overhead_s is not None:
         return metrics.rest_s, metrics.overhead_s, {}
     assumed = {"TLT's own work in a step": f"{OVERHEAD_S} s"}
@@ -246,10 +244,10 @@ def _outside_rollout(scenario: Scenario, lengths: LogNormal) -> tuple[float, flo
         return metrics.rest_s, OVERHEAD_S, assumed
     update_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
     assumed["outside rollout"] = (
-        f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {fixed_s:g} s for weight "
-        "sync and reward; --metrics or --reward-seconds says better"
+        f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {FIXED_S:g} s for weight "
+        "sync and reward; --metrics says better"
     )
-    return fixed_s + update_s * work.requests * lengths.mean(), OVERHEAD_S, assumed
+    return FIXED_S + update_s * work.requests * lengths.mean(), OVERHEAD_S, assumed
 
 
 def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec], dict[str, str]]:
@@ -294,11 +292,6 @@ def _acceptance(scenario: Scenario, setting: Setting) -> tuple[float, ...]:
     values, longest = known or setting.acceptance, scenario.arms[-1]
     extended = (*values[:longest], *(values[-1] for _ in range(longest - len(values))))
     return tuple(float(np.clip(a * factor, 0.0, 1.0)) for a in extended)
-
-
-def accept_length(acceptance: Sequence[float], k: int) -> float:
-    """Tokens of a step that verifies k drafted tokens."""
-    return float(1.0 + np.cumprod(acceptance[:k]).sum())
 
 
 def break_even(engine: EngineSpec, batch: int, context: int) -> dict[int, float]:

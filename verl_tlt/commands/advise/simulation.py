@@ -147,15 +147,7 @@ def simulate(
 ) -> SimulatedRollout:  # fmt: skip
     """Simulate `steps` rollouts with a drafter that stays as it is; the same seed gives the same result.
 
-    Args:
-        engine: what all replicas have in common.
-        replicas: that decode.
-        requests: responses of a rollout, one for each replica at least.
-        lengths: of responses.
-        acceptance: conditional acceptance of the drafter by draft position.
-        prompt: tokens of a prompt.
-        steps: rollouts.
-        seed: of lengths and of how requests differ in acceptance.
+    `requests` are all replicas', one for each at least; `acceptance` is conditional, by draft position.
     """
     rollouts = []
     for step in range(1, steps + 1):

@@ -103,7 +103,6 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
         yield make_chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
     for title, unit, note, lines, lowest in (
         ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace), 1.0),
-        ("Acceptance by position", "share", "Drafts accepted up to this position.", acceptance(trace), 0.0),
         ("Speed of the rollout", "tokens per second", UNDRAFTED, speeds(trace), 0.0),
         ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}, None),
     ):
@@ -241,15 +240,6 @@ def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, by_step(trace, "accept_length"))}
     first = initial_lengths(trace)
     return {**lines, "the run's first drafter": (GREY, first)} if first else lines
-
-
-def acceptance(trace: RunTrace) -> dict[str, tuple[str, Points]]:
-    """A line for each draft position."""
-    names = _numbered(trace, "tlt/accept_rate_pos_")
-    return {
-        f"position {i}": (k_color(i, max(names)), {step: metrics.get(name) for step, metrics in trace.steps.items()})
-        for i, name in names.items()
-    }
 
 
 def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:

@@ -21,8 +21,6 @@ from verl_tlt.commands.report.steps import rl_steps, rows_of_trace, sentences, t
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import replacing
 
-MAX_DRAFT_LENGTH = 3
-"""Draft length in the serve command where the trace does not say the run's."""
 LONGEST_TEXT = 2000
 """Characters of a text from the trace that the page shows."""
 
@@ -79,14 +77,14 @@ def serve_command(trace: RunTrace) -> str:
     run = trace.run
     if run is None or not run.policy or not run.drafter:
         return ""
-    speculation = run.config.get("speculation")
-    length = speculation.get("max_draft_length") if isinstance(speculation, Mapping) else None
+    speculation, settings = (
+        found if isinstance(found := run.config.get(name), Mapping) else {} for name in ("speculation", "drafter")
+    )
     drafter, policy = shlex.quote(run.drafter), shlex.quote(run.policy)
-    settings = run.config.get("drafter")
-    own = isinstance(settings, Mapping) and settings.get("method") == "mtp"
+    own = settings.get("method") == "mtp"
     config = {
         **({"method": "mtp"} if own else {"method": "eagle3", "model": run.drafter}),
-        "num_speculative_tokens": length or MAX_DRAFT_LENGTH,
+        "num_speculative_tokens": speculation.get("max_draft_length") or 3,
         "draft_sample_method": "probabilistic",
     }
     serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"

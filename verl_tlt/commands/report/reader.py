@@ -53,8 +53,6 @@ _LARGEST, _LATEST = 1e100, 1e11
 
 E = TypeVar("E", bound=Event)
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in EVENT_TYPES.items()}
-_RENAMED = {"loss_last": "loss"}
-"""Key in traces of verl-tlt 0.1 -> the field it is now."""
 
 
 class TraceError(TLTError, ValueError):
@@ -173,29 +171,24 @@ def read_trace(directory: str | Path) -> RunTrace:
         engines={name: columns.engine_steps(repeated) for name, columns in engines.items()},
         skipped=skipped,
     )
-    for count, most, what in (
-        (len(trace.replicas), MOST_REPLICAS, "replicas"),
-        (len({getattr(event, "step", 0) for event in events}), MOST_STEPS, "RL steps"),
-    ):
-        if count > most:
-            raise TraceError(f"{path} names {count} {what}, and verl-tlt reads traces of up to {most}.")
+    _check(path, "names", len(trace.replicas), MOST_REPLICAS, "replicas")
+    _check(path, "names", len({getattr(event, "step", 0) for event in events}), MOST_STEPS, "RL steps")
     return trace
+
+
+def _check(path: Path, verb: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise TraceError(f"{path} {verb} {count} {what}, and verl-tlt reads traces of up to {most}.")
 
 
 def _files(path: Path) -> list[Path]:
     """The files of a trace; a `TraceError` where they are more or larger than a run's."""
     files = sorted(file for file in path.glob("*.jsonl") if file.is_file())
-    if len(files) > 2 * MOST_REPLICAS:
-        raise TraceError(f"{path} holds {len(files)} files, and verl-tlt reads traces of up to {2 * MOST_REPLICAS}.")
+    _check(path, "holds", len(files), 2 * MOST_REPLICAS, "files")
     sizes = {file: file.stat().st_size for file in files}
     others = sum(size for file, size in sizes.items() if not file.name.startswith(ENGINE_PREFIX))
-    for size, most, what in (
-        (sum(sizes.values()), MOST_BYTES, "files"),
-        (others, MOST_EVENT_BYTES, f"files other than {ENGINE_PREFIX}*.jsonl"),
-    ):
-        if size > most:
-            held = f"{size / 2**30:.1f} GiB of {what}"
-            raise TraceError(f"{path} holds {held}, and verl-tlt reads traces of up to {most >> 30} GiB of them.")
+    _check(path, "holds", sum(sizes.values()), MOST_BYTES, "bytes")
+    _check(path, "holds", others, MOST_EVENT_BYTES, f"bytes in files other than {ENGINE_PREFIX}*.jsonl")
     return files
 
 
@@ -204,7 +197,7 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     adapter = _ADAPTERS.get(str(record.get("kind")))
     if adapter is None:
         return None
-    known = {_RENAMED.get(key, key): value for key, value in record.items() if value is not None}
+    known = {key: value for key, value in record.items() if value is not None}
     for key in ("metrics", "tau"):
         if isinstance(numbers := known.get(key), dict):
             known[key] = {n: v for n, v in numbers.items() if isinstance(v, int | float) and abs(v) < _LARGEST}

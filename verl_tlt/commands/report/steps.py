@@ -20,9 +20,6 @@ from verl_tlt.commands.report.reader import RunTrace, TraceError
 from verl_tlt.trace.events import Idle, Phase, Session
 from verl_tlt.trace.metrics import counted_savings
 
-TRAIN_PHASES = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""verl's timers between the rollout and the weight sync."""
-
 Row = Mapping[str, float | None]
 """One RL step: a value for each of `COLUMNS`; None: not measured, or nothing of the kind in a stock run."""
 
@@ -39,7 +36,6 @@ COLUMNS = {
     "reward": Column("reward", "{:.2f}", "critic/score/mean"),
     "step_s": Column("step s", "{:.1f}", "timing_s/step"),
     "rollout_s": Column("rollout s", "{:.1f}", "timing_s/gen"),
-    "train_s": Column("train s", "{:.1f}"),
     "tokens": Column("tokens", "{:.0f}"),
     "accept_length": Column("accept length", "{:.2f}"),
     "bubble_s": Column("bubble s", "{:.1f}", "tlt/bubble_s"),
@@ -47,8 +43,6 @@ COLUMNS = {
     "overhead_s": Column("own work s", "{:.2f}", "tlt/overhead_s"),
     "control_s": Column("choice of K s", "{:.2f}", "tlt/overhead_control_s"),
     "saved_s": Column("saved s", "{:.1f}"),
-    "stop_latency_s": Column("stop s", "{:.3f}", "tlt/stop_latency_s"),
-    "drafter_version_published": Column("published", "v{:.0f}", "tlt/drafter_version_published"),
     "drafter_version_served": Column("served", "v{:.0f}", "tlt/drafter_version"),
     "probs_diff_max": Column("max prob diff", "{:.1e}", "training/rollout_probs_diff_max"),
 }
@@ -66,11 +60,9 @@ def rows_of_trace(trace: RunTrace) -> dict[int, Row]:
 
 def step_row(metrics: Mapping[str, float]) -> Row:
     """The row of one step. A run without TLT has an accept length of 1: one token per pass of the target."""
-    train = [metrics[key] for name in TRAIN_PHASES if (key := f"timing_s/{name}") in metrics]
     tlt = any(name.startswith("tlt/") for name in metrics)
     return {
         **{name: metrics.get(column.metric) for name, column in COLUMNS.items()},
-        "train_s": sum(train) if train else None,
         "tokens": _response_tokens(metrics),
         "accept_length": metrics.get("tlt/accept_length", None if tlt else 1.0),
         "saved_s": counted_savings(metrics),
@@ -80,15 +72,10 @@ def step_row(metrics: Mapping[str, float]) -> Row:
 def given_up(trace: RunTrace) -> str:
     """A sentence about the replicas on which spot training was given up, as it stood in the end; empty: on none."""
     last = {stop.replica: stop for stop in trace.stops if stop.replica}
-    off = [stop for stop in last.values() if stop.cause]
-    if not off:
+    if not (off := sorted((stop for stop in last.values() if stop.cause), key=lambda stop: stop.t)):
         return ""
-    names = ", ".join(trace.label(stop.replica) for stop in off)
-    latest = max(off, key=lambda stop: stop.t)
-    return (
-        f"Spot training was given up on {len(off)} of {len(trace.replicas)} replicas ({names}), last in step "
-        f"{latest.step}: {latest.cause}."
-    )
+    where = f"{len(off)} of {len(trace.replicas)} replicas ({', '.join(trace.label(stop.replica) for stop in off)})"
+    return f"Spot training was given up on {where}, last in step {off[-1].step}: {off[-1].cause}."
 
 
 def paid(rows: Mapping[int, Row]) -> str:

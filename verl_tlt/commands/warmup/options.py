@@ -26,11 +26,11 @@ class SamplingOptions:
     """How responses are sampled."""
 
     response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
-    temperature: Annotated[float, Option(min=0, help="Of the rollout this drafter is for.")] = 1.0
-    top_p: Annotated[float, Option(min=1e-6, max=1, help="Of the rollout.")] = 1.0
-    top_k: Annotated[int, Option(min=0, help="Of the rollout; 0: off.")] = 0
+    temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
+    top_p: Annotated[float, Option(min=1e-6, max=1, help="The rollout's top_p.")] = 1.0
+    top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
     seed: Annotated[
-        int, Option(min=0, max=MOST_SEED, help="Seeds sampling, and a new drafter's weights and training order.")
+        int, Option(min=0, max=MOST_SEED, help="Seed of sampling, of a new drafter's weights and of training order.")
     ] = 0
 
 
@@ -41,11 +41,9 @@ class EngineOptions(SamplingOptions):
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
     recipe: Annotated[
         list[str] | None,
-        Option(
-            help="Script of the run it is for, which says policy, prompts, sampling and engine; again: an override."
-        ),
+        Option(help="Script of your run, for policy, prompts, sampling and engine; repeated: its overrides."),
     ] = None
-    draft_length: Annotated[int, Option(min=1, max=16, help="Tokens per draft that the accept length is for.")] = 3
+    draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
 
@@ -67,36 +65,38 @@ class EngineOptions(SamplingOptions):
 class TrainingOptions(EngineOptions):
     """How a drafter is trained on responses; training ends with whichever part of its budget is used up first."""
 
-    objective: Annotated[str, Option(help="eagle, hass or eagle3: 1, 3 or 7 draft positions unrolled.")] = "hass"
-    loss: Annotated[str, Option(help="Loss of speculators: kl_div, ce, tv, nla, lk_hybrid.")] = "kl_div"
-    epochs: Annotated[float, Option(min=LEAST, help="Budget: passes over the responses.")] = 4.0
-    max_steps: Annotated[float, Option(min=1, help="Budget: optimizer steps.")] = UNLIMITED
-    max_tokens: Annotated[float, Option(min=1, help="Budget: response tokens learned from.")] = UNLIMITED
-    max_minutes: Annotated[float, Option(min=LEAST, help="Budget: minutes of training.")] = UNLIMITED
-    batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed batch.")] = 2048
-    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's, at its peak.")] = 1e-3
+    objective: Annotated[str, Option(help="eagle, hass or eagle3: train 1, 3 or 7 draft positions.")] = "hass"
+    loss: Annotated[str, Option(help="Loss: kl_div, ce, tv, nla or lk_hybrid.")] = "kl_div"
+    epochs: Annotated[float, Option(min=LEAST, help="Most passes over the responses.")] = 4.0
+    max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED
+    max_tokens: Annotated[float, Option(min=1, help="Most response tokens to learn from.")] = UNLIMITED
+    max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training.")] = UNLIMITED
+    batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed micro-batch.")] = 2048
+    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's peak learning rate.")] = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupOptions(TrainingOptions):
     """Of `verl-tlt warmup`."""
 
-    prompts: Annotated[list[Path], Option(help="Prompts: verl's .parquet or a folder of them, .jsonl or .json, .txt.")]
-    out: Annotated[Path, Option(help="Where the drafter goes; work in progress is in OUT.warmup beside it.")]
-    method: Annotated[str, Option(help="eagle3: a new head; mtp: the MTP head in the policy's files.")] = "eagle3"
-    drafter: Annotated[
-        Path | None, Option(help="A drafter of that method to go on from; a directory or a name on the hub.")
-    ] = None
-    aux_layers: Annotated[str | None, Option(help="Policy layers to read, e.g. 2,18,33.")] = None
+    prompts: Annotated[list[Path], Option(help="Prompts: .parquet as verl reads it, .jsonl, .json or .txt.")]
+    out: Annotated[Path, Option(help="Folder to write; OUT.warmup beside it has work in progress.")]
+    method: Annotated[str, Option(help="eagle3: a new head; mtp: the policy's own MTP head.")] = "eagle3"
+    drafter: Annotated[Path | None, Option(help="A drafter to continue from: a directory, or a name on the hub.")] = (
+        None
+    )
+    aux_layers: Annotated[str | None, Option(help="Layers whose hidden states are read, such as 2,18,33.")] = None
     intermediate_size: Annotated[
-        int | None, Option(min=1, help="Width of the drafter's MLP; the policy's if not given.")
+        int | None, Option(min=1, help="Width of the drafter's MLP; by default the policy's.")
     ] = None
     draft_vocab: Annotated[
-        int | None, Option(min=2, help="Draft so many most frequent tokens; by default all of up to 65536, else 32768.")
+        int | None, Option(min=2, help="Size of the draft vocabulary; by default 32768, or all of up to 65536.")
     ] = None
     samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
-    limit: Annotated[int | None, Option(min=1, help="Use the first so many prompts.")] = None
-    cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; the rest is computed again.")] = 8.0
+    limit: Annotated[int | None, Option(min=1, help="Use the first N prompts only.")] = None
+    cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; what exceeds it is recomputed.")] = (
+        8.0
+    )
 
     @property
     def work(self) -> Path:
@@ -109,9 +109,7 @@ class EvaluateOptions(EngineOptions):
     """Of `verl-tlt evaluate`."""
 
     drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
-    prompts: Annotated[
-        list[Path] | None, Option(help="Prompts; if not given those of its warm-up, held-out ones only.")
-    ] = None
+    prompts: Annotated[list[Path] | None, Option(help="Prompts; by default the held-out ones of its warm-up.")] = None
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
 
 
