@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SETUP = Path(__file__).parents[1] / "setup.py"
+TERMS = Path(__file__).parent / "metrics.md"
+"""The page whose last section explains the terms."""
 
 
 def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
-    """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one."""
-    return str(runpy.run_path(str(SETUP))["linked"](markdown, config.get("repo_url"), "../"))
+    """A page for the built site: links that leave docs/ lead to `repo_url`, or become the file's name without one.
+
+    Terms are given their explanation, which becomes a tooltip.
+    """
+    linked = str(runpy.run_path(str(SETUP))["linked"](markdown, config.get("repo_url"), "../"))
+    return "\n".join([linked, "", *(f"*[{term}]: {meaning}" for term, meaning in terms().items())])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page with one tooltip for each term, where it stands first."""
+    seen: set[str] = set()
+
+    def first(term: re.Match[str]) -> str:
+        known = term[1] in seen
+        seen.add(term[1])
+        return term[2] if known else term[0]
+
+    return re.sub(r'<abbr title="([^"]*)">(.*?)</abbr>', first, html)
+
+
+def terms() -> dict[str, str]:
+    """Each term of the glossary with its meaning, and its plural; a row may hold several of each."""
+    glossary = TERMS.read_text(encoding="utf-8").partition("## Terms")[2]
+    found = {}
+    for names, meanings in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", glossary, re.MULTILINE)[1:]:
+        found |= dict(zip(names.split(", "), meanings.split("; "), strict=True))
+    nouns = {term for term, meaning in found.items() if term.islower() and not meaning.startswith("to ")}
+    return found | {f"{noun}s": found[noun] for noun in nouns}

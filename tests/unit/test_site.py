@@ -4,6 +4,7 @@ It is built where mkdocs-material is installed (`pip install '.[docs]'`). That n
 environment: `pytest --noconftest tests/unit/test_site.py`.
 """
 
+import html
 import os
 import re
 import subprocess
@@ -66,6 +67,16 @@ def test_nothing_is_loaded_from_another_host(site):
     for sheet in site.rglob("*.css"):
         fetched = re.findall(r"url\(\s*[\"']?(?!data:)([^)\"']*)|@import\s+[\"']([^\"']*)", sheet.read_text())
         assert not [address for found in fetched for address in found if "//" in address], sheet
+
+
+def test_each_term_of_the_glossary_is_explained_once_a_page_where_it_stands_first(site):
+    glossary = (ROOT / "docs" / "metrics.md").read_text().partition("## Terms")[2]
+    meanings = {
+        m.strip() for row in re.findall(r"^\| [^|]+ \| ([^|]+) \|$", glossary, re.MULTILINE)[1:] for m in row.split(";")
+    }
+    found = {page: re.findall(r'<abbr title="([^"]*)">', page.read_text()) for page in site.rglob("index.html")}
+    assert {html.unescape(title) for titles in found.values() for title in titles} == meanings
+    assert all(len(titles) == len(set(titles)) for titles in found.values())
 
 
 def test_links_to_source_files_lead_to_the_repository_that_is_named(tmp_path):

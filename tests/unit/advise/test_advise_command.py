@@ -213,7 +213,7 @@ def test_the_verdict_comes_first():
 
 def test_the_pages_example_is_what_the_command_prints():
     page = (Path(verl_tlt.__file__).parents[1] / "docs" / "will-it-pay.md").read_text()
-    command, printed = re.search(r"## An example\n+```bash\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
+    command, printed = re.search(r"## An example\n+```bash\n(.*?)```.*?```console\n(.*?)```", page, re.DOTALL).groups()
     _, _, *words = shlex.split(command.replace("\\\n", " "))
     code, said = advise(*words)
     assert code == 0 and "".join(said.split()).startswith("".join(printed.split()))
