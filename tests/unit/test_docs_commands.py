@@ -16,6 +16,7 @@ from doc_commands import ROOT, blocks, commands, overrides
 
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.cli import app
+from verl_tlt.trace.metrics import step_line
 from verl_tlt.upstream.sources import source_root
 
 COMMANDS = commands()
@@ -133,3 +134,14 @@ def test_the_break_even_table_is_what_was_measured():
         for batch, cell in zip((1, 4, 16, 32), cells.split("|"), strict=True):
             found = cost[k, batch] / (cost[-1, batch] if "break" in name else 1.0)
             assert float(cell) == pytest.approx(found, abs=0.0051 if "break" in name else 0.051), name
+
+
+def test_the_lines_of_a_run_are_recorded_ones():
+    """With what a step prints first."""
+    turns = json.loads((ROOT / "benchmarks" / "results" / "cold_start.json").read_text())["turns"]
+    steps = {step["step"]: step for turn in turns if turn["arm"] == "tlt-fresh" for step in turn["steps"]}
+    (shown,) = [block for block in blocks(ROOT / "docs" / "quickstart.md", "console") if block.startswith("step ")]
+    for line in shown.splitlines():
+        step = steps[int(line.split()[1])]
+        found = {"critic/score/mean": step["reward"], "timing_s/gen": step["rollout_s"]}
+        assert line == step_line(found | {"tlt/accept_length": step["accept_length"]}, step["step"])

@@ -12,6 +12,7 @@ import verl_tlt
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.advise.command import read_scenario
 from verl_tlt.commands.advise.hardware import find_shape, read_workload
+from verl_tlt.commands.advise.judge import PEERS
 from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.scenario import estimate
 from verl_tlt.commands.cli import app
@@ -223,6 +224,7 @@ def test_the_table_beside_the_papers_clusters_is_what_the_command_prints():
     page = (Path(verl_tlt.__file__).parents[1] / "docs" / "will-it-pay.md").read_text()
     rows = re.findall(r"^\| ([\w-]+/[\w.-]+) \| (\d) \| ([\d.]+) \| (.*?) \|$", page, re.MULTILINE)
     assert len(rows) == 8
+    assert max(paper for _, _, paper, _ in rows) in PEERS
     for policy, nodes, paper, answer in rows:
         low, high = re.search(r"\((.*) to (.*)\)", answer).groups()
         assert float(low) <= float(paper) <= float(high), "the range is one"
