@@ -23,22 +23,24 @@ def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> s
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The page with one tooltip for each term, where it stands first."""
+    """The page with one tooltip for each term, where it stands first; verl's submission gate is another one."""
     seen: set[str] = set()
 
     def first(term: re.Match[str]) -> str:
-        known = term[1] in seen
-        seen.add(term[1])
-        return term[2] if known else term[0]
+        another, meaning, word = term.groups("")
+        if another or meaning in seen:
+            return f"{another}{word}"
+        seen.add(meaning)
+        return term[0]
 
-    return re.sub(r'<abbr title="([^"]*)">(.*?)</abbr>', first, html)
+    return re.sub(r'(submission )?<abbr title="([^"]*)">(.*?)</abbr>', first, html)
 
 
 def terms() -> dict[str, str]:
-    """Each term of the glossary with its meaning, and its plural; a row may hold several of each."""
+    """Each noun of the glossary with its meaning, and its plural; a row may hold several of each."""
     glossary = TERMS.read_text(encoding="utf-8").partition("## Terms")[2]
     found = {}
     for names, meanings in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", glossary, re.MULTILINE)[1:]:
         found |= dict(zip(names.split(", "), meanings.split("; "), strict=True))
-    nouns = {term for term, meaning in found.items() if term.islower() and not meaning.startswith("to ")}
-    return found | {f"{noun}s": found[noun] for noun in nouns}
+    found = {term: meaning for term, meaning in found.items() if not meaning.startswith("to ")}  # verbs have other uses
+    return found | {f"{term}s": meaning for term, meaning in found.items() if term.islower()}
