@@ -7,6 +7,7 @@ import pytest
 from fake_fleet import FakeFleet
 from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling, train
 
+from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.config import TOKENS_PER_STEP
 from verl_tlt.idle.failure_budget import MAX_FAILURES
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
@@ -381,6 +382,18 @@ def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_not
     with sampling(controller, fleet, 2):
         fleet.clock.sleep(0.05)
     assert called(fleet, "train") == []
+
+
+def test_the_trace_says_of_each_step_why_nobody_drafted_in_it(filled, tmp_path):
+    """A random head, then drafting as ordered from outside to stop, and nothing of the steps before."""
+    controller, fleet = filled()
+    write_switch(tmp_path / "trace", speculation=False)
+    controller.before_sync(1)
+    with sampling(controller, fleet, 2):
+        pass
+    rest_of_step(controller, fleet, 2)
+    off = read_trace(tmp_path / "trace").off
+    assert "next to nothing is accepted" in off[1] and "switched off" in off[2] and len(off) == 2
 
 
 @pytest.mark.parametrize("shared", [True, False])
