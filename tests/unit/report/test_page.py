@@ -119,7 +119,10 @@ def test_without_savings_the_page_says_so(tmp_path):
     writer.emit("phase", step=1, name="rollout", start=0.0, end=2.0)
     writer.emit("step", step=1, metrics={"tlt/saved_s": 0.7, "tlt/draft_length_mean": 0.0, "tlt/overhead_s": 0.25})
     page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
-    assert "Unknown whether TLT paid in steps 1 to 1" in page.text and "0.7" not in page.text
+    assert "Unknown whether TLT paid in steps 1 to 1: nothing was drafted." in page.text and "0.7" not in page.text
+    writer.emit("step", step=2, metrics={"tlt/accept_length": 1.6, "tlt/draft_length_mean": 1.0})
+    page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
+    assert "Unknown whether TLT paid in steps 1 to 2: what its rollouts would take" in page.text
 
 
 @pytest.mark.parametrize("works_again", [False, True])

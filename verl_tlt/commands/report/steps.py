@@ -86,10 +86,9 @@ def paid(rows: Mapping[int, Row]) -> str:
     work, whole = sum(map(own_work_s, rows.values())), sum(row["step_s"] or 0.0 for row in rows.values())
     steps, ask = f"steps {min(rows)} to {max(rows)}", "not measured against stock: run verl-tlt compare"
     if not known:
-        return (
-            f"Unknown whether TLT paid in {steps}: nothing was drafted, or what a step costs without drafts was not "
-            f"measured. Its own work took {work:.1f} s; {ask}."
-        )
+        drafted = any((row["accept_length"] or 1.0) > 1.0 for row in rows.values())
+        why = "what its rollouts would take without drafts is not known" if drafted else "nothing was drafted"
+        return f"Unknown whether TLT paid in {steps}: {why}. Its own work took {work:.1f} s; {ask}."
     net = sum(known) - work
     share = f" ({abs(net) / whole:.1%} of {whole:.0f} s)" if whole else ""
     parts = f"{sum(known):.1f} s by drafts in {len(known)} of {len(rows)} rollouts, less {work:.1f} s of its own work"
