@@ -113,10 +113,11 @@ class ColdStart:
         """Why it ends after `spent_s` seconds, with `left_s` to go; empty: it goes on."""
         if self._fruitless >= FLAT:
             return "nothing was trained and merged in two portions"
-        before, *_, now = self._verdicts[-1 - FLAT :] * 2
-        over, saves_now = min(FLAT, len(self._verdicts) - 1), saving(now)
+        recent = self._verdicts[-1 - FLAT :]
+        before, now, over = recent[0], recent[-1], len(recent) - 1
         if not over:
             return ""
+        saves_now = saving(now)
         for n in range(1, max(1, round(left_s / self.portion_s)) + 1):
             rises = (1.0 - 0.5**n) / over  # each portion adds half of what the one before it did
             ahead = [min(1.0, max(0.0, a + rises * (a - b))) for a, b in zip_longest(now, before, fillvalue=0.0)]
