@@ -60,4 +60,8 @@ def test_the_answer_names_the_number_that_decides(change, answer, said):
 
 
 def test_the_range_of_a_recipe_that_needs_a_drafter_is_told():
-    assert "verl-tlt warmup changes that (then 1.29x to 1.76x)" in judge(replace(GOOD, bubble_s=0.0, **RANDOM)).because
+    said = judge(replace(GOOD, bubble_s=0.0, **RANDOM)).because
+    assert (
+        "with one from verl-tlt warmup a step is 1.29 to 1.76 times as fast" in said and "a cold start is all" in said
+    )
+    assert "cold start" not in judge(replace(GOOD, trains=False, **RANDOM)).because, "nothing trains then"

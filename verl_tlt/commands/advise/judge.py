@@ -97,8 +97,9 @@ def judge(n: Numbers) -> Verdict:
     if best < WORTH:
         return _too_little(n, best)
     if not n.has_drafter and (why := never_trained(n)):
-        remedy = f"a drafter from verl-tlt warmup changes that (then {worst:.2f}x to {best:.2f}x)"
-        return Verdict("no", f"its drafter would stay as random as it begins: {why}; {remedy}.")
+        only = ", so that a cold start is all it learns from" if n.trains else ""
+        remedy = f"with one from verl-tlt warmup a step is {worst:.2f} to {best:.2f} times as fast"
+        return Verdict("no", f"idle time would not train its drafter: {why}{only}; {remedy}.")
     expected = f"{n.accept['low']:.2f} to {n.accept['high']:.2f} are {'expected' if n.accept_known else 'assumed'}"
     pays = f"from {n.tail_break_even:.2f} on drafts pay at a batch of 8, and {expected}"
     basis = "" if n.measured else " Most of this is assumed: --metrics of a stock run replaces it."
