@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,8 +30,8 @@ from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenanc
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 CALIBRATION_S = 600.0
-PROMPT_TOKENS = 256
-"""Longer prompts are left out."""
+PROMPT_TOKENS = 40
+"""A longer prompt is cut to its end: to read it takes all arms equally long, and would hide what is compared."""
 Prompts = Sequence[list[int]]
 """Token ids."""
 Found = dict[str, Any]
@@ -52,8 +53,8 @@ def given_models(policy: Path, drafter: Path, prompts: Path) -> tuple[Models, Pr
     acceptance = provenance(drafter).get("acceptance")
     if not acceptance:
         raise DrafterError(f"--drafter {drafter} does not say its acceptance, as a head of `verl-tlt warmup` does.")
-    read = read_prompts([prompts], load_tokenizer(policy), PROMPT_TOKENS, least=1)
-    return Models(policy, drafter, list(acceptance)), [list(ids) for ids in read.tokens]
+    read = read_prompts([prompts], load_tokenizer(policy), sys.maxsize, least=1)
+    return Models(policy, drafter, list(acceptance)), [list(ids[-PROMPT_TOKENS:]) for ids in read.tokens]
 
 
 def against_fixed(

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.control import fixed
 from benchmarks.control.drains import ARMS, Drain, over_goodput, predict, verdict
 from benchmarks.control.engine import Models
+from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 
@@ -197,3 +198,14 @@ def test_other_weights_have_a_race_of_their_own(models):
 def test_a_head_that_does_not_say_its_acceptance_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"--drafter .* acceptance"):
         fixed.given_models(tmp_path, tmp_path, tmp_path / "prompts.jsonl")
+
+
+def test_a_given_head_says_its_acceptance_and_long_prompts_are_cut_to_their_end(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "provenance.json").write_text(json.dumps({"acceptance": [0.5, 0.25]}))
+    words = ["1", "2", "+"] * 30
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(text)}) + "\n" for text in (words, words[:5])))
+    models, (long, short) = fixed.given_models(SHIPPED_POLICY, tmp_path, prompts)
+    assert models.acceptance == [0.5, 0.25] and models.policy == SHIPPED_POLICY
+    assert len(long) == fixed.PROMPT_TOKENS > len(short) == 5 and long[:5] != short and long[-3:] == short[:3]
