@@ -113,9 +113,9 @@ class Exact:
         """
         outputs = torch.as_tensor(outputs).long().to(self.model.device)
         ids = torch.cat([outputs.new_tensor(prompt).expand(len(outputs), -1), outputs], 1)  # [n, prompt + length]
-        logits = torch.cat(
-            [self.model(chunk).logits[:, len(prompt) - 1 : -1].float() for chunk in torch.split(ids, 256)]
-        )
+        kept = outputs.shape[1] + 1  # those of a long prompt would take gigabytes with a real vocabulary
+        chunks = torch.split(ids, 256)
+        logits = torch.cat([self.model(chunk, logits_to_keep=kept).logits[:, :-1].float() for chunk in chunks])
         sampling = sampling or Sampling()
         log_probs = sampling.log_probs(sampling.penalised(logits, prompt, outputs))
         ended = sampling.ended(outputs)

@@ -74,6 +74,21 @@ def test_a_larger_models_states_are_captured_from_text(seeing):
 
 
 @pytest.mark.parametrize(
+    ("processor", "dtype"),
+    [
+        ({"architecture": "x86_64", "avx2": True}, torch.float32),
+        ({"architecture": "x86_64", "avx512_bf16": True}, torch.bfloat16),
+        ({"architecture": "aarch64"}, torch.bfloat16),
+    ],
+)
+def test_states_are_computed_in_float32_where_products_of_16_bits_are_slow(tmp_path, monkeypatch, processor, dtype):
+    make_policy().bfloat16().save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor, raising=False)
+    (kept,) = PolicyStates(load_policy(tmp_path, "cpu"), (1, 2, 3))([Text((5, 6, 7, 8, 9), 2)])
+    assert kept.aux.dtype == kept.last.dtype == dtype
+
+
+@pytest.mark.parametrize(
     ("name", "part"),
     [
         ("model.language_model.embed_tokens.weight", "embed"),

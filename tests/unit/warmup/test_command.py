@@ -143,6 +143,7 @@ def test_the_best_weights_are_saved_not_the_last(settings, answered, monkeypatch
     warmup(wanted, QUIET)
     facts = provenance(wanted.out)
     assert facts["tau_sim"] == 1.4 and 0 < facts["steps"] < facts["steps_in_all"]
+    assert max(check["tau"] for check in facts["checks"]) == 1.4 and facts["checks"][0]["step"] == 0
 
 
 def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(settings, answered, answers):

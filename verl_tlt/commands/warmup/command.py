@@ -240,6 +240,7 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], r
         "response_tokens": sum(len(r.tokens) for r in responses),
         "tau_sim": round(best, 4),
         "acceptance": [round(a, 4) for a in run.progress.acceptance],
+        "checks": run.progress.checks,
         "date": time.strftime("%Y-%m-%d"),
     }
     return save_drafter(run.trainer.model, options.out, facts, policy=options.model)
