@@ -11,6 +11,7 @@ from verl_tlt.errors import TLTError, needs, printable
 
 try:
     import typer
+    from typer import Argument, Option
     from typer.core import TyperGroup
 
     from verl_tlt.commands.advise.options import AdviseOptions, ConfigName, RecipeWords, RunScript
@@ -54,7 +55,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which release this is.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Say which release this is.")
     ] = False,
 ) -> None:
     """Speculative decoding for verl's rollouts, with a drafter that is trained in idle time.
@@ -68,13 +69,11 @@ def main(
 
 @app.command()
 def doctor(
-    overrides: Annotated[list[str] | None, typer.Argument(help="Your recipe; without one only packages.")] = None,
+    overrides: Annotated[list[str] | None, Argument(help="Your recipe; without one only packages.")] = None,
     config_name: ConfigName = "ppo_trainer",
-    symbols: Annotated[bool, typer.Option("--symbols", help="List every function that verl-tlt uses.")] = False,
-    gpu: Annotated[
-        bool, typer.Option("--gpu", help="Start the recipe's engine on a GPU here and measure it, for minutes.")
-    ] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
+    symbols: Annotated[bool, Option("--symbols", help="List every function that verl-tlt uses.")] = False,
+    gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False,
+    cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
     run_script: RunScript = False,
 ) -> None:
     """Can TLT run here? Checks packages and your recipe.
@@ -125,19 +124,13 @@ def advise(options: AdviseOptions) -> None:
 def compare(
     overrides: RecipeWords,
     config_name: ConfigName = "ppo_trainer",
-    arms: Annotated[
-        str, typer.Option(help="Compared with stock verl, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")
-    ] = "tlt",
-    rounds: Annotated[int, typer.Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,
-    out: Annotated[Path, typer.Option(help="Output folder; a comparison that is found there is continued.")] = Path(
-        "compare-out"
-    ),
-    drafter: Annotated[
-        str | None, typer.Option(help="The drafter of TLT and of vllm-K; by default tlt.drafter.path.")
-    ] = None,
+    arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")] = "tlt",
+    rounds: Annotated[int, Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3,
+    steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,
+    out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out"),
+    drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None,
     stall_minutes: Annotated[
-        float, typer.Option(min=LEAST, callback=finite, help="End a job that has logged nothing for so long.")
+        float, Option(min=LEAST, callback=finite, help="End a job that is silent for so long.")
     ] = 60.0,
     run_script: RunScript = False,
 ) -> None:
@@ -204,11 +197,9 @@ def evaluate(options: EvaluateOptions) -> None:
 def calibrate(
     overrides: RecipeWords,
     config_name: ConfigName = "ppo_trainer",
-    out: Annotated[Path | None, typer.Option(help="The file to write; by default where runs look for it.")] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, callback=finite, help="How long to measure once the engine runs.")
-    ] = 60.0,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
+    out: Annotated[Path | None, Option(help="File to write; by default where runs look.")] = None,
+    seconds: Annotated[float, Option(min=1, callback=finite, help="How long to measure.")] = 60.0,
+    cpu: Annotated[bool, Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
     run_script: RunScript = False,
 ) -> None:
     """Measure what an engine step takes, for later runs.
@@ -230,9 +221,9 @@ def calibrate(
 
 @app.command()
 def switch(
-    trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a running job (tlt.trace.dir).")],
-    speculation: Annotated[str | None, typer.Option(help="on or off: drafting, in every engine.")] = None,
-    spot: Annotated[str | None, typer.Option(help="on or off: training the drafter in idle time.")] = None,
+    trace_dir: Annotated[Path, Argument(help="Trace directory of a running job (tlt.trace.dir).")],
+    speculation: Annotated[str | None, Option(help="on or off: drafting, in every engine.")] = None,
+    spot: Annotated[str | None, Option(help="on or off: training the drafter in idle time.")] = None,
 ) -> None:
     """Switch drafting or training off in a running job.
 
@@ -257,13 +248,9 @@ def switch(
 
 @app.command()
 def report(
-    trace_dir: Annotated[Path, typer.Argument(help="Trace directory of a run (tlt.trace.dir).")],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for page and picture; by default the one that the trace lies in.")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev or chrome://tracing too.")
-    ] = None,
+    trace_dir: Annotated[Path, Argument(help="Trace directory of a run (tlt.trace.dir).")],
+    out: Annotated[Path | None, Option(help="Folder for page and picture; by default the trace's parent.")] = None,
+    perfetto: Annotated[Path | None, Option(help="File of a timeline for ui.perfetto.dev or chrome://tracing.")] = None,
 ) -> None:
     """Did it pay in a run? A page and a picture of its trace.
 
@@ -278,9 +265,9 @@ def report(
 
 @app.command()
 def convert(
-    drafter: Annotated[Path, typer.Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
-    model: Annotated[Path, typer.Option(help="The policy's Hugging Face directory, or its name on the hub.")],
-    out: Annotated[Path, typer.Option(help="Where the converted drafter goes.")],
+    drafter: Annotated[Path, Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
+    model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")],
+    out: Annotated[Path, Option(help="Where the converted drafter goes.")],
 ) -> None:
     """Bring an EAGLE-3 drafter into the layout that vLLM serves.
 
@@ -302,8 +289,8 @@ def convert(
 
 @app.command()
 def write_back(
-    head: Annotated[Path, typer.Argument(help="An MTP head that verl-tlt saved, or a model that has one.")],
-    policy: Annotated[Path, typer.Argument(help="The policy's Hugging Face directory, which is changed.")],
+    head: Annotated[Path, Argument(help="An MTP head that verl-tlt saved, or a model that has one.")],
+    policy: Annotated[Path, Argument(help="The policy's Hugging Face directory, which is changed.")],
 ) -> None:
     """Put an MTP head into a policy's directory, for vLLM.
 

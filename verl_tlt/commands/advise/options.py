@@ -24,14 +24,12 @@ RunScript = Annotated[
 class AdviseOptions:
     recipe: RecipeWords
     trace: Annotated[Path | None, Option(help="Trace directory of a run with TLT (tlt.trace.dir).")] = None
-    metrics: Annotated[
-        Path | None, Option(help="Metrics of a run, stock or not: from verl's `file` logger, or its console log.")
-    ] = None
+    metrics: Annotated[Path | None, Option(help="A run's metrics: verl's `file` logger or console log.")] = None
     gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; by default H100.")] = None
     parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
     response_length: Annotated[float | None, Option(min=1, help="Mean response length, in tokens.")] = None
     acceptance: Annotated[
-        str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3, for example 0.8,0.75,0.7.")
+        str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3: 0.8,0.75,0.7.")
     ] = None
     config_name: ConfigName = "ppo_trainer"
     run_script: RunScript = False

@@ -29,9 +29,7 @@ class SamplingOptions:
     temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
     top_p: Annotated[float, Option(min=1e-6, max=1, help="The rollout's top_p.")] = 1.0
     top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
-    seed: Annotated[
-        int, Option(min=0, max=MOST_SEED, help="Seed of sampling, of a new drafter's weights and of training order.")
-    ] = 0
+    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class EngineOptions(SamplingOptions):
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
     recipe: Annotated[
         list[str] | None,
-        Option(help="Script of your run, for policy, prompts, sampling and engine; repeated: its overrides."),
+        Option(help="Your run's script, for policy, prompts and sampling; again: overrides."),
     ] = None
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
@@ -82,15 +80,11 @@ class WarmupOptions(TrainingOptions):
     prompts: Annotated[list[Path], Option(help="Prompts: .parquet as verl reads it, .jsonl, .json or .txt.")]
     out: Annotated[Path, Option(help="Folder to write; OUT.warmup beside it has work in progress.")]
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the policy's own MTP head.")] = "eagle3"
-    drafter: Annotated[Path | None, Option(help="A drafter to continue from: a directory, or a name on the hub.")] = (
-        None
-    )
+    drafter: Annotated[Path | None, Option(help="Directory or hub name of a drafter to continue from.")] = None
     aux_layers: Annotated[str | None, Option(help="Layers whose hidden states are read, such as 2,18,33.")] = None
-    intermediate_size: Annotated[
-        int | None, Option(min=1, help="Width of the drafter's MLP; by default the policy's.")
-    ] = None
+    intermediate_size: Annotated[int | None, Option(min=1, help="Width of its MLP; by default the policy's.")] = None
     draft_vocab: Annotated[
-        int | None, Option(min=2, help="Size of the draft vocabulary; by default 32768, or all of up to 65536.")
+        int | None, Option(min=2, help="Draft vocabulary; by default 32768, or all of up to 65536.")
     ] = None
     samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
     limit: Annotated[int | None, Option(min=1, help="Use the first N prompts only.")] = None
@@ -109,7 +103,7 @@ class EvaluateOptions(EngineOptions):
     """Of `verl-tlt evaluate`."""
 
     drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
-    prompts: Annotated[list[Path] | None, Option(help="Prompts; by default the held-out ones of its warm-up.")] = None
+    prompts: Annotated[list[Path] | None, Option(help="Prompts; by default its warm-up's held-out ones.")] = None
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
 
 
