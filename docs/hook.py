@@ -33,7 +33,9 @@ def on_page_content(html: str, **_: Any) -> str:
         seen.add(meaning)
         return term[0]
 
-    return re.sub(r'(submission )?<abbr title="([^"]*)">(.*?)</abbr>', first, html)
+    html = re.sub(r'(submission )?<abbr title="([^"]*)">(.*?)</abbr>', first, html)
+    # names break where a word of theirs ends
+    return re.sub(r"(?<=<code>)[^<\s]+(?=</code>)", lambda name: name[0].replace("_", "_<wbr>"), html)
 
 
 def terms() -> dict[str, str]:
