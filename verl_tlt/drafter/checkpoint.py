@@ -288,7 +288,7 @@ _FACTS = {
     "version": int, "tokens_trained": int, "prompts": str | list, "prompts_limit": int, "prompts_sha256": str,
     "prompt_form": dict,
 }  # fmt: skip
-"""Kinds of the facts that are read again."""
+"""Kinds of the facts that are read again; none is below 0."""
 
 
 def provenance(directory: Model) -> Fields:
@@ -301,7 +301,8 @@ def provenance(directory: Model) -> Fields:
     files = facts.get("prompts")
     if isinstance(files, list) and not (files and all(isinstance(file, str) for file in files)):
         del facts["prompts"]
-    return {key: value for key, value in facts.items() if isinstance(value, _FACTS.get(key, object))}
+    kept = {key: value for key, value in facts.items() if isinstance(value, _FACTS.get(key, object))}
+    return {key: n for key, n in kept.items() if not (key in _FACTS and isinstance(n, int) and n < 0)}
 
 
 def _is_share(value: object) -> bool:

@@ -155,6 +155,8 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         self._fill(text, 8)
         said = parse(text.tobytes())
         metadata = dict(said.pop("__metadata__", None) or {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its metadata is no text")
         entries = {name: _entry(name, fields) for name, fields in said.items()}
         end = 0  # tensors follow each other without a gap
         for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):

@@ -65,13 +65,17 @@ def test_every_turn_goes_on_from_the_one_before_and_the_first_where_the_recipe_w
     (run := tmp_path / "it's, a run").joinpath("global_step_30").mkdir(parents=True)
     run.joinpath("latest_checkpointed_iteration.txt").write_text("30")
     for given in (
-        ("trainer.resume_mode=auto", f"trainer.default_local_dir={quoted(run)}"),
+        first := ("trainer.resume_mode=auto", f"trainer.default_local_dir={quoted(run)}"),
         ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={quoted(run / 'global_step_30')}"),
     ):
         plan = make_plan(Recipe((*BASE, *given)), 4, tmp_path / "out")
         begin = composed(plan, arm).trainer
         assert (begin.resume_from_path, begin.total_training_steps) == (str(run / "global_step_30"), 34)
         assert plan.checkpoint(arm, 2) == tmp_path / "out" / "tlt" / "global_step_38"
+    for text in (b"30\xff", b"3/0", b"\0", b""):
+        run.joinpath("latest_checkpointed_iteration.txt").write_bytes(text)
+        with pytest.raises(CompareError, match="which is no checkpoint"):
+            make_plan(Recipe((*BASE, *first)), 4, tmp_path / "out")
     (run / "global_step_30").rmdir()
     with pytest.raises(CompareError, match="which is no checkpoint"):
         make_plan(Recipe((*BASE, *given)), 4, tmp_path / "out")

@@ -48,7 +48,7 @@ def tensor(kind="F32", shape=(2,), offsets=(0, 8)):
     "header",
     [
         b"", b"{", b"[]", b"{}", b"\xff\xff", b"[" * 5000, {"a": 3}, {"a": {}}, {"a": tensor(), "__metadata__": 3},
-        {"a": tensor(), "__metadata__": ["x"]},
+        {"a": tensor(), "__metadata__": ["x"]}, {"a": tensor(), "__metadata__": {"state": 3}},
         {"a": tensor(shape=(3,))}, {"a": tensor(shape=(-2,), offsets=(8, 0))}, {"a": tensor(shape=(2.0,))},
         {"a": tensor(shape=(True, 2))}, {"a": tensor(offsets=(0, 16))}, {"a": tensor(offsets=(8, 16))},
         {"a": tensor(offsets=(-8, 0))}, {"a": tensor(offsets=(0,))}, {"a": tensor(offsets=None)},

@@ -75,6 +75,8 @@ def test_held_out_are_prompts_in_the_form_of_the_warm_up(policy_dir, tmp_path, p
     options = EvaluateOptions(drafter=own, model=policy_dir, response_length=24)
     assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
     assert {prompt[-1] for prompt in choose_prompts(options)} == {46}
+    (own / "provenance.json").write_text(json.dumps(facts | {"prompts_limit": -1}))
+    assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
     (own / "provenance.json").write_text(json.dumps(facts | {"prompt_form": {"key": ["question"]}}))
     with pytest.raises(DrafterError, match=r"own: provenance\.json has a `prompt_form` of another kind"):
         choose_prompts(options)

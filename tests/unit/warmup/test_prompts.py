@@ -1,6 +1,7 @@
 """Prompts in every form they may come in, the part that is held out, and one sentence for every unusable file."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,9 +80,14 @@ def test_unusable_files_are_named(tokenizer, tmp_path, name, content, sentence):
     assert sentence in said and str(tmp_path / name) in said and "\n" not in said and len(said) < 400
 
 
-def test_a_policy_needs_a_tokenizer(tmp_path):
+def test_a_policy_needs_a_tokenizer(tmp_path, policy_dir):
     with pytest.raises(DrafterError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
+    shutil.copytree(policy_dir, tmp_path / "policy")
+    for text in ("{", "[]", '{"model": 3}', '{"version": "1.0", "model": {"type": "none"}}'):
+        (tmp_path / "policy" / "tokenizer.json").write_text(text)
+        with pytest.raises(DrafterError, match=r"policy holds no tokenizer: [^\n]+\."):
+            load_tokenizer(tmp_path / "policy")
 
 
 def test_a_chat_needs_a_template(tokenizer, tmp_path, prompt_lines, monkeypatch):

@@ -218,7 +218,8 @@ def is_tlts(override: str) -> bool:
 def given_drafter(plan: Plan) -> str | None:
     """The drafter that the recipe names, as any process finds it."""
     path = select(compose((*plan.stock.overrides, *plan.tlt), plan.stock.config), DRAFTER)
-    return located(str(path)) if path else None
+    with plan.stock.place():
+        return located(str(path)) if path else None
 
 
 def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> None:
@@ -256,7 +257,7 @@ def _start(recipe: Recipe, config: DictConfig) -> Path | None:
     if mode == "resume_path":
         path = here / os.path.expanduser(str(select(config, "trainer.resume_from_path", "")))
     elif mode == "auto" and (latest := here / read_run_dir(config) / LATEST).is_file():
-        path = latest.with_name(f"{STEP}{latest.read_text().strip()}")
+        path = latest.parent / f"{STEP}{latest.read_text(errors='replace').strip()}"
     else:
         return None
     if not path.is_dir() or not re.fullmatch(rf"{STEP}\d+", path.name):

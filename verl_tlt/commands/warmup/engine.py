@@ -28,7 +28,7 @@ from verl_tlt.commands.warmup.prompts import MODEL, read_run
 from verl_tlt.drafter import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.files.json_files import read_lines
+from verl_tlt.files.json_files import parse, read_lines
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
 from verl_tlt.server.engine_arguments import speculative_config
@@ -143,7 +143,7 @@ def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
     found = {}
     for line in read_lines(file) if file.is_file() else ():
         try:
-            response = from_plain(Response, json.loads(line))
+            response = from_plain(Response, parse(line))
         except ValueError:
             continue
         found[response.prompt, response.sample] = response

@@ -24,7 +24,7 @@ from verl_tlt.checks.recipe import CONFIG, ROLLOUT, Recipe, compose, number, rea
 from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
-from verl_tlt.drafter.policy import Model
+from verl_tlt.drafter.policy import Model, first_line
 from verl_tlt.files.json_files import parse, read_lines
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def load_tokenizer(policy: Model, trusted: bool = False) -> PreTrainedTokenizerB
 
     try:
         return AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted)
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"--model {policy} holds no tokenizer: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise DrafterError(f"--model {policy} holds no tokenizer: {first_line(error)}.") from error
 
 
 def _files(source: Path) -> list[Path]:
