@@ -182,7 +182,7 @@ class ReplicaIdlePlanner:
     ) -> None:
         self._replicas = {name: _Replica() for name in replicas}
         self._workers = frozenset(replicas if spot_workers is None else spot_workers)
-        self._need = max(1, math.ceil(LEAST_SHARE * expected_requests / len(replicas)))
+        self._need = max(1, math.ceil(LEAST_SHARE * expected_requests / max(1, len(replicas))))
         self._settle_s = settle_s
         self._more_may_arrive = True
         self._served = False  # by a BUSY replica with requests; a DRAINING one does not count, whatever it holds

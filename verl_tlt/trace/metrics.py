@@ -25,7 +25,7 @@ class StepObservations:
     """What was measured in one RL step. Mappings are by replica; None and empty mean not measured."""
 
     rollout_s: float | None = None
-    """Seconds from the first dispatch to the last response."""
+    """Seconds in which the engines of `replicas` decoded."""
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
     bubble_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds in which a replica had nothing to decode while another still decoded."""
@@ -189,7 +189,8 @@ def _drafter_metrics(observations: StepObservations) -> dict[str, float | None]:
         metrics["tlt/drafter_staleness"] = observations.step - observations.served_since
     if (publish := observations.publish) is not None:
         metrics["tlt/publish_s"] = publish.seconds
-        metrics["tlt/publish_skipped"] = 0.0 if publish.decision == "published" else 1.0
+        # The engines get the initial drafter again where both it and the served one are better than the candidate.
+        metrics["tlt/publish_skipped"] = 0.0 if publish.decision == "published" or publish.bytes else 1.0
         metrics["tlt/drafter_sim_accept_length"] = _served_tau(publish)
         metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = publish.gain, publish.gain_low
     if observations.reloads:

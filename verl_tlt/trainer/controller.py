@@ -69,8 +69,10 @@ class Controller:
         self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
         self.log = StepLog(trace, clock)
         self.guard, self._charged = self.log.guard, self.log.charged
+        # The first of them try drafters and decode without; those on the trainer's devices may sleep meanwhile.
+        replicas = sorted(fleet.replicas, key=lambda name: fleet.replicas[name].colocated)
         self.speculation = SpeculationControl(
-            str(tlt.trace.dir), fleet.replicas, tlt.speculation, facts.shared, facts.active_share
+            str(tlt.trace.dir), replicas, tlt.speculation, facts.shared, facts.active_share
         )
         served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         self.updates = DrafterUpdates(fleet, tlt, served, facts.dtype, self.log)
@@ -182,12 +184,12 @@ class Controller:
             )  # fmt: skip
 
     def _planner(self, step: int) -> ReplicaIdlePlanner:
-        workers = self.fleet.workers()
         ready = self._able(step)
         self._ready = bool(ready)
-        if self.facts.rule.idle == "trainer" and workers:
+        if self.facts.rule.idle == "trainer":  # whose replicas are not the balancer's
+            colocated = [name for name, replica in self.fleet.replicas.items() if replica.colocated]
             return TrainerIdlePlanner(
-                workers, begin=self.clock.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready
+                colocated, begin=self.clock.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready
             )
         return ReplicaIdlePlanner(
             list(self.fleet.replicas),
@@ -198,7 +200,7 @@ class Controller:
 
     def _able(self, step: int) -> list[str]:
         """Replicas whose spot workers may train now and have enough to train on."""
-        # While a late merge is still running, the workers' weights are not theirs to train.
+        # A merge that is late still reads and replaces the workers' weights.
         if not (self.spot and self.speculation.may_train and self.updates.under_way is None):
             return []
         fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}

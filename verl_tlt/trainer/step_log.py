@@ -64,6 +64,7 @@ class StepLog:
         """By replica."""
         self.off_replicas: int | None = None
         """Replicas whose spot training is given up; None: nobody trains in this run."""
+        self._rollout = "timing_s/gen"  # verl's name of the time in which engines decode
         self._disabled = ""
         self._version = self._since = 0
         self._begin()
@@ -82,6 +83,8 @@ class StepLog:
     def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, Replica], facts: RunFacts) -> None:
         """Write the trace's first event; `step0` is the first RL step, which is not charged with the start."""
         self._observed.overhead.clear()
+        if facts.rule.idle == "trainer":  # which waits for samples in `gen`, while engines decode all the time
+            self._rollout = "timing_s/step"
         self.devices = {name: max(1, len(info.ranks)) for name, info in replicas.items()}
         standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
@@ -214,7 +217,7 @@ class StepLog:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
         self.guard.count("trace", self.trace.failures - self.guard.counts["trace"])
         observed, account = self._observed, self._account
-        observed.step, observed.rollout_s, observed.errors = step, metrics.get("timing_s/gen"), self.guard.counts
+        observed.step, observed.rollout_s, observed.errors = step, metrics.get(self._rollout), self.guard.counts
         observed.published_version, observed.served_since = self._version, self._since
         observed.devices, observed.spot_off_replicas = self.devices, self.off_replicas
         if account:

@@ -115,10 +115,12 @@ TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
 
 
 @pytest.mark.parametrize(
-    ("decision", "skipped", "tau"), [("published", 0.0, 2.5), ("kept", 1.0, 2.2), ("reverted", 1.0, 2.3)]
+    ("decision", "nbytes", "skipped", "tau"),
+    [("published", 9, 0.0, 2.5), ("kept", 0, 1.0, 2.2), ("reverted", 0, 1.0, 2.3), ("reverted", 9, 0.0, 2.3)],
 )
-def test_publication(decision, skipped, tau):
+def test_publication(decision, nbytes, skipped, tau):
     publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02, gain=0.1, gain_low=-0.02)
+    publish.bytes = nbytes
     reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False, full_graphs=(3,))
     observed = StepObservations(publish=publish, reloads=[reload], step=9, served_since=4)
     observed.published_version, observed.served_version = 3, 2

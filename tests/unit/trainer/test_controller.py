@@ -263,6 +263,23 @@ def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run
     assert metrics["tlt/reload_failures"] == 0
 
 
+@pytest.mark.parametrize("colocated", [("a", "b"), ()])
+def test_replicas_on_the_trainers_devices_get_no_requests_although_nobody_trains_there(run, clock, colocated):
+    """verl has taken them out of the balancer: they sleep, and reject what they are sent."""
+    fleet = FakeFleet(*colocated, "far", standalone={"far"}, clock=clock)
+    fleet.untapped = "it has no tap"
+    controller, _ = run(mode="separate_async", fleet=fleet)
+    fleet.balancer = {"far"}
+    controller.sample_begin(1)
+    fleet.load["far"] = 4
+    clock.sleep(LOOKS_S)
+    assert fleet.balancer == {"far"}
+    controller.sample_end(1, last=True)
+    metrics = rest_of_step(controller, fleet, 1)
+    assert metrics["tlt/errors"] == 0
+    assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx(len(colocated) * LOOKS_S), "of the wait for samples"
+
+
 def test_several_samplings_of_one_step_are_merged_once(run):
     controller, fleet = run(mode="separate_async", names=("a", "far"), standalone={"far"})
     controller.log_probs_done(0)
@@ -412,6 +429,15 @@ def test_a_control_rollout_is_decoded_without_drafts(run, shared):
         assert rest_of_step(controller, fleet, step)["tlt/speculation_disabled"] == 0.0
 
 
+def test_one_that_decodes_is_the_first_to_decode_without_drafts_or_to_try_them(run):
+    """Replicas on the trainer's devices sleep: what they try or measure nobody learns."""
+    controller, fleet = run(
+        mode="separate_async", names=("a", "b", "far"), standalone={"far"}, policy="fixed", control_every=1
+    )
+    controller.before_sync(2)  # of three replicas it is the first one's turn in every third rollout
+    assert fleet.disabled == {"far"}
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_step_costs_that_servers_found_stored_are_used_as_measured_ones_are(run, clock, measured):
     fleet = FakeFleet("a", "b", clock=clock)
@@ -438,6 +464,15 @@ def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_
         drafted = slowed._replace(start=trained.end, end=trained.end + 1.0, off=False)
         fleet.stats = {"a": EngineStats(load_intervals=(drafted,), num_drafts=1)}
     assert rest_of_step(controller, fleet, 3)["tlt/saved_s"] == pytest.approx(-0.5), "drafted, it is charged"
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("sync", 1.0), ("colocate_async", 1.0), ("separate_async", 2.0)])
+def test_tokens_a_second_are_of_the_time_in_which_engines_decode(run, mode, seconds):
+    controller, fleet = run(mode=mode, names=("a", "b", "c"), standalone=("c",) if mode == "separate_async" else ())
+    fleet.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
+    with sampling(controller, fleet, 1):
+        pass
+    assert rest_of_step(controller, fleet, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
 
 
 def test_validation_is_not_the_next_rollouts(filled):
