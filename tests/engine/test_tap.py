@@ -61,6 +61,19 @@ def test_rows_beyond_the_budget_are_left_out(actor, policy):
     check_states(taken, [rows[row] for row in chosen], policy, 40, **TOLERANCE)
 
 
+def test_a_batch_that_the_tap_does_not_understand_costs_its_states_and_not_the_step(actor):
+    rows = make_rows(LENGTHS, seed=3)
+    actor.tap_budget = actor.tap_window = 10_000
+    batch = make_batch(rows, 60, compute_loss=False)
+    known = infer(actor, batch)
+    assert actor.tap.take()
+    strange, errors = make_batch(rows, 60, compute_loss=False), actor.tap.errors
+    for key in ("responses", "response_mask"):
+        strange.pop(key, None)
+    assert torch.equal(infer(actor, strange), known)
+    assert not actor.tap.take() and actor.tap.errors == errors + 1
+
+
 def test_log_probs_are_the_same_to_the_bit(actor):
     rows = make_rows(LENGTHS, seed=3)
     actor.tap_budget = actor.tap_window = 10_000

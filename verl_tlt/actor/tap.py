@@ -74,7 +74,7 @@ class HiddenStateTap:
         """Count the tokens of a batch's responses, once where that was asked for (`TappedStates.token_counts`)."""
         if not self.counts_tokens:
             return
-        with self._contained():
+        with self.contained():
             ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
             said = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
             self.token_counts = torch.bincount(said.long(), minlength=vocabulary).cpu().numpy()
@@ -83,7 +83,7 @@ class HiddenStateTap:
     def take(self) -> list[HiddenStateShard]:
         """What was recorded of the chosen rows on this rank, in row order, once all of it is on the host; disarms."""
         taken: list[HiddenStateShard] = []
-        with self._contained():
+        with self.contained():
             for begun, ended in self._copies:
                 ended.synchronize()
                 self.seconds += begun.elapsed_time(ended) / 1e3  # the forward's kernels waited for the copies
@@ -94,7 +94,7 @@ class HiddenStateTap:
     def _hook(self, index: int) -> Callable[..., None]:
         def keep(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
             if self._open is not None:
-                with self._contained():
+                with self.contained():
                     self._open.slice(index, args[0] if args else kwargs["hidden_states"])
 
         return keep
@@ -103,21 +103,21 @@ class HiddenStateTap:
         rows = micro_batch[ROW].tolist() if forward_only and self.chosen and ROW in micro_batch else []
         if not any(row in self.chosen for row in rows):
             return forward()
-        with self._contained():
+        with self.contained():
             self._open = _MicroBatch(self.adapter, self.dtype, micro_batch, rows, self.chosen)
         try:
             output = forward()
         finally:
             recorded, self._open = self._open, None
         if recorded is not None:
-            with self._contained():
+            with self.contained():
                 shards, copies = recorded.shards(self.wanted, self._host)
                 self.taken += shards
                 self._copies += [copies] if copies else []
         return output
 
     @contextmanager
-    def _contained(self) -> Iterator[None]:
+    def contained(self) -> Iterator[None]:
         """Time the tap's own work; a failure ends the recording of this micro-batch, and nothing of it is kept."""
         start = time.perf_counter()
         try:

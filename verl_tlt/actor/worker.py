@@ -50,16 +50,21 @@ class TLTTrainingWorker(TrainingWorker):
         reference = tu.get(data, "no_lora_adapter", False)  # a LoRA actor also answers for the reference policy
         if self.tap is None or reference or "input_ids" not in data:
             return super().infer_batch(data)
+        with self.tap.contained():
+            self._choose(data, self.tap)
+        return super().infer_batch(data)
+
+    def _choose(self, data: TensorDict, tap: HiddenStateTap) -> None:
+        """Have the tap record some rows of this batch, the same on every rank that computes it."""
         lengths = data["input_ids"].offsets().diff().tolist()
-        rng = random.Random(self.batches_tapped)  # the same on every rank that computes this batch
+        rng = random.Random(self.batches_tapped)
         self.batches_tapped += 1
         rows = select_for_tap(lengths, self.tap_budget, rng, self.tap_window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
-        self.tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
-        self.tap.count(data, self.vocabulary)
+        tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
+        tap.count(data, self.vocabulary)
         data[ROW] = torch.arange(len(lengths))
-        return super().infer_batch(data)
 
 
 class TLTActorWorker(ActorRolloutRefWorker):

@@ -194,9 +194,10 @@ class SamplingWatch:
         self.trace.emit("load", step=self.step, inflight=self._load)
 
     def _do(self, commands: list[Command]) -> None:
+        """One replica after the other, until sampling ends: the trainer waits for what is being done then."""
         queue = list(commands)
-        while queue:
-            queue += self._carry_out(queue.pop(0))
+        while queue and not self._end.is_set():
+            queue[:0] = self._carry_out(queue.pop(0))
 
     def _carry_out(self, command: Command) -> list[Command]:
         """Returns what the planner asks for next."""
@@ -260,7 +261,7 @@ class SamplingWatch:
             self._turn.release()
 
     def wait(self, seconds: float) -> None:
-        """Until the sessions that were started are over, or none can be; so many seconds at most."""
+        """Wait until all sessions that were started are over, or the watch has failed; `seconds` at most."""
         deadline = Deadline(seconds, self._clock)
         while (left := deadline.left()) > 0.0 and (self.running or not self.report.sessions) and not self.report.error:
             self._clock.event().wait(min(self.poll_s, left))

@@ -90,3 +90,35 @@ def test_a_large_fleet_writes_less_often_and_its_last_load(tmp_path):
     assert len(written) < 20 and written[-1]["inflight"]["replica-0"] == 20
     apart = [b["t"] - a["t"] for a, b in pairwise(written[:-1])]
     assert all(seconds >= 0.9 * 2000 * LOAD_LINE_S for seconds in apart)
+
+
+def test_the_end_of_sampling_waits_for_one_that_falls_asleep_and_for_no_more(tmp_path):
+    """The others that were to leave at the same look are put to sleep by verl, all at once, and train nothing."""
+    clock, names = FakeClock(), ("a", "b", "c", "serves")
+    fleet, sleep_s = FakeFleet(*names, clock=clock), 5.0
+    fleet.slow = {"try_sleep": sleep_s}
+    fleet.load |= dict.fromkeys(names, 1)
+    planner = ReplicaIdlePlanner(names, expected_requests=4, settle_s=0.0)
+    watch = SamplingWatch(fleet, planner, PendingWork, 0.002, TraceWriter(tmp_path, "t", clock.time), 1, clock=clock)
+    clock.sleep(0.1)
+    fleet.load |= dict.fromkeys(("a", "b", "c"), 0)
+    clock.sleep(0.1)
+    begin = clock.now
+    report = watch.finish(1.0)
+    assert clock.now - begin < sleep_s and report.error is None
+    assert [call[1] for call in fleet.calls if call[0] == "try_sleep"] == ["a"]
+    assert report.sessions == [] and not [call for call in fleet.calls if call[0] == "train"]
+
+
+def test_one_that_sleeps_trains_before_the_next_is_asked_to_sleep(tmp_path):
+    clock, names = FakeClock(), ("a", "b", "serves")
+    fleet = FakeFleet(*names, clock=clock)
+    fleet.load |= dict.fromkeys(names, 1)
+    planner = ReplicaIdlePlanner(names, expected_requests=3, settle_s=0.0)
+    watch = SamplingWatch(fleet, planner, PendingWork, 0.002, TraceWriter(tmp_path, "t", clock.time), 1, clock=clock)
+    clock.sleep(0.1)
+    fleet.load |= dict.fromkeys(("a", "b"), 0)
+    clock.sleep(0.1)
+    order = [call[:2] for call in fleet.calls if call[0] in ("try_sleep", "train")]
+    assert order == [("try_sleep", "a"), ("train", "a"), ("try_sleep", "b"), ("train", "b")]
+    watch.finish(1.0)
