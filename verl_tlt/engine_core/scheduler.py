@@ -159,7 +159,7 @@ class TLTScheduler(Scheduler):
         draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
         limits = Limits(tuple(settings["arms"]), token_limit(config), longest - self.num_spec_tokens)
-        self.tlt = StepControl(load_policy(settings), limits, trace)
+        self.tlt = StepControl(load_policy(settings), limits, trace, config.parallel_config.tensor_parallel_size)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self._tlt_grammar = GrammarDrafts()
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)

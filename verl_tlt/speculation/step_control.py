@@ -50,37 +50,6 @@ class Limits(NamedTuple):
         return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
 
 
-def draft_length(
-    policy: Policy,
-    load: Load,
-    limits: Limits,
-    *,
-    longest: int = 0,
-    room: int = sys.maxsize,
-    drafting: bool = True,
-    forced: int | None = None,
-) -> int:
-    """K of the coming step, or OFF. An engine step waits for this.
-
-    Args:
-        policy: chooses K; asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
-        load: of the step.
-        limits: of the engine.
-        longest: tokens of the longest context that the step may reach.
-        room: no draft may be longer (`decode_load.StopBoundary`).
-        drafting: the drafter runs in this rollout.
-        forced: a K ordered from outside.
-    """
-    if not drafting:
-        return OFF
-    wanted = forced
-    if wanted is None:
-        wanted = policy.choose(load) if load.batch > 0 else 0
-    if limits.outgrown(longest):
-        return 0
-    return limits.fitting(wanted, load.batch, room)
-
-
 class StepTrace:
     """Appends one JSON line per engine step to a file, a buffer at a time; a disk that fails costs only the trace."""
 
@@ -118,12 +87,16 @@ class StepTrace:
 
 
 class StepControl:
-    """Has the draft length of each step decided (`draft_length`) and remembers what came of it, in `trace` if given."""
+    """Has the policy choose K within the engine's limits, and sums what came of it; writes it to `trace` if given.
 
-    def __init__(self, policy: Policy, limits: Limits, trace: StepTrace | None = None) -> None:
+    `ranks`: of the engine's tensor parallelism.
+    """
+
+    def __init__(self, policy: Policy, limits: Limits, trace: StepTrace | None = None, ranks: int = 1) -> None:
         self.policy = policy
         self.limits = limits
         self.trace = trace
+        self._ranks = ranks
         self.drafting = True
         self.force_k: int | None = None
         self.policy_error: str | None = None
@@ -131,12 +104,23 @@ class StepControl:
         self._sums = StepSums()
 
     def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
-        """K of the coming step, or OFF; `longest` and `room` as `draft_length` has them."""
-        forced = 0 if self.force_k is None and self.policy_error is not None else self.force_k
+        """K of the coming step, or OFF. An engine step waits for this.
+
+        The policy is asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
+
+        Args:
+            load: of the step.
+            longest: tokens of the longest context that the step may reach.
+            room: no draft may be longer (`decode_load.StopBoundary`).
+        """
+        if not self.drafting:
+            return OFF
+        wanted = self.force_k
         try:
-            return draft_length(
-                self.policy, load, self.limits, longest=longest, room=room, drafting=self.drafting, forced=forced
-            )
+            if wanted is None:
+                asks = load.batch > 0 and self.policy_error is None
+                wanted = self.policy.choose(load) if asks else 0
+            return 0 if self.limits.outgrown(longest) else self.limits.fitting(wanted, load.batch, room)
         except Exception as error:
             self._give_up(error)
             return 0
@@ -144,7 +128,7 @@ class StepControl:
     def record(
         self, step: Step, accepted: Iterable[tuple[str, int]] = (), ended: Iterable[tuple[str, int]] = ()
     ) -> None:
-        """Sum one finished step, write it down, and let the policy learn from it; arguments as `StepSums.add`."""
+        """Add one finished step to sums and trace, and have the policy learn from it; arguments as `StepSums.add`."""
         self._sums.add(step, accepted, ended)
         if self.trace is not None:
             self.trace.add(step)
@@ -158,12 +142,18 @@ class StepControl:
             self._give_up(error)
 
     def drafter_broke(self, dropped: int) -> None:
-        """The worker dropped this many draft tokens that had no probability: OFF until the drafter is switched on."""
-        if self.drafting:
+        """The worker dropped this many draft tokens that had no probability: none follow until the next `control`.
+
+        With several ranks the drafter's pass goes on (`BrokenDrafts`), so this is K=0; with one it is OFF.
+        """
+        if self.drafting and self.force_k != 0:
             logger.error(
                 "The drafter's probabilities are not finite: %d draft tokens were dropped, and it is off.", dropped
             )
-        self.drafting = False
+        if self._ranks == 1:
+            self.drafting = False
+        else:
+            self.force_k = 0
         self._sums.drafts_broke(dropped)
 
     def flush(self) -> None:

@@ -87,7 +87,8 @@ class BrokenDrafts:
 
     Args:
         runner: vLLM's V1 or V2 model runner.
-        switch_off: called in the worker when drafts were dropped.
+        switch_off: called when drafts were dropped, but not where the engine has several ranks. Each of those hears of
+            it at its own time, and in a pass that one of them leaves out the others wait for it.
     """
 
     @upstream_change(
@@ -112,6 +113,7 @@ class BrokenDrafts:
         on_host = self._dropped.device.type == "cpu"
         self._on_host = self._dropped if on_host else torch.zeros((), dtype=torch.int64, pin_memory=True)
         self._reported = self._cleared = 0
+        alone = runner.vllm_config.parallel_config.tensor_parallel_size == 1
         self._clears_next = False
         if hasattr(runner, "speculator"):
             self._guard_logits()
@@ -125,7 +127,8 @@ class BrokenDrafts:
             output = sample(*args, **kwargs)
             if newly_dropped := int(self._on_host) - self._reported:
                 self._reported += newly_dropped
-                switch_off()
+                if alone:
+                    switch_off()
                 # Under async scheduling what the scheduler will see is inside: V1's name and V2's.
                 inner = getattr(output, "_model_runner_output", getattr(output, "model_runner_output", output))
                 setattr(inner, BROKEN_MARK, newly_dropped)

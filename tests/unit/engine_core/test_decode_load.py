@@ -17,7 +17,7 @@ from verl_tlt.engine_core.decode_load import (
     room_before_stop,
 )
 from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.step_control import Limits, draft_length
+from verl_tlt.speculation.step_control import Limits, StepControl
 from verl_tlt.speculation.types import Load
 
 
@@ -180,7 +180,7 @@ def miscounted(least, in_flight, limited, steps=200, seed=0):
         verified, drafted = drafted, 0  # this step verifies what the last one drafted
         most = known + sum(1 + d for _, d in waiting) + 1 + verified
         room = room_before_stop(least, known, most) if limited else sys.maxsize
-        drafted = draft_length(FixedPolicy(rng.choice(ARMS)), Load(1, 0), Limits(ARMS), room=room)
+        drafted = StepControl(FixedPolicy(rng.choice(ARMS)), Limits(ARMS)).choose(Load(1, 0), room=room)
         # The worker takes all drafts that it has no answer for as accepted.
         optimistic = known + sum(1 + d for _, d in waiting)
         removed = removed or optimistic >= least

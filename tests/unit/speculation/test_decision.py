@@ -1,4 +1,4 @@
-"""K within its bounds, OFF for a rollout, speculation disabled for the run and enabled again after a probe."""
+"""OFF for a rollout, speculation disabled for the run and enabled again after a probe."""
 
 import re
 
@@ -8,38 +8,9 @@ from verl_tlt.messages.rollout import EngineStats, Work
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
 from verl_tlt.speculation.decision import IN_A_ROW, RolloutDecision, RunDecision, expected_saving
-from verl_tlt.speculation.policies import FixedPolicy, make_policy
+from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.retry import FIRST_WAIT, LONGEST_WAIT
-from verl_tlt.speculation.step_control import Limits, draft_length
 from verl_tlt.speculation.types import OFF, Load
-
-GRAPHS = Limits((0, 1, 3), token_limit=512)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "batch", "chosen"),
-    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (9, 8, 3), (-1, 8, 0)],
-)
-def test_no_draft_is_longer_than_the_engine_can_have(wanted, batch, chosen):
-    policy = FixedPolicy(wanted)
-    assert draft_length(policy, Load(batch, 0), GRAPHS) == chosen
-    assert draft_length(policy, Load(batch, 0), Limits((0, 1, 3))) == max(0, min(wanted, 3)), "without graphs"
-    assert draft_length(FixedPolicy(0), Load(batch, 0), GRAPHS, forced=max(wanted, 0)) == chosen
-
-
-def test_one_request_that_could_outgrow_the_drafter_stops_it_for_all():
-    limits = Limits((0, 1, 3), context_limit=61)
-    for longest, chosen in ((61, 3), (62, 0)):
-        assert draft_length(FixedPolicy(3), Load(4, 100), limits, longest=longest) == chosen
-        assert draft_length(FixedPolicy(0), Load(4, 100), limits, longest=longest, forced=3) == chosen
-
-
-def test_while_the_drafter_does_not_run_no_policy_is_asked():
-    policy = FixedPolicy(3)
-    policy.choose = lambda load: 1 / 0
-    assert draft_length(policy, Load(4, 100), GRAPHS, drafting=False, forced=2, longest=10**9) == OFF
-    assert draft_length(policy, Load(4, 100), GRAPHS, forced=2) == 2
-
 
 MEASURED = LatencyTable.calibrated({
     OFF: [(1, 0.010), (8, 0.012), (32, 0.020)],

@@ -7,7 +7,7 @@ import pytest
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.policies import make_policy
+from verl_tlt.speculation.policies import FixedPolicy, make_policy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
 from verl_tlt.speculation.types import OFF, Load, Policy, Step
 
@@ -40,6 +40,7 @@ def step(**changes):
 
 
 LIMITS = Limits((0, 1, 2, 3))
+GRAPHS = Limits((0, 1, 3), token_limit=512)
 UNDRAFTED = dict(verified=0, num_drafts=0, num_accepted_tokens_per_pos=())
 
 
@@ -50,6 +51,38 @@ def points(table):
 def record(control, *steps):
     for s in steps:
         control.record(s)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "batch", "chosen"),
+    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (9, 8, 3), (-1, 8, 0)],
+)
+def test_no_draft_is_longer_than_the_engine_can_have(wanted, batch, chosen):
+    policy = FixedPolicy(wanted)
+    assert StepControl(policy, GRAPHS).choose(Load(batch, 0)) == chosen
+    assert StepControl(policy, Limits((0, 1, 3))).choose(Load(batch, 0)) == max(0, min(wanted, 3)), "without graphs"
+    forced = StepControl(FixedPolicy(0), GRAPHS)
+    forced.force_k = max(wanted, 0)
+    assert forced.choose(Load(batch, 0)) == chosen
+
+
+@pytest.mark.parametrize("forced", [None, 3])
+def test_one_request_that_could_outgrow_the_drafter_stops_it_for_all(forced):
+    control = StepControl(FixedPolicy(3 if forced is None else 0), Limits((0, 1, 3), context_limit=61))
+    control.force_k = forced
+    assert [control.choose(Load(4, 100), longest) for longest in (61, 62)] == [3, 0]
+
+
+def test_a_policy_is_asked_only_where_it_decides():
+    policy = Remembers()
+    policy.choose = lambda load: 1 / 0
+    control = StepControl(policy, GRAPHS)
+    assert control.choose(Load(0, 0)) == 0, "nobody decodes"
+    control.force_k = 2
+    assert control.choose(Load(4, 100)) == 2
+    control.drafting = False
+    assert control.choose(Load(4, 100), longest=10**9) == OFF
+    assert control.policy_error is None
 
 
 def test_force_and_off_overrule_it():
@@ -196,3 +229,20 @@ def test_a_drafter_that_broke_is_off_until_it_is_switched_on_again(caplog):
     assert said.startswith("The drafter's probabilities are not finite: 6 draft tokens"), "the first time"
     control.control(drafting=True)
     assert control.choose(Load(4, 100)) == 2
+
+
+def test_on_several_ranks_it_drafts_nothing_and_its_pass_goes_on(caplog):
+    """What such steps take is not what OFF takes, so they must not be counted as OFF."""
+    control = StepControl(Remembers(), LIMITS, ranks=2)
+    control.drafter_broke(6)
+    control.drafter_broke(3)
+    assert control.choose(Load(4, 100)) == 0 and len(caplog.records) == 1
+    control.control(drafting=True, force_k=None)
+    assert control.choose(Load(4, 100)) == 2
+
+
+@pytest.mark.parametrize("answer", [None, "3"])
+def test_a_policy_that_answers_no_number_costs_speculation_and_not_the_engine(answer):
+    control = StepControl(Remembers(answer), LIMITS)
+    assert control.choose(Load(4, 100)) == 0 == control.choose(Load(4, 100))
+    assert control.policy_error

@@ -21,12 +21,15 @@ class Runner:
 
     device = torch.device("cpu")
 
-    def __init__(self, probs):
+    def __init__(self, probs, ranks=1):
         self.probs, self.drafter = probs, SimpleNamespace(_draft_attn_layer_names={"drafter.0"})
         layers = {"policy.0": SimpleNamespace(kv_cache=cache()), "drafter.0": SimpleNamespace(kv_cache=[cache(NAN)])}
         layers["moe"] = SimpleNamespace()
         self.layers = layers
-        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        )
 
     def _get_spec_decode_draft_probs(self, metadata):
         return None if self.probs is None else self.probs.clone()
@@ -61,6 +64,13 @@ def test_a_broken_row_is_emptied_and_told_once():
     assert vars(runner.sample_tokens(None)) == {BROKEN_MARK: 2} and off == [1]
     runner.probs = SOUND
     assert not vars(runner.sample_tokens(None)) and off == [1]
+
+
+def test_one_of_several_ranks_tells_it_and_switches_nothing_off_by_itself():
+    """Under async scheduling each hears of it at its own time, and the drafter's pass has collectives."""
+    runner, off = Runner(torch.full((1, 2), NAN), ranks=2), []
+    BrokenDrafts(runner, lambda: off.append(1))
+    assert vars(runner.sample_tokens(None)) == {BROKEN_MARK: 1} and not off
 
 
 def test_under_async_scheduling_the_news_are_inside_of_what_is_returned():
