@@ -11,7 +11,9 @@ MAX_FAILURES = 3
 
 
 @dataclass
-class _Row:
+class _Streak:
+    """Failures of one replica with no success between them."""
+
     failures: int = 0
     wait: int = 0  # RL steps that it is left alone for
     resume_at: int = 0
@@ -25,25 +27,26 @@ class FailureBudget:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
+        self._streaks: dict[str, _Streak] = {}
 
     def allows(self, replica: str, step: int) -> bool:
-        return replica not in self._rows or step >= self._rows[replica].resume_at
+        return replica not in self._streaks or step >= self._streaks[replica].resume_at
 
     def succeeded(self, replica: str) -> bool:
-        """A session ended well: the row is broken. Returns whether the replica had been given up."""
-        row = self._rows.pop(replica, _Row())
-        return row.failures >= MAX_FAILURES
+        """A session ended well, so earlier failures count no more. Returns whether the replica had been given up."""
+        streak = self._streaks.pop(replica, _Streak())
+        return streak.failures >= MAX_FAILURES
 
     def failed(self, replica: str, step: int) -> int:
         """A session failed in this step. Returns for how many steps it is given up; 0: it only pauses."""
-        row = self._rows.setdefault(replica, _Row())
-        row.failures += 1
-        off = row.failures >= MAX_FAILURES
-        row.wait = next_wait(row.wait if row.failures > MAX_FAILURES else 0) if off else 2 ** (row.failures - 1)
-        row.resume_at = step + row.wait + 1
-        return row.wait if off else 0
+        streak = self._streaks.setdefault(replica, _Streak())
+        streak.failures += 1
+        off = streak.failures >= MAX_FAILURES
+        before = streak.wait if streak.failures > MAX_FAILURES else 0
+        streak.wait = next_wait(before) if off else 2 ** (streak.failures - 1)
+        streak.resume_at = step + streak.wait + 1
+        return streak.wait if off else 0
 
     @property
     def off(self) -> frozenset[str]:
-        return frozenset(name for name, row in self._rows.items() if row.failures >= MAX_FAILURES)
+        return frozenset(name for name, streak in self._streaks.items() if streak.failures >= MAX_FAILURES)

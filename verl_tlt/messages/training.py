@@ -105,7 +105,7 @@ class BufferStats:
     sequences: int
     tokens: int
     train_tokens: int
-    """Those that are trained on; the publish gate has the others."""
+    """The part of `tokens` that is trained on; the rest is held out for the publish gate."""
     bytes: int
     incomplete: int = 0
     """Sequences of this step that were left out: a rank's shard is missing."""
@@ -143,7 +143,7 @@ class SessionResult:
     slowest_s: float = 0.0
     """Its longest micro-batch: what a stop may have to wait for."""
     devices: float = 1.0
-    """On how many it trained, on average over `seconds`."""
+    """Mean number of devices that trained during `seconds`."""
 
     @classmethod
     def combined(cls, results: Sequence[SessionResult]) -> SessionResult:

@@ -142,7 +142,7 @@ class DrafterUpdates:
         self.since = 0
         """RL step in which it was published."""
         self.under_way: futures.Future[DrafterUpdate] | None = None
-        """While there is one, the workers' weights are not theirs to train."""
+        """The update that is running, or has run and is not published yet; nobody trains meanwhile. None: neither."""
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
 
     def begin(self, sessions: Sequence[EndedSession]) -> None:

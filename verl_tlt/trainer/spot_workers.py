@@ -71,7 +71,7 @@ class ReplicaWorkers:
         return next(iter(self.handles.values()))
 
     def begin(self, handles: Mapping[str, ActorHandle]) -> None:
-        """These workers, which are only starting, take the place of those there were."""
+        """Put workers that are just starting in the place of the present ones."""
         self.handles, self._since, self.rehearsed = dict(handles), SYSTEM.monotonic(), False
         self._starting = {name: worker.__ray_ready__.remote() for name, worker in handles.items()}
 
@@ -248,9 +248,9 @@ class Fleet(Servers):
             logger.warning("the spot workers of %s were replaced (%d times so far)", name, workers.restarts)
 
     def unrehearsed(self, *, up: bool = False) -> list[str]:
-        """Replicas whose spot workers have not warmed up, and would do it in a session; `up`: but for those starting.
+        """Replicas whose spot workers have not warmed up; with `up` those alone that have started.
 
-        On a CPU there is nothing to warm up.
+        None on a CPU, where there is nothing to warm up.
         """
         new = {name: self.spot_workers[name] for name in self.workers() if self.spot.device != "cpu"}
         return [name for name, w in new.items() if not w.rehearsed and not (up and w.starting())]
@@ -287,7 +287,7 @@ class Fleet(Servers):
     # ------------------------------------------------------------------ versions of the drafter
 
     def merge(self, names: Sequence[str]) -> MergeFacts:
-        """Average what these workers learned, and have all workers adopt the result as the new candidate."""
+        """Average what the workers of these replicas learned; every worker adopts the result as the new candidate."""
         taking_part = [self.spot_workers[name] for name in names]
         facts, slices = start_merge([worker for workers in taking_part for worker in workers.handles.values()])
         up = [worker for workers in taking_part for worker in workers.up()]

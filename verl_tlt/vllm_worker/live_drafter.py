@@ -103,7 +103,7 @@ class LiveDrafter:
 
     @contextmanager
     def _together(self, failure: str) -> Iterator[None]:
-        """Run a part of a load that fails on every rank if it fails on one, whose peers would wait in a collective."""
+        """Run a part of a load; where it fails on one rank it fails on all, which would wait for that one later."""
         try:
             yield
         except Exception:
