@@ -29,12 +29,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from demo.machine import find_dtype
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY, build_assets, demo_width
 from demo.toy.head import DRAFT_LENGTH, INTERMEDIATE, other_prompts, warmup_command
 from verl_cpu.environment import CPU_ENGINE
+
+if TYPE_CHECKING:
+    from verl_tlt.commands.warmup.evaluate import Verdict
 
 BENCH_SEED = 1
 """Of the prompts that the bench itself has: others than the demo's."""
@@ -101,12 +104,12 @@ def _warm_up(policy: Path, home: Path, *until: str) -> dict[str, Any]:
     prompts, drafter = home / "prompts.parquet", home / "drafter"
     other_prompts(prompts, PROMPTS, BENCH_SEED, BENCH_PROMPTS)
     command = warmup_command(str(policy), str(prompts), str(drafter), *until)
-    began, before = time.monotonic(), _cpu_seconds()
+    began, before = time.monotonic(), cpu_seconds()
     subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
     return {
         "made_by": " ".join(warmup_command("MODEL", "PROMPTS", "OUT", *until)),
         "seconds": round(time.monotonic() - began),
-        "cpu_seconds": round(_cpu_seconds() - before),
+        "cpu_seconds": round(cpu_seconds() - before),
         **_reached(home, policy),
     }
 
@@ -125,18 +128,23 @@ def _reached(home: Path, policy: Path) -> dict[str, Any]:
     }
 
 
-def _served(home: Path, policy: Path) -> float:
-    """Accept length that stock vLLM counts with this policy, on the prompts that the warm-up held out."""
+def evaluated(home: Path, policy: Path, **asked: Any) -> Verdict:
+    """What stock vLLM counts with this policy on the prompts that the warm-up held out, and what is predicted of it.
+
+    `asked`: options that are other than the toy's.
+    """
     from rich.console import Console
 
     from verl_tlt.commands.warmup.evaluate import evaluate
     from verl_tlt.commands.warmup.options import EvaluateOptions
 
-    options = EvaluateOptions(
-        drafter=home / "drafter", prompts=[home / "prompts.parquet"], model=policy, draft_length=DRAFT_LENGTH,
-        response_length=1400, device="cpu",
-    )  # fmt: skip
-    return round(evaluate(options, Console()).served.accept_length, 4)
+    options: dict[str, Any] = {"prompts": [home / "prompts.parquet"], "response_length": 1400}
+    options |= {"drafter": home / "drafter", "model": policy, "draft_length": DRAFT_LENGTH, "device": "cpu", **asked}
+    return evaluate(EvaluateOptions(**options), Console())
+
+
+def _served(home: Path, policy: Path) -> float:
+    return round(evaluated(home, policy).served.accept_length, 4)
 
 
 def _untrained(policy: Path, target: Path) -> dict[str, Any]:
@@ -184,7 +192,7 @@ def distance(policy: Path, other: Path, texts: int = 48) -> float:
     return total / count
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Of all processes that this one has waited for, and theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -89,9 +90,10 @@ def build_assets(
     out.mkdir(parents=True, exist_ok=True)
     assets = Assets(out / f"policy-{width}", out / "train.parquet", out / "val.parquet", AUX_LAYERS[width])
     sources = hash_sources()
-    _ensure(assets.policy, sources, lambda path: _write_policy(path, width))
-    _ensure(assets.train, f"{sources} {train_rows} {seed}", lambda path: _write_rows(path, "train", train_rows, seed))
-    _ensure(assets.val, f"{sources} {val_rows} {seed}", lambda path: _write_rows(path, "val", val_rows, seed))
+    ensure(assets.policy, sources, lambda path: _write_policy(path, width))
+    for path, split, count in ((assets.train, "train", train_rows), (assets.val, "val", val_rows)):
+        write = partial(write_rows, split=split, count=count, seed=seed, row=prompt_row)
+        ensure(path, f"{sources} {count} {seed}", write)
     return assets
 
 
@@ -102,7 +104,7 @@ def build_moe_policy(out_dir: str | Path, seed: int = 0) -> Path:
     """
     target = Path(out_dir).resolve() / "policy-moe"
     target.parent.mkdir(parents=True, exist_ok=True)
-    _ensure(target, f"moe that normalizes {seed}", lambda path: _write_moe_policy(path, seed))
+    ensure(target, f"moe that normalizes {seed}", lambda path: _write_moe_policy(path, seed))
     return target
 
 
@@ -129,7 +131,7 @@ def build_reward_model(out_dir: str | Path, seed: int = 0) -> Path:
     """
     target = Path(out_dir).resolve() / "reward-model"
     target.parent.mkdir(parents=True, exist_ok=True)
-    _ensure(target, f"{hash_sources()} reward {seed}", lambda path: _write_reward_model(path, seed))
+    ensure(target, f"{hash_sources()} reward {seed}", lambda path: _write_reward_model(path, seed))
     return target
 
 
@@ -146,7 +148,7 @@ def _write_reward_model(path: Path, seed: int) -> None:
     save_tokenizer(path)
 
 
-def _ensure(target: Path, recipe: str, write: Callable[[Path], None]) -> None:
+def ensure(target: Path, recipe: str, write: Callable[[Path], None]) -> None:
     """Have `write` make `target` unless the recipe noted beside it is the same; never leaves half a target."""
     note = target.with_name(f".{target.name}.recipe")
     if target.exists() and note.exists() and note.read_text() == recipe:
@@ -179,12 +181,17 @@ def _write_policy(path: Path, width: Width) -> None:
     widen(SHIPPED_POLICY, path, MLP_WIDTH if width == "wide" else HALF_MLP_WIDTH)
 
 
-def _write_rows(path: Path, split: str, count: int, seed: int) -> None:
+Row = Callable[[random.Random, str, int], dict[str, Any]]
+"""Draws the prompt of a split with that number."""
+
+
+def write_rows(path: Path, split: str, count: int, seed: int, row: Row) -> None:
+    """Write so many prompts as parquet: others for each split and seed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rng = random.Random(f"{split} {seed}")
-    pq.write_table(pa.Table.from_pylist([prompt_row(rng, split, i) for i in range(count)]), path)
+    pq.write_table(pa.Table.from_pylist([row(rng, split, i) for i in range(count)]), path)
 
 
 def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:

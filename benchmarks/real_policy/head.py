@@ -1,0 +1,104 @@
+"""A head for the real policy, made by `verl-tlt warmup`, and what it reached after how much text and computing.
+
+    export $(python -m verl_cpu.environment)
+    python -m benchmarks.real_policy.head .cache/real --prompts 1500 --out benchmarks/results/real_policy.json
+
+It drafts 8,192 of 49,152 tokens. The policy wrote far fewer in all of these responses, and each drafted token reads
+every row of the head: of the whole vocabulary three times as much as the layer has. The prompts are others than those
+of runs. A call with more prompts goes on from the head before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e.heads import Head, cpu_seconds, evaluated
+from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
+from benchmarks.stored import store
+from benchmarks.toy_job import RECIPE, recipe_environment
+from demo.machine import find_dtype
+from verl_cpu.environment import CPU_ENGINE
+
+DRAFT_LENGTH, DRAFT_VOCAB = 5, 8192
+COMMON = ("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH), "--device", "cpu")
+PROMPTS = 1500
+WARM_SEED = 1
+"""Of the prompts that it learns from."""
+RECORD = "made.json"
+"""Beside the head: a row of `GROWTH` for each call that went on with it."""
+GROWTH = "growth"
+
+
+def real_head(folder: Path) -> Head:
+    """The head below `folder`, made in a process of its own unless there is one."""
+    record = folder / RECORD
+    if not record.exists():
+        command = [sys.executable, "-m", "benchmarks.real_policy.head", str(folder)]
+        subprocess.run(command, env={**os.environ, **CPU_ENGINE}, check=True)
+    made = json.loads(record.read_text())
+    return Head(folder / "drafter", {**made[-1], GROWTH: made})
+
+
+def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
+    """Make the head of the responses to so many prompts, or go on with one that was made of fewer."""
+    drafter, record = folder / "drafter", folder / RECORD
+    made = json.loads(record.read_text()) if record.exists() else []
+    if not made or made[-1]["prompts"] < prompts:
+        made.append(warm_up(folder, drafter, prompts, options, from_it=bool(made)))
+        record.write_text(json.dumps(made, indent=1))
+
+
+def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], from_it: bool) -> dict[str, Any]:
+    """Run the command as a user of the recipe does, from a random head or `from_it`, and measure what it made."""
+    from verl_tlt.drafter import provenance
+
+    assets, fresh = real_assets(folder, WARM_SEED), folder / "fresh"
+    recipe = [word for one in (RECIPE, *real_overrides(assets)) for word in ("--recipe", str(one))]
+    start = ("--drafter", str(drafter)) if from_it else ("--draft-vocab", str(DRAFT_VOCAB))
+    asked = [*start, *COMMON, "--limit", str(prompts), *options]
+    places = [*recipe, "--prompts", str(assets.train), "--out", str(fresh)]
+    env = recipe_environment(folder, assets, 1, DTYPE=find_dtype(), TLT="0", **CPU_ENGINE)
+    began, spent = time.monotonic(), cpu_seconds()
+    subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), "warmup", *places, *asked], env=env, check=True)
+    took = {"seconds": round(time.monotonic() - began), "cpu_seconds": round(cpu_seconds() - spent)}
+    shutil.rmtree(drafter, ignore_errors=True)
+    fresh.rename(drafter)
+    made, how = provenance(drafter), {"draft_length": DRAFT_LENGTH, "response_length": LONGEST_RESPONSE}
+    found = evaluated(folder, assets.policy, prompts=None, limit=24, **how)
+    said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
+    return {
+        "prompts": prompts,
+        "options": [word for word in asked if word != str(drafter)],
+        **took,
+        **{name: made[name] for name in said},
+        "accept_length": made["tau_sim"],
+        "accept_length_simulated": round(found.simulated.accept_length, 4),
+        "accept_length_served": round(found.served.accept_length, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=PLACE)
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="the first so many, a response each")
+    parser.add_argument("--out", type=Path)
+    options, more = parser.parse_known_args()  # more: of the command
+    folder = options.folder.resolve()
+    make(folder, options.prompts, more)
+    facts = real_head(folder).facts
+    print(json.dumps(facts, indent=1))
+    if options.out:
+        store(options.out, {"head": facts[GROWTH]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What runs of the real policy share: policy and prompts on the disk, and the demo's recipe in their sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from benchmarks.real_policy import problems
+from benchmarks.real_policy.policy import make_policy
+from demo.toy.assets import Assets, ensure, write_rows
+
+PLACE = Path(__file__).parents[2] / ".cache" / "real"
+LONGEST_PROMPT, LONGEST_RESPONSE = 256, 192
+AUX_LAYERS = (2, 15, 27)
+"""What `verl-tlt warmup` takes by itself for 30 layers."""
+ROWS = {"train": 2048, "val": 64}
+
+
+def real_assets(folder: Path, seed: int = 0) -> Assets:
+    """Policy and prompts below `folder`, made unless they are there."""
+    folder = folder.resolve()
+    policy, source = make_policy(folder), Path(problems.__file__).read_text()
+    files = {split: folder / f"{split}-{seed}.parquet" for split in ROWS}
+    for split, count in ROWS.items():
+        write = partial(write_rows, split=split, count=count, seed=seed, row=problems.prompt_row)
+        ensure(files[split], f"{source} {count}", write)
+    return Assets(policy, files["train"], files["val"], AUX_LAYERS, reward=f"pkg://{problems.__name__}")
+
+
+def real_overrides(assets: Assets) -> tuple[str, ...]:
+    """What is changed in the demo's recipe.
+
+    A rank's rows have 49,152 logits each, so fewer are computed at once. The embedding, 113 MB in float32, must fit
+    into the memory through which verl sends weights.
+    """
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return (
+        f"data.train_files={assets.train}",
+        f"data.val_files={assets.val}",
+        f"data.max_prompt_length={LONGEST_PROMPT}",
+        f"data.max_response_length={LONGEST_RESPONSE}",
+        f"{rollout}.max_model_len={LONGEST_PROMPT + LONGEST_RESPONSE}",
+        f"{rollout}.max_num_batched_tokens=1024",
+        f"{rollout}.log_prob_max_token_len_per_gpu=1024",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=256",
+        f"{actor}.ppo_max_token_len_per_gpu=1024",
+        f"reward.custom_reward_function.path={assets.reward}",
+    )

