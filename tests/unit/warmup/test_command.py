@@ -17,6 +17,7 @@ from verl_tlt.commands.warmup import command, train
 from verl_tlt.commands.warmup.command import warmup
 from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.drafter import check_drafter, load_drafter, provenance
+from verl_tlt.drafter.checkpoint import write_state
 from verl_tlt.drafter.evaluate import SequenceScore
 
 QUIET = Console(quiet=True)
@@ -84,6 +85,20 @@ def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, mo
         if a.requires_grad:
             assert torch.equal(a, b), name
     assert provenance(other.out)["steps_in_all"] == provenance(straight.out)["steps_in_all"]
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"trainer": 3}, {"trainer": {"optimizer": {"state": []}}}, {"trainer": {"optimizer": {"state": {}}}}]
+)
+def test_a_state_of_another_kind_is_named(settings, answered, state):
+    wanted = settings(epochs=1)
+    answered(wanted.work)
+    with (wanted.work / "responses" / "responses.jsonl").open("a") as file:
+        file.write("\n" + "[" * 100_000)  # is no response, and counts as none
+    begin(wanted)
+    write_state(state, wanted.work / command.STATE)
+    with pytest.raises(command.DrafterError, match=rf"{command.STATE} is no state of this training"):
+        warmup(wanted, QUIET)
 
 
 def test_other_settings_do_not_go_on_from_it(settings, answered):

@@ -37,6 +37,7 @@ from verl_tlt.drafter.capture import Span
 from verl_tlt.drafter.checkpoint import read_state, write_state
 from verl_tlt.drafter.data import FedBatch, ahead, grouped
 from verl_tlt.drafter.evaluate import combined_score
+from verl_tlt.drafter.policy import DrafterError, first_line
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -159,11 +160,15 @@ class TrainingRun:
         """Go on from the state file, if there is one."""
         if not self.state_file.is_file():
             return
-        state = read_state(self.state_file)
-        self.trainer.load_state(state["trainer"])
-        self.progress = TrainingProgress(**state["progress"])
-        self.best = {name: value.numpy() for name, value in state["best"].items()}
-        self._plan = self._plan_of(self.progress.epoch)
+        try:
+            state = read_state(self.state_file)
+            self.trainer.load_state(state["trainer"])
+            self.progress = TrainingProgress(**state["progress"])
+            self.best = {name: value.numpy() for name, value in state["best"].items()}
+            self._plan = self._plan_of(self.progress.epoch)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            said = f"is no state of this training, such as another release would write ({first_line(error)})"
+            raise DrafterError(f"{self.state_file} {said}: remove it to train anew on the same responses.") from error
 
     def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
         """Train to the end of the budget, then take the best weights; `tell` is called after every step."""
