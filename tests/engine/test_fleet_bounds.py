@@ -32,6 +32,13 @@ class Deaf:
         await asyncio.sleep(seconds)
         return "late"
 
+    async def packs(self, seconds):
+        """What holds Python's lock for so long, as bytes do that are made or pickled: no thread of it runs."""
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(int(seconds))
+        return "packed"
+
     def __getattr__(self, name):
         return self.nothing
 
@@ -178,6 +185,23 @@ def test_long_work_of_one_that_lives_is_waited_for(deaf):
     with pytest.raises(CallFailed, match=f"no answer within {2 * SILENT_S:.0f} s"):
         Call([lives.nothing.remote()], list, [lives]).result(2 * SILENT_S)
     assert Call([lives.late.remote(3 * ASK_S)], list, [lives]).result(600.0) == ["late"]
+
+
+def test_one_that_packs_gigabytes_for_the_engines_is_not_taken_for_silent(fleet, deaf, monkeypatch):
+    from verl_tlt.trainer import spot_workers as module
+
+    monkeypatch.setattr(module, "CALL_S", 600.0)
+    packs = SimpleNamespace(remote=lambda *_: deaf.actor.packs.remote(2 * SILENT_S))
+    marks = SimpleNamespace(remote=lambda *_: ray.put(None))
+    fleet.spot_workers["a"].handles = {
+        "a": SimpleNamespace(export=packs, mark_exported=marks, __ray_ready__=deaf.actor.__ray_ready__)
+    }
+    assert fleet.export(1, "bfloat16", []) == "packed" and fleet.replaced == []
+    monkeypatch.setattr(module, "CALL_S", BOUND_S)
+    with pytest.raises(CallFailed, match="no spot worker exported"):
+        fleet.export(2, "bfloat16", [])
+    assert fleet.replaced == ["a"]
+    ray.get(deaf.actor.__ray_ready__.remote(), timeout=60)  # it answers again
 
 
 def test_one_that_is_still_starting_is_left_alone_for_its_bound(fleet, deaf, monkeypatch):

@@ -94,10 +94,10 @@ class ReplicaWorkers:
         """Call a method of all of them."""
         return self.sent({name: getattr(w, method).remote(*arguments) for name, w in self.handles.items()}, combine)
 
-    def sent(self, calls: Mapping[str, ObjectRef], combine: Callable[[list[Any]], T]) -> Call[T]:
-        """Calls that were made to some of them, as one."""
+    def sent(self, calls: Mapping[str, ObjectRef], combine: Callable[[list[Any]], T], *, signs: bool = True) -> Call[T]:
+        """Calls that were made to some of them, as one; `signs`: each can give a sign of life meanwhile."""
         asked = self.handles
-        up = [asked[name] for name in calls if not self._starts(name)]
+        up = [asked[name] for name in calls if signs and not self._starts(name)]
         return Call(list(calls.values()), combine, up, lambda: self.handles is not asked or self.starting())
 
 
@@ -318,13 +318,14 @@ class Fleet(Servers):
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
         """The candidate as engines load it; None: its numbers are not finite in that dtype.
 
-        One worker writes it, for all hold the same; where it fails another one does.
+        One worker writes it, for all hold the same; where it fails another one does. It holds Python's lock while it
+        packs and pickles the file, for seconds with some gigabytes, and gives no sign of life.
         """
         self._on_workers("export", "mark_exported")
         for name in sorted(self.workers(), key=lambda name: self.spot_workers[name].starting()):
             workers = self.spot_workers[name]
             call = workers.first().export.remote(version, dtype, list(acceptance))
-            sent: Call[DrafterFile | None] = workers.sent({name: call}, lambda answers: answers[0])
+            sent: Call[DrafterFile | None] = workers.sent({name: call}, lambda answers: answers[0], signs=False)
             if found := self.waits.answers("export", {name: sent}, CALL_S, keep=True):
                 return found[name]
         raise CallFailed("no spot worker exported the drafter")

@@ -1,9 +1,10 @@
 """Time: how the trainer waits for other processes. Whoever is asked has answered or raised, is silent, or has died.
 
 Every wait has a bound, after which whoever has not answered is *silent*. A spot worker is silent, too, when it gives no
-sign of life for `SILENT_S`, however long the bound is; its long work runs in a thread of its own. A spot worker that
-died or is silent is counted and replaced. One that is still starting, or was replaced meanwhile, is *excused*: it is
-left out and kept. The seconds are charged to the step, by name, by whichever of the controller's hooks waits.
+sign of life for `SILENT_S`, however long the bound is: its long work runs in a thread of its own (but for an export,
+`Fleet.export`). A spot worker that died or is silent is counted and replaced. One that is still starting, or was
+replaced meanwhile, is *excused*: it is left out and kept. The seconds are charged to the step, by name, by whichever of
+the controller's hooks waits.
 """
 
 from __future__ import annotations
