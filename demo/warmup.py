@@ -19,8 +19,7 @@ from verl_tlt.commands.compare.job import failure
 from verl_tlt.commands.processes import running
 
 PROMPTS, STEPS = 192, 400
-"""Of the warm-up: one response each, and optimizer steps; on two cores with AVX512 and nothing else to do about one
-minute for the responses and one and a half for the steps. A slower machine takes longer, for the same drafter."""
+"""Of the warm-up: one response each, and optimizer steps. A slower machine takes longer, for the same drafter."""
 POLL_S = 0.5
 
 

@@ -62,6 +62,7 @@ def cost_key(config: VllmConfig, policy: str, drafter: Path | None = None) -> Ta
 def _runs_with(config: VllmConfig) -> str:
     """The settings of an engine on which the time of a step depends."""
     model, compilation, lora = config.model_config, config.compilation_config, config.lora_config
+    parallel = config.parallel_config
     mode = "NONE" if model.enforce_eager else getattr(compilation.cudagraph_mode, "name", "NONE")
     # How a step without a draft is padded depends on what graphs there are.
     which = "of the longest draft" if os.environ.get(FULL_GRAPHS) == "0" else "of all drafts"
@@ -69,7 +70,10 @@ def _runs_with(config: VllmConfig) -> str:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
         "kv": config.cache_config.cache_dtype,
-        "tensor parallel": config.parallel_config.tensor_parallel_size,
+        "tensor parallel": parallel.tensor_parallel_size,
+        "context parallel": parallel.decode_context_parallel_size,
+        "expert parallel": parallel.enable_expert_parallel,
+        "longest draft": config.num_speculative_tokens,  # to whose multiples graphs are padded
         "compilation": "none" if model.enforce_eager else getattr(compilation.mode, "name", compilation.mode),
         "graphs": mode if mode == "NONE" else f"{mode} {which}",
         "attention": getattr(config.attention_config.backend, "name", None) or "auto",

@@ -98,7 +98,8 @@ def engine_config(**changes):
         "compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_AND_PIECEWISE"), "lora_config": None,
         "attention_config.backend": None, "cache_config.cache_dtype": "auto", "use_v2_model_runner": False,
         "scheduler_config.async_scheduling": True, "parallel_config.tensor_parallel_size": 2,
-        "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.pipeline_parallel_size": 1, "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.enable_expert_parallel": False, "num_speculative_tokens": 3,
     } | changes  # fmt: skip
     config = SimpleNamespace()
     for name, value in named.items():
@@ -119,6 +120,8 @@ CHANGES = (
     {"attention_config.backend": SimpleNamespace(name="FLASHINFER")}, {"use_v2_model_runner": True},
     {"scheduler_config.async_scheduling": False}, {"parallel_config.tensor_parallel_size": 4},
     {"parallel_config.tensor_parallel_size": 1, "parallel_config.pipeline_parallel_size": 2},
+    {"parallel_config.decode_context_parallel_size": 2}, {"parallel_config.enable_expert_parallel": True},
+    {"num_speculative_tokens": 7},
 )  # fmt: skip
 
 
