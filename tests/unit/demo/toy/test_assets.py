@@ -68,11 +68,11 @@ def test_another_seed_writes_other_prompts_and_keeps_the_policy(out, wide):
 
 
 def test_an_interrupted_build_is_repeated(tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(assets, "_write_rows", broken)
+        patch.setattr(assets, "write_rows", broken)
         with pytest.raises(KeyboardInterrupt):
             assets.build_assets(tmp_path, train_rows=2, val_rows=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".policy-small.recipe", "policy-small"]
