@@ -45,14 +45,16 @@ def test_a_run_without_a_drafter_trains_one_once_on_all_devices_before_rl_goes_o
     """How far it comes depends on the machine's pace; where it stands in the step, and what it is charged, do not."""
     (cold,) = cold_starts(run)
     assert cold.step == STEPS + 1
-    assert rl_steps(run.trace)[cold.step].end <= cold.start, "the rollout is over, and its engines sleep"
+    rolled_out = rl_steps(run.trace)[cold.step].end
+    assert rolled_out <= cold.start, "the rollout is over, and its engines sleep"
     (log_probs,) = [p for p in run.trace.phases if p.step == cold.step and p.name == "old_log_prob"]
     assert cold.end <= log_probs.start, "the actor has not begun"
     sessions = [s for s in run.trace.sessions if cold.start <= s.start <= cold.end]
     assert {s.replica for s in sessions} == set(run.trace.run.replicas)
     assert max(s.end for s in sessions) <= cold.end
     charged, late_s = run.steps[cold.step]["tlt/overhead_cold_start_s"], 20 / PORTIONS + 5
-    assert charged == pytest.approx(cold.end - cold.start, abs=0.5) and charged <= 20 + 2 * late_s, "its bounds"
+    assert cold.end - cold.start <= charged <= 20 + 2 * late_s, "its bounds"
+    assert charged <= cold.end - rolled_out + 0.5, "with the wait for what this rollout's sessions taught"
     served = {r.version for r in run.trace.reloads if r.step == cold.step}
     assert served == {max([p.version for p in run.trace.publishes if p.step <= cold.step], default=0)}
     judged = [p for p in run.trace.publishes if cold.start <= p.t <= cold.end and p.tau]

@@ -145,9 +145,9 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
         alone = f"{key}=False leaves no replica on the trainer's devices"
         yield Finding("refuse", key, f"{alone}, and TLT needs one with {what}=separate_async.")
     yield from (
-        Finding("refuse", key, f"{key}=0 leaves the trainer without a device; it must be 1 or more.")
+        Finding("refuse", key, f"{key} must be 1 or more: with 0 or null the trainer has no device.")
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
-        if number(config, key, 1) == 0
+        if number(config, key, 0) == 0
     )
     if mode in MODE_RULES:
         yield Finding("ok", what, f"{what}={mode}")

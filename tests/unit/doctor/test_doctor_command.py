@@ -48,6 +48,8 @@ def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, reci
     assert "actor_rollout_ref.model.path is a qwen3 model" in done.output or "tlt.spot.typo" in done.output
     bad = CliRunner().invoke(app, ["doctor", "nowhere.sh"])
     assert bad.exit_code == 1 and "nowhere.sh does not exist." in bad.output
+    bad = CliRunner().invoke(app, ["doctor", str(script.parent)], env=wide)
+    assert bad.exit_code == 1 and f"{script.parent} is no script." in bad.output
 
 
 def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def read_script(
 def contents(script: str | os.PathLike[str]) -> str:
     """A script's text."""
     if not os.path.isfile(script):
-        raise TLTConfigError(f"{script} does not exist.")
+        raise TLTConfigError(f"{script} {'is no script' if os.path.exists(script) else 'does not exist'}.")
     with Path(script).open(errors="replace", newline="") as file:
         text = file.read(LONGEST + 1)
     if "\r\n" in text:

@@ -72,7 +72,7 @@ def read_arguments(arguments: Sequence[str], config_name: str, run: bool = False
     `run` runs the script. verl is found as the recipe finds it from here on.
     """
     first = arguments[0] if arguments else ""
-    if os.path.isfile(first) or (first.endswith(".sh") and "=" not in first):
+    if os.path.exists(first) or (first.endswith(".sh") and "=" not in first):
         recipe = (run_script if run else read_script)(first, arguments[1:])
     else:
         recipe = Recipe(tuple(arguments), config_name)
