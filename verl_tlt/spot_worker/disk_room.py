@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,12 +24,28 @@ def tensor_bytes(value: object) -> int:
     return sum(map(tensor_bytes, value))
 
 
-def check_room(checkpoint: Path, needed: int) -> None:
-    """Raise a `DrafterError` where a disk cannot take `needed` bytes, and then another checkpoint like this one."""
-    policy = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
+    """Raise a `DrafterError` where a disk cannot take `needed` bytes, and then another checkpoint like this one.
+
+    One that verl still writes (`async_save`) is taken to become as large as the largest beside it. `drafter` is the
+    name of the drafter's directory in a checkpoint.
+    """
+    there = _policy_bytes(checkpoint, drafter)
+    policy = max([there, *(_policy_bytes(step, drafter) for step in checkpoint.parent.glob("global_step_*"))])
     free = shutil.disk_usage(checkpoint).free
-    if free < needed + policy:
+    if free < needed + (policy - there) + policy:
         raise DrafterError(
             f"{checkpoint} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes "
             f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {policy / 1e9:.3f} GB."
         )
+
+
+def _policy_bytes(checkpoint: Path, drafter: str) -> int:
+    """Bytes of a checkpoint without its drafter; what is removed meanwhile counts as nothing."""
+    total = 0
+    for folder, folders, files in os.walk(checkpoint):
+        folders[:] = [name for name in folders if drafter not in name]
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total

@@ -365,7 +365,7 @@ class SpotLearner:
         """
         tensors, state = self.snapshot()
         if beside is not None:
-            check_room(Path(beside), tensor_bytes([tensors, state]))
+            check_room(Path(beside), Path(directory).name, tensor_bytes([tensors, state]))
         facts = {**asdict(provenance), "steps": state["steps"]}
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
 

@@ -46,11 +46,11 @@ def drafter_bytes(learner):
     return tensor_bytes(list(learner.snapshot()))
 
 
-def policys(disk, step):
+def policys(disk, step, size=POLICY_BYTES):
     """verl's part of a checkpoint."""
     folder = disk / f"global_step_{step}"
     (folder / "actor").mkdir(parents=True)
-    (folder / "actor" / "model.pt").write_bytes(bytes(POLICY_BYTES))
+    (folder / "actor" / "model.pt").write_bytes(bytes(size))
     return folder
 
 
@@ -72,6 +72,15 @@ def test_where_only_policies_fit_no_drafter_takes_the_place_of_the_next(learner,
         with pytest.raises(DrafterError, match=r"global_step_. gets no drafter: the disk has"):
             learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
         assert held(folder) == {"actor"}
+
+
+def test_a_policy_that_verl_still_writes_keeps_its_room(learner, drafter_bytes, disk):
+    small = disk(2 * POLICY_BYTES + drafter_bytes + 8 * PAGE)
+    policys(small, 1)
+    half = policys(small, 2, POLICY_BYTES // 8)
+    with pytest.raises(DrafterError, match="global_step_2 gets no drafter"):
+        learner.save(str(half / "tlt_drafter"), FACTS, str(half))
+    (half / "actor" / "rest.pt").write_bytes(bytes(POLICY_BYTES - POLICY_BYTES // 8))
 
 
 def test_where_both_fit_both_are_written(learner, drafter_bytes, disk):
