@@ -81,7 +81,7 @@ def examples():
         if done.returncode:
             shutil.rmtree(clone, ignore_errors=True)
             reason = (done.stderr.strip().splitlines() or ["git gave no reason"])[-1]
-            pytest.skip(f"{folder} is not there, and the examples of verl {version} could not be fetched: {reason}")
+            pytest.skip(f"runs where {folder} is, or the examples of verl {version} can be fetched: {reason}")
         (clone / "examples").rename(folder)
         shutil.rmtree(clone)
     return folder
