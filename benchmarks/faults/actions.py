@@ -160,14 +160,14 @@ def full_disk(original: Original, *args: Any, **kwargs: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def room_for_the_policy(original: Original, checkpoint: Path, needed: int) -> Any:
+def room_for_the_policy(original: Original, checkpoint: Path, drafter: str, needed: int) -> Any:
     """The disk could take the drafter, or the policy's next checkpoint, and not both."""
     import shutil
 
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=needed)
     try:
-        return original(checkpoint, needed)
+        return original(checkpoint, drafter, needed)
     finally:
         shutil.disk_usage = usage
 
