@@ -250,7 +250,6 @@ def switch(
 def report(
     trace_dir: Annotated[Path, Argument(help="Trace directory of a run (tlt.trace.dir).")],
     out: Annotated[Path | None, Option(help="Folder for page and picture; by default the trace's parent.")] = None,
-    perfetto: Annotated[Path | None, Option(help="File of a timeline for ui.perfetto.dev or chrome://tracing.")] = None,
 ) -> None:
     """Did it pay in a run? A page and a picture of its trace.
 
@@ -260,7 +259,7 @@ def report(
     """
     from verl_tlt.commands.report.command import report as run
 
-    run(trace_dir, out, perfetto)
+    run(trace_dir, out)
 
 
 @app.command()

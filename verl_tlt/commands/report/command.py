@@ -1,4 +1,4 @@
-"""`verl-tlt report`: the page and the picture of a traced run, and its timeline for a trace viewer."""
+"""`verl-tlt report`: the page and the picture of a traced run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from verl_tlt.commands.console import make_console
-from verl_tlt.commands.report.chrome_trace import write_chrome_trace
 from verl_tlt.commands.report.reader import TraceError, read_trace
 from verl_tlt.commands.report.steps import rich_table, rows_of_trace, sentences
 from verl_tlt.errors import TLTError, printable
 
 
-def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> None:
-    """Print the steps as a table, and write `report.html` and `picture.png` to `out`; None: beside the trace.
-
-    `perfetto` is the file of a Chrome trace; None: none is written.
-    """
+def report(trace_dir: Path, out: Path | None) -> None:
+    """Print the steps as a table, and write `report.html` and `picture.png` to `out`; None: beside the trace."""
     console = make_console()
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     folder = out or _beside(trace_dir)
@@ -27,10 +23,6 @@ def report(trace_dir: Path, out: Path | None, perfetto: Path | None = None) -> N
         say(printable(sentence))
     console.print(rich_table(rows_of_trace(trace), printable(str(trace_dir))))
     try:
-        if perfetto is not None:
-            perfetto.parent.mkdir(parents=True, exist_ok=True)
-            write_chrome_trace(perfetto, trace)
-            say(f"Trace:   {printable(str(perfetto))} (open it in ui.perfetto.dev or chrome://tracing)")
         for package in ("matplotlib", "jinja2"):
             if find_spec(package) is None:
                 install = "pip install matplotlib jinja2"
