@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from grpo_run import BATCH, TLT, Run, grpo
 
+from verl_tlt.trace.events import TRAINER_DEVICE
+
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 LONGEST = 320
@@ -35,10 +37,8 @@ def colocated(tmp_path_factory) -> Run:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory) -> Run:
-    """Four steps of two updates each: one device trains, another decodes; validation uses both."""
-    base = tmp_path_factory.mktemp("separate")
+def separate_run(base: Path, *more: str) -> Run:
+    """Four steps of two updates each: one device trains, another decodes."""
     engine = "actor_rollout_ref.rollout.checkpoint_engine"
     return grpo(
         base / "run", base / "assets", 4, *TLT, *ASYNC,
@@ -48,10 +48,22 @@ def separate(tmp_path_factory) -> Run:
         "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
         "actor_rollout_ref.rollout.nnodes=1", "ray_kwargs.ray_init.num_gpus=2",
         f"{engine}.backend=file", f"{engine}.custom_backend_module=file_checkpoint_engine",
-        "trainer.test_freq=2", "data.val_max_samples=4",
+        "trainer.test_freq=2", "data.val_max_samples=4", *more,
         long=lambda index: index % 2 == 0, longest=LONGEST, SAVE_FREQ="-1", REPLICAS="1",
         PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory) -> Run:
+    """Validation uses both devices."""
+    return separate_run(tmp_path_factory.mktemp("separate"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory) -> Run:
+    """No engine on the device that trains."""
+    return separate_run(tmp_path_factory.mktemp("apart"), "actor_rollout_ref.hybrid_engine=False")
 
 
 def assert_sound(run: Run, steps: int) -> None:
@@ -101,3 +113,11 @@ def test_separate_trained_on_the_trainers_device_alone(separate):
     trained = {s.replica for s in separate.trace.sessions if s.steps > 0}
     served = {name for load in separate.trace.loads for name, n in load.inflight.items() if n}
     assert len(trained) == 1 and served - trained, "the standalone replica has no spot worker"
+
+
+def test_separate_with_no_engine_on_the_trainers_device(apart):
+    assert_sound(apart, 4)
+    assert {s.replica for s in apart.trace.sessions} == {f"{TRAINER_DEVICE} 0"}
+    served = {r.replica for r in apart.trace.reloads}
+    assert len(served) == 1 and f"{TRAINER_DEVICE} 0" not in served
+    assert {r.step for r in apart.trace.reloads} == {1, 2, 3, 4}

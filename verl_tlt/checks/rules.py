@@ -140,10 +140,6 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("refuse", node, f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
     if not select(config, "trainer.use_v1", True):
         yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
-    key = "actor_rollout_ref.hybrid_engine"
-    if mode == "separate_async" and not select(config, key, True):
-        alone = f"{key}=False leaves no replica on the trainer's devices"
-        yield Finding("refuse", key, f"{alone}, and TLT needs one with {what}=separate_async.")
     yield from (
         Finding("refuse", key, f"{key} must be 1 or more: with 0 or null the trainer has no device.")
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node")

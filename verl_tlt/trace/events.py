@@ -29,6 +29,9 @@ ENGINE_PREFIX = "engine-"
 
 Kind = Literal["run", "phase", "load", "idle", "session", "publish", "reload", "stopped", "step"]
 
+TRAINER_DEVICE = "trainer's device"
+"""How the name of a device of the trainer begins, where it stands for the replica that it has not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:

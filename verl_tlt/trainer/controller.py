@@ -186,11 +186,11 @@ class Controller:
     def _planner(self, step: int) -> ReplicaIdlePlanner:
         ready = self._able(step)
         self._ready = bool(ready)
-        if self.facts.rule.idle == "trainer":  # whose replicas are not the balancer's
-            colocated = [name for name, replica in self.fleet.replicas.items() if replica.colocated]
+        if self.facts.rule.idle == "trainer":  # whose devices' replicas, if there are any, are not the balancer's
             return TrainerIdlePlanner(
-                colocated, begin=self.clock.time(), settle_s=self.tlt.spot.settle_s, spot_workers=ready
-            )
+                list(self.fleet.spot_workers), begin=self.clock.time(), settle_s=self.tlt.spot.settle_s,
+                spot_workers=ready,
+            )  # fmt: skip
         return ReplicaIdlePlanner(
             list(self.fleet.replicas),
             expected_requests=self.facts.requests,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import ray
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import trainer_separate_async
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
@@ -26,6 +28,7 @@ from verl_tlt.trainer.run_setup import claim, prepare
 from verl_tlt.trainer.servers import DrafterStore
 from verl_tlt.trainer.spot_workers import Fleet
 from verl_tlt.trainer.watch import BufferWatch
+from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -182,6 +185,14 @@ class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
         return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
 
 
+class _WithoutFlush(logging.LoggerAdapter):
+    """A logger that is called like print."""
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
+        kwargs.pop("flush", None)
+        return msg, kwargs
+
+
 class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
     """verl's trainer with partial rollouts on standalone replicas, with TLT; none leaves, so verl's own client."""
 
@@ -194,6 +205,21 @@ class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
 
     def tlt_standalone(self) -> LLMServerManager:
         return self.standalone_server_manager
+
+    @upstream_change(
+        "verl logs that no replica shares the trainer's devices",
+        replaces=("verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",),
+        symptom="With `actor_rollout_ref.hybrid_engine=False` a run ends once its engines have started: '_log() got an "
+        "unexpected keyword argument'.",
+        cause="`verl/trainer/ppo/v1/trainer_separate_async.py:181` `logger.info(` is given `flush=True`, which print "
+        "takes and a logger does not. With VERL_LOGGING_LEVEL=WARNING stock verl starts, too.",
+        releases="verl 0.9.1",
+        removed_by="The patch; what is changed then has no effect.",
+        patch="verl/0008-log-without-flush.patch",
+    )
+    def _setup(self) -> None:
+        trainer_separate_async.logger = _WithoutFlush(trainer_separate_async.logger, {})
+        super()._setup()
 
     def tlt_colocated_asleep(self) -> bool:
         return self.current_mode != HybridEngineMode.ROLLOUT  # then they are lent to rollout

@@ -23,6 +23,7 @@ from verl.plugin.platform.platform_manager import get_platform
 from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFacts, SessionResult, TappedStates
 from verl_tlt.spot_worker.merge import start_merge
 from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer.servers import Servers
 from verl_tlt.trainer.waits import CALL_S, SILENT_S, SYSTEM, Call, CallFailed, Deadline, Waits, answer
 
@@ -49,7 +50,7 @@ START_S = 300.0
 
 @dataclass
 class ReplicaWorkers:
-    """The spot workers of one colocated replica, one on each of its devices."""
+    """The spot workers of one colocated replica, one on each of its devices; without such replicas of one device."""
 
     replica: str
     ranks: Sequence[int]
@@ -104,7 +105,8 @@ class ReplicaWorkers:
 class Fleet(Servers):
     """All that lies outside the trainer's process: rollout servers, actor, and spot workers on its devices (`pool`).
 
-    Methods about spot workers take the name of a replica, for all of its workers.
+    Methods about spot workers take the name of a replica, for all of its workers. Where no replica shares the actor's
+    devices, each device counts as one, with a name of its own.
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class Fleet(Servers):
     ) -> None:
         super().__init__(llm_server_manager, standalone, actor.world_size, store)
         self.actor, self.pool, self.spot = actor, pool, spot
-        self.spot_workers = {r.name: ReplicaWorkers(r.name, r.ranks) for r in self.replicas.values() if r.colocated}
+        ranks = {r.name: r.ranks for r in self.replicas.values() if r.colocated}
+        alone: dict[str, Sequence[int]] = {f"{TRAINER_DEVICE} {rank}": [rank] for rank in range(actor.world_size)}
+        self.spot_workers = {name: ReplicaWorkers(name, own) for name, own in (ranks or alone).items()}
         self.waits = Waits(self.restart)
         self._shares: tuple[int, ...] = ()
         self._sources: Mapping[str, tuple[tuple[int, ...], int]] = {}

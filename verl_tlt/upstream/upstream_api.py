@@ -56,8 +56,9 @@ VERL = {
         Symbol("verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync"),
         Symbol(
             "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync",
-            has="standalone_server_manager current_mode",
+            has="standalone_server_manager current_mode _setup",
         ),
+        Symbol("verl.trainer.ppo.v1.trainer_separate_async:", has="logger"),
         Symbol("verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode", has="ROLLOUT"),
         Symbol("verl.workers.rollout.llm_server:LLMServerManager.get_client", "client_cls"),
         Symbol(

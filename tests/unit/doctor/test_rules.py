@@ -84,8 +84,6 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
     ("changes", "what", "said"),
     [
         ({"trainer.v1.trainer_mode": "fully_async"}, "trainer.v1.trainer_mode", "fully_async has no TLT trainer"),
-        ({"trainer.v1.trainer_mode": "separate_async", "actor_rollout_ref.hybrid_engine": False},
-         "actor_rollout_ref.hybrid_engine", "no replica on the trainer's devices"),
         ({"trainer.use_v1": False}, "trainer.use_v1", "legacy trainer"),
         ({"trainer.nnodes": 0}, "trainer.nnodes", "trainer.nnodes must be 1 or more"),
         ({"trainer.nnodes": None}, "trainer.nnodes", "with 0 or null the trainer has no device"),

@@ -15,6 +15,7 @@ import numpy as np
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, HeldOutScores, MergeFacts, SessionResult, TappedStates
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer.servers import Replica
 from verl_tlt.trainer.waits import SYSTEM, CallFailed, Deadline, Waits
 
@@ -57,6 +58,8 @@ class FakeFleet:
     def __init__(self, *names: str, standalone: Collection[str] = (), clock: Any = SYSTEM) -> None:
         self.clock = clock
         self.replicas = {name: Replica(name, [] if name in standalone else [0], None, []) for name in names}
+        colocated = [name for name, info in self.replicas.items() if info.colocated]
+        self.spot_workers = dict.fromkeys(colocated or [f"{TRAINER_DEVICE} 0"])
         self.waits = Waits(self.restart, clock)
         self.calls: list[tuple] = []
         self.stats: dict[str, Any] = {}
@@ -161,7 +164,7 @@ class FakeFleet:
         return self.untapped
 
     def workers(self) -> list[str]:
-        return [name for name, info in self.replicas.items() if info.colocated] if self._spot else []
+        return list(self.spot_workers) if self._spot else []
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
         self._call("take", train_next)
@@ -187,7 +190,7 @@ class FakeFleet:
 
     def train(self, name: str) -> FakeCall:
         self._call("train", name)
-        assert name in self.asleep or not self.load[name], "it trains on a device that decodes"
+        assert name in self.asleep or not self.load.get(name), "it trains on a device that decodes"
         self.on_device.add(name)
         call = self.sessions[name] = FakeCall(self.clock)
         if error := self.broken.get(f"session of {name}"):

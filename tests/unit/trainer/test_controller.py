@@ -14,6 +14,7 @@ from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
+from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer.runtime_switch import write_switch
 from verl_tlt.trainer.waits import CallFailed
 
@@ -247,13 +248,15 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
     assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 1
 
 
-def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run):
-    controller, fleet = run(mode="separate_async", names=("a", "b", "far"), standalone={"far"})
+@pytest.mark.parametrize(("colocated", "training"), [(("a", "b"), {"a", "b"}), ((), {f"{TRAINER_DEVICE} 0"})])
+def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated, training):
+    """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""
+    controller, fleet = run(mode="separate_async", names=(*colocated, "far"), standalone={"far"})
     controller.log_probs_done(0)
     controller.sample_begin(1)
-    fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
+    fleet.clock.until(lambda: len(called(fleet, "train")) == len(training))
     controller.sample_end(1, last=True)
-    assert {name for (name,) in called(fleet, "stop")} == {"a", "b"} and called(fleet, "leave") == []
+    assert {name for (name,) in called(fleet, "stop")} == training and called(fleet, "leave") == []
     merged(controller)
     controller.before_sync(1)
     fleet.loaded["far"] = 1
@@ -277,7 +280,7 @@ def test_replicas_on_the_trainers_devices_get_no_requests_although_nobody_trains
     controller.sample_end(1, last=True)
     metrics = rest_of_step(controller, fleet, 1)
     assert metrics["tlt/errors"] == 0
-    assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx(len(colocated) * LOOKS_S), "of the wait for samples"
+    assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx((len(colocated) or 1) * LOOKS_S), "of the wait for samples"
 
 
 def test_several_samplings_of_one_step_are_merged_once(run):

@@ -27,6 +27,7 @@ from verl_tlt.files.json_files import parse, read_lines
 from verl_tlt.trace.events import (
     ENGINE_PREFIX,
     EVENT_TYPES,
+    TRAINER_DEVICE,
     Event,
     Idle,
     LoadSample,
@@ -115,14 +116,16 @@ class RunTrace:
 
     @cached_property
     def replicas(self) -> list[str]:
-        """Names of all replicas: those of the `run` event in its order, then others by name."""
+        """Names of all replicas: those of the `run` event in its order, then others by name, and trainer's devices."""
         named = list(self.run.replicas) if self.run else []
-        others = {name for load in self.loads for name in load.inflight} - set(named)
+        trained = {s.replica for s in self.sessions if s.replica.startswith(TRAINER_DEVICE)}
+        others = trained.union(*(load.inflight for load in self.loads)) - set(named)
         return named + sorted(others)
 
     def label(self, replica: str) -> str:
         """What pictures call a replica, whose name may be an address."""
-        return f"replica {self.replicas.index(replica)}" if replica in self.replicas else replica
+        known = replica in self.replicas and not replica.startswith(TRAINER_DEVICE)
+        return f"replica {self.replicas.index(replica)}" if known else replica
 
     def engine(self, replica: str) -> EngineSteps | None:
         """The steps of the replica's engine, whose file has the name or the number of the replica; None: no file."""
