@@ -185,7 +185,7 @@ class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
         return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
 
 
-class _WithoutFlush(logging.LoggerAdapter):
+class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
     """A logger that is called like print."""
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
