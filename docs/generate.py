@@ -17,11 +17,10 @@ from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
+from upstream_changes import CAUSES_IN, OFFERED, UpstreamChange, declared
 
 from verl_tlt import config
 from verl_tlt.config import TLTConfig
-from verl_tlt.upstream.changes import CAUSES_IN, OFFERED, UpstreamChange
-from verl_tlt.upstream.sources import declared
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "settings.md"

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.upstream_changes import CAUSES_IN, OFFERED, declared
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
-from verl_tlt.upstream.changes import CAUSES_IN, OFFERED
-from verl_tlt.upstream.sources import SourceTree, declared, source_root
+from verl_tlt.upstream.sources import SourceTree, source_root
 from verl_tlt.upstream.upstream_api import Symbol
 
 ROOT = Path(__file__).parents[2]

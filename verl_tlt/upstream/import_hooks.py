@@ -1,8 +1,7 @@
 """Call a function right after a module has been imported.
 
 verl loads plugins while it is half imported itself. Importing its trainers or vLLM at that moment would be slow,
-circular or, in processes that never need them, wasteful. So a plugin registers a callback here, and a finder on
-`sys.meta_path` calls it once the module has been executed. Standard library only.
+circular or, in processes that never need them, wasteful. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ Callback = Callable[[Any], None]
 def when_imported(module_name: str, callback: Callback) -> None:
     """Call `callback(module)` once `module_name` has been executed; at once if it already is.
 
-    Callbacks of one module run in the order they were given, and again if the module is reloaded (its new body
-    knows nothing of what they changed). A module that is being executed right now is treated as not yet imported.
-    A namespace package runs no code and therefore never calls back.
-
-    Raises:
-        Exception: whatever `callback` raises; out of the import statement if the module is imported later.
+    Callbacks of one module run in the order they were given, and again if it is reloaded. A module that is being
+    executed counts as not yet imported. What a callback raises leaves through the import statement.
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
@@ -46,28 +41,20 @@ def _is_executing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-class _CallingLoader(Loader):
-    """Takes a loader's place while the module is executed, then calls the callbacks; the real loader is put back."""
+def _call_after(loader: Loader, name: str) -> None:
+    """Have a loader, which is the module's own, call the callbacks of `name` once it has executed the module."""
+    execute = loader.exec_module
 
-    def __init__(self, real: Loader) -> None:
-        self.real = real
-
-    def __getattr__(self, name: str) -> object:
-        # A spec may be read without an import (`importlib.util.find_spec`, runpy): answer as the real loader does.
-        return getattr(self.real, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.real.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.real
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.real
-        self.real.exec_module(module)
-        name = module.__name__
+    def exec_module(module: ModuleType) -> None:
+        if module.__name__ != name:  # an archive's modules share a loader
+            return execute(module)
+        vars(loader).pop("exec_module", None)  # the class's own shows again
+        execute(module)
         imported = sys.modules.get(name, module)  # a module may replace itself while it is executed
         for callback in list(_FINDER.callbacks.get(name, ())):
             callback(imported)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 class _Finder(MetaPathFinder):
@@ -90,7 +77,7 @@ class _Finder(MetaPathFinder):
         finally:
             busy.discard(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CallingLoader(spec.loader)
+            _call_after(spec.loader, name)
         return spec
 
     def call_finished(self) -> None:

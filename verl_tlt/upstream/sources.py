@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from verl_tlt.upstream.changes import UpstreamChange
 from verl_tlt.upstream.upstream_api import SYMBOLS, Symbol
 from verl_tlt.upstream.versions import location
 
@@ -145,7 +144,6 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 
 def source_root(package: str) -> Path | None:
-    """Where an installed package's directory lies; None where it is not installed."""
     folder = location(package)
     return None if folder is None else folder.parent
 
@@ -156,30 +154,11 @@ def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS)
     return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]
 
 
-def declared(package: Path) -> list[UpstreamChange]:
-    """The changes of upstream libraries that the code below a package's directory says it makes, by file and line."""
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        if "@upstream_change(" not in (text := path.read_text(encoding="utf-8")):
-            continue
-        module, tree = ".".join(path.relative_to(package.parent).with_suffix("").parts), ast.parse(text)
-        places = [("", node) for node in tree.body]
-        places += [(f"{c.name}.", node) for c in tree.body if isinstance(c, ast.ClassDef) for node in c.body]
-        for within, node in places:
-            for call in getattr(node, "decorator_list", ()):
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == "upstream_change":
-                    facts = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-                    code = f"{module}:{within}{getattr(node, 'name', '')}"
-                    found.append(UpstreamChange(code, ast.literal_eval(call.args[0]), **facts))
-    return found
-
-
 @functools.cache
 def serves_eagle3(architecture: str, root: Path | None = None) -> bool | None:
-    """Whether vLLM can draft for a policy with an EAGLE-3 head: its class hands out hidden states (`SupportsEagle3`).
+    """Whether vLLM can draft for an architecture with an EAGLE-3 head (`SupportsEagle3`); None: it has no class for it.
 
-    `architecture` is that of a Hugging Face config, such as "Qwen3ForCausalLM"; `root` holds `vllm/`, the installed one
-    if None. The answer is None where vLLM has no class for the architecture.
+    `root` holds `vllm/`, the installed one if None.
     """
     if (root := root or source_root("vllm")) is None:
         return None

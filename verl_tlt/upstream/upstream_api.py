@@ -14,22 +14,16 @@ from dataclasses import dataclass, replace
 class Symbol:
     """Something of verl's or vLLM's that our code calls, overrides, replaces or reads."""
 
-    name: str
-    """`module:qualified.name`; for a module itself, `module:`."""
+    name: str  # `module:qualified.name`; for a module itself, `module:`
     takes: str = ""
     """Names of the first parameters, in order, `self` left out; space-separated like the next one."""
-    has: str = ""
-    """Names that the class or module must define; its bases within the package count."""
-    says: tuple[str, ...] = ()
-    """Fragments that its source must contain, where we rely on how it is written."""
-    moved_to: str = ""
-    """Where a later release defines it, if it is not handed on to the module in `name`."""
-    used_by: str = ""
-    """Our file, below the package that lists it (`by_file`)."""
+    has: str = ""  # names that the class or module must define; its bases within the package count
+    says: tuple[str, ...] = ()  # fragments that its source must contain, where we rely on how it is written
+    moved_to: str = ""  # where a later release defines it, if it is not handed on to the module in `name`
+    used_by: str = ""  # our file, below the package that lists it (`by_file`)
 
     @property
     def package(self) -> str:
-        """verl or vllm."""
         return self.name.partition(".")[0]
 
 
