@@ -32,7 +32,7 @@ from verl_tlt.drafter import (
     fingerprint,
     pack,
 )
-from verl_tlt.spot_worker.device import TrainingDevice
+from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.spot_worker.worker import KEEP_TUNED
 
 PASSES = 3

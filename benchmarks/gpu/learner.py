@@ -19,8 +19,8 @@ from benchmarks.gpu.parts import NEEDS_CUDA, Bench, device_memory, peak_gib, pla
 from benchmarks.gpu.shapes import draft_vocab_of, drafter, rows_of, shape_of, texts, verifier_weights
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterTrainer, to_numpy16
+from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
-from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.scoring import score_versions
 from verl_tlt.trainer.run_setup import first_drafter

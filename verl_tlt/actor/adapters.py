@@ -37,12 +37,9 @@ class Untapped(TLTError, ValueError):
 class TokenSpan:
     """Neighbouring tokens of one sequence that lie side by side on a rank's token axis."""
 
-    start: int
-    """First token, counted in the sequence."""
-    stop: int
-    """Token after the last."""
-    at: int
-    """Index of the first one on the axis."""
+    start: int  # first token, counted in the sequence
+    stop: int  # token after the last
+    at: int  # index of the first one on the axis
 
 
 def adapt(engine: BaseEngine) -> EngineAdapter:
@@ -56,10 +53,9 @@ def adapt(engine: BaseEngine) -> EngineAdapter:
 
 
 class FSDPAdapter:
-    """verl's FSDP engine (FSDP and FSDP2): a Hugging Face model, wrapped; with LoRA or without.
+    """verl's FSDP engine (FSDP and FSDP2): a Hugging Face model, with LoRA or without; activations are whole.
 
-    Parameters are sharded over ranks, activations are whole: a rank computes its own sequences, or with Ulysses
-    sequence parallelism its slice of them.
+    A rank computes its own sequences, or with Ulysses sequence parallelism its slice of them.
     """
 
     def __init__(self, engine: FSDPEngineWithLMHead) -> None:
@@ -120,10 +116,9 @@ class FSDPAdapter:
 class MegatronAdapter:
     """verl's Megatron engine: megatron-core GPT models, whose tokens and layers are split over ranks in three ways.
 
-    Pipeline parallelism: a rank has some of the layers (several runs of them when interleaved), and the last stage has
-    the final norm. Context parallelism: a rank has two chunks of every sequence. Sequence parallelism: of what is left,
-    the ranks of a tensor-parallel group have a slice each; without it they all have the same, and the first one copies
-    it. Data-parallel ranks are groups of their own.
+    Pipeline parallelism splits layers; the last stage has the final norm. Context parallelism gives a rank two chunks
+    of every sequence. Sequence parallelism slices what is left; without it the first rank of a tensor-parallel group
+    copies.
     """
 
     def __init__(self, engine: MegatronEngineWithLMHead) -> None:
@@ -203,8 +198,7 @@ class MegatronAdapter:
 def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[TokenSpan]:
     """What context parallelism leaves of one sequence: chunk `rank` and chunk `-1 - rank` of `2 * ranks` equal ones.
 
-    `padded`: its length with the padding that makes chunks equal; `at`: where its share begins on the axis; `rank` and
-    `ranks`: place in the context-parallel group, and its size.
+    `padded`: its length with the padding that makes chunks equal; `at`: where its share begins on the axis.
     """
     if ranks == 1:
         return [TokenSpan(0, length, at)]

@@ -1,9 +1,8 @@
 """The hidden-state tap: copies hidden states out of the old-log-prob forward, for sequences chosen beforehand.
 
-The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm
-(EAGLE-3; TLT section 5). verl's engines compute these in every step, with the weights that produced the rollout.
-Forward hooks on each rank copy the chosen tokens of the layers it has; `spot_worker.worker` joins them. Hidden states
-are heavy (28-64 KB a token for 7B-70B policies), so few sequences are chosen, and long ones are cut to a window.
+The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm (EAGLE-3;
+TLT section 5). Forward hooks on each rank copy the chosen tokens of the layers it has; `spot_worker.worker` joins them.
+Hidden states are heavy, so few sequences are chosen, and long ones are cut to a window.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ ROW = "tlt_row"
 
 
 class HiddenStateTap:
-    """Hooks on an engine's layers, which record while armed, in evaluation forwards only.
-
-    `aux_layers` are counted as `eagle_aux_hidden_state_layer_ids` does; `dtype`, of 16 bits, is the rollout's.
-    """
+    """Hooks on an engine's layers, which record while armed, in evaluation forwards only; `dtype` has 16 bits."""
 
     def __init__(self, adapter: EngineAdapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
         self.adapter, self.dtype = adapter, dtype
@@ -63,18 +59,13 @@ class HiddenStateTap:
         adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record the window (start, stop) of rows of the coming batch, the same on all ranks that compute it.
-
-        It overwrites what `take` returned before.
-        """
+        """Record the window (start, stop) of rows of the coming batch; overwrites what `take` returned before."""
         self._host.reset()
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
 
     def count(self, batch: TensorDict, vocabulary: int) -> None:
         """Count the tokens of a batch's responses, once where that was asked for (`TappedStates.token_counts`)."""
-        if not self.counts_tokens:
-            return
-        with self.contained():
+        if self.counts_tokens:
             ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
             said = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
             self.token_counts = torch.bincount(said.long(), minlength=vocabulary).cpu().numpy()
@@ -257,8 +248,7 @@ def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
 def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
     """At most `window` neighbouring tokens of one sequence: (start, stop), 0 <= start < stop <= length.
 
-    The start is the later of two uniform draws from the response: late positions are those decoded in the tail. The
-    prompt, which teaches nothing, is kept only where it fits.
+    The start is the later of two uniform draws from the response, as late positions are those decoded in the tail.
     """
     last_start = max(0, length - window)
     first_start = min(prompt_len, last_start)

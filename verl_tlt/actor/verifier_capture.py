@@ -1,8 +1,8 @@
 """Copies the parts of the policy that the drafter shares (embedding, head, final norm) while a weight sync streams by.
 
-Everybody waits for the sync, and the parts are large (2.2 GB in 16 bits for a 7B policy). So one rank of each node
-copies them, and only when the drafter will be trained: to page-locked memory that is kept for the run. A thread puts
-them into the object store during the next rollout. A failure costs the drafter its newest weights, not the sync.
+Everybody waits for the sync, and the parts are large (2.2 GB for a 7B policy). So one rank of each node copies them to
+page-locked memory, when the drafter will be trained. A thread puts them into the object store during the next rollout.
+A failure costs the drafter its newest weights, not the sync.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from verl_tlt.drafter import to_numpy16
@@ -43,18 +42,14 @@ class Captured:
 
     reference: ObjectRef | None = None
     """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
-    seconds: float = 0.0
-    """Time that the weight sync, or the caller of `take`, waited for it."""
-    nbytes: int = 0
-    """Bytes that left the device."""
+    seconds: float = 0.0  # time that the weight sync, or the caller of `take`, waited for it
     errors: int = 0
 
 
 class VerifierCapture:
-    """One rank's copies, in `dtype`, of 16 bits. Used by one thread at a time.
+    """One rank's copies, in `dtype`, of 16 bits, which `put` copies to the object store. Used by one thread at a time.
 
-    `put` hands the arrays to the object store, which copies them; `tied`: the policy's head is its embedding;
-    `norm_offset` is added to the final norm's weight.
+    `tied`: the policy's head is its embedding; `norm_offset` is added to the final norm's weight.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class VerifierCapture:
         self._captured_before = False
         self._putting: Future[ObjectRef] | None = None
         self._thread = ThreadPoolExecutor(1, "tlt-verifier")
-        self._seconds, self._nbytes, self._errors = 0.0, 0, 0
+        self._seconds, self._errors = 0.0, 0
 
     def tee(self, params: Params) -> Params:
         """Hand `params` on as they are; what the drafter shares is copied on the way."""
@@ -86,10 +81,7 @@ class VerifierCapture:
             yield name, tensor
 
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
-        """Put what arrived into the object store, in the background, after the sync.
-
-        For a sync that sends LoRA adapters alone, `base` reads the parts from the policy's files.
-        """
+        """Put what arrived into the object store, in the background; `base` reads the parts if only LoRA was synced."""
         with self._contained():
             if self.armed and base is not None and not self._captured_before and not self._arrived:
                 for part, tensor in base().items():
@@ -97,7 +89,9 @@ class VerifierCapture:
                         self._keep(part, tensor)
             if self.armed and {"embed", "norm"} <= self._arrived:
                 self._captured_before = True
-                self._putting = self._thread.submit(self._put, self._arrays())
+                arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
+                arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
+                self._putting = self._thread.submit(self._put, VerifierArrays(**arrays))
         self.armed, self._arrived = False, set()
 
     def take(self) -> Captured:
@@ -105,8 +99,8 @@ class VerifierCapture:
         reference, putting, self._putting = None, self._putting, None
         with self._contained():
             reference = putting.result(PUT_S) if putting else None
-        found = Captured(reference, self._seconds, self._nbytes, self._errors)
-        self._seconds, self._nbytes, self._errors = 0.0, 0, 0
+        found = Captured(reference, self._seconds, self._errors)
+        self._seconds, self._errors = 0.0, 0
         return found
 
     def _keep(self, part: str, tensor: torch.Tensor) -> None:
@@ -120,12 +114,6 @@ class VerifierCapture:
             held = self._host[part] = views(self._locked[part], [short])[0]
         held.copy_(short)
         self._arrived.add(part)
-        self._nbytes += held.nbytes
-
-    def _arrays(self) -> VerifierArrays:
-        arrays: dict[str, np.ndarray] = {part: to_numpy16(self._host[part]) for part in self._arrived}
-        arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
-        return VerifierArrays(**arrays)
 
     @contextmanager
     def _contained(self) -> Iterator[None]:

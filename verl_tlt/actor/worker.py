@@ -26,7 +26,7 @@ from verl_tlt.actor.tap import (
     select_for_tap,
     shards_by_worker,
 )
-from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
+from verl_tlt.actor.verifier_capture import VerifierCapture
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, policy_shape
 from verl_tlt.messages.training import TappedStates, TapReady
@@ -63,8 +63,8 @@ class TLTTrainingWorker(TrainingWorker):
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
-        tap.count(data, self.vocabulary)
         data[ROW] = torch.arange(len(lengths))
+        tap.count(data, self.vocabulary)
 
 
 class TLTActorWorker(ActorRolloutRefWorker):
@@ -77,10 +77,7 @@ class TLTActorWorker(ActorRolloutRefWorker):
     def tlt_setup(
         self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int], counts_tokens: bool = False
     ) -> TapReady:
-        """Install the tap on this rank's engine.
-
-        `capture_ranks` copy the verifier weights of the coming sync; `counts_tokens`: of the first rollout's responses.
-        """
+        """Install the tap on this rank's engine; `capture_ranks` copy the verifier weights of the coming sync."""
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
             adapter = adapt(self.actor.engine)
@@ -98,10 +95,10 @@ class TLTActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def tlt_take(self, shares: Sequence[int], capture_ranks: Collection[int], tokens: int) -> TappedStates:
-        """Hand over the hidden states of the last old-log-prob forward, and the verifier weights of a sync before it.
+        """Hand over the last old-log-prob forward's hidden states, and the verifier weights of a sync before it.
 
-        `shares`: among how many spot workers each rank shares its sequences; `capture_ranks` are of the next weight
-        sync, `tokens` the budget of the next forward.
+        `shares`: spot workers that each rank shares its sequences among; `capture_ranks` are of the next weight sync,
+        `tokens` the budget of the next forward.
         """
         self.actor.tap_budget = tokens
         tap, capture = self.actor.tap, self._tlt_capture
@@ -150,11 +147,8 @@ class TLTActorWorker(ActorRolloutRefWorker):
             return await super().update_weights(global_steps=global_steps, mode=mode)
         finally:
             del engine.get_per_tensor_param  # the instance attribute; the class's method shows again
-            capture.finish(self._tlt_base_parts if adapter_alone else None)
-
-    def _tlt_base_parts(self) -> dict[str, torch.Tensor]:
-        parts = VerifierWeights.from_policy_dir(self.actor.engine.model_config.local_path)
-        return {part: getattr(parts, part) for part in VERIFIER_PARTS}
+            path = engine.model_config.local_path
+            capture.finish((lambda: vars(VerifierWeights.from_policy_dir(path))) if adapter_alone else None)
 
 
 class TLTDetachActorWorker(TLTActorWorker, DetachActorWorker):

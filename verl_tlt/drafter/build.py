@@ -8,14 +8,14 @@ file format are those of `speculators.models.eagle3`.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.attention import BY_DOCUMENT, attend_by_document
 from verl_tlt.drafter.policy import (
     LONGEST_DRAFT,
     MTP,
@@ -29,6 +29,12 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.schema import library_fields
 
+BY_DOCUMENT = "tlt_by_document"
+"""Attention over a packed row, one document at a time: for transformers' `_attn_implementation`, on a CPU.
+
+Each pass of a training-time test adds S keys to a row of S positions, of which a position attends to one. A dense mask
+computes all S x (passes x S) scores, and a small model's step takes 1.5 times as long on a CPU.
+"""
 _SELF = 8.0
 """A new drafter's keys and queries are initialised so that a position's attention logit for itself is about this."""
 _NOISE = 0.3
@@ -135,8 +141,7 @@ def build_drafter(
 def begin_at_the_token(model: Eagle3DraftModel) -> None:
     """Have half of a new layer's heads begin by adding the embedding of their position's token to the residual stream.
 
-    That stream holds the policy's state alone, and a layer with random keys spends most of its first steps on finding
-    its own position (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
+    That stream holds the policy's state alone (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
     """
     attention, hidden = model.layers[0].self_attn, model.hidden_size
     size = attention.head_dim
@@ -157,11 +162,7 @@ def begin_at_the_token(model: Eagle3DraftModel) -> None:
 
 
 def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:
-    """Have a drafter draft these tokens: int64 [DV], ascending target ids. Returns whether it drafted others before.
-
-    The rows of its head are those of the old tokens until the next `refresh_verifier_weights`. The trained weights do
-    not depend on the draft vocabulary and stay as they are.
-    """
+    """Draft these tokens: int64 [DV], ascending target ids; returns whether others were drafted before."""
     ids, vocab, size = draft_ids.to(torch.int64).cpu(), model.verifier_vocab_size, model.draft_vocab_size
     if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab):
         raise DrafterError(f"draft_ids must be {size} ascending distinct token ids within 0..{vocab - 1}.")
@@ -182,8 +183,8 @@ def has_chosen_tokens(model: Eagle3DraftModel) -> bool:
 def instantiate(config: Eagle3SpeculatorConfig | MTPSpeculatorConfig, attention: str) -> Eagle3DraftModel:
     """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's.
 
-    Embedding and heads are NaN and take no memory: one number, which `make_room` replaces before it is written to. They
-    are frozen copies of the policy's, gigabytes for a large vocabulary, and who only builds or exports needs none.
+    Embedding and heads are NaN and take no memory until `make_room`: gigabytes, which who only builds or exports needs
+    not.
     """
     from transformers import AttentionInterface
 
@@ -235,10 +236,7 @@ def has_own_head(model: Eagle3DraftModel) -> bool:
 
 
 def halve_frozen(model: Eagle3DraftModel) -> None:
-    """Store the policy's weights in 16 bits, as they arrive and as an accelerator computes; not for float32 products.
-
-    A head of the drafter's own stays as it was loaded, to be saved again as it was.
-    """
+    """Store the policy's weights in 16 bits, as an accelerator computes; a head of the drafter's own stays as it is."""
     own = model.lm_head.weight if has_own_head(model) else None
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter is not own:
@@ -251,3 +249,61 @@ def most_frequent(counts: torch.Tensor | np.ndarray, size: int) -> torch.Tensor:
     """int64 [size]: the token ids of the largest of `counts` (int64 [V]), ascending; ties go to the lower id."""
     order = torch.sort(torch.as_tensor(counts), descending=True, stable=True).indices  # [V]
     return order[:size].sort().values
+
+
+def attend_by_document(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Softmax attention under the mask of `speculators` (`create_combined_mask_mod`), as transformers calls it.
+
+    `query` is [1, heads, S, head_dim], `key` and `value` [1, kv_heads, P * S, head_dim] in pass P of a training-time
+    test. `attention_mask`, bool [1, 1, S, P * S], is causal within documents in the first S columns, and the diagonal
+    of each further S; padding attends to itself alone. Returns [1, S, heads, head_dim], and no weights.
+    """
+    heads, rows, width = query.shape[1:]
+    kv, passes = key.shape[1], key.shape[2] // rows
+    groups = heads // kv  # query heads that share keys and values, which are not repeated for each
+    q = (query[0] * (width**-0.5 if scaling is None else scaling)).view(kv, groups, rows, width)
+    k, v = (x[0].view(kv, 1, passes, rows, width) for x in (key, value))
+    later = (q[:, :, None] * k[:, :, 1:]).sum(-1).transpose(2, 3)  # [kv, G, S, P-1] each position's own later keys
+    parts = []
+    for begin, end, length in _documents(attention_mask[0, 0, :, :rows]):
+        here, count = slice(begin, end), (end - begin) // length
+        # Documents of one token (padding) are handled side by side; each attends to itself.
+        q_own, after = (_by_document(x[:, :, here], count) for x in (q, later))  # [kv, n, G, L, .]
+        k_own, v_own = (x[:, 0, 0, here].reshape(kv, count, length, width) for x in (k, v))
+        scores = (q_own.flatten(2, 3) @ k_own.transpose(2, 3)).view(kv, count, groups, length, length)
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        weights = torch.cat([scores.masked_fill(future, -torch.inf), after], dim=-1).softmax(-1)
+        first = (weights[..., :length].flatten(2, 3) @ v_own).view(q_own.shape)
+        others = weights[..., length:].transpose(1, 2).flatten(2, 3)  # [kv, G, n * L, P-1]
+        own = first.transpose(1, 2).flatten(2, 3)  # [kv, G, n * L, head_dim]
+        parts.append(own + (others.transpose(2, 3)[..., None] * v[:, :, 1:, here]).sum(2))
+    return torch.cat(parts, dim=2).flatten(0, 1).transpose(0, 1)[None], None
+
+
+def _by_document(values: torch.Tensor, count: int) -> torch.Tensor:
+    """[kv, G, n * L, .] as [kv, n, G, L, .]: each of `count` documents apart, with all heads that share its keys."""
+    kv, groups, rows, width = values.shape
+    return values.reshape(kv, groups, count, rows // count, width).transpose(1, 2)
+
+
+def _documents(mask: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(begin, end, length of each) of the documents in a bool [S, S] mask; one-token ones in a row are one entry."""
+    index = torch.arange(len(mask), device=mask.device)
+    starts = mask.int().argmax(dim=1)  # [S] the first position that each one attends to
+    if not torch.equal(mask.sum(dim=1), index - starts + 1):
+        raise ValueError(f"Attention {BY_DOCUMENT!r} needs a mask that is causal within whole documents.")
+    borders = [*sorted(set(starts.tolist())), len(mask)]
+    found: list[tuple[int, int, int]] = []
+    for begin, end in itertools.pairwise(borders):
+        length = end - begin
+        joins = length == 1 and bool(found) and found[-1][2] == 1
+        found.append((found.pop()[0] if joins else begin, end, length))
+    return found

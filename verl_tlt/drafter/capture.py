@@ -36,19 +36,16 @@ class Text:
 class Decoder:
     """The decoder of a policy's language model."""
 
-    model: torch.nn.Module
-    """Takes `input_ids`."""
-    layers: torch.nn.ModuleList
-    """Each layer's input is the residual stream before it."""
-    norm: torch.nn.Module
-    """Its input is the last hidden state, its output what the head reads."""
+    model: torch.nn.Module  # takes `input_ids`
+    layers: torch.nn.ModuleList  # each layer's input is the residual stream before it
+    norm: torch.nn.Module  # its input is the last hidden state, its output what the head reads
 
 
 def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
 
-    However deep it is inside a larger model, FSDP or LoRA; a vision tower has another number of layers, or norms
-    elsewhere. None or more than one is a `DrafterError` that begins with `where`.
+    However deep it is inside a larger model, FSDP or LoRA. None or more than one is a `DrafterError` that begins with
+    `where`.
     """
     config = getattr(policy, "config", None)
     count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
@@ -68,7 +65,7 @@ def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
 
 
 def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
-    """The policy as a frozen transformers model on `device`; over all GPUs where there are several.
+    """The policy as a frozen transformers model on `device`, over all GPUs where there are several.
 
     In its files' dtype, but in float32 on a processor without products of 16 bits, where they take five times as long.
     """
@@ -86,10 +83,7 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 
 
 class PolicyStates:
-    """Runs a policy over texts and returns what a drafter learns from: the inputs of `aux_layers` and the last states.
-
-    Without `aux_layers` the last states alone, for an MTP head. A `DrafterError` where the policy has no such layers.
-    """
+    """Runs a policy over texts for what a drafter learns from; without `aux_layers` the last states alone (MTP)."""
 
     def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:
         decoder = find_decoder(policy, "the policy")
@@ -112,10 +106,7 @@ class PolicyStates:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Text]) -> list[data.TrainingSequence]:
-        """A sequence for each text, in order, on the host, in the policy's dtype; from one forward.
-
-        Texts are right-padded: causal attention never looks at what follows.
-        """
+        """A sequence for each text, in order, on the host, in the policy's dtype; from one forward, right-padded."""
         for text in texts:
             if not 0 <= text.prompt_len <= (there := len(text.tokens)):
                 raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{there}, the tokens of the text.")
@@ -167,10 +158,7 @@ class Span:
 
 
 def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
-    """One pass over all texts in random order, as packed batches of at most `budget` rows; longer texts are cut.
-
-    It follows from lengths and seed, so that a resumed run finds its place without computing states again.
-    """
+    """One pass over all texts as packed batches of at most `budget` rows; it follows from lengths and seed alone."""
     order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
     spans = (Span(n, begin, end) for n in order for begin, end in data.window_bounds(lengths[n], budget))
     return list(data.grouped(spans, lambda span: span.end - span.begin - 1, budget))

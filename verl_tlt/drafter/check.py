@@ -54,28 +54,21 @@ _POLICYS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", 
 class CheckedDrafter(NamedTuple):
     """A drafter's files on this disk, which fit its policy."""
 
-    method: str
-    """As `tlt.drafter.method` says it: "eagle3" or "mtp"."""
+    method: str  # as `tlt.drafter.method` says it: "eagle3" or "mtp"
     config: Fields
     """What is staged as its config.json, of known fields alone; empty for an MTP head, which follows its policy."""
-    tensors: dict[str, Header]
-    """Where each tensor is, by speculators' names; an MTP head's by the policy's."""
+    tensors: dict[str, Header]  # where each tensor is, by speculators' names; an MTP head's by the policy's
 
 
 def check_drafter(
     directory: Model, policy: PolicyLike, min_context: int = 0, also_owner: int | None = None
 ) -> CheckedDrafter:
-    """Return when `directory` is a complete drafter that fits `policy`: an EAGLE-3 head, or the policy's MTP head.
+    """Return when `directory` is a complete drafter that fits `policy`; a `DrafterError` says what does not.
 
-    Args:
-        directory: a folder or a name on the hub, in the layout of speculators, SpecForge or SafeAILab.
-        policy: its directory, name on the hub, `transformers` config, a mapping of its fields, or a `PolicyShape`.
-        min_context: longest prompt plus response plus draft it must serve, in tokens. A shorter
-            `max_position_embeddings` is no obstacle where the RoPE is computed: `load_drafter` makes it longer.
-        also_owner: user id of one more owner to trust (`check_owner`).
-
-    Raises:
-        DrafterError: the first thing that does not fit.
+    It is an EAGLE-3 head in the layout of speculators, SpecForge or SafeAILab, or the policy's MTP head. `min_context`
+    is the longest prompt, response and draft that it must serve, in tokens; a shorter `max_position_embeddings` is no
+    obstacle where the RoPE is computed: `load_drafter` makes it longer. `also_owner`: user id of one more owner to
+    trust.
     """
     path = drafter_folder(directory)
     check_owner(path, also_owner)
@@ -106,18 +99,18 @@ def check_config(path: Path) -> None:
 def check_owner(drafter: Model, also: int | None = None) -> None:
     """Raise a `DrafterError` where others than this user, root and user `also` can have put a file of the drafter."""
     path = drafter_folder(drafter)
-    reason = _other(path, (CONFIG, PROVENANCE, WEIGHTS, INDEX), also)
+
+    def reason_in(names: Iterable[str]) -> str | None:
+        return next((reason for name in names if (reason := other_owner(path / name, also))), None)
+
+    reason = reason_in((CONFIG, PROVENANCE, WEIGHTS, INDEX))
     if reason is None and (path / INDEX).is_file():
-        reason = _other(path, sorted(set(tensor_files(path)[1].values())), also)
+        reason = reason_in(sorted(set(tensor_files(path)[1].values())))
     if reason and not sealed(path):
         raise DrafterError(
             f"{path} may be another user's drafter: {reason}; copy it to a place of your own, or see "
             f"{TRUSTED_MOUNT} in docs/design.md."
         )
-
-
-def _other(path: Path, names: Iterable[str], also: int | None) -> str | None:
-    return next((reason for name in names if (reason := other_owner(path / name, also))), None)
 
 
 def drafter_folder(drafter: Model) -> Path:
@@ -184,10 +177,9 @@ def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str)
 
 
 def _check_tensors(directory: Path, config: Fields, others: bool) -> dict[str, Header]:
-    """Where the drafter's tensors are, by speculators' names, whichever the files give them.
+    """Where the drafter's tensors are, by speculators' names; `others`: files have SafeAILab's or SpecForge's.
 
-    A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form;
-    `others`: the names are SafeAILab's, SpecForge's or ModelOpt's.
+    A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form.
     """
     wanted, (listing, owners) = _wanted(config), tensor_files(directory)
     names: dict[str, str] = {}
@@ -245,19 +237,14 @@ def _check_maps(found: Mapping[str, Header], drafted: int, vocab: int) -> None:
         raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
     offsets = _array(found["d2t"]).astype(np.int64)  # [DV]
     ids = np.arange(len(offsets))
-    wrong = np.flatnonzero((offsets < -ids) | (offsets >= vocab - ids))
-    if wrong.size:
-        i = int(wrong[0])
-        raise DrafterError(
-            f"{file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}, outside "
-            f"0..{vocab - 1}."
-        )
     tokens = ids + offsets
-    if (wrong := np.flatnonzero(np.diff(tokens) <= 0)).size:
-        i = int(wrong[0])
+    wrong = (offsets < -ids) | (offsets >= vocab - ids)
+    wrong[1:] |= np.diff(tokens) <= 0
+    if wrong.any():
+        i = int(wrong.argmax())
         raise DrafterError(
-            f"{file}: d2t must name ascending distinct tokens, but draft ids {i} and {i + 1} stand for {tokens[i]} and "
-            f"{tokens[i + 1]}."
+            f"{file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}; tokens must "
+            f"ascend within 0..{vocab - 1}."
         )
     if drafted < vocab and "t2d" in found and not np.array_equal(tokens, np.flatnonzero(_array(found["t2d"]))):
         where = found["t2d"].file
@@ -286,10 +273,7 @@ def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
 
 
 def tokenizer_hash(policy: Model) -> str | None:
-    """Sixteen hex digits over the tokenizer's vocabulary, tokens with their ids; None where there is no tokenizer.json.
-
-    Of what the file says, not of its bytes: saving a tokenizer again with another release changes its layout.
-    """
+    """Sixteen hex digits over the vocabulary in tokenizer.json, whatever its layout; None where there is none."""
     try:
         file = folder(policy, ("tokenizer.json",)) / "tokenizer.json"
     except NotHereError:

@@ -19,9 +19,10 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
 from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
 from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
@@ -37,11 +38,10 @@ from verl_tlt.drafter.policy import (
     Fields,
     Model,
     PolicyLike,
-    PolicyShape,
     policy_shape,
     read_json,
 )
-from verl_tlt.drafter.tensor_file import Header, TensorFile, not_finite, read_tensors
+from verl_tlt.drafter.tensor_file import TensorFile, not_finite, read_tensors
 from verl_tlt.files.ownership import check_private, replacing, seal
 
 if TYPE_CHECKING:
@@ -80,10 +80,9 @@ def serving_tensors(
 
 
 def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, str]:
-    """A drafter's files without a disk: (`config.json`, bytes of `model.safetensors`, `fingerprint` of the weights).
+    """(`config.json`, bytes of `model.safetensors`, their `fingerprint`) of a drafter, to be served in `dtype`.
 
-    The weights are `serving_tensors` in `dtype`, such as "bfloat16", in which the engine serves; a `DrafterError` where
-    one is not finite in it.
+    A `DrafterError` where a weight is not finite in it.
     """
     from safetensors.torch import save
 
@@ -95,10 +94,7 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
 
 
 def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:
-    """The drafter of `to_drafter_file`, in float32 on the host: files of our own, which need no check.
-
-    `attention` is `build_drafter`'s.
-    """
+    """The drafter of `to_drafter_file`, in float32 on the host: files of our own, which need no check."""
     from safetensors.torch import load
     from speculators import SpeculatorModelConfig
 
@@ -106,10 +102,9 @@ def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3Draf
 
 
 def stage(config: str, weights: bytes, directory: Path) -> None:
-    """Write `to_drafter_file`'s files where the engine processes of this node load them, in a private directory.
+    """Write `to_drafter_file`'s files into a private directory, from which this node's engine processes load them.
 
-    A reader finds the old drafter or the new one, never half of either. A `TLTError` where the directory is another
-    user's or open to others.
+    A reader finds the old drafter or the new one. A `TLTError` where the directory is another user's or open to others.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory)
@@ -137,14 +132,10 @@ def save_drafter(
 ) -> Path:
     """Write the drafter so that `directory`, which is replaced whole, is complete or what it was before.
 
-    Args:
-        model: the drafter.
-        directory: where.
-        provenance: facts for `provenance.json` and the model card; releases are added. A `TypeError` if it is no JSON.
-        policy: its tokenizer is noted, so that a policy with another one is refused.
-        training_state: `DrafterTrainer.state()`, to resume from.
-        tensors: of an earlier `serving_tensors`, so that training can go on meanwhile; None: the present weights, of
-            which a `DrafterError` says where they hold NaN or infinity.
+    `provenance` are facts for `provenance.json` and the model card; a `TypeError` if they are no JSON. The tokenizer of
+    `policy` is noted, so that another is refused. `training_state` is `DrafterTrainer.state()`. `tensors` are an
+    earlier `serving_tensors`, so that training can go on meanwhile; None: the present weights. A `DrafterError` if one
+    is NaN or infinite.
     """
     from safetensors.torch import save_file
 
@@ -191,7 +182,7 @@ def load_drafter(
 
     found = check_drafter(directory, policy, min_context, also_owner)
     if found.method == MTP:
-        return _own_head(policy_shape(policy), found.tensors, attention, device)
+        return load_own_head(directory, policy, attention=attention, device=device)
     config = Eagle3SpeculatorConfig.from_dict(found.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
@@ -207,20 +198,12 @@ def load_drafter(
 def load_own_head(
     source: Model, policy: PolicyLike, *, attention: str | None = None, device: torch.device | str = "cpu"
 ) -> Eagle3DraftModel:
-    """The policy's MTP head as a drafter, in float32: from the policy's own files, or from where one was saved.
-
-    A `DrafterError` where there is no head of the policy's shape. `attention` is `build_drafter`'s.
-    """
-    shape = policy_shape(policy)
-    return _own_head(shape, head_files(source, shape), attention, device)
-
-
-def _own_head(
-    shape: PolicyShape, head: Mapping[str, Header], attention: str | None, device: torch.device | str
-) -> Eagle3DraftModel:
+    """The policy's MTP head as a drafter, in float32: from the policy's own files, or from where one was saved."""
     from verl_tlt.drafter.mtp import mtp_config
 
-    return _filled(mtp_config(shape), read_tensors(head), attention or default_attention(device)).to(device)
+    shape = policy_shape(policy)
+    head = read_tensors(head_files(source, shape))
+    return _filled(mtp_config(shape), head, attention or default_attention(device)).to(device)
 
 
 def _filled(
@@ -246,7 +229,7 @@ def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
 
 
 def write_state(state: Mapping[str, object], file: Path) -> None:
-    """Write nested mappings and lists of tensors and JSON values (a `TypeError` for others) as safetensors.
+    """Write nested mappings and lists of tensors and JSON values as safetensors; other values are a `TypeError`.
 
     Tensors are named by their place in the state; the rest is JSON in the header, where tuples become lists and keys
     text.
@@ -284,29 +267,27 @@ def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, t
     return value
 
 
-_FACTS = {
-    "version": int, "tokens_trained": int, "prompts": str | list, "prompts_limit": int, "prompts_sha256": str,
-    "prompt_form": dict,
-}  # fmt: skip
-"""Kinds of the facts that are read again; none is below 0."""
+_Share = Annotated[float, Field(ge=0, le=1)]
+_FACTS: dict[str, Any] = {
+    **dict.fromkeys(("version", "tokens_trained", "prompts_limit"), Annotated[int, Field(ge=0)]),
+    "prompts": str | Annotated[list[str], Field(min_length=1)],
+    "prompts_sha256": str,
+    "prompt_form": dict[str, Any],
+    "acceptance": Annotated[list[_Share], Field(max_length=LONGEST_DRAFT)],
+}
+"""Kinds of the facts that are read again."""
 
 
 def provenance(directory: Model) -> Fields:
     """The facts saved with a drafter; empty for a drafter from elsewhere. What is of another kind is left out."""
     file = drafter_folder(directory) / PROVENANCE
     facts = read_json(file) if file.is_file() else {}
-    rates = facts.get("acceptance")
-    if not (isinstance(rates, list) and len(rates) <= LONGEST_DRAFT and all(_is_share(rate) for rate in rates)):
-        facts.pop("acceptance", None)
-    files = facts.get("prompts")
-    if isinstance(files, list) and not (files and all(isinstance(file, str) for file in files)):
-        del facts["prompts"]
-    kept = {key: value for key, value in facts.items() if isinstance(value, _FACTS.get(key, object))}
-    return {key: n for key, n in kept.items() if not (key in _FACTS and isinstance(n, int) and n < 0)}
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1  # NaN is not
+    for key in _FACTS.keys() & facts.keys():
+        try:
+            TypeAdapter(_FACTS[key]).validate_python(facts[key], strict=True)
+        except ValidationError:
+            del facts[key]
+    return facts
 
 
 def _versions() -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 At step t vLLM feeds the drafter token x_{t+1} with the policy's hidden state g_t at position t, and asks for the
 distribution of x_{t+2}, which the policy answers from y_{t+1} (`SpecDecodeBaseProposer.set_inputs_first_pass`). A row
-of a batch is exactly that triple. A sequence of L tokens makes L - 1 rows.
-
-Packing a micro-batch takes a good part of a training step, in which the device would wait (a 7B policy's is 117 MB for
-4096 rows). So a thread packs the next one into page-locked memory, from which it is copied on a stream of its own.
+of a batch is exactly that triple. A sequence of L tokens makes L - 1 rows. A thread packs the next micro-batch while
+the device works on one (a 7B policy's is 117 MB for 4096 rows).
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ T = TypeVar("T")
 
 
 def to_numpy16(tensor: torch.Tensor) -> np.ndarray:
-    """`tensor` on the host in 16 bits: float16 as it is, anything else as bfloat16 bits in uint16; same shape.
-
-    Ray hands numpy arrays to every process of a node without a copy; numpy has no bfloat16.
-    """
+    """`tensor` on the host in 16 bits, same shape: float16 as it is, others as bfloat16 bits in uint16."""
     if tensor.dtype == torch.float16:
         return tensor.detach().cpu().contiguous().numpy()
     return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy()
@@ -52,10 +47,7 @@ def from_numpy16(array: np.ndarray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """A prompt with its response, or a window of it, with the hidden states of one forward pass of the policy.
-
-    Index t is local to the window; its position in the whole sequence is `start + t`.
-    """
+    """A prompt with its response, or a window of it from position `start` on, with the policy's hidden states."""
 
     tokens: torch.Tensor
     """int64 [L]."""
@@ -86,12 +78,10 @@ class TrainingSequence:
 
     @property
     def rows(self) -> int:
-        """Rows it makes in a batch."""
         return len(self.tokens) - 1
 
     @property
     def nbytes(self) -> int:
-        """Memory its tensors hold."""
         return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
 
     def loss_rows(self, draft: int = 1) -> range:
@@ -161,10 +151,10 @@ class Batch:
         return Batch(**grown)
 
     def for_passes(self, ttt_steps: int) -> Batch:
-        """Without loss on the first `ttt_steps - 1` rows of each document.
+        """Without loss on the first `ttt_steps - 1` rows of each document: packing is exact without them.
 
-        Pass k is scored against the row k places on, so a document's first k rows would be scored against passes that
-        started in the document before. Without them packing is exact.
+        Pass k is scored against the row k places on, so they would be scored against passes that began in another
+        document.
         """
         ids = self.document_ids[0]  # [S]
         index = torch.arange(self.rows, device=ids.device)
@@ -177,10 +167,8 @@ class Batch:
 def check_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
     """Raise a `DrafterError` where a token id is outside 0..`vocabulary` - 1: a GPU would end in a device assertion."""
     ids = tokens.cpu().numpy()  # where they are as a rule: nothing waits for a device
-    if ids.size:
-        low, high = ids.min(), ids.max()
-        if low < 0 or high >= vocabulary:
-            wrong = low if low < 0 else high
+    for wrong in (ids.min(initial=0), ids.max(initial=0)):
+        if not 0 <= wrong < vocabulary:
             raise DrafterError(f"Token {wrong} is outside the policy's vocabulary, 0..{vocabulary - 1}.")
 
 
@@ -204,10 +192,7 @@ def align(sequence: TrainingSequence) -> Batch:
 
 
 def pack(sequences: Iterable[TrainingSequence], *, pinned: bool = False) -> Batch:
-    """One batch of whole sequences, at least one: document ids count up, positions restart with each.
-
-    `pinned`: in page-locked memory, from which a CUDA device copies it by itself; torch keeps that for later batches.
-    """
+    """One batch of whole sequences, at least one; `pinned`: in page-locked memory, which CUDA copies by itself."""
     parts = [align(sequence) for sequence in sequences]
     if not parts:
         raise DrafterError("There is no sequence to pack.")
@@ -218,7 +203,6 @@ def pack(sequences: Iterable[TrainingSequence], *, pinned: bool = False) -> Batc
 
 
 def _joined(parts: list[torch.Tensor], pinned: bool) -> torch.Tensor:
-    """Tensors of one dtype side by side along dimension 1, in one copy."""
     if not pinned:
         return torch.cat(parts, dim=1)
     shape = (1, sum(part.shape[1] for part in parts), *parts[0].shape[2:])
@@ -273,12 +257,9 @@ def grouped(
 class FedBatch:
     """A batch on the device, or on its way there."""
 
-    batch: Batch
-    """float32; without loss where the passes need a document's first rows (`Batch.for_passes`)."""
-    tokens: int
-    """Its rows with a loss, counted on the host."""
-    copied: torch.cuda.Event | None
-    """Reached when it has arrived; None: it has."""
+    batch: Batch  # float32; without loss where the passes need a document's first rows (`Batch.for_passes`)
+    tokens: int  # its rows with a loss, counted on the host
+    copied: torch.cuda.Event | None  # reached when it has arrived; None: it has
 
     def arrived(self) -> Batch:
         """The batch, for kernels of the current stream, which wait for it; the host does not."""
@@ -291,10 +272,7 @@ class FedBatch:
 
 
 class Feed:
-    """Sends packed batches to `device`, where `ttt_steps` passes are trained; from one thread at a time.
-
-    A token outside the policy's `vocabulary` is a `DrafterError`.
-    """
+    """Sends packed batches to `device`, for `ttt_steps` passes; a token outside `vocabulary` is a `DrafterError`."""
 
     def __init__(self, device: torch.device, ttt_steps: int, vocabulary: int) -> None:
         self._device, self._ttt_steps, self._vocabulary = device, ttt_steps, vocabulary
@@ -318,10 +296,7 @@ class Feed:
 
 @contextmanager
 def ahead(items: Iterable[S], prepare: Callable[[S], T]) -> Iterator[Iterator[T]]:
-    """The items, each prepared by a thread while the one before is used; one ahead and no more.
-
-    What drawing or preparing an item raises is raised where that item would come. The thread ends with the block.
-    """
+    """The items, each prepared by a thread while the one before is used; errors are raised where an item would come."""
     source = iter(items)
 
     def following() -> tuple[T] | None:

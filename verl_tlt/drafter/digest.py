@@ -31,10 +31,9 @@ def fingerprint(
     dtype: torch.dtype | None = None,
     own_head: bool = False,
 ) -> str:
-    """Sixteen hex digits over a drafter's own weights; the same from a file and from vLLM's `named_parameters()`.
+    """Sixteen hex digits over a drafter's own weights, of a file or of vLLM's `named_parameters()`.
 
-    Embedding and head are left out, since vLLM shares the policy's; `own_head`: the head is the drafter's. `dtype`: the
-    serving dtype to cast to first.
+    Embedding and head, the policy's, are left out; `own_head`: the head is the drafter's. `dtype`: cast to it first.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype, own_head)])
@@ -43,10 +42,9 @@ def fingerprint(
 def partial_sums(
     shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.dtype | None = None, own_head: bool = False
 ) -> Sums:
-    """What one rank contributes to the fingerprint, with `dtype` and `own_head` as `fingerprint` takes them.
+    """What one rank contributes to the fingerprint; `dtype` and `own_head` are `fingerprint`'s.
 
-    `shards` are name, tensor and, for a shard of columns, how many of the whole tensor's columns lie before it. Every
-    element of the whole must be in the shards of exactly one rank.
+    `shards` are name, tensor and how many of the whole tensor's columns lie before it; each element is on one rank.
     """
     found: Sums = {}
     left_out = _LEFT_OUT if own_head else (*_LEFT_OUT, _HEAD)
@@ -77,11 +75,10 @@ def combined(parts: Iterable[Sums]) -> str:
 def own_shards(
     live: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor], rank: int, size: int
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """What one tensor-parallel rank sums up, so that all ranks together sum every element of the file once.
+    """What one tensor-parallel rank sums up, as `partial_sums` takes it: all ranks together sum every element once.
 
-    vLLM splits some tensors by rows, some by columns, keeps others whole on every rank, and repeats KV heads where
-    there are fewer of them than ranks (`QKVParallelLinear`). Which it was shows in the shapes: `live` are the rank's
-    parameters in vLLM's names, `file` the whole drafter's in speculators'. Yields what `partial_sums` takes.
+    vLLM splits tensors by rows or columns, keeps others whole, and repeats KV heads where there are fewer than ranks.
+    Which it did shows in the shapes of `live` (the rank's parameters) and `file` (the whole drafter's).
     """
     whole: dict[str, list[torch.Tensor]] = {}
     for name, tensor in file.items():

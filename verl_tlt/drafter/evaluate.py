@@ -37,8 +37,7 @@ class DraftCounts:
     """How many drafts there were and how much of them was accepted: counted by vLLM, or expected by `acceptance`."""
 
     drafts: float
-    accepted: np.ndarray
-    """[K]: drafts whose first k+1 tokens were accepted, as vLLM counts per position."""
+    accepted: np.ndarray  # [K]: drafts whose first k+1 tokens were accepted, as vLLM counts per position
 
     @property
     def accept(self) -> np.ndarray:
@@ -56,8 +55,7 @@ class DraftCounts:
 class SequenceScore(DraftCounts):
     """What drafting K tokens at a time over one sequence would have given, expected over the drafts' sampling."""
 
-    positions: int
-    """Places a draft could start whose whole draft is recorded; 0: too short, nothing is known."""
+    positions: int  # places a draft could start whose whole draft is recorded; 0: too short, nothing is known
 
 
 def combined_score(scores: Iterable[SequenceScore], max_draft: int = 1) -> SequenceScore:
@@ -89,18 +87,10 @@ def acceptance(
     """Score `model` on recorded rollouts; one score per sequence, in order, deterministic.
 
     The policy samples with temperature, top-k and top-p. The drafter samples with the temperature alone, as vLLM's does
-    (`compute_probs_and_sample_next_token`). Temperature 0 is greedy on both sides.
-
-    Args:
-        model: its verifier weights are those of the policy that made the rollouts.
-        sequences: none is cut, since a drafter drafts worse without the context before a cut.
-        temperature: of the rollout.
-        top_p: of the rollout; 1 is off.
-        top_k: of the rollout; 0 or less is off.
-        max_draft: K, tokens in each draft.
-        budget: rows scored at once, where sequences are shorter; one takes 8 bytes a token of the draft vocabulary.
-        lm_head: [V, H], the policy's whole head; needed where the draft vocabulary is pruned, since the policy's mass
-            outside it can never be accepted.
+    (`compute_probs_and_sample_next_token`). Temperature 0 is greedy on both sides; `top_p` 1 and `top_k` 0 are off. No
+    sequence is cut, since a drafter drafts worse without the context before a cut. `max_draft` is K; `budget`: rows
+    scored at once, each of which takes 8 bytes a token of the draft vocabulary. `lm_head`, [V, H], is the policy's
+    whole head: needed where the draft vocabulary is pruned, as the policy's mass outside it can never be accepted.
     """
     if model.use_draft_vocab and lm_head is None:
         raise DrafterError("acceptance(): a drafter with a pruned vocabulary needs the policy's whole head, lm_head.")
@@ -130,10 +120,7 @@ def acceptance(
 
 @dataclass(eq=False)
 class _AcceptanceLoss:
-    """Records acceptance in the place of the training loss, which gets each pass's logits with the policy's.
-
-    So training and scoring share one recurrence, that of `speculators`.
-    """
+    """Takes the place of the training loss and records acceptance, so that scoring runs the recurrence of training."""
 
     model: Eagle3DraftModel
     batch: Batch
@@ -147,10 +134,7 @@ class _AcceptanceLoss:
     recorded: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(overlap, recorded)`, float64 [K, S]: at [k, r] for position k of the draft that starts at row r.
-
-        They are sum_v min(p, q), and min(1, q/p) of the recorded token; both are 0 past the end.
-        """
+        """(overlap, recorded), float64 [K, S]: sum_v min(p, q), and min(1, q/p) of the recorded token; 0 past it."""
         batch = self.batch
         with torch.no_grad(), mixed_precision(batch.input_ids.device), NoWaiting():
             self.model(
@@ -222,15 +206,13 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
     """Sampling probabilities [S, V] in vLLM's order: temperature, top-k, then top-p over what is left."""
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
     logits = logits / temperature
-    if 0 < top_k < logits.shape[-1]:
-        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if top_k > 0:
+        logits = TopKLogitsWarper(top_k)(None, logits)
     if top_p < 1.0:
-        ordered, order = logits.sort(dim=-1)
-        dropped = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-        dropped[:, -1] = False
-        logits = logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+        logits = TopPLogitsWarper(top_p)(None, logits)
     return logits.softmax(-1)
 
 

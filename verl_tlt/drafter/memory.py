@@ -1,10 +1,8 @@
 """Memory of a drafter that trains: page-locked on the host, on the training device for a session.
 
-RL waits for the end of a session, so only what training has changed is copied back. On the host all of it lies in one
-page-locked block, made before the first session because locking takes longer than copying: first what stays as it is,
-then the trained weights, then the optimizer's state, so that one copy takes everything to the device, and one brings
-back what has changed. torch's `pin_memory` would take the next power of two of each tensor's bytes (8.6 GB for a 7B
-policy's drafter, not 4.8).
+RL waits for the end of a session, so only what training has changed is copied back. On the host all lies in one
+page-locked block, made before the first session: what stays, then trained weights, then the optimizer's state. torch's
+`pin_memory` would take the next power of two of each tensor's bytes (8.6 GB for a 7B policy's drafter, not 4.8).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ import torch
 
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
 from verl_tlt.drafter.train import STATE
+from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -35,6 +34,11 @@ ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
 BLOCK = 1 << 27
 """Bytes that a `LockedPool` grows by."""
+MARGIN = 0.03
+"""Share of the device's memory that a session leaves free, since contexts and pools of actor and engine grow."""
+FEWEST_ROWS = 256
+"""Fewest rows of a micro-batch: with fewer, a step's fixed costs would take most of its time."""
+GIB = 2**30
 
 
 # ------------------------------------------------------------------ how much, by arithmetic
@@ -50,8 +54,7 @@ def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
 def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0) -> int:
     """Device memory of a session at its peak, in bytes, by arithmetic: 13 GB for a 7B policy at 1024 rows.
 
-    `rows`: of the largest batch that is trained; `scored`: of the largest that is scored; `passes`: of the
-    training-time test.
+    `rows` and `scored`: of the largest batch that is trained and scored; `passes`: of the training-time test.
     """
     trained, frozen = _bytes(model)
     # In float32 the batch that is trained and the next one, and in 16 bits the one that is arriving.
@@ -69,10 +72,9 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int =
 
 
 def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
-    """What the passes over a batch of so many rows keep for the backward pass besides logits, in bytes.
+    """What `passes` over a batch keep for the backward pass besides logits, in bytes: products in 16 bits, norms in 32.
 
-    Matrix products are in 16 bits, norms in float32; keys and values of all passes so far are repeated for every query
-    head and pass, as is the attention's mask over them.
+    Keys and values of all passes so far are repeated for every query head and pass, as is the attention's mask.
     """
     layer = model.config.transformer_layer_config
     heads = layer.num_attention_heads
@@ -108,10 +110,7 @@ def views(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes], page-locked where CUDA is and for as long as this tensor lives; not a byte more is taken.
-
-    Memory that cannot be locked is ordinary memory: copies are slower then, and the log says so.
-    """
+    """uint8 [nbytes], page-locked where CUDA is and for as long as this tensor lives; ordinary memory if that fails."""
     block = torch.empty(nbytes, dtype=torch.uint8)
     if torch.cuda.is_available() and nbytes:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -131,27 +130,17 @@ def _unlock(address: int) -> None:
 
 
 def _forget_refusal() -> None:
-    """Clear the error that a refused call leaves in CUDA's runtime: the next kernel would raise it, in verl's sync say.
-
-    A launch raises the error and clears it, so this is one.
-    """
+    """Clear the error that a refused call leaves in CUDA's runtime: the next launch raises it, so launch one."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
 
 class LockedPool:
-    """Page-locked memory that is handed out piece by piece, and all of it anew after `reset`.
-
-    It keeps what the largest step took, in blocks.
-    """
+    """Page-locked memory that is handed out piece by piece, and all of it anew after `reset`; it never shrinks."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._used: list[int] = []  # bytes handed out of each
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self._blocks))
 
     def reset(self) -> None:
         """What was handed out will be overwritten."""
@@ -204,11 +193,7 @@ class DrafterMemory:
 
 
 class DeviceResidency:
-    """Keeps a drafter and its optimizer on a device for the length of a `with` block.
-
-    Afterwards they are on the host again, whatever failed, and the device is as empty as before. Unless it `trains`,
-    nothing changes there, and the optimizer's state stays on the host.
-    """
+    """Keeps a drafter and its optimizer on a device for a `with` block; unless it `trains`, nothing comes back."""
 
     def __init__(self, memory: DrafterMemory, device: torch.device, *, trains: bool = True) -> None:
         self._memory, self._device, self._trains = memory, device, trains
@@ -242,3 +227,73 @@ class DeviceResidency:
         self._there = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
+
+
+def check_room(needed: int, free: int, total: int) -> None:
+    """Raise a `TLTError` where a session that takes `needed` bytes does not fit into a device's free memory."""
+    if needed > free - MARGIN * total:
+        raise TLTError(
+            f"a session needs {needed / GIB:.1f} GiB of device memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB "
+            "are free: lower tlt.drafter.batch_tokens or have the actor offload its parameters and optimizer."
+        )
+
+
+class TrainingDevice:
+    """Where a learner trains; `name` as torch has it, "cuda" or "cpu".
+
+    An accelerator belongs to the actor and the engine, which count on its memory: running out of it there ends the run.
+    So a session begins with a check of the free memory, and leaves nothing on the device.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.device = torch.device(name)
+        self.is_accelerator = self.device.type != "cpu"
+        self._memory: DrafterMemory | None = None
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of an accelerator."""
+        return torch.cuda.mem_get_info(self.device)
+
+    def receive(self, trainer: DrafterTrainer) -> None:
+        """Make the host memory that sessions copy from and to: seconds for a large drafter, and none may wait."""
+        if self.is_accelerator:
+            self._memory = DrafterMemory(trainer)
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Page-locked host copy of a tensor, which an accelerator reads at full speed; in the previous one's memory."""
+        if not self.is_accelerator:
+            return tensor
+        if len(self._held) != tensor.nbytes:
+            self._held = page_locked(tensor.nbytes)
+        return views(self._held, [tensor])[0].copy_(tensor)
+
+    def rows(self, trainer: DrafterTrainer, most: int, scored: int) -> int:
+        """Rows of a session's micro-batches: `most`, halved until memory suffices; `scored`: of a scored batch."""
+        if not self.is_accelerator:
+            return most
+        free, total = self.memory()
+        rows, passes = most, trainer.ttt_steps
+        while rows >= 2 * FEWEST_ROWS and session_bytes(trainer.model, rows, passes, scored) > free - MARGIN * total:
+            rows //= 2
+        if rows < most:
+            logger.warning("%.1f GiB of device memory are free: batches have %d rows, not %d", free / GIB, rows, most)
+        return rows
+
+    def resident(
+        self, trainer: DrafterTrainer, rows: int, scored: int = 0, *, trains: bool = True
+    ) -> AbstractContextManager[None]:
+        """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.
+
+        `rows`, `scored`: of the largest batch trained and scored; unless it `trains`, nothing has to come back.
+        """
+        if not self.is_accelerator:
+            return nullcontext()
+        check_room(session_bytes(trainer.model, rows, trainer.ttt_steps, scored), *self.memory())
+        if self._memory is None:
+            self.receive(trainer)
+        assert self._memory is not None
+        return self._resident(self._memory, trains)
+
+    def _resident(self, memory: DrafterMemory, trains: bool) -> AbstractContextManager[None]:
+        return DeviceResidency(memory, self.device, trains=trains)

@@ -75,16 +75,19 @@ class MTPDrafter(Eagle3DraftModel):
         self.verifier_norm = LlamaRMSNorm(self.hidden_size, eps=layer.rms_norm_eps).requires_grad_(False)
         head: Qwen35Head | MiMoHead
         if layer.model_type == "qwen3_5_text":
-            head, read = Qwen35Head(layer), self.verifier_norm  # it reads the state after the policy's final norm
+            head = Qwen35Head(layer)
+            read, last = self.verifier_norm, head.norm  # it reads the state after the policy's final norm
             self.rotary_emb = _qwen3_5().Qwen3_5TextRotaryEmbedding(layer)
             self.add_module(QWEN3_5.prefix.rstrip("."), head)
         else:
-            head, read = MiMoHead(layer), torch.nn.Identity()  # before it
+            head = MiMoHead(layer)
+            read, last = torch.nn.Identity(), head.final_layernorm  # before it
             self.rotary_emb = Qwen2RotaryEmbedding(layer)
             first, second = MIMO.prefix.rstrip(".").split(".")
             self.add_module(first, torch.nn.ModuleDict({second: torch.nn.ModuleList([head])}))
         # What the recurrence calls its parts: other names for the same, not second ones in `named_parameters`.
-        self.__dict__ |= {"fc": read, "layers": [head], "norm": head.last_norm}
+        # `norm` comes before the policy's head, and before the next pass.
+        self.__dict__ |= {"fc": read, "layers": [head], "norm": last}
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -103,10 +106,6 @@ class Qwen35Head(torch.nn.Module):
         self.layers = torch.nn.ModuleList([modules.Qwen3_5DecoderLayer(layer, 0)])
         self.norm = modules.Qwen3_5RMSNorm(hidden, eps=eps)
 
-    @property
-    def last_norm(self) -> torch.nn.Module:  # before the policy's head, and before the next pass
-        return self.norm
-
     def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:
         """`hidden_states` [1, S, 2H]: the token's embedding, and the state of the policy or of the pass before."""
         token, state = hidden_states.chunk(2, dim=-1)
@@ -124,10 +123,6 @@ class MiMoHead(Qwen2DecoderLayer):
         self.hidden_layernorm = Qwen2RMSNorm(hidden, eps=eps)
         self.input_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
         self.final_layernorm = Qwen2RMSNorm(hidden, eps=eps)
-
-    @property
-    def last_norm(self) -> torch.nn.Module:  # before the policy's head, and before the next pass
-        return self.final_layernorm
 
     def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:
         """As `Qwen35Head.forward`; `position_ids` [1, S] count from the beginning of the whole sequence."""

@@ -29,15 +29,11 @@ _EXPERTS = ("qwen3_next", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "deepseek_v3
 class MTPLayout:
     """How policies of one family hold their head."""
 
-    prefix: str
-    """Beginning of its tensors' names."""
-    count: str
-    """The field of the policy's config that says how many MTP layers there are."""
-    block: str
-    """Beginning of its decoder layer's names."""
+    prefix: str  # beginning of its tensors' names
+    count: str  # the field of the policy's config that says how many MTP layers there are
+    block: str  # beginning of its decoder layer's names
     projection: str
-    norms: tuple[str, str, str]
-    """Of the embedding, of the hidden state, and the final one."""
+    norms: tuple[str, str, str]  # of the embedding, of the hidden state, and the final one
     gated: bool
     """Attention as in Qwen3.5: queries come with gates, and queries and keys are normed; else as in Qwen2: biased."""
 
@@ -100,10 +96,7 @@ def layer_shapes(block: str, hidden: int, inner: int, queries: int, keys: int, r
 
 
 def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
-    """Where each tensor of the head is among a policy's own, by name; of a hub's, fetched if `fetch`.
-
-    A `DrafterError` where there is no head that an engine drafts with.
-    """
+    """Where each tensor of the head is among a policy's own, fetched from the hub if `fetch`; else a `DrafterError`."""
     config, shape = read_model_config(policy, fetch=fetch), policy_shape(policy)
     layout = mtp_layout(shape)
     if (layers := (config.get("text_config") or config).get(layout.count) or 0) != 1:
@@ -114,7 +107,7 @@ def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
 def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[str, Header]:
     """Where each tensor of the head is in `source`: the policy, or a folder that a head was saved in.
 
-    Every one is there with its shape, and there is no other of its kind; a `DrafterError` otherwise.
+    A `DrafterError` unless every one is there with its shape, and no other of its kind.
     """
     layout, wanted = mtp_layout(shape), head_shapes(shape)
     listing, owners = tensor_files(source, fetch)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save
 
 from verl_tlt.drafter.check import check_owner
 from verl_tlt.drafter.mtp_tensors import head_files, mtp_layout
 from verl_tlt.drafter.policy import CONFIG, INDEX, DrafterError, Model, policy_shape, read_json, tensor_files
 from verl_tlt.drafter.tensor_file import TensorFile, read_tensors
+from verl_tlt.drafter.verifier import locate_parts
 from verl_tlt.files.ownership import check_writable, replacing
 
 SHARD = "model-mtp.safetensors"
@@ -23,12 +22,9 @@ SHARD = "model-mtp.safetensors"
 def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     """Put a head into a policy's folder, where vLLM drafts with it by the method `mtp`; returns the file it is in.
 
-    The policy's other tensors stay as they are; an older head in its files is taken out of them. The head gets the
-    dtype of the policy's embedding. Each file is replaced whole, and is never half of two.
-
-    Raises:
-        DrafterError: the head is not one of this policy's shape, may be another user's, or holds numbers that are not
-            finite; or the folder is not one to write to.
+    The policy's other tensors stay as they are; an older head is taken out. The head gets the dtype of the policy's
+    embedding. Each file is replaced whole. A `DrafterError` where the head is not one of this policy's shape, may be
+    another user's, or holds numbers that are not finite; or the folder is not one to write to.
     """
     check_owner(head)
     directory = Path(policy)
@@ -38,7 +34,9 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     shape = policy_shape(directory)
     layout, tensors = mtp_layout(shape), read_tensors(head_files(head, shape))
     _, owners = tensor_files(directory)
-    dtype = _dtype(directory, owners)
+    embedding = locate_parts(directory)["embed"]
+    with TensorFile(embedding.file) as reader:
+        dtype = reader.dtype(embedding.name)
     pieces = {SHARD: {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}}
     others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
     for file in {owners[name] for name in owners.keys() - others.keys()} - {SHARD}:  # with an older head
@@ -55,11 +53,3 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
         with replacing(directory / file) as stream:
             stream.write(content)
     return directory / SHARD
-
-
-def _dtype(directory: Path, owners: Mapping[str, str]) -> torch.dtype:
-    name = next((name for name in owners if name.endswith("embed_tokens.weight")), None)
-    if name is None:
-        raise DrafterError(f"{directory} has no tensor that ends in 'embed_tokens.weight'.")
-    with TensorFile(directory / owners[name]) as reader:
-        return reader.dtype(name)

@@ -24,15 +24,11 @@ MAPS = ("d2t", "t2d")
 
 
 def is_other_layout(config: Fields) -> bool:
-    """Whether a drafter's `config.json` is in one of these layouts."""
     return "speculators_model_type" not in config and "hidden_size" in config
 
 
 def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fields:
-    """The drafter's config, of `file`, in speculators' form; a `DrafterError` where it is no EAGLE-3 head of one layer.
-
-    Aux layers and a context that these layouts leave out come from the policy.
-    """
+    """The config of `file` in speculators' form; a `DrafterError` where it is no EAGLE-3 head of one layer."""
     try:
         check_kind(config, file)
         nested = config.get("eagle_config") or {}

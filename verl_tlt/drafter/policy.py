@@ -144,7 +144,7 @@ def is_name(model: Model) -> bool:
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
     """The folder with one or more files of `any_of`; a model that is no name on the hub is returned as it is.
 
-    What is not in the cache is asked of the hub if `fetch` (`NotHereError`), and `besides` where the hub has them.
+    What is not in the cache is asked of the hub if `fetch` (else `NotHereError`), and `besides` where the hub has them.
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))
@@ -233,10 +233,9 @@ def read_json(path: Path) -> Fields:
 
 
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
-    """(the file that says so, the file that each tensor of a model is in, by the tensor's name).
+    """(the file that says so, the file that each tensor of a model is in, by the tensor's name); else a `DrafterError`.
 
-    As in transformers a single file comes before an index, which counts besides if it names that file. A `DrafterError`
-    where there is neither, or where an index names a file elsewhere.
+    As in transformers a single file comes before an index, which counts besides if it names that file.
     """
     directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
     single, index = directory / WEIGHTS, directory / INDEX
@@ -254,7 +253,6 @@ def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]
 
 
 def pickled(directory: Path) -> str | None:
-    """The name of a pickle in a folder."""
     return min((file.name for pattern in _PICKLES for file in directory.glob(pattern)), default=None)
 
 
@@ -326,10 +324,9 @@ def _check_sizes(whole: Fields, source: str) -> None:
 
 
 def _completed(whole: Fields, source: str) -> Fields:
-    """The config as the family's class in transformers makes it of these fields; as it is where there is no such class.
+    """The config as the family's class in transformers makes it; as it is where there is no such class.
 
-    Language fields at the top of a larger model's config move into `text_config`; RoPE is spelled in one way. A
-    language model's own config must say its sizes, since the class would fill in those of another model.
+    A language model's own config must say its sizes, since the class would fill in those of another model.
     """
     from transformers import CONFIG_MAPPING
 
@@ -363,10 +360,7 @@ def _mlp(fields: Fields) -> dict[str, int]:
 
 
 def rope_of(fields: Fields) -> Fields:
-    """RoPE settings as transformers 5 keeps them; older configs have `rope_theta` and `rope_scaling`.
-
-    Where layers differ, those of full attention.
-    """
+    """RoPE settings as transformers 5 keeps them, from older spellings too; where layers differ, full attention's."""
     if fields.get("rope_parameters"):
         rope = dict(fields["rope_parameters"])
         return dict(rope.get("full_attention") or rope)
@@ -378,8 +372,8 @@ def rope_of(fields: Fields) -> Fields:
 def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
-    A policy may rotate a part of each head, or by an image patch's three positions, which are equal for text. Factors
-    for each dimension of a part, as Phi-4-mini's, fit no whole head: then it is the default RoPE.
+    An image patch's three positions are equal for text. Factors for a part of each head, as Phi-4-mini's, fit no whole
+    one.
     """
     left_out = ("type", "partial_rotary_factor")
     if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
@@ -388,10 +382,7 @@ def drafter_rope(rope: Fields) -> Fields:
 
 
 def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
-    """The default aux layers of a policy with `num_layers` layers, at least three.
-
-    vLLM's own default where its three ids are distinct; vLLM keeps ids in a set, in which equal ones would collapse.
-    """
+    """The default aux layers of a policy of three layers or more: vLLM's own where those are distinct."""
     if num_layers < NUM_AUX:
         raise DrafterError(f"The policy has {num_layers} layers; a drafter needs at least {NUM_AUX} to read from.")
     if num_layers >= 7:
@@ -405,10 +396,7 @@ reads layer and head: half of 64k rows is less than the layer has, three quarter
 
 
 def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
-    """Tokens that a new drafter can draft, of a policy's `vocabulary`; `asked`: a number, "full", or None: the default.
-
-    A `DrafterError`, which begins with `where`, for more than the policy has.
-    """
+    """Tokens that a new drafter can draft; `asked`: a number up to `vocabulary`, "full", or None: the default."""
     if asked is None:
         return vocabulary if vocabulary <= WHOLE_UP_TO else OF_A_LARGER_ONE
     if asked == "full":

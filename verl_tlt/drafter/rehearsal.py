@@ -19,7 +19,6 @@ from verl_tlt.drafter.policy import (
     DrafterError,
     Model,
     NotHereError,
-    PolicyShape,
     first_line,
     folder,
     pickled,
@@ -31,14 +30,20 @@ from verl_tlt.drafter.verifier import locate_parts
 
 
 def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
-    """Build what a run or a warm-up builds for a policy, in a folder or on the hub; whether its weights were there.
-
-    Missing weights are asked of the hub if `fetch`. A `DrafterError` says what a head of this method lacks.
-    """
+    """Build what a run builds for a policy; whether its weights were there, which are asked of the hub if `fetch`."""
     shape = policy_shape(policy)
     with quiet(), torch.device("meta"):
         try:
-            _build(policy, shape, method)
+            if method == MTP:
+                from verl_tlt.drafter.mtp import mtp_config
+
+                instantiate(mtp_config(shape), "eager")
+            else:
+                instantiate(drafter_config(shape), "eager")
+            if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
+                kind: Any = AutoModelForImageTextToText if shape.nested else AutoModelForCausalLM
+                fields = read_model_config(policy)
+                find_decoder(kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields)), shape.source)
         except DrafterError:
             raise
         except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
@@ -51,16 +56,3 @@ def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
     except NotHereError:  # or of several files some
         return False
     return True
-
-
-def _build(policy: Model, shape: PolicyShape, method: str) -> None:
-    if method == MTP:
-        from verl_tlt.drafter.mtp import mtp_config
-
-        instantiate(mtp_config(shape), "eager")
-    else:
-        instantiate(drafter_config(shape), "eager")
-    if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
-        kind: Any = AutoModelForImageTextToText if shape.nested else AutoModelForCausalLM
-        fields = read_model_config(policy)
-        find_decoder(kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields)), shape.source)

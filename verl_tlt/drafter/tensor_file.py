@@ -54,8 +54,9 @@ class Header(NamedTuple):
     file: Path
     name: str
     shape: list[int]
-    kind: str
-    """Its dtype, such as "BF16"."""
+    kind: str  # its dtype, such as "BF16"
+    begin: int  # of its bytes in the file, behind the header
+    end: int
 
     def must_be(self, shape: list[int], config: str, kinds: Sequence[str] = ()) -> None:
         """Raise a `DrafterError` where the shape is not what `config` asks for, or the dtype is none of `kinds`."""
@@ -65,20 +66,8 @@ class Header(NamedTuple):
             raise DrafterError(f"{self.file}: {self.name} holds {self.kind}, but must hold {' or '.join(kinds)}.")
 
 
-class _Entry(NamedTuple):
-    """What a header says of one tensor."""
-
-    kind: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class TensorFile(AbstractContextManager["TensorFile"]):
-    """An open safetensors file, for a `with` block.
-
-    A `DrafterError` where it is none, or becomes shorter while it is read.
-    """
+    """An open safetensors file, for a `with` block; a `DrafterError` where it is none, or becomes shorter meanwhile."""
 
     def __init__(self, file: Path) -> None:
         self._name = file
@@ -104,11 +93,8 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def shape(self, name: str) -> list[int]:
-        return list(self._entries[name].shape)
-
     def header(self, name: str) -> Header:
-        return Header(self._name, name, self.shape(name), self._entries[name].kind)
+        return self._entries[name]
 
     def dtype(self, name: str) -> torch.dtype:
         import torch
@@ -120,13 +106,14 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         """A tensor, in this process's memory."""
         import torch
 
+        shape = self._entries[name].shape
         if not (content := self._content(name)).size:  # of which torch makes no view
-            return torch.empty(self.shape(name), dtype=self.dtype(name))
-        return torch.from_numpy(content).view(self.dtype(name)).reshape(self.shape(name))
+            return torch.empty(shape, dtype=self.dtype(name))
+        return torch.from_numpy(content).view(self.dtype(name)).reshape(shape)
 
     def get_array(self, name: str) -> np.ndarray:
         """The same for numpy, without torch."""
-        return self._content(name).view(self._type(name)).reshape(self.shape(name))
+        return self._content(name).view(self._type(name)).reshape(self._entries[name].shape)
 
     def _content(self, name: str) -> np.ndarray:
         entry = self._entries[name]
@@ -141,7 +128,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
             raise DrafterError(f"{self._name}: {name} holds {kind}, which is not read.")
         return _TYPES[kind][0]
 
-    def _header(self) -> tuple[int, dict[str, str], dict[str, _Entry]]:
+    def _header(self) -> tuple[int, dict[str, str], dict[str, Header]]:
         """Where the tensors begin, the file's metadata, and what is said of each tensor; all of it is checked."""
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
@@ -157,7 +144,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         metadata = dict(said.pop("__metadata__", None) or {})
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("its metadata is no text")
-        entries = {name: _entry(name, fields) for name, fields in said.items()}
+        entries = {name: _entry(self._name, name, fields) for name, fields in said.items()}
         end = 0  # tensors follow each other without a gap
         for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
             if entry.begin != end:
@@ -182,13 +169,13 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         return DrafterError(f"{self._name} is no complete safetensors file: {why}.")
 
 
-def _entry(name: str, fields: dict[str, Any]) -> _Entry:
-    kind, shape, (begin, end) = str(fields["dtype"]), tuple(fields["shape"]), fields["data_offsets"]
+def _entry(file: Path, name: str, fields: dict[str, Any]) -> Header:
+    kind, shape, (begin, end) = str(fields["dtype"]), list(fields["shape"]), fields["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"{name} has a size or a place that is no whole number")
     if kind in _TYPES and math.prod(shape) * _TYPES[kind][1] != end - begin:
-        raise ValueError(f"{name} is said to be {list(shape)} of {kind} in {end - begin} bytes")
-    return _Entry(kind, shape, begin, end)
+        raise ValueError(f"{name} is said to be {shape} of {kind} in {end - begin} bytes")
+    return Header(file, name, shape, kind, begin, end)
 
 
 def read_tensors(found: Mapping[str, Header]) -> dict[str, torch.Tensor]:

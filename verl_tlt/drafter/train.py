@@ -1,12 +1,9 @@
 """Train a drafter in steps that can be stopped between any two of them.
 
 AdamW on the drafter's own parameters, with the loss of `speculators` over `ttt_steps` training-time-test passes (1
-trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short and
-restart often, so beta2 is 0.95 and the state resumes to the bit. The learning rate never falls in a run, so weights
-keep moving around what they have learned; their average over recent steps, which lies nearer to it, is served.
-
-The next micro-batch is packed and copied while one is trained on (`drafter.data`). The host waits once a step, for the
-loss, while the device updates the weights; it runs no further ahead, for a stop would wait for all that is queued.
+trains as EAGLE does; more feed the drafter its own hidden state, as HASS and EAGLE-3 do). Sessions are short, so beta2
+is 0.95. The learning rate never falls in a run: the average of recent weights is served. The host waits once a step,
+for the loss; it runs no further ahead, for a stop would wait for all that is queued.
 """
 
 from __future__ import annotations
@@ -101,19 +98,12 @@ def check_loss(loss: str) -> None:
 
 
 class DrafterTrainer:
-    """Trains a drafter: the model, its optimizer and its place in the learning-rate schedule.
+    """Trains a drafter, its verifier weights filled: the model, its optimizer, its place in the warm-up.
 
-    Args:
-        model: from `build_drafter` or `load_drafter`, its verifier weights filled.
-        learning_rate: after the linear warm-up.
-        warmup_steps: optimizer steps, over all sessions.
-        ttt_steps: passes per step, in the end. The first steps have one; the next position is unrolled when drafts
-            reach it, for until then a step costs less and teaches as much.
-        loss: a name of `speculators.losses`, or a JSON object of names and weights.
-        trained: the drafter has learned before, so its average reaches back as far as it ever does from the start.
-
-    Raises:
-        DrafterError: no such loss.
+    `learning_rate` holds after a linear warm-up over all sessions. `ttt_steps` are passes per step in the end: at first
+    there is one, and the next position is unrolled when drafts reach it, for until then a step costs less and teaches
+    as much. `loss` is a name of `speculators.losses`, or a JSON object of names and weights; a `DrafterError` for
+    another. `trained`: it has learned before, so its average reaches back as far as it ever does from the start.
     """
 
     def __init__(
@@ -150,7 +140,6 @@ class DrafterTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the trainable parameters are."""
         return next(iter(self.parameters.values())).device
 
     def step(self, batch: Batch) -> StepResult:
@@ -161,7 +150,6 @@ class DrafterTrainer:
         return self.step_on(fed)
 
     def feed(self) -> Feed:
-        """What brings batches to where the drafter is now."""
         return Feed(self.device, self.ttt_steps, self.model.verifier_vocab_size)
 
     def step_on(self, fed: FedBatch) -> StepResult:
@@ -184,15 +172,11 @@ class DrafterTrainer:
             self.skipped += 1
         else:
             self.steps += 1
-            self._unroll(accuracy[-1])
+            self._right = _DECAY * self._right + (1 - _DECAY) * accuracy[-1]
+            if self._right > _REACHED and self.passes < self.ttt_steps:
+                self.passes, self._right = self.passes + 1, 0.0
             self._average()
         return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
-
-    def _unroll(self, right: float) -> None:
-        """One position more, if drafts reach it."""
-        self._right = _DECAY * self._right + (1 - _DECAY) * right
-        if self._right > _REACHED and self.passes < self.ttt_steps:
-            self.passes, self._right = self.passes + 1, 0.0
 
     def _average(self) -> None:
         reach = AVERAGED_STEPS if self._trained else min(AVERAGED_STEPS, 1 + self.steps / 9)
@@ -327,8 +311,7 @@ def train_until(
 ) -> TrainSummary:
     """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
 
-    The flag is read before each micro-batch, so a stop waits for one at most. A hundred batches in a row without a loss
-    are a `DrafterError`: an endless stream of them would never end.
+    The flag is read before each micro-batch. A hundred batches in a row without a loss are a `DrafterError`.
     """
     first, skipped = trainer.steps, trainer.skipped
     tokens, drawn, empty, stopped, slowest = 0, 0, 0, False, 0.0  # empty: batches in a row without a loss
@@ -385,10 +368,10 @@ class _Figures:
 
 
 class NoWaiting(TorchFunctionMode):
-    """Has the forward of `speculators` queue its work without a wait for the device in between.
+    """Has the forward of `speculators` queue its work without a wait for the device: constants are filled in there.
 
-    Its constants are filled in on the device, not copied there. Its accuracy counts select masked rows, whose number
-    the host would have to know: they become False where they are masked, which counts the same (`cond_acc_*`).
+    Its accuracy counts select masked rows, whose number the host would have to know: here they become False
+    (`cond_acc_*`).
     """
 
     def __torch_function__(

@@ -23,10 +23,7 @@ _PATTERNS = {
 
 
 def policy_part(name: str) -> str | None:
-    """Which part of a policy its tensor is: "embed", "lm_head", "norm" (the final one); None: another.
-
-    `name` is that of transformers and of verl's weight sync; a vision-language model's decoder is its `language_model`.
-    """
+    """Which part of a policy a tensor is, by its name: "embed", "lm_head" or "norm" (the final one); None: another."""
     return next((part for part, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None)
 
 
@@ -53,8 +50,8 @@ class VerifierWeights:
 def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:
     """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
 
-    A pruned draft vocabulary takes the rows of the head that it keeps. A drafter with a head of its own keeps that, and
-    takes the policy's for its teacher only.
+    A pruned draft vocabulary takes the head's rows that it keeps; a head of the drafter's own stays, beside its
+    teacher's.
     """
     head = parts.lm_head
     if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:
@@ -73,10 +70,7 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
 
 
 def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
-    """Where the three tensors are in a policy's files; the head is left out where the policy ties it to its embedding.
-
-    A `DrafterError` where one is missing, or has another shape than the config says.
-    """
+    """Where the three tensors are in a policy's files, without a tied head; a `DrafterError` where one does not fit."""
     shape = policy_shape(policy)
     source, owners = tensor_files(policy, fetch)
     table, norm = [shape.vocab_size, shape.hidden_size], [shape.hidden_size]

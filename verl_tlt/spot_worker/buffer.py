@@ -1,8 +1,6 @@
 """The captured sequences of recent RL steps: which are kept, which are held out, and which are trained on next.
 
-The drafter trains while this step's long responses are still being decoded, so it learns from those of the steps before
-(TLT section 5.2: one-step-off). Hidden states take 28-64 KB a token for 7B-70B policies, hence bytes are capped and the
-oldest sequence goes first. A sequence is drawn in proportion to its tokens, as it was when captured (`actor.tap`).
+Hidden states take 28-64 KB a token for 7B-70B policies, hence bytes are capped and the oldest sequence goes first.
 """
 
 from __future__ import annotations
@@ -33,12 +31,9 @@ class _Item:
 class Buffer:
     """The sequences of recent steps. Each is either trained on or held out for the publish gate, for good.
 
-    Args:
-        max_bytes: cap on the sequences' bytes.
-        keep_steps: RL steps a sequence stays: with 1 only the newest step's.
-        held_out: share of prompts whose sequences are held out, the same in all buffers of a run. A hash of the prompt
-            decides, wherever and whenever its sequences arrive: from some of a prompt's responses a drafter learns
-            what the others say.
+    `max_bytes` caps them; with `keep_steps` of 1 only the newest RL step's stay. `held_out` is a share of prompts: a
+    hash decides, the same in all buffers of a run, for from some of a prompt's responses a drafter learns what the
+    others say.
     """
 
     def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
@@ -53,16 +48,18 @@ class Buffer:
         self._max_epochs = math.inf
 
     def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
-        """Add a captured sequence, or a window of it, of an RL step; then drop the oldest until the caps hold.
+        """Add a sequence of an RL step, or a window of it; then drop the oldest until the caps hold. False: not added.
 
-        `index`, its number in that step, stands for its prompt where that is unknown. Returns False where it alone
-        exceeds the cap, or is older than what the buffer keeps: it is not added.
+        `index`, its number in that step, stands for its prompt where that is unknown. What alone exceeds the cap, or is
+        older than what the buffer keeps, is not added.
         """
         nbytes = sequence.nbytes
         if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
             return False
         prompt = f"{step}:{index}" if sequence.prompt is None else f"{sequence.prompt}"
-        item = _Item(step, prompt, self._is_held_out(prompt), sequence, nbytes)
+        digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+        held_out = int.from_bytes(digest, "big") < self._held_out * 2.0**64
+        item = _Item(step, prompt, held_out, sequence, nbytes)
         bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
         self._count(item, 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
@@ -70,14 +67,8 @@ class Buffer:
         self._queue = []  # a new pass begins
         return True
 
-    def _is_held_out(self, prompt: str) -> bool:
-        digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self._held_out * 2.0**64
-
     def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
-        """The gate's sequences, newest first (closest to the policy that is served), up to the first that does not fit
-        into `max_tokens` (None: all); of the older ones as many as make `fewest` prompts.
-        """
+        """The gate's sequences, newest first, up to `max_tokens` (None: all), and older ones up to `fewest` prompts."""
         chosen: list[TrainingSequence] = []
         prompts: set[str] = set()
         total = 0
@@ -103,9 +94,8 @@ class Buffer:
     def sample_batch(self, rng: random.Random, budget: int) -> list[TrainingSequence]:
         """The next micro-batch: windows of training sequences, of at most `budget` rows together; empty without any.
 
-        A pass has every row once. It is packed as a whole and its micro-batches come in random order: however early a
-        session stops, what it drew holds each sequence in proportion to its length. (Filling micro-batches while
-        drawing would favour short sequences, which fit everywhere.) Windows with nothing but prompt are left out.
+        A pass has every row once, but for windows of prompt alone. It is packed as a whole and its micro-batches come
+        in random order, so that a session that stops early has drawn each sequence in proportion to its length.
         """
         if not self._queue or self._queued_for != budget:
             trained = (i.sequence for i in self._items if not i.held_out)

@@ -27,8 +27,7 @@ def tensor_bytes(value: object) -> int:
 def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
     """Raise a `DrafterError` where a disk cannot take `needed` bytes, and then another checkpoint like this one.
 
-    One that verl still writes (`async_save`) is taken to become as large as the largest beside it. `drafter` is the
-    name of the drafter's directory in a checkpoint.
+    One that verl still writes is taken to become as large as the largest beside it. `drafter`: name of its directory.
     """
     there = _policy_bytes(checkpoint, drafter)
     policy = max([there, *(_policy_bytes(step, drafter) for step in checkpoint.parent.glob("global_step_*"))])

@@ -1,9 +1,7 @@
 """What a spot worker does, without Ray: train a drafter, take part in merges, score, export and save it.
 
-A learner trains on its own buffer. What it learned is the difference between the average of its recent weights
-(`DrafterTrainer.averages`) and the candidate that all learners agree on; `spot_worker.merge` averages such differences,
-and `trainer.gate` judges the result. The gate's scores need the training device, which is free only while the replica
-is idle: so a session begins with them, for the candidate that was merged after the sessions before.
+What it learned is the difference between the average of its recent weights and the candidate that all learners agree
+on. The gate's scores need the training device, so a session begins with them, for the candidate merged before it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from verl_tlt.drafter import (
     Batch,
     DrafterTrainer,
     TrainingSequence,
-    TrainSummary,
     VerifierWeights,
     choose_tokens,
     default_attention,
@@ -42,6 +39,7 @@ from verl_tlt.drafter import (
     to_drafter_file,
     train_until,
 )
+from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     VERSIONS,
@@ -56,7 +54,6 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.device import TrainingDevice
 from verl_tlt.spot_worker.disk_room import check_room, tensor_bytes
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
 from verl_tlt.spot_worker.scoring import (
@@ -76,16 +73,9 @@ if TYPE_CHECKING:
 class SpotLearner:
     """The model on the host, the versions all learners agree on, the buffer, and the optimizer's moments.
 
-    Methods may be called from several threads: the model has one set of weights, so they take turns. `add` does not
-    wait for its turn, because the trainer waits for it.
-
-    Args:
-        policy_dir: the policy's Hugging Face directory, visible on this node.
-        drafter: the first drafter, float32.
-        device: where training runs during a session.
-        versions: for one that replaces another: those of a learner that lives on.
-        published: for one that replaces another where none lives on: what the engines serve.
-        draft_ids: for one that replaces another: the tokens that the run has chosen to draft (`choose_tokens`).
+    Methods may be called from several threads and take turns; `add` does not wait for its turn, because the trainer
+    waits for it. One that replaces another gets the `versions` of a learner that lives on, or else what the engines
+    serve (`published`), and the tokens that the run has chosen to draft (`draft_ids`).
     """
 
     def __init__(
@@ -124,15 +114,10 @@ class SpotLearner:
         self._arrived: VerifierArrays | None = None
         self._chosen = draft_ids  # has arrived; None: nothing to take over
         self._verifier_known = False
-        self._policy: VerifierWeights | None = None
-        """For a pruned draft vocabulary: its rows are cut from the policy's head."""
+        self.whole_head: torch.Tensor | None = None
+        """The policy's, of which a pruned draft vocabulary has rows, and by which it is judged."""
         self._load_arrived()
         self.training_device.receive(self.trainer)
-
-    @property
-    def whole_head(self) -> torch.Tensor | None:
-        """The policy's whole head, on which a pruned draft vocabulary is judged; None: the drafter has all of it."""
-        return None if self._policy is None else self._policy.lm_head
 
     def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
         """The model on the host, as it is trained on the device."""
@@ -177,7 +162,10 @@ class SpotLearner:
                 self._load_arrived()
             finally:
                 self._model_lock.release()
-        return replace(stats, **self._coverage(sequences))
+        if self._draftable is None or not sequences:
+            return stats
+        said = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
+        return replace(stats, responses=len(said), draftable=int(self._draftable[said].sum()))
 
     def _load_arrived(self) -> None:
         """Take over a draft vocabulary and verifier weights that have arrived; only during a turn."""
@@ -186,31 +174,25 @@ class SpotLearner:
         cut = ids is not None and choose_tokens(self.model, torch.tensor(ids))
         pruned = self.model.use_draft_vocab
         self._draftable = self.model.t2d.cpu().clone() if pruned else None  # [V]; a session moves the model's own
-        weights = self._policy if cut else None
+        weights = None
         if arrays is not None:
             weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
+        elif cut and self.whole_head is not None:  # the drafter has the other two in full
+            model = self.model
+            weights = VerifierWeights(model.embed_tokens.weight, self.whole_head, model.verifier_norm.weight)
         if weights is not None:
             refresh_verifier_weights(self.model, weights)
-            # Of the policy's own copies only the whole head is kept: the drafter has the others in full.
-            embed, norm = self.model.embed_tokens.weight, self.model.verifier_norm.weight
             if pruned:
-                self._policy = VerifierWeights(embed, self.training_device.hold(weights.lm_head), norm)
+                self.whole_head = self.training_device.hold(weights.lm_head)
             self._verifier_known = True
-
-    def _coverage(self, sequences: list[TrainingSequence]) -> dict[str, int]:
-        """How many response tokens these have, and how many of them can be drafted (`BufferStats`)."""
-        if self._draftable is None or not sequences:
-            return {}
-        said = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
-        return {"responses": len(said), "draftable": int(self._draftable[said].sum())}
 
     # ------------------------------------------------------------------ sessions
 
     def train(self, should_stop: Callable[[], bool]) -> SessionResult:
         """One session: score the candidate if it was not yet, then train until told to stop or out of epochs.
 
-        `should_stop` is asked before each micro-batch, and before each portion of the text that is scored. Raises a
-        `TLTError` where actor and engine left too little of the device's memory.
+        `should_stop` is asked before each micro-batch and each portion that is scored. A `TLTError` where memory is
+        short.
         """
         start = time.perf_counter()
         scores, judged_s = None, 0.0
@@ -238,18 +220,10 @@ class SpotLearner:
             share = None if scores is None else judged_s / seconds
             looked_at = sum(map(len, sequences))
             self._to_judge = tokens_to_judge(self._to_judge, looked_at, share, ran_out=not done.stopped)
-        return replace(self._figures(done, epochs[done.batches]), seconds=seconds, judged_s=judged_s, scores=scores)
-
-    def _figures(self, done: TrainSummary, epochs: float) -> SessionResult:
-        return SessionResult(
-            "stopped" if done.stopped else "exhausted",
-            steps=done.steps,
-            tokens=done.tokens,
-            epochs=epochs,
-            skipped=done.skipped,
-            loss=done.loss,
-            slowest_s=done.slowest_s,
-        )
+        outcome: Literal["stopped", "exhausted"] = "stopped" if done.stopped else "exhausted"
+        alike = {name: getattr(done, name) for name in ("steps", "tokens", "skipped", "loss", "slowest_s")}
+        epoch = epochs[done.batches]
+        return SessionResult(outcome, epochs=epoch, seconds=seconds, judged_s=judged_s, scores=scores, **alike)
 
     def _rows(self) -> tuple[int, int]:
         """Most rows of a batch that is trained, and of one that is scored: sequences are scored whole."""
@@ -257,10 +231,7 @@ class SpotLearner:
         return self.training_device.rows(self.trainer, self.config.drafter.rows, scored), scored
 
     def _batches(self, rng: random.Random, rows: int, epochs: list[float]) -> Iterator[Batch]:
-        """A session's micro-batches of so many rows, drawn ahead of the step; `epochs` gets what each completes.
-
-        `rng` is the session's own: a micro-batch that was drawn and not used changes nothing for the next.
-        """
+        """A session's micro-batches, drawn ahead of the step by its own `rng`; `epochs` gets what each completes."""
         while True:
             with self._buffer_lock:
                 over = self.buffer.exhausted()
@@ -288,9 +259,7 @@ class SpotLearner:
             return hand_in(facts, self._average(), self.versions.candidate, slices)
 
     def adopt(self, slices: tuple[MergedSlice, ...]) -> None:
-        """Move to the new candidate. A learner that is not in it keeps its own progress on top and hands it in later;
-        if its numbers are broken, it starts again from the candidate.
-        """
+        """Move to the new candidate; a learner that is not in it keeps its own progress on top, if that is sound."""
         with self._turn():
             facts, base = slices[0].facts, self.versions.candidate
             included = self.name in facts.included
@@ -359,9 +328,8 @@ class SpotLearner:
     def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
         """Write the served drafter and the training state atomically under `directory`.
 
-        Training, merging and scoring wait for the copy of what is trained in memory, not for the disk. Nothing is
-        written, and a `DrafterError` raised, where the disk would not have room for the policy's next checkpoint any
-        more, which is taken to be as large as the one in the directory `beside`.
+        Others wait for the copy in memory, not for the disk. A `DrafterError`, and no file, where the disk would have
+        no room for another checkpoint of the policy like the one `beside`.
         """
         tensors, state = self.snapshot()
         if beside is not None:

@@ -39,13 +39,10 @@ TINY = 1e-30
 
 
 def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:
-    """Have these workers merge; does not wait.
+    """Have these workers merge; does not wait. (`MergeFacts`, all alike; slices for `SpotWorker.adopt`), as references.
 
     `FAN_IN` workers make a group, each slice of the parameters is averaged over the group by another of its members,
     and `FAN_IN` groups make one of the next level.
-
-    Returns:
-        (references of the facts, a `MergeFacts` each, all alike; references of the slices, for `SpotWorker.adopt`).
     """
     groups = [([worker], list(worker.hand_in.options(num_returns=FAN_IN).remote(FAN_IN))) for worker in workers]
     facts: list[ObjectRef] = []
@@ -67,9 +64,7 @@ def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[O
 
 
 def session_facts(worker: str, tokens: int, steps: int, min_steps: int) -> MergeFacts:
-    """One worker's hand-in as an average of itself; or as an exclusion, where it would spoil the average: AdamW's first
-    steps go by sign alone.
-    """
+    """One worker's hand-in as an average of itself, or as an exclusion: AdamW's first steps go by sign alone."""
     if steps < min_steps:
         return _excluded(worker, f"{steps} optimizer steps, fewer than {min_steps}")
     if tokens <= 0:
@@ -96,10 +91,7 @@ def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
 
 
 def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -> list[MergedSlice]:
-    """What a worker learned since the candidate that all agree on, in so many slices; with fewer blocks some are empty.
-
-    Parameters are float32, in the order in which all workers have them.
-    """
+    """What a worker learned since the candidate that all agree on, in slices; with few blocks some are empty."""
     if not facts.included:
         return [_empty(facts) for _ in range(slices)]
 
@@ -123,8 +115,7 @@ def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -
 def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
     """The same slice of several workers or groups as their average, weighted by tokens; its bits depend on no order.
 
-    With `last` all workers are in it, and the average goes as far as the longest session did. A `ValueError` where a
-    worker is in two, or they differ in length.
+    The `last` one goes as far as the longest session did. A `ValueError` where a worker is in two, or lengths differ.
     """
     ordered = sorted(parts, key=lambda part: min((*part.facts.included, *part.facts.excluded)))
     facts = combined([part.facts for part in ordered])
@@ -153,10 +144,7 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
 
 
 def added(base: Parameters, slices: Sequence[MergedSlice]) -> Parameters:
-    """The new candidate, float32 on memory of its own; `base` itself where every worker was left out.
-
-    `slices` are those of the last `average_slice`, in order.
-    """
+    """The new candidate, float32 on memory of its own; `base` itself where every worker was left out."""
     if not slices[0].facts.included:
         return base
     new = {name: np.empty(value.shape, np.float32) for name, value in base.items()}

@@ -22,13 +22,10 @@ JUDGING_SHARE = 0.25
 
 
 def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:
-    """How many held-out tokens the next session that scores looks at, at most.
+    """How many held-out tokens the next session that scores looks at; `most` was the limit of the last one.
 
-    Args:
-        most: what it was for the last such session.
-        tokens: those that one looked at; fewer where less was held out, which is no reason to look at less next time.
-        share: of that session's time that its scores took; None: it was told to stop before it had all.
-        ran_out: that session ended by itself, out of epochs: there was time left.
+    That one saw `tokens`, and `share` of its time went into scores; None: it was told to stop before it had all. It
+    `ran_out` of epochs, or was stopped.
     """
     if share is None:
         wanted = tokens // 2
@@ -49,14 +46,11 @@ def score_versions(
     should_stop: Callable[[], bool],
     rows: int = PORTION,
 ) -> dict[str, list[SequenceScore]] | None:
-    """Score each version, the same parameters only once; the trainer's own are restored.
+    """Scores of the sequences by version, the same parameters scored only once; None when told to stop.
 
-    `lm_head` is the policy's whole head, for a pruned draft vocabulary (`drafter.acceptance`). `should_stop` is asked
-    before each portion of the sequences, which has no more tokens than a micro-batch in training (but at least one
-    sequence, whole: an engine's drafter sees all of it), so that a stop waits no longer for scores than for learning.
-
-    Returns:
-        Scores of the sequences by name; None when told to stop: half a comparison is none.
+    The trainer's own weights are restored. `lm_head` is the policy's whole head, for a pruned draft vocabulary.
+    `should_stop` is asked before each portion, of no more tokens than a micro-batch in training but at least one
+    sequence, whole.
     """
     portion = min(rows, PORTION)
     # Until something is published, the served drafter is the initial one.

@@ -40,16 +40,11 @@ class DrafterVersions:
     `initial` from its checkpoint.
     """
 
-    candidate: Parameters
-    """The newest one: the served one, or one that was merged since."""
-    served: Parameters
-    """The one that engines draft with."""
-    initial: Parameters
-    """The one that the run started with."""
-    exported: Parameters | None = None
-    """A candidate that is about to be published; None: none is."""
-    to_judge: bool = False
-    """The candidate waits for a session that scores it for the gate."""
+    candidate: Parameters  # the newest one: the served one, or one that was merged since
+    served: Parameters  # the one that engines draft with
+    initial: Parameters  # the one that the run started with
+    exported: Parameters | None = None  # a candidate that is about to be published; None: none is
+    to_judge: bool = False  # the candidate waits for a session that scores it for the gate
 
     def merged(self, candidate: Parameters) -> DrafterVersions:
         return replace(self, candidate=candidate, to_judge=True)

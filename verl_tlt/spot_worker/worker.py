@@ -1,9 +1,7 @@
 """The spot worker: a Ray actor around a `SpotLearner`, on one device of one replica.
 
 Long work runs in a thread, so that `stop` is answered at once. Methods raise what fails; the trainer decides what a
-failure means. An error after which this process cannot use its device ends it (`sick_device`). With sequence, context
-or pipeline parallelism no rank of the actor has a whole sequence: each sends what it has, and the spot worker puts
-these shards together, so that no rank waits for one that failed.
+failure means. An error after which this process cannot use its device ends it (`spoils_device`).
 """
 
 from __future__ import annotations
@@ -13,9 +11,11 @@ import ctypes
 import dataclasses
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -35,7 +35,6 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_worker.merge import average_slice
-from verl_tlt.spot_worker.sick_device import ending_with_its_device
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -53,16 +52,27 @@ KEEP_TUNED = "TRITON_CACHE_AUTOTUNING"
 the loss's two kernels takes seconds, and a process that replaces another need not do it again."""
 
 
+DEVICE_ERRORS = (torch.cuda.CudaError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
+"""Types that say it without words."""
+LIBRARY = re.compile(
+    r"\b(CUDA|HIP|cuDNN|MIOpen|cuBLAS|cuSOLVER|cuSPARSE|cuFFT|NCCL|RCCL)( driver| runtime| unknown)? error\b"
+    r"|\bTriton Error \[(CUDA|HIP)\]|\bdevice-side assert\b",
+    re.IGNORECASE,
+)
+"""How torch, Triton and CUDA's libraries begin what they raise as a plain RuntimeError."""
+MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|MemoryAllocation\b", re.IGNORECASE)
+"""In what they raise where memory is short: the process may go on."""
+
+
 def _yield_to_engines() -> None:
     """Give this thread only the CPU time that no other wants."""
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 def see_own_device() -> None:
-    """Leave this process the device that Ray lent it; before CUDA is used.
+    """Leave this process the device that Ray lent it, before CUDA is used, where Ray was told not to do so itself.
 
-    Ray does it itself, unless it is told not to: verl's actor then takes its device by number
-    (`single_controller/base/worker.py`), and a spot worker would train on the first one of its node.
+    verl's actor then takes its device by number, and a spot worker would train on the first one of its node.
     """
     if os.environ.get(NOSET):
         import ray
@@ -72,11 +82,42 @@ def see_own_device() -> None:
 
 
 def release_freed() -> None:
-    """Return what a session freed to the system, for the actors' offloaded optimizers and checkpoints: glibc's
-    `malloc_trim`; nothing happens with another C library.
-    """
+    """Return what a session freed to the system, for the actors' offloaded optimizers, where glibc can do so."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def spoils_device(error: BaseException) -> bool:
+    """Whether this process cannot use its device any more: an error of CUDA, or of a library on it, other than one of
+    memory that is short; also where it is the cause of `error`, or `error` was raised while it was handled.
+
+    After a device assertion or an illegal access CUDA answers every further call of a process with the same error.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if _of_a_device(link) and not MEMORY.search(str(link)):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def _of_a_device(error: BaseException) -> bool:
+    told = isinstance(error, RuntimeError) and LIBRARY.search(str(error)) is not None
+    return isinstance(error, DEVICE_ERRORS) or (told and not isinstance(error, torch.OutOfMemoryError))
+
+
+@contextmanager
+def ending_with_its_device() -> Iterator[None]:
+    """End this process, at once and without clean-up, where the block raises an error that `spoils_device`."""
+    try:
+        yield
+    except Exception as error:
+        if spoils_device(error):
+            logger.critical("this spot worker can use its device no more, and ends so that another one can: %s", error)
+            os._exit(1)  # what Python would clear away first is on the device, and may hang
+        raise
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
@@ -107,11 +148,7 @@ class SpotWorker:
         verifier_weights: VerifierArrays | None,
         draft_ids: np.ndarray | None = None,
     ) -> BufferStats:
-        """Take over what the tap captured in one RL step.
-
-        `shards` are, for each group of actor ranks that computed the same sequences, an ObjectRef from each of its
-        ranks, of a list of `HiddenStateShard`.
-        """
+        """Take over what the tap captured: by group of actor ranks, from each rank a list of `HiddenStateShard`."""
         sequences, missing = [], 0
         for ranks in shards:
             held = [shard for reference in ranks for shard in await reference]

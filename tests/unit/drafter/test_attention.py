@@ -6,7 +6,7 @@ from tiny_policy import drafter_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl_tlt.drafter import DrafterTrainer, pack
-from verl_tlt.drafter.attention import BY_DOCUMENT, attend_by_document
+from verl_tlt.drafter.build import BY_DOCUMENT, attend_by_document
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

@@ -150,10 +150,10 @@ def test_deep_json_is_one_sentence(whole, policy_dir):
 @pytest.mark.parametrize(
     ("offsets", "said"),
     [
-        ({0: -2}, "d2t[0]=-2 makes draft id 0 stand for token -2, outside 0..47"),
-        ({3: 45}, "d2t[3]=45 makes draft id 3 stand for token 48, outside 0..47"),
-        ({2: 2**62}, "outside 0..47"),
-        ({1: 0}, "draft ids 0 and 1 stand for 1 and 1"),  # not injective
+        ({0: -2}, "d2t[0]=-2 makes draft id 0 stand for token -2; tokens must ascend within 0..47"),
+        ({3: 45}, "d2t[3]=45 makes draft id 3 stand for token 48; tokens must ascend within 0..47"),
+        ({2: 2**62}, "ascend within 0..47"),
+        ({1: 0}, "d2t[1]=0 makes draft id 1 stand for token 1; tokens must ascend"),  # not injective
         ({2: 29}, "t2d does not mark the 4 tokens"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from verl_tlt.errors import TLTError
-from verl_tlt.spot_worker.sick_device import ending_with_its_device, spoils_device
+from verl_tlt.spot_worker.worker import ending_with_its_device, spoils_device
 
 HINT = "\nSearch for `cudaError' in https://docs.nvidia.com. CUDA kernel errors might be reported asynchronously.\n"
 ASSERTION = torch.AcceleratorError("CUDA error: device-side assert triggered" + HINT)
@@ -85,7 +85,7 @@ def test_tritons_lack_of_registers_or_shared_memory_is_no_fault_of_the_device():
 def test_the_process_ends_at_once_and_says_why():
     program = """
 import atexit, torch
-from verl_tlt.spot_worker.sick_device import ending_with_its_device
+from verl_tlt.spot_worker.worker import ending_with_its_device
 atexit.register(print, "cleared away")
 try:
     with ending_with_its_device():

@@ -13,10 +13,10 @@ import torch
 from tiny_learner import CONFIG, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import evaluate, session_bytes, train
+from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker import learner as spot_learner
 from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.device import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
 from verl_tlt.spot_worker.scoring import PORTION
 
 GIB = 2**30
