@@ -38,11 +38,7 @@ def open_ordinary(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_lines(path: str | os.PathLike[str], longest: int = MOST_BYTES) -> Iterator[bytes]:
-    """The lines of an ordinary file with their ends, in pieces of up to `longest` bytes; an OSError where it is none.
-
-    A line feed ends a line and nothing else does, since text may hold every other separator. A byte order mark is no
-    part of the first line.
-    """
+    """The lines of an ordinary file, ended by line feeds alone, in pieces of up to `longest` bytes; else an OSError."""
     with open_ordinary(path) as file:
         if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
             file.seek(0)
@@ -51,10 +47,9 @@ def read_lines(path: str | os.PathLike[str], longest: int = MOST_BYTES) -> Itera
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text; a ValueError where there is none, or it is deeper than `MOST_LEVELS`.
+    """The value of a JSON text; a ValueError where there is none, it is too deep, or holds half a surrogate pair.
 
-    So is text with half a surrogate pair, which no file, terminal or tokenizer takes. A whole number of more than 18
-    digits is a float, which may be infinite: nobody counts so far.
+    A whole number of more than 18 digits is a float, which may be infinite: nobody counts so far.
     """
     if isinstance(text, bytes):
         text = text.decode()

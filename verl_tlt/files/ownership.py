@@ -133,10 +133,7 @@ def check_private(directory: Path) -> None:
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:
-    """A descriptor that appends to an ordinary file, made where it is missing; OSError where it is something else.
-
-    A link, which somebody may have laid to a file of ours, is not followed; a pipe would wait for a reader.
-    """
+    """A descriptor that appends to an ordinary file, made if missing; OSError for a link, a pipe, a device."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -149,8 +146,7 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
 def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
     """A new file that is given the name `path` when the block ends, and is removed when it raises; OSError.
 
-    What had the name is replaced, be it a link: nothing is written through it. By its `mode` not everybody may write to
-    it, whatever the umask, for such a file would not be read again.
+    What had the name, be it a link, is replaced. By its `mode` not everybody may write to it, whatever the umask.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -164,10 +160,7 @@ def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
 
 
 def check_writable(directory: str | os.PathLike[str], key: str) -> None:
-    """Raise a TLTError, which names `key`, where no file can be made in a directory that may still have to be made.
-
-    It is tried, in the part of the path that is there: permissions say nothing of a full or read-only file system.
-    """
+    """Raise a TLTError, which names `key`, where no file can be made in a directory that may have to be made itself."""
     path = Path(os.path.abspath(expanded(directory)))
     there = next(part for part in (path, *path.parents) if os.path.lexists(part))
     try:
@@ -188,8 +181,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 def make_private_dir(prefix: str) -> Path:
     """Make a temporary directory (0700) for this process, and remove those of this user's dead processes.
 
-    A file lock, which ends with its process, says which are dead: a run that is killed cannot clean up, and two runs on
-    one machine may have the same Ray job id and replica ranks.
+    A file lock, which ends with its process, says which are dead: a run that is killed cannot clean up.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         _remove_if_unowned(owner)

@@ -93,5 +93,4 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         return "" if self.tlt_drafter is None else self.tlt_drafter.fingerprint()
 
     def tlt_set_drafting(self, enabled: bool) -> str | None:
-        """Call `drafter_pass.set_drafting` on this worker's model runner."""
         return drafter_pass.set_drafting(self.model_runner, enabled)

@@ -122,11 +122,7 @@ class LiveDrafter:
         return not tensor_model_parallel_all_reduce(torch.full((1,), float(not here), device=device)).any()
 
     def fingerprint(self, weights: Sums | None = None) -> str:
-        """Fingerprint of all that is live on this rank, weights and buffers.
-
-        Args:
-            weights: what `load` returned, which need not be summed again.
-        """
+        """Fingerprint of all that is live on this rank, weights (as `load` summed them) and buffers."""
         if weights is None:
             parameters = self._own_parameters().items()
             weights = partial_sums(((name, tensor, 0) for name, tensor in parameters), own_head=self._own_head)
@@ -282,7 +278,6 @@ def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
 
 
 def _has_own_head(directory: Path) -> bool:
-    """Whether the drafter was trained with a head that is not the policy's."""
     config = directory / "config.json"
     return config.is_file() and bool(json.loads(config.read_text()).get("own_head"))
 
@@ -300,5 +295,5 @@ def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
 
 
 def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether what was read has a pruned draft vocabulary without rows of a head: they are the policy's."""
+    """Whether a pruned draft vocabulary came without rows of a head: they are the policy's."""
     return "d2t" in tensors and _HEAD not in tensors
