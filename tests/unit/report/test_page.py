@@ -56,7 +56,7 @@ def test_the_page_says_first_whether_it_paid(page, made_run):
         f"drafts in {len(drafted)} of 6 rollouts, less {work:.1f} s of its own work; not measured against stock: "
         "run verl-tlt compare."
     )
-    assert page.words.index(answer) < page.words.index("accept length in the first and the last step")
+    assert page.words.index(answer) < page.words.index("Savings")
 
 
 def test_the_page_says_what_ran_where_and_when(tmp_path):
@@ -94,8 +94,7 @@ def test_the_page_holds_the_numbers(page, made_run):
     for step in made_run.accept_length:
         assert f"{made_run.accept_length[step]:.2f}" in page.words
         assert f"{made_run.bubble_s[step]:.1f}" in page.words
-    assert f"{made_run.accept_length[1]:.2f} → {made_run.accept_length[6]:.2f}" in page.words
-    assert "drafter version; verdicts: 5 published" in page.words
+    assert page.words.count("published") == 5
     assert page.tags.count("table") == 2, "steps and verdicts; nothing failed"
 
 
@@ -178,9 +177,8 @@ def test_disabled_speculation_and_failures_are_told(tmp_path):
     page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
     for sentence in ("After step 4 speculation was disabled: accept length of 1.02.",
                      "After step 30 speculation was enabled again.", "1 lines of the trace could not be read.",
-                     "out of memory", "v3 was loaded instead"):  # fmt: skip
+                     "out of memory", "v3 was loaded instead", "2 failures of TLT did not end the run."):  # fmt: skip
         assert sentence in page.words
-    assert page.words[page.words.index("failures of TLT that did not end the run") - 1] == "2"
 
 
 def hostile(value):

@@ -13,52 +13,35 @@ from matplotlib.figure import Figure
 
 from verl_tlt.commands.compare.record import Step, Turn
 from verl_tlt.commands.compare.result import RATIOS, arm_rows
-from verl_tlt.commands.report.figures import (
-    BLUE,
-    GREEN,
-    INK,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    STYLE,
-    Points,
-    draw_lines,
-    make_chart,
-)
+from verl_tlt.commands.report import figures
 from verl_tlt.commands.report.page import PageContent, render_page
 from verl_tlt.files.ownership import replacing
 
-COLORS = (INK, BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
+COLORS = (figures.INK, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.RED, figures.SKY)
 PER = 1000
 """Tokens that seconds are shown for."""
 
 
 def write_compare_page(path: Path, found: Mapping[str, Any], turns: Sequence[Turn]) -> Path:
     """Write the page of a result (`result.found_of`) and its turns, and return its path."""
-    facts = [
-        (f"{of[key]['pooled']:.2f}x", f"{name}: {what} per token against stock, 95 %: {of[key]['low']:.2f} to "
-         f"{of[key]['high']:.2f}")
-        for name, of in found["ratios"].items() for key, what in RATIOS.items()
-    ]  # fmt: skip
     charts = [
-        make_chart("Times as fast as stock", "Per token, with 95 % intervals; small dots are single steps.",
+        figures.make_chart("Times as fast as stock", "Per token, with 95 % intervals; small dots are single steps.",
                    partial(draw_ratios, found=found), 1.6 + 0.7 * len(found["ratios"]))
     ]  # fmt: skip
     for title, unit, note, lines in [_leads(found), *_lines(turns)]:
-        charts.append(make_chart(title, note, partial(draw_lines, unit=unit, lines=lines)))
-    content = PageContent("a comparison with stock verl", found["sentences"], facts, charts, _tables(found, turns))
+        charts.append(figures.make_chart(title, note, partial(figures.draw_lines, unit=unit, lines=lines)))
+    content = PageContent("a comparison with stock verl", found["sentences"], charts, _tables(found, turns))
     return render_page(path, content)
 
 
 def save_compare_picture(path: Path, found: Mapping[str, Any], turns: Sequence[Turn]) -> Path:
     """Write a PNG with the ratios, the seconds of rollouts and the rewards."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(figures.STYLE):
         figure = Figure(figsize=(11, 5.2 + 0.35 * len(found["ratios"])), layout="constrained")
         above, *below = (figure.add_subplot(2, 2, (1, 2)), figure.add_subplot(2, 2, 3), figure.add_subplot(2, 2, 4))
         draw_ratios(above, found)
         for ax, (_, unit, _, lines) in zip(below, _lines(turns), strict=False):
-            draw_lines(ax, unit, lines)
+            figures.draw_lines(ax, unit, lines)
         with replacing(path) as file:
             figure.savefig(file, format="png", dpi=160, facecolor="white")
     return path
@@ -67,31 +50,31 @@ def save_compare_picture(path: Path, found: Mapping[str, Any], turns: Sequence[T
 def draw_ratios(ax: Axes, found: Mapping[str, Any]) -> None:
     """A row for each arm: rollout and step, with interval and single steps; right of the line is faster than stock."""
     names = list(found["ratios"])
-    for color, (offset, (key, what)) in zip((BLUE, ORANGE), enumerate(RATIOS.items()), strict=True):
+    for color, (offset, (key, what)) in zip((figures.BLUE, figures.ORANGE), enumerate(RATIOS.items()), strict=True):
         for row, name in enumerate(names):
             of, y = found["ratios"][name][key], len(names) - row - 0.3 * offset
             ax.plot(of["each"], [y] * len(of["each"]), ".", color=color, alpha=0.3, markersize=5)
             ax.plot([of["low"], of["high"]], [y, y], color=color, linewidth=2)
             ax.plot(of["pooled"], y, "o", color=color, label=what if row == 0 else None)
             ax.annotate(f"{of['pooled']:.2f}x", (of["pooled"], y), (0, 6), textcoords="offset points", color=color)
-    ax.axvline(1, color=INK, linewidth=1, linestyle="--")
+    ax.axvline(1, color=figures.INK, linewidth=1, linestyle="--")
     ax.set_yticks([len(names) - row - 0.15 for row in range(len(names))], names)
     ax.set_ylim(0.2, len(names) + 0.5)
     ax.set_xlabel("times as fast as stock, per token")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
 
-def _leads(found: Mapping[str, Any]) -> tuple[str, str, str, dict[str, tuple[str, Points]]]:
+def _leads(found: Mapping[str, Any]) -> tuple[str, str, str, dict[str, tuple[str, figures.Points]]]:
     """Title, unit, note and a line for each arm but stock."""
     note = "Seconds by which an arm has finished a step sooner than stock, had stock written as many tokens."
     place = list(found["arms"]).index
-    lines: dict[str, tuple[str, Points]] = {
+    lines: dict[str, tuple[str, figures.Points]] = {
         name: (COLORS[place(name) % len(COLORS)], dict(of["lead"]["seconds"])) for name, of in found["ratios"].items()
     }
     return "Ahead of stock", "seconds", note, lines
 
 
-def _lines(turns: Sequence[Turn]) -> list[tuple[str, str, str, dict[str, tuple[str, Points]]]]:
+def _lines(turns: Sequence[Turn]) -> list[tuple[str, str, str, dict[str, tuple[str, figures.Points]]]]:
     """Title, unit, note and a line for each arm, over RL steps; a gap where a turn's first step is left out."""
     names = sorted({turn.arm for turn in turns}, key=[turn.arm for turn in turns].index)
     of_arm = {name: [step for turn in turns if turn.arm == name for step in turn.steps] for name in names}
@@ -103,7 +86,7 @@ def _lines(turns: Sequence[Turn]) -> list[tuple[str, str, str, dict[str, tuple[s
         ("Accept length", "tokens", "Tokens per verified draft, where it is known by step.", lambda s: s.accept_length),
     )
     for title, unit, note, value in columns:
-        lines: dict[str, tuple[str, Points]] = {}
+        lines: dict[str, tuple[str, figures.Points]] = {}
         for place, (name, steps) in enumerate(of_arm.items()):
             points: dict[int, float | None] = {step.step - 1: None for step in steps}
             points |= {step.step: value(step) for step in steps}

@@ -22,17 +22,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from verl_tlt.commands.report import steps as run_steps
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import (
-    NO_STEP,
-    RLStep,
-    initial_lengths,
-    most_trained,
-    own_work_s,
-    rl_steps,
-    rows_of_trace,
-    sampled,
-)
 from verl_tlt.files.ownership import replacing
 
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
@@ -91,13 +82,13 @@ class Chart:
 
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
     """The charts over RL steps; one without a value is left out."""
-    steps, rows = list(trace.steps), list(rows_of_trace(trace).values())
+    steps, rows = list(trace.steps), list(run_steps.rows_of_trace(trace).values())
     saved = [row["saved_s"] or 0.0 for row in rows]
     if any(row["saved_s"] is not None for row in rows):
         bars = {
             "saved": (GREEN, [max(0.0, s) for s in saved]),
             "lost": (RED, [min(0.0, s) for s in saved]),
-            "TLT's own work": (ORANGE, [-own_work_s(row) for row in rows]),
+            "TLT's own work": (ORANGE, [-run_steps.own_work_s(row) for row in rows]),
         }
         note = "Seconds by which rollouts with drafts ended earlier than without drafts, estimated from measured costs."
         yield make_chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
@@ -119,20 +110,20 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
         yield make_chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
 
 
-def step_charts(trace: RunTrace, steps: Mapping[int, RLStep]) -> Iterator[Chart]:
+def step_charts(trace: RunTrace, steps: Mapping[int, run_steps.RLStep]) -> Iterator[Chart]:
     """The replicas over time in the first and the last step and the one with the most training."""
     note = "Upper part of a lane: batch, or requests in flight where engine steps were not traced; lower part: K."
     if len(trace.replicas) > MOST_LANES:
         note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
-    for number in sorted({min(steps), most_trained(steps), max(steps)}):
+    for number in sorted({min(steps), run_steps.most_trained(steps), max(steps)}):
         draw = partial(draw_replicas, trace=trace, step=steps[number])
         yield make_chart(f"RL step {number}: the replicas over time", note, draw, 2.2 + _lanes_height(trace))
 
 
 def save_picture(path: Path, trace: RunTrace) -> Path:
     """Write a PNG of one column: speed, accept length, draft lengths, and the replicas in the most trained step."""
-    steps = rl_steps(trace)
-    number = most_trained(steps)
+    steps = run_steps.rl_steps(trace)
+    number = run_steps.most_trained(steps)
     draws: dict[str, Callable[[Axes], None]] = {
         "Speed of the rollout": partial(draw_lines, unit="tokens per second", lines=speeds(trace), lowest=0.0),
         "Accept length": partial(draw_lines, unit="tokens per draft", lines=accept_lengths(trace), lowest=1.0),
@@ -153,11 +144,11 @@ def save_picture(path: Path, trace: RunTrace) -> Path:
     return path
 
 
-def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
+def draw_replicas(ax: Axes, trace: RunTrace, step: run_steps.RLStep) -> None:
     """A lane for each replica over one RL step: its batch and K, its sessions, and the policy's phases after it."""
     names = trace.replicas[:MOST_LANES]
     edges = np.linspace(step.start, step.finish, COLUMNS + 1)
-    lanes = [sampled(trace, step, name, (edges[:-1] + edges[1:]) / 2) for name in names]
+    lanes = [run_steps.sampled(trace, step, name, (edges[:-1] + edges[1:]) / 2) for name in names]
     most = max([1, *(int(batch.max()) for batch, _ in lanes)])
     ks = sorted({value for _, k in lanes for value in k.tolist()})
     longest = max([1, *ks, *_numbered(trace, DRAFT_LENGTH)])  # of the run: a K has one colour in all charts
@@ -178,12 +169,12 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
     ax.set_xlabel(f"seconds (rollout: {step.end - step.start:.1f} s)")
     legend = {f"batch, up to {most}": Patch(color=BLUE)}
     legend |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    legend |= {k_name(k): Patch(color=color) for k, color in colors.items() if k != NO_STEP}
+    legend |= {k_name(k): Patch(color=color) for k, color in colors.items() if k != run_steps.NO_STEP}
     columns = int(ax.figure.bbox.width / ax.figure.dpi / 2.5)
     ax.legend(legend.values(), legend.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)
 
 
-def _draw_work(ax: Axes, trace: RunTrace, step: RLStep, replica: str, y: int) -> None:
+def _draw_work(ax: Axes, trace: RunTrace, step: run_steps.RLStep, replica: str, y: int) -> None:
     """The replica's sessions, and the policy's phases unless the replica is standalone."""
     sessions = [(s.start - step.start, s.end - s.start) for s in step.sessions if s.replica == replica]
     if sessions:
@@ -219,8 +210,7 @@ def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tupl
 
 
 def by_step(trace: RunTrace, column: str) -> Points:
-    """One column of the run's table."""
-    return {step: row[column] for step, row in rows_of_trace(trace).items()}
+    return {step: row[column] for step, row in run_steps.rows_of_trace(trace).items()}
 
 
 def speeds(trace: RunTrace) -> dict[str, tuple[str, Points]]:
@@ -238,7 +228,7 @@ def speeds(trace: RunTrace) -> dict[str, tuple[str, Points]]:
 def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     """Lines of the run's drafter and of the one it began with."""
     lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, by_step(trace, "accept_length"))}
-    first = initial_lengths(trace)
+    first = run_steps.initial_lengths(trace)
     return {**lines, "the run's first drafter": (GREY, first)} if first else lines
 
 
@@ -254,7 +244,6 @@ def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:
 
 
 def k_name(k: int) -> str:
-    """A draft length as the charts call it."""
     return "OFF" if k < 0 else f"K={k}"
 
 
@@ -262,7 +251,7 @@ def k_color(k: int, kmax: int) -> str:
     """Greys for OFF and 0, then from light to dark; transparent where no engine step ran."""
     if k > 0:
         return to_hex(matplotlib.colormaps["RdPu"](0.25 + 0.75 * k / kmax))
-    return {0: "#9A9A9A", NO_STEP: "none"}.get(k, "#333333")
+    return {0: "#9A9A9A", run_steps.NO_STEP: "none"}.get(k, "#333333")
 
 
 def make_chart(title: str, note: str, draw: Callable[[Axes], None], height: float = 3.2) -> Chart:
@@ -290,7 +279,7 @@ def _numbered(trace: RunTrace, prefix: str) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _lane_name(trace: RunTrace, step: RLStep, replica: str) -> str:
+def _lane_name(trace: RunTrace, step: run_steps.RLStep, replica: str) -> str:
     """The replica, with the seconds of its bubbles and of the sessions in them where there is room."""
     bubbles = [(b.start, b.end) for b in step.bubbles if b.replica == replica]
     if not bubbles or len(trace.replicas) > MOST_NAMED:

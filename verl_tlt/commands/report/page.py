@@ -32,8 +32,6 @@ class PageContent:
     heading: str
     sentences: Sequence[str]
     """The first is the answer."""
-    facts: Sequence[tuple[str, str]]
-    """Figures, each with what it is."""
     charts: Sequence[Chart]
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
     """Title, headings and cells of each; one without rows is left out."""
@@ -49,7 +47,6 @@ def write_page(path: Path, trace: RunTrace) -> Path:
         heading=trace.run.name if trace.run and trace.run.name else "one run",
         about=about(trace),
         sentences=list(sentences(trace)),
-        facts=list(_facts(trace)),
         charts=[*run_charts(trace), *step_charts(trace, rl_steps(trace))],
         tables=list(_tables(trace)),
         command=serve_command(trace),
@@ -106,22 +103,6 @@ def about(trace: RunTrace) -> str:
     start = datetime.fromtimestamp(trace.runs[0].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
     return "; ".join(part for part in (run.policy, start, where, versions) if part)
-
-
-def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
-    """The numbers that matter most; what was not measured is left out."""
-    rows = list(rows_of_trace(trace).values())
-    if lengths := [length for row in rows if (length := row["accept_length"]) is not None]:
-        yield f"{lengths[0]:.2f} → {lengths[-1]:.2f}", "accept length in the first and the last step"
-    if bubble := sum(row["bubble_s"] or 0.0 for row in rows):
-        trained = sum(row["bubble_trained_s"] or 0.0 for row in rows)
-        yield f"{trained / bubble:.0%}", f"of {bubble:.0f} s of bubbles trained the drafter"
-    if trace.publishes:
-        decisions = [p.decision for p in trace.publishes]
-        counts = ", ".join(f"{decisions.count(d)} {d}" for d in dict.fromkeys(decisions))
-        yield f"v{max(p.version for p in trace.publishes)}", f"drafter version; verdicts: {counts}"
-    if failures := [metrics["tlt/errors"] for metrics in trace.steps.values() if "tlt/errors" in metrics]:
-        yield f"{max(failures):.0f}", "failures of TLT that did not end the run"
 
 
 def _tables(trace: RunTrace) -> Iterator[tuple[str, list[str], list[list[str]]]]:

@@ -82,7 +82,6 @@ class EngineSteps:
     """[n] seconds."""
 
     def between(self, start: float, end: float) -> EngineSteps:
-        """The steps that finished in [start, end]."""
         keep = slice(*np.searchsorted(self.t, (start, np.nextafter(end, np.inf))))
         return EngineSteps(**{f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self)})
 
@@ -111,7 +110,6 @@ class RunTrace:
 
     @property
     def run(self) -> RunStarted | None:
-        """The latest start of the run."""
         return self.runs[-1] if self.runs else None
 
     @cached_property

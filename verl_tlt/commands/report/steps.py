@@ -54,7 +54,6 @@ IN_TERMINALS = (
 
 
 def rows_of_trace(trace: RunTrace) -> dict[int, Row]:
-    """RL step -> its row, of the finished steps."""
     return {step: step_row(metrics) for step, metrics in trace.steps.items()}
 
 
@@ -95,14 +94,6 @@ def paid(rows: Mapping[int, Row]) -> str:
     return f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: {parts}; {ask}."
 
 
-def not_drafted(trace: RunTrace) -> str:
-    """A sentence about the steps in which no replica drafted, with the last one's reason; empty: there is none."""
-    if not trace.off:
-        return ""
-    last, why = list(trace.off.items())[-1]
-    return f"OFF in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
-
-
 def cold_start(trace: RunTrace) -> str:
     """What a cold start was expected to save, and what the account has since, in a sentence; empty: there was none."""
     for step, metrics in trace.steps.items():
@@ -119,9 +110,16 @@ def cold_start(trace: RunTrace) -> str:
 
 def sentences(trace: RunTrace) -> Iterator[str]:
     """What is said of a run before its figures, the answer first."""
-    yield from filter(None, (paid(rows_of_trace(trace)), not_drafted(trace), given_up(trace), cold_start(trace)))
+    if said := paid(rows_of_trace(trace)):
+        yield said
+    if trace.off:
+        last, why = list(trace.off.items())[-1]
+        yield f"OFF in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
+    yield from filter(None, (given_up(trace), cold_start(trace)))
     for stop in (stop for stop in trace.stops if not stop.replica):
         yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
+    if failures := max((metrics.get("tlt/errors", 0.0) for metrics in trace.steps.values()), default=0.0):
+        yield f"{failures:.0f} failures of TLT did not end the run."
     if trace.skipped:
         yield f"{trace.skipped} lines of the trace could not be read."
 
@@ -148,7 +146,6 @@ def table(rows: Mapping[int, Row], columns: Iterable[str] = COLUMNS) -> tuple[li
 
 
 def rich_table(rows: Mapping[int, Row], title: str) -> Table:
-    """The rows for a terminal."""
     headings, cells = table(rows, IN_TERMINALS)
     shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)  # a path is no markup
     for heading in headings:
@@ -203,7 +200,6 @@ class RLStep:
 
     @property
     def finish(self) -> float:
-        """Unix seconds at which its last phase ended."""
         return max([self.end, *(p.end for p in self.after)])
 
 
