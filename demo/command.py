@@ -15,8 +15,9 @@ from demo.run import STALL_S, DemoRun, run_recipe
 from demo.screen import Screen
 from demo.toy.assets import Assets, build_assets, demo_width
 from demo.warmup import warm_up
-from verl_tlt.commands.compare.command import CompareOptions, compare
+from verl_tlt.commands.compare.command import compare
 from verl_tlt.commands.console import make_console
+from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.figures import save_picture
 from verl_tlt.commands.report.page import serve_command, write_page
@@ -77,8 +78,9 @@ def compare_with_stock(console: Console, out: Path, run: DemoRun) -> None:
     own_cluster = "+ray_kwargs.ray_init.address=local"  # never join one that happens to be there
     recipe = read_script(RECIPE, (own_cluster,), run.environment())
     options = CompareOptions(
-        arms=["tlt"], rounds=ROUNDS, steps=TURN, out=out / "compare", drafter=str(run.out / "drafter"), stall_s=STALL_S
-    )
+        recipe=[], rounds=ROUNDS, steps=TURN, out=out / "compare", drafter=str(run.out / "drafter"),
+        stall_minutes=STALL_S / 60,
+    )  # fmt: skip
     compare(recipe, options, console)
 
 

@@ -19,12 +19,8 @@ def interval(
 ) -> tuple[float, float]:
     """Between what a figure lies; the truth is beyond either end with a chance of `error`.
 
-    Args:
-        rows: of the measurements that are drawn anew, [n, columns].
-        figure: of sums of rows, [resamples, columns] -> [resamples].
-        error: chance on each side.
-        seed: of the draws.
-        count: how many independent measurements the rows are worth, see `tail`; None: all of them.
+    `rows` of measurements [n, columns] are drawn anew; `figure` is of sums of rows, [resamples, columns] ->
+    [resamples]. `count`: how many independent measurements the rows are worth, see `tail`; None: all of them.
     """
     n = len(rows)
     drawn = np.random.default_rng(seed).integers(n, size=(DRAWS, n))  # numbers of rows
@@ -43,9 +39,7 @@ def tail(count: float, error: float) -> float:
     taken again. This is the expanded percentile interval (Hesterberg, "What Teachers Should Know About the Bootstrap",
     2015, section 4.1): by Student's t and the missing degree of freedom.
 
-    Args:
-        count: independent measurements; with unequal weights w as many as (sum w)^2 / sum w^2.
-        error: chance on that side.
+    `count` is of independent measurements; with unequal weights w they are as many as (sum w)^2 / sum w^2.
     """
     freedom = max(1.0, count - 1.0)
     return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * _student(1.0 - error, freedom))

@@ -135,8 +135,8 @@ def evaluated(home: Path, policy: Path, **asked: Any) -> Verdict:
     """
     from rich.console import Console
 
+    from verl_tlt.commands.options import EvaluateOptions
     from verl_tlt.commands.warmup.evaluate import evaluate
-    from verl_tlt.commands.warmup.options import EvaluateOptions
 
     options: dict[str, Any] = {"prompts": [home / "prompts.parquet"], "response_length": 1400}
     options |= {"drafter": home / "drafter", "model": policy, "draft_length": DRAFT_LENGTH, "device": "cpu", **asked}

@@ -26,8 +26,8 @@ def measure(assets: Assets, count: int, work: Path) -> dict[str, Any]:
 
     from benchmarks.real_policy.problems import compute_score
     from verl_tlt.commands.console import make_console
+    from verl_tlt.commands.options import EngineOptions
     from verl_tlt.commands.warmup.engine import Stage, generate, generation_job, make_bars
-    from verl_tlt.commands.warmup.options import EngineOptions
     from verl_tlt.commands.warmup.prompts import load_tokenizer, read_for
 
     options = EngineOptions(model=assets.policy, response_length=LONGEST_RESPONSE, device="cpu")

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import set_up
+from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup.prompts import read_for
 from verl_tlt.drafter import provenance
 

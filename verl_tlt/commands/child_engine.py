@@ -52,10 +52,8 @@ def run_job(
 ) -> dict[str, Any]:
     """Have a child process do `job`, and return its answer.
 
-    `environment` is added to this process's own; `tell` is called every `POLL_S` while the child runs.
-
-    Raises:
-        ChildEngineError: the child refused, ended without an answer, or took too long.
+    `environment` is added to this process's own; `tell` is called every `POLL_S` while the child runs. A
+    `ChildEngineError` says that it refused, ended without an answer, or took too long.
     """
     directory.mkdir(parents=True, exist_ok=True)
     answer, log = directory / "answer.json", directory / LOG

@@ -14,9 +14,18 @@ try:
     from typer import Argument, Option
     from typer.core import TyperGroup
 
-    from verl_tlt.commands.advise.options import AdviseOptions, ConfigName, RecipeWords, RunScript
     from verl_tlt.commands.console import make_console
-    from verl_tlt.commands.warmup.options import LEAST, EvaluateOptions, WarmupOptions, finite, takes_options
+    from verl_tlt.commands.options import (
+        AdviseOptions,
+        CompareOptions,
+        ConfigName,
+        EvaluateOptions,
+        RecipeWords,
+        RunScript,
+        WarmupOptions,
+        finite,
+        takes_options,
+    )
     from verl_tlt.files.ownership import check_writable
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
@@ -121,19 +130,8 @@ def advise(options: AdviseOptions) -> None:
 
 
 @app.command()
-def compare(
-    overrides: RecipeWords,
-    config_name: ConfigName = "ppo_trainer",
-    arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")] = "tlt",
-    rounds: Annotated[int, Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3,
-    steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6,
-    out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out"),
-    drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None,
-    stall_minutes: Annotated[
-        float, Option(min=LEAST, callback=finite, help="End a job that is silent for so long.")
-    ] = 60.0,
-    run_script: RunScript = False,
-) -> None:
+@takes_options(CompareOptions)
+def compare(options: CompareOptions) -> None:
     """Is it faster here? Runs stock verl and TLT in turns.
 
     Interrupted, the same command continues.
@@ -143,15 +141,10 @@ def compare(
       verl-tlt compare recipe.sh --drafter drafters/qwen3-8b --out compare-out
     """
     _need("compare", "verl", "vllm", "psutil")
-    from verl_tlt.commands.compare.command import CompareOptions
     from verl_tlt.commands.compare.command import compare as run
     from verl_tlt.commands.script.run import read_arguments
 
-    options = CompareOptions(
-        arms=[name.strip() for name in arms.split(",") if name.strip()],
-        rounds=rounds, steps=steps, out=out, drafter=drafter, stall_s=60.0 * stall_minutes,
-    )  # fmt: skip
-    run(read_arguments(overrides, config_name, run_script), options, make_console())
+    run(read_arguments(options.recipe, options.config_name, options.run_script), options, make_console())
 
 
 @app.command()

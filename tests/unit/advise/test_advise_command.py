@@ -13,9 +13,9 @@ from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.advise.command import read_scenario
 from verl_tlt.commands.advise.hardware import find_shape, read_workload
 from verl_tlt.commands.advise.judge import PEERS
-from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.scenario import estimate
 from verl_tlt.commands.cli import app
+from verl_tlt.commands.options import AdviseOptions
 from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -10,7 +10,7 @@ ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+tlt=default"]}
 
 
 def turn(arm, number, seconds=50.0):
-    steps = [Step(number, n, 9.0, 5.0, 800.0, 300.0, reward=0.5, phases={"update_actor": 2.0}) for n in (2, 3)]
+    steps = [Step(number, n, 9.0, 5.0, 800.0, 300.0, reward=0.5) for n in (2, 3)]
     return Turn(arm, number, steps, seconds, 11.0, 3.0)
 
 

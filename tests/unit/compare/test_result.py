@@ -22,7 +22,6 @@ from verl_tlt.commands.compare.result import (
     ratio,
     ratios,
     rounds_to_tell,
-    summary,
     verdict,
 )
 
@@ -113,14 +112,12 @@ def test_rollouts_in_which_nothing_was_drafted_have_a_ratio_of_their_own():
 
 
 def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
-    metrics = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 2.0, "timing_s/update_actor": 2.5,
+    metrics = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/save_checkpoint": 2.0,
                "response_length/mean": 10.0, "response_length/max": 30.0, "critic/score/mean": 0.25,
                "prompt_length/mean": 5.0, "perf/total_num_tokens": 360.0}  # fmt: skip
     found = read_step(2, 7, metrics)
     assert (found.step_s, found.tokens, found.accept_length, found.off_frac) == (7.0, 240.0, None, None)
     assert found.prompt == 5.0 and read_step(2, 7, metrics | {"tlt/spec_off_frac": 1.0}).off_frac == 1.0
-    assert summary([found])["train_s"]["median"] == 3.0 and summary([found])["accept_length"] is None
-    assert summary([found, found])["phases_s"]["update_actor"] == 2.5
 
 
 def test_a_step_without_what_is_compared_is_refused_by_name():

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from verl_tlt.checks.models import check_recipe_drafter
 from verl_tlt.commands.cli import app
+from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup.command import _check as check_warmup
-from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterError,

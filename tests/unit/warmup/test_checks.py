@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import command, engine, train
 from verl_tlt.commands.warmup.command import warmup
-from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.commands.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
 from verl_tlt.drafter import acceptance
 from verl_tlt.drafter.train import DrafterTrainer

@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
+from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import command, train
 from verl_tlt.commands.warmup.command import warmup
-from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.drafter import check_drafter, load_drafter, provenance
 from verl_tlt.drafter.checkpoint import write_state
 from verl_tlt.drafter.evaluate import SequenceScore

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup.command import _save
 from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate, report
-from verl_tlt.commands.warmup.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 from verl_tlt.drafter import (
     DrafterError,
@@ -97,7 +97,7 @@ def test_the_engine_is_given_what_the_checks_let_through(drafter, policy_dir, pr
         assert "elsewhere" not in Path(job.drafter, "config.json").read_text()
         raise InterruptedError
 
-    monkeypatch.setattr("verl_tlt.commands.warmup.evaluate.generate", engine)
+    monkeypatch.setattr("verl_tlt.commands.warmup.engine.generate", engine)
     with pytest.raises(InterruptedError):
         evaluate(
             EvaluateOptions(drafter=drafter, model=policy_dir, prompts=[prompts_file], response_length=24), Console()

@@ -9,9 +9,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
+from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup.command import warmup
 from verl_tlt.commands.warmup.evaluate import linked
-from verl_tlt.commands.warmup.options import WarmupOptions
 from verl_tlt.drafter import check_drafter, load_own_head, provenance
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
 

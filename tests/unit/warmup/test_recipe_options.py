@@ -7,9 +7,9 @@ from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
+from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
-from verl_tlt.commands.warmup.options import EvaluateOptions
 from verl_tlt.commands.warmup.prompts import read_run
 
 pytest.importorskip("verl")

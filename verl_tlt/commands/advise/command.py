@@ -9,19 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.checks.recipe import ROLLOUT, compose, read_mapping, read_settings
-from verl_tlt.commands.advise.hardware import (
-    GPUS,
-    decoding_requests,
-    find_shape,
-    kv_needed,
-    read_workload,
-    shape_of_size,
-)
+from verl_tlt.commands.advise import hardware
 from verl_tlt.commands.advise.judge import Numbers, Verdict, judge, never_trained
-from verl_tlt.commands.advise.options import AdviseOptions
 from verl_tlt.commands.advise.run_metrics import check_same, read_metrics, read_run
 from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
+from verl_tlt.commands.options import AdviseOptions
 from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.errors import TLTError
 from verl_tlt.server.engine_arguments import engine_lengths, graph_mode
@@ -46,17 +39,17 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         raise TLTError(f"--response-length is read from the run in {shown}: leave it out.")
     recipe = read_arguments(given.recipe, given.config_name, given.run_script)
     config = compose(recipe.overrides, recipe.config)
-    settings, work = read_settings(config), read_workload(config)
+    settings, work = read_settings(config), hardware.read_workload(config)
     assumed: dict[str, str] = {}
     if given.gpu is None:
-        assumed["GPU"] = f"{DEFAULT_GPU}; --gpu names another ({', '.join(sorted(GPUS))})"
-    elif given.gpu.upper() not in GPUS:
-        raise TLTError(f"--gpu {given.gpu} is not one of {', '.join(sorted(GPUS))}.")
+        assumed["GPU"] = f"{DEFAULT_GPU}; --gpu names another ({', '.join(sorted(hardware.GPUS))})"
+    elif given.gpu.upper() not in hardware.GPUS:
+        raise TLTError(f"--gpu {given.gpu} is not one of {', '.join(sorted(hardware.GPUS))}.")
     if given.parameters is None:
-        shape, source = find_shape(work.policy)
+        shape, source = hardware.find_shape(work.policy)
         assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
     else:
-        shape = shape_of_size(given.parameters * 1e9)
+        shape = hardware.shape_of_size(given.parameters * 1e9)
     arms = engine_lengths(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
@@ -66,7 +59,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         if not metrics.policy:
             assumed["the run's policy"] = f"that of the recipe, which {metrics.source} does not name"
     scenario = Scenario(
-        work, shape, GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
+        work, shape, hardware.GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
         settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
     )  # fmt: skip
     return scenario, assumed
@@ -81,7 +74,7 @@ def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
         said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
     if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
         said.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
-    if kv_needed(work) > kv_tokens:
+    if hardware.kv_needed(work) > kv_tokens:
         said.append("The KV cache may not hold all requests, and some then wait: a larger gpu_memory_utilization or "
                     f"tensor_model_parallel_size, or a smaller max_num_seqs, of {ROLLOUT}.")  # fmt: skip
     return [*said, "verl-tlt compare measures it: stock verl and TLT in turns."]
@@ -121,8 +114,8 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
         ("rollout's share of a step", share, measured),
         ("accept length at K of up to 3", _range(n.accept), source),
         ("the run", f"{work.requests} responses on {fleet}", "recipe"),
-        ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {decoding_requests(work)} requests need up to "
-         f"{kv_needed(work):,}", "data sheet"),
+        ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {hardware.decoding_requests(work)} requests need "
+         f"up to {hardware.kv_needed(work):,}", "data sheet"),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
         (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}",
          "run" if run and run.seconds_by_batch else "simulated"),

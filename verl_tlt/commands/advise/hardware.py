@@ -39,14 +39,10 @@ An assumption."""
 
 @dataclass(frozen=True)
 class Gpu:
-    """An accelerator's data sheet."""
-
     bytes_s: float
-    """Bytes a second from memory."""
     flops: float
     """Dense FLOP/s in 16 bits."""
     memory: float
-    """Bytes of memory."""
 
 
 GPUS = {
@@ -74,7 +70,6 @@ class Shape:
 
     @property
     def active_share(self) -> float:
-        """Share of the parameters that one token uses."""
         return min(1.0, self.active / self.parameters)
 
 
@@ -116,7 +111,6 @@ def shape_of_size(parameters: float, active: float | None = None) -> Shape:
 
 
 def shape_of(policy: PolicyShape) -> Shape:
-    """The sizes of a policy whose config is known."""
     head = policy.hidden_size * draft_vocab_size(None, policy.vocab_size, "")
     kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
     return Shape(*policy.parameters, policy.num_layers, kv_bytes, head)
@@ -153,7 +147,6 @@ def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, guess: StepGues
 
 
 def token_s(shape: Shape, gpu: Gpu, devices: int) -> float:
-    """Seconds in which an engine over so many devices computes one token."""
     return 2 * shape.active / (gpu.flops * FLOPS_REACHED * devices)
 
 
@@ -183,7 +176,6 @@ class Workload:
     replicas: int
     """That decode."""
     tensor_parallel: int
-    """Devices of a replica."""
     requests: int
     """Responses of a step: prompts times samples."""
     prompt: int
@@ -194,7 +186,6 @@ class Workload:
     memory_utilization: float
     """Share of a device's memory that an engine takes."""
     eager: bool
-    """Engines without CUDA graphs."""
     critic: bool
     reference: bool
     """A reference policy's log-probs are computed too."""

@@ -64,7 +64,6 @@ class Numbers:
 
     @property
     def share(self) -> float:
-        """Rollout's part of a stock step."""
         whole = self.gen_s + self.rest_s
         return self.gen_s / whole if whole > 0 else 0.0
 
@@ -90,7 +89,11 @@ class Verdict:
 def judge(n: Numbers) -> Verdict:
     best, worst = n.step("high"), n.step("low")
     if n.bound < BOUND:
-        return _bound_by_the_rest(n)
+        most = f"without any duration it would make a step {n.bound:.2f} times as fast"
+        if n.reward_s > n.gen_s:
+            reward = f"it is reward-bound: reward takes {n.reward_s:.1f} s of a step, rollout {n.gen_s:.1f} s"
+            return Verdict("no", f"{reward}; {most}.")
+        return Verdict("no", f"rollout is {n.share:.0%} of a step; {most}, and no more.")
     if n.tool_share >= TOOL_BOUND:
         waiting = f"responses wait for tools {n.tool_share:.0%} of their time, and no engine decodes"
         return Verdict("no", f"it is tool-bound: {waiting}.")
@@ -122,14 +125,6 @@ def never_trained(n: Numbers) -> str | None:
     if n.bubble_s < n.bubble_needed_s:
         return f"replicas wait {n.bubble_s:.1f} s a step on average, and a session needs {n.bubble_needed_s:.1f} s"
     return None
-
-
-def _bound_by_the_rest(n: Numbers) -> Verdict:
-    most = f"without any duration it would make a step {n.bound:.2f} times as fast"
-    if n.reward_s > n.gen_s:
-        reward = f"it is reward-bound: reward takes {n.reward_s:.1f} s of a step, rollout {n.gen_s:.1f} s"
-        return Verdict("no", f"{reward}; {most}.")
-    return Verdict("no", f"rollout is {n.share:.0%} of a step; {most}, and no more.")
 
 
 def _too_little(n: Numbers, best: float) -> Verdict:

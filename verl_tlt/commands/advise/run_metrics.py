@@ -71,7 +71,6 @@ class RunMetrics:
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance by draft position."""
     costs: LatencyTable = field(default_factory=LatencyTable)
-    """Seconds of engine steps."""
 
     @property
     def stock_gen_s(self) -> float:

@@ -13,29 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_tlt.commands.advise.hardware import (
-    BESIDE_BYTES,
-    Gpu,
-    Shape,
-    StepGuess,
-    Workload,
-    drafter_tokens_s,
-    kv_capacity,
-    step_cost,
-    token_s,
-    update_token_s,
-)
+from verl_tlt.commands.advise import hardware, simulation
 from verl_tlt.commands.advise.judge import Numbers
 from verl_tlt.commands.advise.run_metrics import RunMetrics
-from verl_tlt.commands.advise.simulation import (
-    EngineSpec,
-    LogNormal,
-    SimulatedRollout,
-    from_mean,
-    from_moments,
-    simulate,
-    tail_share,
-)
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
@@ -54,15 +34,15 @@ class Setting:
     """Conditional acceptance by position of a drafter that is trained along."""
     around_measured: float
     """Factor on an acceptance that a run showed: policy and drafter go on changing."""
-    step: StepGuess
+    step: hardware.StepGuess
     spread: float
     """Relative standard deviation of acceptance between responses: a rollout waits for the one with the lowest."""
 
 
 SETTINGS = {
-    "low": Setting((0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36), 0.9, StepGuess(1.065, 0.03e-3, 0.5e-3), 0.15),
-    "likely": Setting((0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53), 1.0, StepGuess(2.0, 0.06e-3, 0.3e-3), 0.1),
-    "high": Setting((0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68), 1.05, StepGuess(4.0, 0.1e-3, 0.1e-3), 0.0),
+    "low": Setting((0.55, 0.50, 0.46, 0.43, 0.40, 0.38, 0.36), 0.9, hardware.StepGuess(1.065, 0.03e-3, 0.5e-3), 0.15),
+    "likely": Setting((0.72, 0.67, 0.63, 0.60, 0.57, 0.55, 0.53), 1.0, hardware.StepGuess(2.0, 0.06e-3, 0.3e-3), 0.1),
+    "high": Setting((0.88, 0.83, 0.79, 0.75, 0.72, 0.70, 0.68), 1.05, hardware.StepGuess(4.0, 0.1e-3, 0.1e-3), 0.0),
 }
 """Accept lengths of 1.95, 2.5 and 3.2 at K=3: the TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this
 project's toy ends with at 2.0 to 2.9. The lowest sharpness, and a pass of 0.4 ms, are what the paper's Table 4 fits.
@@ -85,9 +65,9 @@ ENOUGH_RESPONSES = 1024
 class Scenario:
     """Everything known about a run: its recipe, what a run of it showed, and what the user says."""
 
-    work: Workload
-    shape: Shape
-    gpu: Gpu
+    work: hardware.Workload
+    shape: hardware.Shape
+    gpu: hardware.Gpu
     arms: tuple[int, ...]
     """Draft lengths that the policy may choose."""
     spot: bool
@@ -117,16 +97,12 @@ class Estimate:
 
 
 def estimate(scenario: Scenario) -> Estimate:
-    """Simulate rollouts at every setting, with a drafter that has been trained already.
-
-    Raises:
-        TLTError: the recipe asks for no work, or what was logged contradicts it.
-    """
+    """Simulate rollouts at every setting, with a drafter that has been trained already; `TLTError` without work."""
     work, metrics = scenario.work, scenario.metrics
     if min(work.requests, work.replicas, work.response) < 1:
         keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
         raise TLTError(f"{keys} must ask for some work.")
-    if not (kv_tokens := kv_capacity(work, scenario.shape, scenario.gpu)):
+    if not (kv_tokens := hardware.kv_capacity(work, scenario.shape, scenario.gpu)):
         size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
         raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
@@ -137,14 +113,16 @@ def estimate(scenario: Scenario) -> Estimate:
     acceptance = {name: _acceptance(scenario, setting) for name, setting in SETTINGS.items()}
     requests = max(work.requests, work.replicas)
     rollouts = {
-        name: simulate(engine, work.replicas, requests, lengths, acceptance[name], prompt, steps)
+        name: simulation.simulate(engine, work.replicas, requests, lengths, acceptance[name], prompt, steps)
         for name, engine in engines.items()
     }
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
     rest_s, overhead_s, assumed_rest = _outside_rollout(scenario, lengths)
-    assumed = {"KV cache": f"what the weights and {BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"} | assumed_lengths
+    assumed = {
+        "KV cache": f"what the weights and {hardware.BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"
+    } | assumed_lengths
     if not (metrics and metrics.prompt_mean):
         assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
     assumed |= assumed_costs
@@ -164,7 +142,7 @@ def estimate(scenario: Scenario) -> Estimate:
 
 def _numbers(
     scenario: Scenario,
-    rollouts: Mapping[str, SimulatedRollout],
+    rollouts: Mapping[str, simulation.SimulatedRollout],
     acceptance: Mapping[str, tuple[float, ...]],
     tail_break_even: Mapping[int, float],
     rest_s: float,
@@ -175,7 +153,7 @@ def _numbers(
     k = max(k for k in tail_break_even if k <= max(3, min(tail_break_even)))
     session_s = SESSION_BEGINS_S
     if scenario.spot:
-        session_s += LEAST_TOKENS / drafter_tokens_s(scenario.shape, scenario.gpu, work.tensor_parallel)
+        session_s += LEAST_TOKENS / hardware.drafter_tokens_s(scenario.shape, scenario.gpu, work.tensor_parallel)
     # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
     speeds = [rollout.speed for rollout in rollouts.values()]
     numbers = Numbers(
@@ -199,12 +177,12 @@ def _numbers(
     return numbers if metrics is None else _as_measured(numbers, work, metrics)
 
 
-def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
+def _as_measured(n: Numbers, work: hardware.Workload, metrics: RunMetrics) -> Numbers:
     """The numbers with what a run showed in place of what was simulated."""
     gen_s, tail, waiting = metrics.stock_gen_s, n.tail_share, metrics.tool_share or 0.0
     bubble_s = n.bubble_s / n.gen_s * gen_s if metrics.bubble_s is None else metrics.bubble_s / work.replicas
     if metrics.seconds_by_batch:
-        tail = tail_share([metrics.seconds_by_batch])
+        tail = simulation.tail_share([metrics.seconds_by_batch])
     if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
         waiting = 1.0 - metrics.busy_share  # verl's v1 trainer does not log how long tools take
     return replace(
@@ -214,27 +192,29 @@ def _as_measured(n: Numbers, work: Workload, metrics: RunMetrics) -> Numbers:
     )  # fmt: skip
 
 
-def _lengths(scenario: Scenario) -> tuple[LogNormal, dict[str, str]]:
+def _lengths(scenario: Scenario) -> tuple[simulation.LogNormal, dict[str, str]]:
     """Response lengths as a run's metrics, the user, or the recipe's limit suggest them; and what is assumed."""
     work, metrics, mean = scenario.work, scenario.metrics, scenario.response
     if metrics is not None:
         # verl's share of clipped responses is of those as long as the step's longest, whether the limit cut it or not.
         clipped = metrics.clipped if metrics.longest >= work.response else 0.0
-        return from_moments(metrics.response_mean, metrics.response_max, clipped, work.requests, work.response), {}
+        return simulation.from_moments(
+            metrics.response_mean, metrics.response_max, clipped, work.requests, work.response
+        ), {}
     if mean is not None:
         if not 1 <= mean <= work.response:
             limit = f"data.max_response_length={work.response}"
             raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
-        return from_mean(mean, SIGMA, work.response), {"spread of lengths": f"log-normal, sigma {SIGMA}"}
+        return simulation.from_mean(mean, SIGMA, work.response), {"spread of lengths": f"log-normal, sigma {SIGMA}"}
     median = work.response * MEDIAN_SHARE
     shape = (
         f"log-normal, median {median:.0f} (a tenth of data.max_response_length), sigma {SIGMA}: one in a hundred is "
         "cut; --metrics or --response-length is better"
     )
-    return LogNormal(median, SIGMA, work.response), {"response lengths": shape}
+    return simulation.LogNormal(median, SIGMA, work.response), {"response lengths": shape}
 
 
-def _outside_rollout(scenario: Scenario, lengths: LogNormal) -> tuple[float, float, dict[str, str]]:
+def _outside_rollout(scenario: Scenario, lengths: simulation.LogNormal) -> tuple[float, float, dict[str, str]]:
     """Seconds of a step outside rollout, measured or by the policy's size; TLT's own work in it; assumptions."""
     work, metrics = scenario.work, scenario.metrics
     if metrics is not None and metrics.overhead_s is not None:
@@ -242,7 +222,7 @@ def _outside_rollout(scenario: Scenario, lengths: LogNormal) -> tuple[float, flo
     assumed = {"TLT's own work in a step": f"{OVERHEAD_S} s"}
     if metrics is not None:
         return metrics.rest_s, OVERHEAD_S, assumed
-    update_s = update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
+    update_s = hardware.update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
     assumed["outside rollout"] = (
         f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {FIXED_S:g} s for weight "
         "sync and reward; --metrics says better"
@@ -250,7 +230,7 @@ def _outside_rollout(scenario: Scenario, lengths: LogNormal) -> tuple[float, flo
     return FIXED_S + update_s * work.requests * lengths.mean(), OVERHEAD_S, assumed
 
 
-def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec], dict[str, str]]:
+def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, simulation.EngineSpec], dict[str, str]]:
     """An engine by setting, and what is assumed of its costs.
 
     It has a run's own step costs where the run drafted, which know no longer drafts; else the data sheet's.
@@ -263,7 +243,7 @@ def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec],
         if measured[0] <= 0 and longest >= arms[1]:
             seconds = LatencyModel(range(longest + 1), table=costs, active_share=shape.active_share).seconds
             known = tuple(k for k in arms if k <= longest)
-            spec = EngineSpec(seconds, known, work.max_num_seqs, kv_tokens)
+            spec = simulation.EngineSpec(seconds, known, work.max_num_seqs, kv_tokens)
             return {name: replace(spec, spread=setting.spread) for name, setting in SETTINGS.items()}, {}
         assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
     layer, drafting = (
@@ -273,15 +253,16 @@ def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, EngineSpec],
         f"the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s; besides {layer[1]:g} ms ({layer[0]:g} to "
         f"{layer[2]:g}) a layer, and {drafting[1]:g} ms ({drafting[0]:g} to {drafting[2]:g}) a pass of the drafter"
     )
-    prefill_s, engines = token_s(shape, scenario.gpu, work.tensor_parallel), {}
+    prefill_s, engines = hardware.token_s(shape, scenario.gpu, work.tensor_parallel), {}
     for name, setting in SETTINGS.items():
-        sheet = step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, setting.step)
-        engines[name] = EngineSpec(sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, setting.spread)
+        sheet = hardware.step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, setting.step)
+        engines[name] = simulation.EngineSpec(
+            sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, setting.spread
+        )
     return engines, assumed
 
 
 def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
-    """Given by the user, or shown by a run; empty: neither."""
     return scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
 
 
@@ -294,7 +275,7 @@ def _acceptance(scenario: Scenario, setting: Setting) -> tuple[float, ...]:
     return tuple(float(np.clip(a * factor, 0.0, 1.0)) for a in extended)
 
 
-def break_even(engine: EngineSpec, batch: int, context: int) -> dict[int, float]:
+def break_even(engine: simulation.EngineSpec, batch: int, context: int) -> dict[int, float]:
     """By K: the accept length above which a draft pays at this batch, with `context` tokens in each request."""
     off_s = engine.step_seconds(batch, batch * context, OFF)
     return {k: engine.step_seconds(batch, batch * context, k) / off_s for k in engine.arms if k > 0}

@@ -37,8 +37,6 @@ StepSeconds = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What all replicas have in common."""
-
     step_seconds: StepSeconds
     arms: tuple[int, ...] = (0, 1, 3)
     """Draft lengths that the policy may choose."""
@@ -47,15 +45,12 @@ class EngineSpec:
     kv_tokens: float = math.inf
     """Tokens of context that the KV cache holds: what does not fit waits."""
     prefill_token_s: float = 0.0
-    """Seconds per prompt token."""
     spread: float = 0.0
     """Relative standard deviation of acceptance between requests."""
 
 
 @dataclass
 class Decoded:
-    """What one replica did in one rollout."""
-
     seconds: float = 0.0
     """Until its last response; 0 where it had none."""
     seconds_by_batch: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -90,10 +85,16 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
     left = lengths.astype(np.float64)  # tokens to go, [requests]
     queue = np.arange(lengths.size)  # requests that are not done, those that decode first
     while queue.size:
-        batch = _fitting(spec, prompt + (lengths - left)[queue[: spec.max_batch]])
+        contexts = prompt + (lengths - left)[queue[: spec.max_batch]]
+        # Those decode whose contexts fit in the middle of the segment, one at least.
+        batch = max(1, int((contexts.cumsum() * (1.0 + GROWTH / 2) <= spec.kv_tokens).sum()))
         rows = queue[:batch]  # requests that decode, [batch]
         kv = round(float((lengths[rows] - left[rows]).sum())) + batch * prompt
-        k = OFF if gains is None else best_length(spec, batch, kv, gains[rows].mean(axis=0))
+        k = OFF
+        if gains is not None:  # the draft length with the most tokens per second
+            mean = gains[rows].mean(axis=0)  # tokens a step by draft length, [K_max + 1]
+            speeds = {length: float(mean[length]) / spec.step_seconds(batch, kv, length) for length in spec.arms}
+            k = max(speeds, key=speeds.__getitem__)
         gain = np.ones(batch) if gains is None else gains[rows, k]  # tokens a step, [batch]
         needed = left[rows] / gain  # steps each request still takes, [batch]
         ending = min(batch, max(1, round(batch * GRAIN)))
@@ -109,16 +110,6 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
         left[rows] -= gained
         queue = queue[left[queue] > 1e-9]
     return found
-
-
-def _fitting(spec: EngineSpec, contexts: Floats) -> int:
-    """How many of these requests decode at once, one at least: the first whose contexts fit mid-segment."""
-    return max(1, int((contexts.cumsum() * (1.0 + GROWTH / 2) <= spec.kv_tokens).sum()))
-
-
-def best_length(spec: EngineSpec, batch: int, kv_tokens: int, gains: Floats) -> int:
-    """The draft length with the most tokens per second; `gains` are the requests' mean tokens a step, [K_max + 1]."""
-    return max(spec.arms, key=lambda k: float(gains[k]) / spec.step_seconds(batch, kv_tokens, k))
 
 
 @dataclass(frozen=True)
@@ -137,7 +128,6 @@ class SimulatedRollout:
 
     @property
     def speed(self) -> float:
-        """How many times as fast the rollout is as stock's."""
         return self.stock_s / self.rollout_s
 
 
@@ -182,7 +172,6 @@ class LogNormal:
     longest: int
 
     def draw(self, rng: np.random.Generator, requests: int) -> Lengths:
-        """Lengths in tokens, [requests]."""
         drawn = rng.lognormal(math.log(self.median), self.sigma, requests)
         return np.clip(drawn, 1, self.longest).astype(np.int64)
 
@@ -204,9 +193,6 @@ def from_moments(mean: float, longest: float, clipped: float, requests: int, lim
     """The distribution with the mean and the longest response of steps of so many `requests`, as a run logged them.
 
     Where a share of all responses is `clipped` at the `limit`, that share decides in place of the longest one.
-
-    Raises:
-        TLTError: the mean is not between 1 and the limit.
     """
     if not 1 <= mean <= limit:
         raise TLTError(f"A mean response length of {mean:g} does not fit a limit of {limit} tokens.")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,6 +19,7 @@ from verl_tlt.commands.compare.job import take_turn
 from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, checkpoint_bytes, given_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.record import Record, schedule
 from verl_tlt.commands.compare.result import arm_rows, found_of
+from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import check_writable, replacing
@@ -28,34 +27,18 @@ from verl_tlt.files.ownership import check_writable, replacing
 SAY_EVERY_S = 600.0
 
 
-@dataclass(frozen=True)
-class CompareOptions:
-    arms: Sequence[str]
-    rounds: int
-    """Turns of every arm; 0: report what was measured."""
-    steps: int
-    """Of a turn."""
-    out: Path
-    drafter: str | None
-    stall_s: float
-
-
 def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
-    """Compare the recipe with stock verl and with TLT, and print what it says; the pages are written to `options.out`.
-
-    Raises:
-        TLTError: it cannot be compared, or a job failed. What was measured is kept and reported.
-    """
+    """Compare the recipe with stock verl and with TLT, and print what it says; what was measured is always kept."""
     check_writable(options.out, "--out")
     plan = make_plan(recipe, options.steps, options.out.resolve())
     drafter = located(options.drafter) if options.drafter else given_drafter(plan)
-    arms = named_arms(options.arms, drafter)
+    arms, stall_s = named_arms(options.arms.replace(" ", "").split(","), drafter), 60.0 * options.stall_minutes
     check_arms(plan, arms, drafter)
     record = Record(plan.folder, plan.asked(arms))
     _announce(plan, arms, options, record, console)
     try:
         with interruptible():
-            take_turns(plan, arms, options.rounds, record, console, options.stall_s, lambda: write(plan, arms, record))
+            take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
     finally:
         report(plan, arms, record, console)
 
@@ -93,7 +76,6 @@ def take_turns(
 
 
 def clock(seconds: float) -> str:
-    """A duration for people."""
     minutes = round(seconds / 60)
     return f"{seconds:.0f} s" if seconds < 100 else f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else (
         f"{minutes} min"
@@ -101,7 +83,6 @@ def clock(seconds: float) -> str:
 
 
 def say(console: Console, text: str) -> None:
-    """A line as it is, whatever characters are in it."""
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -111,7 +92,12 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     if not found["ratios"]:
         say(console, "No arm has steps to compare with stock's yet.")
         return
-    console.print(arms_table(found))
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for row in arm_rows(found):
+        table.add_row(*row)
+    console.print(table)
     for line in found["sentences"]:
         say(console, line)
     say(console, f"Rows:    {write(plan, arms, record)}")
@@ -131,15 +117,6 @@ def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
     with replacing(path) as file:
         file.write(json.dumps(found_of(arms, record), indent=1).encode())
     return path
-
-
-def arms_table(found: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for row in arm_rows(found):
-        table.add_row(*row)
-    return table
 
 
 def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, console: Console) -> None:

@@ -28,17 +28,10 @@ LONGEST_LINE = 300
 
 
 def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
-    """Run turn number `turn` (from 0 on) of `arm`.
+    """Run turn number `turn` (from 0 on) of `arm`; a CompareError names the log of a job that failed.
 
-    Args:
-        plan: what all turns share.
-        arm: whose turn it is.
-        turn: its number.
-        stall_s: so many seconds without a line in its log count as hung.
-        tell: called about once a second with the number of finished steps.
-
-    Raises:
-        CompareError: the job failed, hung or stopped early; its log is named.
+    So many seconds `stall_s` without a line in its log count as hung; `tell` is called about once a second with the
+    number of finished steps.
     """
     home, begin = plan.folder / arm.name, plan.checkpoint(arm, turn)
     if begin is not None and not begin.is_dir():

@@ -72,14 +72,10 @@ def vllm_arm(
 ) -> Arm:
     """Stock verl whose engines have vLLM's own speculation.
 
-    Args:
-        name: of the arm.
-        label: what it is.
-        drafter: an EAGLE-3 drafter; its weights are read from its file, though verl fills in the policy's later.
-        longest: `num_speculative_tokens`, K.
-        schedule: rows of `num_speculative_tokens_per_batch_size`; none: always `longest`.
-        lost: verl's defaults, by which engines lose the drafter in sleep: they never sleep otherwise. What is left in a
-            GPU's memory may be NaN, which drawn drafts would bring into the tokens: drafts are the likeliest tokens.
+    The weights of the EAGLE-3 `drafter` are read from its file, though verl fills in the policy's later. `longest`: K;
+    `schedule` has rows of `num_speculative_tokens_per_batch_size`. `lost`: with verl's defaults, by which engines lose
+    the drafter in sleep, while others never sleep. What is left in a GPU's memory may be NaN, which drawn drafts would
+    bring into the tokens: there drafts are the likeliest tokens.
     """
     table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}" if schedule else ""
     config = (
@@ -93,9 +89,7 @@ def vllm_arm(
 def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
     """Stock verl and the arms of these names; a CompareError where there is none, or one has no drafter and needs it.
 
-    Args:
-        names: `tlt`, `tlt-no-spot`, or `vllm-K` and `vllm-K-lost` for any K.
-        drafter: what TLT and vLLM draft with; None: TLT starts from a random head.
+    Without a `drafter` TLT starts from a random head.
     """
     given = () if drafter is None else (f"++tlt.drafter.path={quoted(drafter)}",)
     known = {
@@ -104,7 +98,7 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
         NO_SPOT: Arm(NO_SPOT, "verl-tlt whose drafter is not trained", True, (*given, "++tlt.spot.enable=false")),
     }
     found = {STOCK: known[STOCK]}
-    for name in names:
+    for name in filter(None, names):
         match = re.fullmatch(r"vllm-([1-9][0-9]?)(-lost)?", name)
         if name not in known and (match is None or int(match[1]) > LONGEST_DRAFT):
             vllm = f"vllm-1 to vllm-{LONGEST_DRAFT} and vllm-1-lost to vllm-{LONGEST_DRAFT}-lost"
@@ -140,7 +134,6 @@ class Plan:
     """Where each arm has a folder of its own."""
 
     def recipe(self, arm: Arm) -> Recipe:
-        """An arm as a recipe of its own."""
         overrides = (*self.stock.overrides, *(self.tlt if arm.tlt else ()), *arm.overrides)
         return dataclasses.replace(self.stock, overrides=overrides)
 
@@ -183,11 +176,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
-    """Take a recipe apart, with TLT or without.
-
-    Raises:
-        CompareError, TLTConfigError: it cannot be composed, or resumes from what is not there.
-    """
+    """Take a recipe apart, with TLT or without."""
     if not recipe.overrides:
         raise CompareError("There is no recipe: give the overrides of verl.trainer.main_ppo, or a script.")
     if recipe.unread:
@@ -210,7 +199,6 @@ def key_of(override: str) -> str:
 
 
 def is_tlts(override: str) -> bool:
-    """Whether an override asks for TLT or sets something of it."""
     key = key_of(override).partition("@")[0]
     return key in (flag.NAME, f"trainer.{flag.KEY}") or key.startswith(f"{flag.NAME}.")
 

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,8 +18,6 @@ from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import read_object
 from verl_tlt.files.ownership import open_to_append, other_owner, replacing
 
-PHASES = ("reward", "old_log_prob", "adv", "update_actor", "update_weights")
-
 
 class CompareError(TLTError):
     """What a comparison was asked for cannot be compared, or a job of it failed."""
@@ -27,8 +25,6 @@ class CompareError(TLTError):
 
 @dataclass(frozen=True)
 class Step:
-    """One RL step of one arm."""
-
     turn: int
     step: int
     step_s: float
@@ -49,8 +45,6 @@ class Step:
     """Share of engine steps that drafted nothing; None: the run has no TLT."""
     prompt: float | None = None
     """Mean tokens of its prompts: other ones, other prompts."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of verl's phases outside rollout, by its name for them."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,6 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         cold_start_s=metrics.get("tlt/overhead_cold_start_s"),
         off_frac=metrics.get("tlt/spec_off_frac"),
         prompt=metrics.get("prompt_length/mean"),
-        phases={name: metrics[key] for name in PHASES if (key := f"timing_s/{name}") in metrics},
     )
 
 
@@ -111,14 +104,9 @@ def schedule(names: Sequence[str], rounds: int) -> Iterator[tuple[str, int]]:
 
 
 class Record:
-    """What was measured so far, in a folder that one process at a time has.
+    """What was measured so far, in the `turns.json` of a folder that one process at a time has.
 
-    Args:
-        folder: its `turns.json` is gone on with.
-        asked: what must stay the same for turns to be comparable, by its name on the command line.
-
-    Raises:
-        CompareError: the folder holds turns of something else, or another process is writing to it.
+    `asked` must stay the same for turns to be comparable, by its name on the command line: else a CompareError.
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
@@ -167,7 +155,6 @@ class Record:
         return [turn for turn in self.turns if turn.arm == arm]
 
     def steps(self, arm: str) -> list[Step]:
-        """The steps of all turns of an arm that count."""
         return [step for turn in self.of(arm) for step in turn.steps]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ per token divides each side by the tokens that it wrote. Its interval comes from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from verl_tlt.bootstrap import Floats, interval
 from verl_tlt.commands.compare.plan import STOCK, TLT, Arm
-from verl_tlt.commands.compare.record import PHASES, Record, Step, Turn
+from verl_tlt.commands.compare.record import Record, Step, Turn
 
 RATIOS = {"rollout_per_token": "rollout", "e2e_per_token": "step"}
 """Ratios that are shown, by their name in the result."""
@@ -52,11 +52,22 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
 
 
 def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, Any]:
-    found = summary([step for turn in turns for step in turn.steps])
+    """What it is, medians of its steps' accept lengths (stock's vLLM logs one for a whole turn), and rewards."""
+    steps = [step for turn in turns for step in turn.steps]
     logged = [turn.accept_length for turn in turns if turn.accept_length]
-    if found["accept_length"] is None and logged:
-        found["accept_length"] = round(sum(logged) / len(logged), 4)
-    return {"label": arm.label, "overrides": list(arm.overrides), "environment": dict(arm.environment), **found}
+
+    def usual(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return round(median(known), 4) if known else None
+
+    return {
+        "label": arm.label,
+        "overrides": list(arm.overrides),
+        "environment": dict(arm.environment),
+        "accept_length": usual(step.accept_length for step in steps) or (round(mean(logged), 4) if logged else None),
+        "accept_length_tail": usual(step.accept_length_tail for step in steps),
+        "reward": [round(step.reward, 4) for step in steps],
+    }
 
 
 def _against_best(record: Record, compared: Sequence[str], against: Mapping[str, Any]) -> list[str]:
@@ -97,8 +108,7 @@ def ratio(
 ) -> dict[str, Any]:
     """How many times as fast the arm is: stock's seconds over the arm's, each for what `per` counts.
 
-    Returns:
-        `pooled`, `low` and `high` (95 %), and the ratio of every pair, `each`.
+    `pooled` has an interval from `low` to `high` (95 %); `each` are the ratios of single pairs.
     """
 
     def of(sums: Floats) -> Floats:
@@ -130,10 +140,9 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
 def saved(both: Pairs) -> dict[str, float] | None:
     """What an arm's `tlt/saved_s` claimed over the steps that had one, and by how much their rollouts were shorter.
 
-    Returns:
-        `claimed_s` and `measured_s`, and between what 95 % of the draws find the latter (`measured_low_s`,
-        `measured_high_s`) and the claim's error (`error_low_s`, `error_high_s`): stock's step is of another time than
-        ours, so the machine's pace is in what was measured too. None: no step had a claim.
+    95 % of the draws find what was measured from `measured_low_s` to `measured_high_s`, and the claim's error from
+    `error_low_s` to `error_high_s`: stock's step is of another time than ours, so the machine's pace is in it too.
+    None: no step had a claim.
     """
     told = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in both if ours.saved_s is not None]
     if not told:
@@ -154,9 +163,8 @@ def saved(both: Pairs) -> dict[str, float] | None:
 def lead(both: Pairs) -> dict[str, Any]:
     """How far an arm is ahead of stock, had stock written as many tokens in each step.
 
-    Returns:
-        `seconds`: (step, seconds ahead after it and all before it that count), negative while behind; `from_step`: the
-        first from which it stays ahead, None: it is behind at the end.
+    `seconds` are (step, seconds ahead after it and all before it that count), negative while behind; `from_step` is the
+    first from which it stays ahead, None: it is behind at the end.
     """
     ahead, total, since = [], 0.0, None
     for theirs, ours in sorted(both, key=lambda pair: pair[1].step):
@@ -166,30 +174,7 @@ def lead(both: Pairs) -> dict[str, Any]:
     return {"seconds": ahead, "from_step": since}
 
 
-def summary(steps: Sequence[Step]) -> dict[str, Any]:
-    """One arm's figures: medians, with the least and the most of each."""
-
-    def spread(values: Sequence[float]) -> dict[str, float]:
-        return {"median": median(values), "min": min(values), "max": max(values)}
-
-    def usual(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return round(median(known), 4) if known else None
-
-    return {
-        "step_s": spread([step.step_s for step in steps]),
-        "rollout_s": spread([step.rollout_s for step in steps]),
-        "train_s": spread([step.step_s - step.rollout_s for step in steps]),
-        "tok_per_s": spread([step.tokens / step.rollout_s for step in steps]),
-        "phases_s": {name: round(mean(step.phases.get(name, 0.0) for step in steps), 4) for name in PHASES},
-        "accept_length": usual([step.accept_length for step in steps]),
-        "accept_length_tail": usual([step.accept_length_tail for step in steps]),
-        "reward": [round(step.reward, 4) for step in steps],
-    }
-
-
 def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
-    """In how many steps an arm had other prompts than stock had."""
     return sum(theirs.prompt != ours.prompt for theirs, ours in pairs(stock, arm))
 
 
@@ -261,21 +246,15 @@ def left_out(turns: Mapping[str, Sequence[Turn]], stock: str) -> list[str]:
     return found
 
 
-def spell(of: Mapping[str, Any]) -> str:
-    """A ratio with its interval."""
-    return f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})"
-
-
-def reward(values: Sequence[float]) -> str:
-    """Mean and standard deviation of the steps' rewards."""
-    return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{mean(values):.3f}"
-
-
 def arm_rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each arm: its name, the ratios that are shown, accept length, reward."""
+    """A row for each arm: its name, ratios with their intervals, accept length, mean and deviation of rewards."""
     rows = []
     for name, arm in found["arms"].items():
-        of = found["ratios"].get(name)
+        shown = [found["ratios"][name][what] for what in RATIOS] if name in found["ratios"] else []
+        ratios = [f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})" for of in shown] or ["1"] * len(RATIOS)
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
-        rows.append([name, *(spell(of[what]) if of else "1" for what in RATIOS), length, reward(arm["reward"])])
+        reward = f"{mean(arm['reward']):.3f}"
+        if len(arm["reward"]) > 1:
+            reward += f" ± {stdev(arm['reward']):.3f}"
+        rows.append([name, *ratios, length, reward])
     return rows

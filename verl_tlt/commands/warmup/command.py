@@ -20,17 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
-from verl_tlt.commands.warmup.engine import (
-    Response,
-    Stage,
-    as_texts,
-    context_of,
-    find_device,
-    generate,
-    generation_job,
-    make_bars,
-)
-from verl_tlt.commands.warmup.options import WarmupOptions
+from verl_tlt.commands.options import WarmupOptions
+from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import Prompts, read_for
 from verl_tlt.commands.warmup.train import TrainingRun, policy_library
 from verl_tlt.config import OBJECTIVES
@@ -68,13 +59,13 @@ _OF_TRAINING = (
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
-    prompts, device = read_for(options, options.prompts, options.limit), find_device(options.device)
+    prompts, device = read_for(options, options.prompts, options.limit), engine.find_device(options.device)
     fetch_policy(options.model)
     if said := begin(options, prompts):
         console.print(said, highlight=False, soft_wrap=True)
-    with make_bars(console) as bars:
+    with engine.make_bars(console) as bars:
         responses = _responses(options, prompts, bars)
-        stage = Stage(bars, "train", "loading the policy")
+        stage = engine.Stage(bars, "train", "loading the policy")
         run = _prepare(options, prompts, responses, device)
         _train(run, stage)
     directory = _save(options, prompts, responses, run)
@@ -100,7 +91,7 @@ def _check(options: WarmupOptions) -> None:
     check_writable(options.out.parent, "the directory of --out")
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
-    find_device(options.device)
+    engine.find_device(options.device)
     if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
@@ -150,12 +141,12 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     return before and f"{work} was begun with {before}: its responses are kept, and training begins anew."
 
 
-def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list[Response]:
-    stage, count = Stage(bars, "generate", "starting vLLM"), len(prompts.tokens)
+def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list[engine.Response]:
+    stage, count = engine.Stage(bars, "generate", "starting vLLM"), len(prompts.tokens)
     longest = f"of up to {options.response_length} tokens"
     stage.say(f"{count} prompts x {options.samples} samples = {count * options.samples} responses {longest}")
-    job = generation_job(options, prompts.tokens, samples=options.samples)
-    responses, _ = generate(job, options.work / "responses", stage)
+    job = engine.generation_job(options, prompts.tokens, samples=options.samples)
+    responses, _ = engine.generate(job, options.work / "responses", stage)
     mean = sum(len(r.tokens) for r in responses) / len(responses)
     if mean < MIN_RESPONSE:
         raise DrafterError(
@@ -165,8 +156,8 @@ def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list
     return responses
 
 
-def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> TrainingRun:
-    drafter, texts = _drafter(options, prompts, responses, device), as_texts(prompts.tokens, responses)
+def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str) -> TrainingRun:
+    drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.tokens, responses)
     library, head = policy_library(drafter, options, texts, device, int(options.cache_gb * 1e9))
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     run = TrainingRun(
@@ -182,9 +173,11 @@ def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[Response]
     return run
 
 
-def _drafter(options: WarmupOptions, prompts: Prompts, responses: list[Response], device: str) -> Eagle3DraftModel:
+def _drafter(
+    options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str
+) -> Eagle3DraftModel:
     if options.drafter is not None:
-        longest = context_of(options, prompts.tokens) + options.draft_length
+        longest = engine.context_of(options, prompts.tokens) + options.draft_length
         return load_drafter(options.drafter, options.model, min_context=longest, device=device)
     if options.method == MTP:
         return load_own_head(options.model, options.model, device=device)
@@ -202,7 +195,7 @@ def _drafter(options: WarmupOptions, prompts: Prompts, responses: list[Response]
     )
 
 
-def _train(run: TrainingRun, stage: Stage) -> None:
+def _train(run: TrainingRun, stage: engine.Stage) -> None:
     checks = len(run.taus)
 
     def tell(run: TrainingRun) -> None:
@@ -219,7 +212,7 @@ def _train(run: TrainingRun, stage: Stage) -> None:
     run(tell)
 
 
-def _save(options: WarmupOptions, prompts: Prompts, responses: list[Response], run: TrainingRun) -> Path:
+def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], run: TrainingRun) -> Path:
     if not run.progress.tokens:
         raise DrafterError(f"{options.out} was not written: the drafter did not learn from a single token.")
     best = max(run.taus)

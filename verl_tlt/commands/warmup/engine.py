@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, run_environment, set_up, start
-from verl_tlt.commands.warmup.options import EngineOptions
+from verl_tlt.commands.options import EngineOptions
 from verl_tlt.commands.warmup.prompts import MODEL, read_run
 from verl_tlt.drafter import Text
 from verl_tlt.drafter.evaluate import DraftCounts
@@ -38,20 +38,17 @@ ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # all is here
 GPU_MEMORY = 0.85
 """Share of each GPU's memory that an engine takes where no recipe says one."""
-FIRST_S = 30.0
-"""Seconds without a line after which one comes though no tenth is done; twice as many the next time."""
+LINE_S = 60.0
+"""Seconds between two lines where the output is no terminal, unless another tenth is done."""
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What the engine is asked."""
-
     recipe: Recipe
     changes: Mapping[str, Any]
     """Values of verl's config that are other than the recipe's, by their dotted keys."""
     prompts: list[list[int]]
     samples: int = 1
-    """Responses per prompt."""
     drafter: str | None = None
     """Directory of what drafts; an MTP head is in the model's own."""
     method: str = "eagle3"
@@ -151,30 +148,7 @@ def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
 
 
 def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> list[Text]:
-    """Each response behind its prompt."""
     return [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
-
-
-class Lines:
-    """Decides when a line is due where no bar moves: at every tenth, and after silences that double.
-
-    `now`: seconds of any clock that does not go back.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._tenths, self._silence = 0, FIRST_S
-        self._latest = now + FIRST_S
-
-    def due(self, share: float, now: float) -> bool:
-        """Whether to print one, with that share of the stage done."""
-        if (tenths := int(10 * share)) > self._tenths:
-            self._tenths = tenths
-        elif now < self._latest:
-            return False
-        else:
-            self._silence *= 2
-        self._latest = now + self._silence
-        return True
 
 
 def make_bars(console: Console) -> Progress:
@@ -187,17 +161,17 @@ class Stage:
 
     def __init__(self, bars: Progress, name: str, note: str) -> None:
         self.bars, self._name, self._began = bars, name, time.monotonic()
-        self._task, self._lines = bars.add_task(name, total=1.0, note=note), Lines(self._began)
+        self._task, self._tenths, self._said = bars.add_task(name, total=1.0, note=note), 0, self._began
 
     def tell(self, share: float, note: str) -> None:
         """Show what share is done: on the bar, and where the output is no terminal as a line now and then."""
-        now = time.monotonic()
+        now, tenths = time.monotonic(), int(10 * share)
         self.bars.update(self._task, completed=share, note=note)
-        if not self.bars.console.is_terminal and self._lines.due(share, now):
+        if not self.bars.console.is_terminal and (tenths > self._tenths or now > self._said + LINE_S):
+            self._tenths, self._said = tenths, now
             self.say(f"{note} after {now - self._began:.0f} s")
 
     def say(self, text: str) -> None:
-        """A line, on a terminal too."""
         self.bars.console.print(f"{self._name}: {text}", highlight=False, soft_wrap=True)
 
 

@@ -17,17 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
-from verl_tlt.commands.warmup.engine import (
-    Response,
-    Stage,
-    as_texts,
-    context_of,
-    find_device,
-    generate,
-    generation_job,
-    make_bars,
-)
-from verl_tlt.commands.warmup.options import EvaluateOptions
+from verl_tlt.commands.options import EvaluateOptions
+from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
 from verl_tlt.commands.warmup.train import policy_library
 from verl_tlt.drafter import (
@@ -61,12 +52,10 @@ class Verdict:
 
     @property
     def difference(self) -> float:
-        """Relative difference of the predicted accept length from the served one."""
         return self.simulated.accept_length / self.served.accept_length - 1.0
 
     @property
     def agrees(self) -> bool:
-        """Whether the two are within `AGREE`."""
         return abs(self.difference) <= AGREE
 
 
@@ -82,15 +71,17 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     scratch = tempfile.TemporaryDirectory()
     staged = Path(scratch.name) / "drafter"
     stage(config, weights, staged)
-    engine = options
+    served_by = options
     if method == MTP:
-        engine = replace(options, model=linked(options.model, Path(scratch.name) / "policy"))
-        write_back(staged, engine.model)
-    job = generation_job(engine, prompts, method=method, drafter=str(staged), draft_length=options.draft_length)
-    with make_bars(console) as bars, scratch:
-        responses, served = generate(job, Path(scratch.name), Stage(bars, "serve", "starting vLLM"))
+        served_by = replace(options, model=linked(options.model, Path(scratch.name) / "policy"))
+        write_back(staged, served_by.model)
+    job = engine.generation_job(
+        served_by, prompts, method=method, drafter=str(staged), draft_length=options.draft_length
+    )
+    with engine.make_bars(console) as bars, scratch:
+        responses, served = engine.generate(job, Path(scratch.name), engine.Stage(bars, "serve", "starting vLLM"))
         assert served is not None
-        simulated = score(options, prompts, responses, Stage(bars, "score", "loading the policy"))
+        simulated = score(options, prompts, responses, engine.Stage(bars, "score", "loading the policy"))
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 
@@ -126,17 +117,20 @@ def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
 
 def _load(options: EvaluateOptions, prompts: Sequence[Sequence[int]], device: str = "cpu") -> Eagle3DraftModel:
     """The drafter, with positions for the longest sequence that is served, as a run loads it."""
-    longest = context_of(options, prompts) + options.draft_length
+    longest = engine.context_of(options, prompts) + options.draft_length
     return load_drafter(options.drafter, options.model, min_context=longest, device=device)
 
 
 def score(
-    options: EvaluateOptions, prompts: Sequence[Sequence[int]], responses: Sequence[Response], stage: Stage
+    options: EvaluateOptions,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[engine.Response],
+    stage: engine.Stage,
 ) -> SequenceScore:
     """Predict acceptance on what vLLM answered to `prompts`, given as token ids."""
-    device = find_device(options.device)
+    device = engine.find_device(options.device)
     drafter = _load(options, prompts, device)
-    library, head = policy_library(drafter, options, as_texts(prompts, responses), device, max_bytes=0)
+    library, head = policy_library(drafter, options, engine.as_texts(prompts, responses), device, max_bytes=0)
     scores = []
     for number in range(len(responses)):
         stage.tell(number / len(responses), f"{number} of {len(responses)} responses")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerBase
 
-    from verl_tlt.commands.warmup.options import EngineOptions
+    from verl_tlt.commands.options import EngineOptions
 
 MODEL = "actor_rollout_ref.model"
 
@@ -293,7 +293,6 @@ def read_for(
 
 
 def read_run(words: Sequence[str] | None) -> Run | None:
-    """The recipe that the words after `--recipe` are; None without any."""
     return _read(tuple(words)) if words else None
 
 

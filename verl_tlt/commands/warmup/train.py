@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.commands.warmup.options import EngineOptions, TrainingOptions
+from verl_tlt.commands.options import EngineOptions, TrainingOptions
 from verl_tlt.drafter import (
     Batch,
     DrafterTrainer,
@@ -153,7 +153,6 @@ class TrainingRun:
 
     @property
     def taus(self) -> list[float]:
-        """Simulated accept length at each check."""
         return [check["tau"] for check in self.progress.checks]
 
     def resume(self) -> None:
@@ -244,7 +243,6 @@ class TrainingRun:
         return scores
 
     def save(self) -> None:
-        """Write the state in one piece."""
         state = {
             "trainer": self.trainer.state(),
             "progress": dict(vars(self.progress)),

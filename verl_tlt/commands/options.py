@@ -1,10 +1,11 @@
-"""Options of `verl-tlt warmup` and `verl-tlt evaluate`: fields of dataclasses, from which the command line is made."""
+"""Options of the commands: fields of dataclasses, from which the command line is made."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,17 +15,61 @@ from typing import Annotated, Any, TypeVar
 from typer import Argument, BadParameter, Context, Option
 from typer.models import OptionInfo
 
+from verl_tlt.errors import TLTError
+
 LEAST = 1e-9
 """Of a number above 0, which typer can only say as a minimum."""
 UNLIMITED = float("inf")
 MOST_SEED = (1 << 32) - 1
 T = TypeVar("T")
 
+RecipeWords = Annotated[
+    list[str], Argument(help="Your recipe: a script that starts verl, and what follows it; or verl's overrides.")
+]
+ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
+RunScript = Annotated[
+    bool, Option("--run-script", help="Run a script that cannot be read otherwise; programs in it are not started.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions:
+    recipe: RecipeWords
+    trace: Annotated[Path | None, Option(help="Trace directory of a run with TLT (tlt.trace.dir).")] = None
+    metrics: Annotated[Path | None, Option(help="A run's metrics: verl's `file` logger or console log.")] = None
+    gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; by default H100.")] = None
+    parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
+    response_length: Annotated[float | None, Option(min=1, help="Mean response length, in tokens.")] = None
+    acceptance: Annotated[
+        str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3: 0.8,0.75,0.7.")
+    ] = None
+    config_name: ConfigName = "ppo_trainer"
+    run_script: RunScript = False
+
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""
+        parts = [part.strip() for part in (self.acceptance or "").split(",") if part.strip()]
+        if not all(re.fullmatch(r"0?\.\d+|[01](\.0*)?", part) for part in parts):
+            wanted = "numbers in 0..1 with commas between, one for each position"
+            raise TLTError(f"--acceptance takes {wanted}, not {self.acceptance!r}.")
+        return tuple(float(part) for part in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    recipe: RecipeWords
+    config_name: ConfigName = "ppo_trainer"
+    arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")] = "tlt"
+    rounds: Annotated[int, Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3
+    steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6
+    out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
+    drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None
+    stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
+    run_script: RunScript = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How responses are sampled."""
-
     response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
     temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
     top_p: Annotated[float, Option(min=1e-6, max=1, help="The rollout's top_p.")] = 1.0
@@ -75,8 +120,6 @@ class TrainingOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupOptions(TrainingOptions):
-    """Of `verl-tlt warmup`."""
-
     prompts: Annotated[list[Path], Option(help="Prompts: .parquet as verl reads it, .jsonl, .json or .txt.")]
     out: Annotated[Path, Option(help="Folder to write; OUT.warmup beside it has work in progress.")]
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the policy's own MTP head.")] = "eagle3"
@@ -94,14 +137,11 @@ class WarmupOptions(TrainingOptions):
 
     @property
     def work(self) -> Path:
-        """Where the run keeps what it has done so far."""
         return self.out.with_name(self.out.name + ".warmup")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(EngineOptions):
-    """Of `verl-tlt evaluate`."""
-
     drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
     prompts: Annotated[list[Path] | None, Option(help="Prompts; by default its warm-up's held-out ones.")] = None
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
