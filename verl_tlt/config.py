@@ -98,7 +98,6 @@ class DrafterConfig:
 
     @property
     def passes(self) -> int:
-        """Training-time-test passes per step."""
         return OBJECTIVES[self.objective]
 
     @property

@@ -78,11 +78,7 @@ def _wrap_validate_config(module: ModuleType) -> None:
 
 
 def _is_tlt_run(config: DictConfig) -> bool:
-    """Whether the run is to be a TLT run.
-
-    Raises:
-        SystemExit: the config does not say, or it is neither a TLT run nor a stock one (`flag.refusal`).
-    """
+    """Whether the run is to be a TLT run; `SystemExit` where it is neither that nor a stock one (`flag.refusal`)."""
     try:
         wanted, sentence = flag.wanted(config), flag.refusal(config)
     except Exception as error:  # an interpolation that leads nowhere

@@ -83,7 +83,6 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
     driver.emit(
         "run",
         step0=1,
-        mode="tlt",
         replicas=names,
         gpus=replicas,
         config={"speculation": speculation},

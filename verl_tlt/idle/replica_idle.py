@@ -62,8 +62,6 @@ MODE_RULES = {
 
 @dataclass(frozen=True)
 class Command:
-    """What a planner asks for."""
-
     replica: str
 
 
@@ -251,7 +249,6 @@ class ReplicaIdlePlanner:
         return [] if self._ended is not None else self._busy(replica)  # after the end: back with the weight sync
 
     def training(self, replica: str, now: float) -> None:
-        """The spot worker runs."""
         r = self._in(replica, State.IDLE)
         if r.started:  # else a stop overtook this report
             r.state, r.train_from = State.TRAINING, now
@@ -309,7 +306,6 @@ class ReplicaIdlePlanner:
         return [StopTraining(name) for name, r in self._replicas.items() if r.started]
 
     def state(self, replica: str) -> State:
-        """Where the replica stands."""
         return self._replicas[replica].state
 
     def account(self, now: float) -> PhaseAccount:
@@ -342,7 +338,6 @@ class ReplicaIdlePlanner:
             self._last_request = now
 
     def _busy(self, replica: str) -> list[Command]:
-        """From DRAINING to BUSY."""
         r = self._replicas[replica]
         r.state = State.BUSY
         self._served = self._served or r.inflight > 0

@@ -31,8 +31,6 @@ REMEMBERED = 3
 
 @dataclass(frozen=True)
 class Bubble:
-    """One replica's idle time in a step."""
-
     seconds: float
     trained_s: float
     """Part of it in which its workers trained."""

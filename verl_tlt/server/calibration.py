@@ -123,15 +123,8 @@ async def calibrate(
 ) -> LatencyTable:
     """Step costs of a live engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
 
-    A draft length between measured ones is interpolated, one without a clean step is missing. `SchedulerCallError`
-    where the scheduler does not answer.
-
-    Args:
-        engine: with our scheduler and worker.
-        lengths: the policy's draft lengths, ascending.
-        batches: to measure, in this order (`plan_batches`).
-        vocab_size: prompts are random ids below it.
-        budget_s: no probe starts after this many seconds, but for those of the first batch.
+    A draft length between measured ones is interpolated, one without a clean step is missing. `batches` are measured in
+    their order, and none but the first after `budget_s` seconds. `SchedulerCallError` where nobody answers.
     """
     probe = _Prober(engine, vocab_size)
     deadline = time.monotonic() + budget_s
@@ -212,7 +205,6 @@ class _Prober:
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, batch)), None)
 
     async def release(self) -> None:
-        """Have the engine draft as its policy says again."""
         await self._set_drafting(True)
         await self._scheduler.call("control", drafting=True, force_k=None)
 
@@ -233,9 +225,6 @@ class _Prober:
         return not any(refusals)
 
     async def _decode(self, batch: int, tokens: int) -> None:
-        decoding = asyncio.gather(*(self._generate(tokens) for _ in range(batch)))
-        await answered(self._engine, "decode", decoding)
-
-    async def _generate(self, tokens: int) -> None:
-        prompt = [self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)]
-        await decode(self._engine, prompt, temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        prompts = [[self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+        asked = (decode(self._engine, p, temperature=1.0, max_tokens=tokens, ignore_eos=True) for p in prompts)
+        await answered(self._engine, "decode", asyncio.gather(*asked))

@@ -10,15 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.speculation.graph_rules import (
-    FULL_GRAPHS,
-    GRAPH_LENGTHS,
-    OLDEST,
-    V2_DRAFTS_FROM,
-    draft_length_table,
-    has_full_graphs,
-    runner_for,
-)
+from verl_tlt.speculation import graph_rules
 from verl_tlt.upstream.versions import installed, release
 
 if TYPE_CHECKING:
@@ -48,7 +40,7 @@ def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
     backend = str(user.get("attention_backend") or attention.get("backend") or "").upper()
     split = int(user.get("decode_context_parallel_size") or 1) > 1 and mode == "FULL_AND_PIECEWISE"
     without_kernels = "FLASHINFER" in backend and "MLA" not in backend and not attention.get("use_trtllm_attention")
-    return "PIECEWISE" if has_full_graphs(mode) and (split or without_kernels) else mode
+    return "PIECEWISE" if graph_rules.has_full_graphs(mode) and (split or without_kernels) else mode
 
 
 def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -66,7 +58,7 @@ def engine_lengths(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
     s = tlt.speculation
     if s.arms is not None:
         return s.arms
-    offered = GRAPH_LENGTHS if has_full_graphs(mode) else range(s.longest + 1)
+    offered = graph_rules.GRAPH_LENGTHS if graph_rules.has_full_graphs(mode) else range(s.longest + 1)
     return tuple(k for k in offered if k <= s.longest)
 
 
@@ -107,10 +99,7 @@ def engine_kwargs(
     """Keyword arguments for vLLM on top of verl's own and the user's (`rollout.engine_kwargs.vllm`).
 
     `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy;
-    `active_share`: `drafter.policy.active_share` of it.
-
-    Raises:
-        TLTConfigError: `user` asks for something that cannot run together with a drafter.
+    `active_share`: `drafter.policy.active_share` of it. `TLTConfigError`: no drafter goes with what `user` asks for.
     """
     enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
     for problem in problems(tlt, user, enforce_eager, hybrid):
@@ -128,9 +117,10 @@ def engine_kwargs(
     # Drafts longer than the policy chooses would only reserve memory and, with CUDA graphs, capture unused widths.
     method = tlt.drafter.method
     speculative = speculative_config(drafter_dir, max(1, lengths[-1]), source, method)
-    if runner_for(_release(), source, method) == "V2" and has_full_graphs(mode) and os.environ.get(FULL_GRAPHS) != "0":
+    captures = graph_rules.has_full_graphs(mode) and os.environ.get(graph_rules.FULL_GRAPHS) != "0"
+    if captures and graph_rules.runner_for(_release(), source, method) == "V2":
         largest = int(user.get("max_num_seqs") or rollout.max_num_seqs)
-        speculative["num_speculative_tokens_per_batch_size"] = draft_length_table(lengths, largest)
+        speculative["num_speculative_tokens_per_batch_size"] = graph_rules.draft_length_table(lengths, largest)
     return {
         "speculative_config": speculative,
         "scheduler_cls": f"verl_tlt.engine_core.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
@@ -151,7 +141,7 @@ def engine_kwargs(
 
 def engine_environment(source: str = "eagle", method: str = "eagle3") -> dict[str, str]:
     """Environment variables that choose the model runner which drafts the length it is asked for."""
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if runner_for(_release(), source, method) == "V1" else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if graph_rules.runner_for(_release(), source, method) == "V1" else {}
 
 
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybrid: bool = False) -> Iterator[str]:
@@ -159,7 +149,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
 
     The doctor asks before Ray starts (`verl_tlt.checks.rules`), and each engine once more when it is launched.
     """
-    if _release() < OLDEST:
+    if _release() < graph_rules.OLDEST:
         yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."
         return
     for key in OWN_ARGUMENTS:
@@ -198,7 +188,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
 def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:
     """The same for a policy with recurrent states (`vllm_worker.hybrid_states`)."""
     source = tlt.speculation.source
-    if _release() >= V2_DRAFTS_FROM:
+    if _release() >= graph_rules.V2_DRAFTS_FROM:
         yield (
             f"vLLM {installed('vllm')} was not tested with drafts for a hybrid policy (linear attention): "
             "install vLLM 0.24 to 0.31, or set tlt.speculation.enable=false."

@@ -92,12 +92,7 @@ class SchedulerClient:
         self._engine = engine
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one operation; arguments are plain values.
-
-        Raises:
-            EngineGone: the engine died.
-            SchedulerCallError: it did not answer in time, or refused.
-        """
+        """The answer to one operation; arguments are plain values. `SchedulerCallError`: refused, or none in time."""
         asked = self._engine.engine_core.call_utility_async("tlt_call", operation, arguments)
         try:
             return dict(await answered(self._engine, f"answer {operation!r}", asked, SCHEDULER_S))

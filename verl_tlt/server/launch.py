@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 class Launch(vLLMHttpServer):
     """verl's server up to the moment at which it starts its engine: its own code makes the engine's arguments.
 
-    Args:
-        rollout: verl's `actor_rollout_ref.rollout`.
-        model: verl's `actor_rollout_ref.model`.
-        more: further arguments of vLLM's, by the user's (`rollout.engine_kwargs.vllm`), which they overrule.
-        extension: the class that vLLM mixes into its workers; None: verl's.
+    `more` gives further arguments of vLLM's by the user's (`rollout.engine_kwargs.vllm`), which they overrule.
+    `extension` is the class that vLLM mixes into its workers; None: verl's.
     """
 
     def __init__(

@@ -64,12 +64,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Whether the engine has our scheduler and worker; after a start without a drafter it is stock verl's."""
         return self.tlt.speculation.enable and not self._tlt_served.gave_up
 
-    @property
-    def _tlt_verl_trains(self) -> bool:
-        """Whether verl trains the MTP head that drafts, and sends it with the policy (`checks.rules`)."""
-        mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
-        return mtp is not None and bool(mtp.enable and mtp.enable_train)
-
     # ------------------------------------------------------------------ verl's hooks
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
@@ -96,13 +90,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self.replica_rank, said, exc_info=error,
         )  # fmt: skip
         self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=said, gave_up=True)
-
-    async def _tlt_start_again(self) -> None:
-        """Start an engine in place of the dead one. It has no weights of the policy's before the next weight sync."""
-        self._server_task.cancel()  # verl's HTTP server, which asks the dead one
-        await asyncio.to_thread(self.engine.shutdown)
-        await self._tlt_launch()
-        self._tlt_served = replace(self._tlt_served, weightless=True)
 
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(kwargs)
@@ -159,10 +146,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         Closing the gate and counting happen on one event loop: a request admitted before is counted in the engine, one
         that comes after is rejected and sent to another replica (`server/client.py`). Unless it answers that it serves
-        on, this server counts as gone: its gate stays closed until the weight sync.
-
-        Args:
-            recall: keep the weights on the host, so that `tlt_recall` can wake the engine up before a weight sync.
+        on, this server counts as gone: its gate stays closed until the weight sync. `recall`: keep the weights on the
+        host, so that `tlt_recall` can wake the engine up before it.
         """
         if self.node_rank != 0:
             return False
@@ -189,7 +174,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     @property
     def _tlt_has_requests(self) -> bool:
-        """Whether a request is in the engine or on its way into it."""
         return bool(self._admitting or self.engine.output_processor.request_states)
 
     async def tlt_recall(self) -> None:
@@ -256,7 +240,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 await scheduler.call("policy_changed")
             except SchedulerCallError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
-        if source == "ngram" or self._tlt_verl_trains:  # nothing to load: there is no drafter, or verl has sent it
+        mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
+        sent = mtp is not None and mtp.enable and mtp.enable_train  # verl trains the head, and sends it with the policy
+        if source == "ngram" or sent:  # nothing to load
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
             await self._tlt_set_drafting(scheduler, not self._tlt_drafting_disabled)
             return
@@ -365,7 +351,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             if not (self.engine.errored or isinstance(error, EngineGone)) or self.nnodes > 1:
                 raise
             self._tlt_give_up(error, "died of its drafter's first drafts")
-        await self._tlt_start_again()
+        # An engine in place of the dead one: it has no weights of the policy's before the next weight sync.
+        self._server_task.cancel()  # verl's HTTP server, which asks the dead one
+        await asyncio.to_thread(self.engine.shutdown)
+        await self._tlt_launch()
+        self._tlt_served = replace(self._tlt_served, weightless=True)
         return LatencyTable()
 
     async def _tlt_measure(self, scheduler: SchedulerClient, known: LatencyTable | None) -> LatencyTable:

@@ -41,7 +41,6 @@ class RunStarted:
     t: float
     step0: int
     """First RL step of this run; 1 unless resumed."""
-    mode: Literal["tlt", "stock"] = "tlt"
     replicas: Sequence[str] = ()
     """Names of the rollout replicas, as in every other event."""
     standalone: Sequence[str] = ()

@@ -239,6 +239,7 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
     """
     width = len(str(total or step))
     bubble = _part(metrics, "tlt/bubble_s", "bubble {:.1f} s")
+    saved_s = counted_savings(metrics)
     parts = [
         f"step {step:>{width}}" + (f"/{total}" if total else ""),
         _part(metrics, "critic/score/mean", "reward {:.2f}"),
@@ -248,7 +249,7 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
         _draft_lengths(metrics),
         bubble + (bubble and _part(metrics, "tlt/bubble_trained_s", " ({:.1f} trained)")),
         _part(metrics, "tlt/drafter_version", "drafter v{:.0f}"),
-        _savings(counted_savings(metrics)),
+        "" if saved_s is None else f"{'saved' if saved_s >= 0 else 'lost'} {abs(saved_s):.1f} s",
     ]
     return " | ".join(part for part in parts if part)
 
@@ -267,9 +268,3 @@ def _draft_lengths(metrics: Mapping[str, float]) -> str:
         return "no drafts"
     text = f"K {mean / (1.0 - off):.1f}"
     return f"{text} ({off:.0%} without)" if off >= 0.005 else text
-
-
-def _savings(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"saved {seconds:.1f} s" if seconds >= 0 else f"lost {-seconds:.1f} s"

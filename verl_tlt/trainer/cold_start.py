@@ -58,24 +58,19 @@ class ColdStart:
         self._step_s = self._rollout_s = self._bubble_s = 0.0
         self._fruitless = 0
         self._verdicts: list[Sequence[float]] = [()]  # conditional acceptance of what was served after each portion
-        self._until, self._saved_s = 0, 0.0
 
     @property
     def judging_s(self) -> float:
         """Seconds kept for judging what the last portion brought."""
         return self.portion_s * SCORES_SHARE
 
-    def stepped(self, step_s: float, rollout_s: float, bubble_s: float = 0.0, saved_s: float = 0.0) -> None:
-        """An RL step has ended: its seconds, those of its rollout (0: unknown), and in that a replica's bubble and what
-        drafts saved.
-        """
+    def stepped(self, step_s: float, rollout_s: float, bubble_s: float = 0.0) -> None:
+        """An RL step has ended: its seconds, those of its rollout (0: unknown), and of a replica's bubble in that."""
         # The first has everything used for the first time.
         self._step_s = min(step_s, self._step_s) if self._steps else step_s
         self._rollout_s, self.news = rollout_s, {}
-        self._steps, self._saved_s = self._steps + 1, self._saved_s + saved_s
+        self._steps += 1
         self._bubble_s += (bubble_s - self._bubble_s) / self._steps
-        if self._steps == self._until:
-            logger.info("TLT: the steps after the cold start saved %.0f s by TLT's own account", self._saved_s)
 
     def due(self) -> bool:
         """Whether it may begin, after the coming rollout at the latest."""
@@ -129,7 +124,6 @@ class ColdStart:
     def ended(self, seconds: float, saving: Saving) -> None:
         """It is over after so many seconds: say what it is expected to save."""
         within = max(1, round(self._within(seconds)))
-        self._until, self._saved_s = self._steps + 1 + within, 0.0  # this step has not ended yet
         expected_s = saving(self._verdicts[-1]) * self._rollout_s * within
         self.news = {"tlt/cold_start_expected_s": expected_s, "tlt/cold_start_steps": within}
         logger.info("TLT: it took %.0f s, and is expected to save %.0f s in %d steps", seconds, expected_s, within)

@@ -28,7 +28,7 @@ from verl_tlt.drafter import most_frequent
 from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, TrainerIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
-from verl_tlt.messages.training import BufferStats, TappedStates
+from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
@@ -105,7 +105,6 @@ class Controller:
                 self._failed(failure.replica, step, failure.during)
 
     def _failed(self, replica: str, step: int, error: str) -> None:
-        """Spot workers failed, in a session or outside one."""
         if wait := self._failures.failed(replica, step):
             self.log.given_up(step, replica, wait, error)
 
@@ -302,16 +301,12 @@ class Controller:
             handed_s = self.clock.monotonic() - start
             self._tap.tapped(max((t.seconds for t in taken), default=0.0) + handed_s, self.clock.time())
             self.guard.count("tap", sum(t.errors for t in taken))
-            self._choose_tokens(taken)
+            counts = [t.token_counts for t in taken if t.token_counts is not None]
+            if self._tokens_to_choose and counts:  # what the drafter can draft: the first rollout's most frequent
+                self.fleet.choose_tokens(most_frequent(sum(counts), self._tokens_to_choose).numpy())
+                self._tokens_to_choose = 0
             self._arriving = self.fleet.hand_over(step, taken)
             self.log.tapped(taken)
-
-    def _choose_tokens(self, taken: Sequence[TappedStates]) -> None:
-        """The first rollout chooses what the drafter can draft, for the whole run: its most frequent tokens."""
-        counts = [t.token_counts for t in taken if t.token_counts is not None]
-        if self._tokens_to_choose and counts:
-            self.fleet.choose_tokens(most_frequent(sum(counts), self._tokens_to_choose).numpy())
-            self._tokens_to_choose = 0
 
     def _trains_next(self, step: int) -> bool:
         """Whether the next weight sync is to bring the verifier weights; otherwise those of an earlier sync are used.
@@ -335,10 +330,9 @@ class Controller:
             if self.facts.rule.idle == "replicas":
                 self.fleet.rejoin(list(self.fleet.replicas))
             if self.tlt.speculation.enable:
-                self._compare(step, colocated_asleep)
+                self._compare(step, self._serving(colocated_asleep))
 
-    def _compare(self, step: int, colocated_asleep: bool) -> None:
-        serving = self._serving(colocated_asleep)
+    def _compare(self, step: int, serving: set[str]) -> None:
         statuses = {name: status for name, status in self.fleet.drafter_statuses().items() if name in serving}
         self.log.reloaded(step, statuses, self.updates.served.version)
 
@@ -350,8 +344,9 @@ class Controller:
         with self._charged("validation"):
             if self.tlt.speculation.enable:
                 self.fleet.engine_stats()
-                if self.log.reloads and not self.log.reloads.keys() >= self._serving(colocated_asleep):
-                    self._compare(step, colocated_asleep)  # verl woke replicas up for the validation
+                serving = self._serving(colocated_asleep)
+                if self.log.reloads and not self.log.reloads.keys() >= serving:
+                    self._compare(step, serving)  # verl woke replicas up for the validation
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's."""
@@ -363,7 +358,7 @@ class Controller:
             bubble_s = found.get("tlt/bubble_s", 0.0) / len(self.fleet.replicas)
             step_s, rollout_s = (metrics.get(f"timing_s/{name}", 0.0) for name in ("step", "gen"))
             found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
-            self._cold.stepped(step_s, rollout_s, bubble_s, found.get("tlt/saved_s", 0.0))
+            self._cold.stepped(step_s, rollout_s, bubble_s)
         return found
 
     def _say_if_idle(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, HeldOutScores, MergeVerdict
-from verl_tlt.trainer.gate import decide
+from verl_tlt.trainer.gate import Action, decide
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import SYSTEM, CallFailed, Clock
 from verl_tlt.trainer.watch import EndedSession
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTHING = "no session trained"
+OUTCOMES: dict[Action, tuple[Literal["published", "kept", "reverted"], Literal["candidate", "served", "initial"]]] = {
+    "publish": ("published", "candidate"),
+    "hold": ("kept", "served"),
+    "revert_served": ("reverted", "served"),
+    "revert_initial": ("reverted", "initial"),
+}
+"""By what the gate says: what becomes of the candidate, and which drafter engines have after it."""
 
 
 @dataclass(kw_only=True)
@@ -96,40 +103,29 @@ def _judge(
     out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, version: int, dtype: str
 ) -> None:
     """Fill in what becomes of the candidate, and have the workers revert or export it."""
-    serves_another = False
+    action: Action = "publish"
     if not config.gate.enable:
-        out.decision, out.reason, serves_another = "published", "the gate is off", True
-        if len(scores.positions):
-            out.acceptance, out.tau = scores.conditional("candidate"), scores.taus()
+        out.reason = "the gate is off"
     elif not len(scores.positions):
         out.reason = "no held-out sequences yet"
+        return
     else:
-        serves_another = _carry_out(out, scores, fleet, config, version)
-    if serves_another:
+        verdict = decide(scores, config.gate, seed=version)
+        action, out.reason = verdict.action, verdict.reason
+        if verdict.interval is not None:
+            out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
+    out.decision, which = OUTCOMES[action]
+    if len(scores.positions):
+        out.acceptance, out.tau = scores.conditional(which), scores.taus()
+    if out.decision == "reverted" and which != "candidate":
+        fleet.revert(which)
+    # Serving the initial drafter again is a publication of its own; going back to the served one is not.
+    if action in ("publish", "revert_initial"):
         out.drafter = fleet.export(version, dtype, out.acceptance)
         if out.drafter is None:
             fleet.revert("served")
             out.decision, out.reason = "reverted", f"it holds numbers that are not finite as {dtype}"
             out.acceptance = []
-
-
-def _carry_out(out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, seed: int) -> bool:
-    """The gate's verdict; returns whether the engines are to load another drafter than they have."""
-    verdict = decide(scores, config.gate, seed=seed)
-    out.tau, out.reason = scores.taus(), verdict.reason
-    if verdict.interval is not None:
-        out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
-    if verdict.action == "publish":
-        out.decision, out.acceptance = "published", scores.conditional("candidate")
-        return True
-    if verdict.action == "hold":
-        out.decision, out.acceptance = "kept", scores.conditional("served")
-        return False
-    which: Literal["served", "initial"] = "initial" if verdict.action == "revert_initial" else "served"
-    fleet.revert(which)
-    out.decision, out.acceptance = "reverted", scores.conditional(which)
-    # Serving the initial drafter again is a publication of its own; going back to the served one is not.
-    return which == "initial"
 
 
 class DrafterUpdates:
@@ -146,7 +142,6 @@ class DrafterUpdates:
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
 
     def begin(self, sessions: Sequence[EndedSession]) -> None:
-        """Judge and merge in the background."""
         version, clock = self.served.version + 1, self._log.clock
         self.under_way = self._pool.submit(
             update_drafter, self._fleet, self._config, sessions, version, self._dtype, clock
@@ -172,5 +167,4 @@ class DrafterUpdates:
         return update
 
     def close(self) -> None:
-        """The run is over."""
         self._pool.shutdown(wait=False, cancel_futures=True)

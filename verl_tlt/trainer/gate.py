@@ -46,8 +46,6 @@ MIN_PROMPTS = 7
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the candidate, and why."""
-
     action: Action
     reason: str
     versus_served: float

@@ -51,7 +51,6 @@ class TLTMixin(PPOTrainer):
         super().__init__(config)
 
     def tlt_worker_class(self) -> type:
-        """verl's actor worker with a tap."""
         from verl_tlt.actor.worker import TLTActorWorker
 
         return TLTActorWorker
@@ -74,25 +73,24 @@ class TLTMixin(PPOTrainer):
 
     def _setup(self) -> None:
         self._tlt_run = prepare(self.config, self._tlt_config, self.tlt_base_mode)
-        served = self._tlt_run.start.served  # each server asks for it while it starts
+        _, start, _ = self._tlt_run
         name = store_name(ray.get_runtime_context().get_job_id())
-        self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(served)
+        # Each server asks for it while it starts.
+        self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
         super()._setup()
 
     def on_init_end(self) -> None:
-        run, config = self._tlt_run, self.config
-        pool = self.resource_pool_manager.resource_pool_dict["global_pool"]
-        fleet = Fleet(
-            self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, run.spot, self.tlt_standalone()
-        )
+        (facts, start, spot), config = self._tlt_run, self.config
+        pool, standalone = self.resource_pool_manager.resource_pool_dict["global_pool"], self.tlt_standalone()
+        fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, spot, standalone)
         pending_work = BufferWatch(
             self.replay_buffer,
             multi_turn=config.actor_rollout_ref.rollout.multi_turn.enable,
             wanted=config.data.train_batch_size // self.parameter_sync_step,
         )
-        trace = TraceWriter(str(run.spot.config.trace.dir), "trainer")
-        self.tlt = Controller(run.spot.config, run.facts, run.start, fleet, trace, pending_work)
-        self.tlt.before_first_sync(self.global_steps, run.start.checkpoint)
+        trace = TraceWriter(str(spot.config.trace.dir), "trainer")
+        self.tlt = Controller(spot.config, facts, start, fleet, trace, pending_work)
+        self.tlt.before_first_sync(self.global_steps, start.checkpoint)
         super().on_init_end()
         if self.tlt.after_first_sync(self.global_steps):
             self.checkpoint_manager.sleep_replicas()  # as before every other sync: the trainer needs the memory
@@ -162,24 +160,18 @@ class TLTMixin(PPOTrainer):
 
 
 class TLTTrainerSync(TLTMixin, PPOTrainerSync):
-    """verl's synchronous trainer with TLT."""
-
     tlt_base_mode = "sync"
 
     def get_llm_client(self) -> LLMServerClient:
-        """verl's client; sends requests that a leaving replica rejects to another one."""
         from verl_tlt.server.client import TLTLLMServerClient
 
         return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
 
 
 class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
-    """verl's trainer with partial rollouts on shared devices, with TLT."""
-
     tlt_base_mode = "colocate_async"
 
     def get_llm_client(self) -> LLMServerClient:
-        """verl's resuming client; sends requests that a leaving replica rejects to another one."""
         from verl_tlt.server.client import TLTFullyAsyncLLMServerClient
 
         return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)

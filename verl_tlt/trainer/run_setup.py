@@ -41,8 +41,6 @@ seven the gate judges nothing, and what is held out is not trained on."""
 
 @dataclass(frozen=True)
 class FirstDrafter:
-    """The drafter that a run starts with."""
-
     trainable: DrafterFile
     """float32, for spot workers."""
     served: DrafterFile
@@ -55,7 +53,6 @@ class FirstDrafter:
     worker_bytes: int = 0
     """Host memory of a spot worker on an accelerator, beside its buffer."""
     draft_vocab: int = 0
-    """How many tokens it can draft."""
     chosen: bool = True
     """Which ones is settled; False: the first rollout is to choose them."""
     untrained: bool = False
@@ -83,7 +80,6 @@ class RunFacts:
 
     rule: ModeRule
     requests: int
-    """Requests of a rollout."""
     dtype: str
     """The rollout's, in which drafters are published."""
     checkpoints: Path
@@ -102,15 +98,6 @@ class RunFacts:
     hardware: str = ""
 
 
-@dataclass(frozen=True)
-class RunSetup:
-    """What controller and fleet are built from."""
-
-    facts: RunFacts
-    start: FirstDrafter
-    spot: SpotPlan
-
-
 def claim(config: DictConfig, base_mode: str) -> TLTConfig:
     """Give verl's base classes the mode they know, and read TLT's settings from where the flag has put them."""
     with open_dict(config):
@@ -118,8 +105,8 @@ def claim(config: DictConfig, base_mode: str) -> TLTConfig:
     return TLTConfig.from_dict(OmegaConf.to_container(config.actor_rollout_ref.rollout.custom.tlt, resolve=True))
 
 
-def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
-    """Build or load the first drafter (`first_drafter`), and gather what the run's parts have to know."""
+def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter, SpotPlan]:
+    """Build or load the first drafter (`first_drafter`), and gather what controller and fleet have to know."""
     from verl.utils.fs import copy_to_local
 
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -128,7 +115,9 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
     resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
-    tlt = with_sizes(tlt, start.draft_vocab, accelerator, _node_bytes(), workers, start.worker_bytes)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    node_bytes = min((there.get("memory", 0.0) for there in nodes), default=0.0)  # as far as Ray may use it
+    tlt = with_sizes(tlt, start.draft_vocab, accelerator, node_bytes, workers, start.worker_bytes)
     buffer = replace(tlt.buffer, window=min(tlt.buffer.window, context))
     share = held_out_share(buffer, config.data.train_batch_size, workers * config.trainer.nnodes)
     spot = SpotPlan(
@@ -138,12 +127,13 @@ def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> RunSetup:
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
         device="cuda" if accelerator else "cpu",
     )
-    facts = replace(_facts(config, tlt, MODE_RULES[base_mode]), active_share=active_share(policy_dir))
-    return RunSetup(facts, start, spot)
+    return _facts(config, tlt, MODE_RULES[base_mode], active_share(policy_dir)), start, spot
 
 
-def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
+def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: float) -> RunFacts:
     rollout, data = config.actor_rollout_ref.rollout, config.data
+    cluster = ray.cluster_resources() if ray.is_initialized() else {}
+    kinds = sorted(kind for name in cluster if (kind := name.removeprefix("accelerator_type:")) != name)
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
@@ -161,31 +151,18 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         shared=config.trainer.device == "cpu",
         name=f"{config.trainer.project_name}/{config.trainer.experiment_name}",
-        hardware=_hardware(),
+        active_share=active_share,
+        hardware=", ".join(kinds) or f"CPU, {os.cpu_count()} cores",
     )
-
-
-def _hardware() -> str:
-    """`RunStarted.hardware`."""
-    found = ray.cluster_resources() if ray.is_initialized() else {}
-    kinds = sorted(kind for name in found if (kind := name.removeprefix("accelerator_type:")) != name)
-    return ", ".join(kinds) or f"CPU, {os.cpu_count()} cores"
 
 
 def first_drafter(
     config: TLTConfig, policy_dir: str, dtype: str, context: int, resume_from: Path | None
 ) -> FirstDrafter:
-    """Build or load the drafter.
+    """Build or load the drafter; a `DrafterError` where a given one does not fit, or may be another user's.
 
-    Args:
-        config: all settings.
-        policy_dir: local directory of the policy.
-        dtype: the rollout's, e.g. "bfloat16".
-        context: longest sequence of the rollout plus the longest draft, in tokens.
-        resume_from: a `global_step_N` directory being resumed, if any.
-
-    Raises:
-        DrafterError: the given drafter does not fit, or may be another user's.
+    `policy_dir` is local, `dtype` the rollout's, `context` its longest sequence plus the longest draft in tokens,
+    `resume_from` the `global_step_N` directory that is resumed.
     """
     from verl_tlt.drafter import host_bytes, to_drafter_file
     from verl_tlt.drafter.build import has_chosen_tokens
@@ -281,24 +258,14 @@ def held_out_share(buffer: BufferConfig, prompts: int, workers: int) -> float:
     return buffer.held_out or min(max(FEW_HELD_OUT / 2 / captured, HELD_OUT), MOST_HELD_OUT)
 
 
-def _node_bytes() -> float:
-    """Memory of the smallest node, as far as Ray may use it; 0: unknown."""
-    import ray
-
-    nodes = ray.nodes() if ray.is_initialized() else []
-    return min((node["Resources"].get("memory", 0.0) for node in nodes if node["Alive"]), default=0.0)
-
-
 def _resume_dir(trainer: DictConfig) -> Path | None:
     """The `global_step_N` directory that verl's `_load_checkpoint` is going to choose."""
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-    found = None
-    if trainer.resume_mode == "auto":
-        found = find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
-    elif trainer.resume_mode == "resume_path":
-        found = os.path.abspath(trainer.resume_from_path)
-    return Path(found) if found else None
+    if trainer.resume_mode == "resume_path":
+        return Path(os.path.abspath(trainer.resume_from_path))
+    latest = trainer.resume_mode == "auto" and find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
+    return Path(latest) if latest else None
 
 
 def _data_digest(named: str | Sequence[str]) -> str | None:

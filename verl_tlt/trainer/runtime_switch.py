@@ -34,11 +34,7 @@ class RuntimeSwitch:
 
 
 def read_switch(directory: str | Path) -> RuntimeSwitch:
-    """The switch as the file in a trace directory has it; all on where there is no file.
-
-    Raises:
-        SwitchError: it cannot be understood, or anybody may have written it.
-    """
+    """The switch as the file in a trace directory has it; all on where there is no file."""
     path = Path(directory) / SWITCH_FILE
     if reason := other_owner(path):
         raise SwitchError(f"{path} is not obeyed: {reason}.")

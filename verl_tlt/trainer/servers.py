@@ -44,8 +44,6 @@ class DrafterStore:
 
 @dataclass(frozen=True)
 class Replica:
-    """One rollout replica."""
-
     name: str
     """Its address, by which verl's load balancer knows it."""
     ranks: Sequence[int]
@@ -90,7 +88,6 @@ class Servers:
         return found
 
     def leave(self, name: str) -> None:
-        """Take a replica out of the load balancer."""
         ask(self.balancer.remove_servers.remote([name]), CALL_S)
 
     def rejoin(self, names: Collection[str]) -> None:
@@ -129,7 +126,6 @@ class Servers:
         self.store.put.remote(reference)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
-        """Which drafter each engine has loaded."""
         return self._of_each("tlt_status")
 
     def engine_stats(self) -> dict[str, EngineStats]:

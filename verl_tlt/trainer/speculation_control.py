@@ -65,7 +65,6 @@ class SpeculationControl:
         return self.switch.spot and not (self._shared and self.control)
 
     def calibrated(self, table: LatencyTable) -> None:
-        """Use what engine steps were measured to cost."""
         self.decision.rollout.calibrated(table)
         self.account.calibrated(table.by_batch(OFF))
 

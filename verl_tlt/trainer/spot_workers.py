@@ -84,7 +84,6 @@ class ReplicaWorkers:
         return name in waiting and SYSTEM.monotonic() - since < START_S
 
     def starting(self) -> bool:
-        """Whether one of them is still starting."""
         return any(self._starts(name) for name in self.handles)
 
     def up(self) -> list[ActorHandle]:
@@ -92,7 +91,6 @@ class ReplicaWorkers:
         return [worker for name, worker in self.handles.items() if not self._starts(name)]
 
     def call(self, method: str, combine: Callable[[list[Any]], T], *arguments: object) -> Call[T]:
-        """Call a method of all of them."""
         return self.sent({name: getattr(w, method).remote(*arguments) for name, w in self.handles.items()}, combine)
 
     def sent(self, calls: Mapping[str, ObjectRef], combine: Callable[[list[Any]], T], *, signs: bool = True) -> Call[T]:
@@ -138,7 +136,6 @@ class Fleet(Servers):
         return super().calibrate()
 
     def close(self) -> None:
-        """The run is over."""
         self.waits.close()
         super().close()
 
@@ -204,12 +201,10 @@ class Fleet(Servers):
     # ------------------------------------------------------------------ starting and replacing spot workers
 
     def workers(self) -> list[str]:
-        """Replicas that have spot workers."""
         return [name for name, workers in self.spot_workers.items() if workers.handles]
 
     @cached_property
     def _bundles(self) -> list[tuple[PlacementGroup, int]]:
-        """The place of each of the actor's ranks."""
         return [(group, i) for group in self.pool.get_placement_groups() for i in range(group.bundle_count)]
 
     def _new_workers(
@@ -268,7 +263,6 @@ class Fleet(Servers):
     # ------------------------------------------------------------------ sessions
 
     def train(self, name: str) -> Call[SessionResult]:
-        """Start a session on a replica's spot workers."""
         return self.spot_workers[name].call("train", SessionResult.combined)
 
     def stop(self, name: str) -> None:
@@ -316,7 +310,6 @@ class Fleet(Servers):
         self.waits.answers("publish", {name: call for name, call in calls.items() if not call.excused()}, SILENT_S)
 
     def revert(self, which: Literal["served", "initial"]) -> None:
-        """Every worker goes back to the served or the initial drafter."""
         self._on_workers("revert", "revert", which)
 
     def export(self, version: int, dtype: str, acceptance: Sequence[float]) -> DrafterFile | None:
@@ -353,7 +346,6 @@ class Fleet(Servers):
         return {replica: workers.sent({name: call}, lambda _: None)}
 
     def _call_workers(self, method: str, *args: object) -> dict[str, Call[list]]:
-        """Call every spot worker; by replica."""
         return {name: self.spot_workers[name].call(method, list, *args) for name in self.workers()}
 
     def _on_workers(self, during: str, method: str, *args: object) -> dict[str, list]:
@@ -367,10 +359,8 @@ def route(
     """Share each group's sequences among the workers on its ranks' devices.
 
     `groups` has for each rank the number of its group (verl's data-parallel rank), `workers` each worker's rank.
-
-    Returns:
-        For each rank, among how many workers its group's sequences are shared; for each worker the ranks of its group,
-        and which share of theirs it gets.
+    Returns for each rank among how many workers its group's sequences are shared; for each worker the ranks of its
+    group, and which share of theirs it gets.
     """
     shares = Counter[int]()
     sources = {}

@@ -92,7 +92,7 @@ class StepLog:
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
         self.trace.emit(
-            "run", step0=step0, mode="tlt", replicas=list(replicas), standalone=standalone, gpus=facts.gpus,
+            "run", step0=step0, replicas=list(replicas), standalone=standalone, gpus=facts.gpus,
             config=config.to_dict(), versions=versions, policy=facts.provenance.policy, drafter=config.drafter.save_dir,
             name=facts.name, hardware=facts.hardware,
         )  # fmt: skip
@@ -153,7 +153,6 @@ class StepLog:
         self.trace.emit("stopped", step=step, replica=replica, cause=cause)
 
     def works_again(self, step: int, replica: str) -> None:
-        """Spot training on a replica that was given up."""
         logger.warning("spot training on %s, which was given up, works again", replica)
         self.trace.emit("stopped", step=step, replica=replica, cause="")
 

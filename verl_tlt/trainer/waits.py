@@ -69,7 +69,6 @@ class Deadline:
         self._clock, self._end = clock, clock.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then, at least 0."""
         return max(0.0, self._end - self._clock.monotonic())
 
 
@@ -92,7 +91,9 @@ def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float, bound_s
         raise CallFailed(f"no answer within {timeout_s if bound_s is None else bound_s:.0f} s", silent=True) from error
     except ray.exceptions.RayError as error:
         last = (str(error).strip().splitlines() or [""])[-1]
-        raise CallFailed(f"{type(error).__name__}: {last}", is_dead(error)) from error
+        # Ray's own memory monitor may have ended the actor, too.
+        gone = isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)
+        raise CallFailed(f"{type(error).__name__}: {last}", died=gone) from error
 
 
 def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
@@ -109,19 +110,11 @@ def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
         raise
 
 
-def is_dead(error: Exception) -> bool:
-    """Whether an error means that the actor is gone, also by Ray's own memory monitor; else it raised."""
-    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError)
-
-
 class Call(Generic[T]):
-    """The same call to one or several spot workers, which is under way.
+    """The same call to one or several spot workers, which is under way; `combine` makes one answer of theirs.
 
-    Args:
-        references: what each of them is to answer.
-        combine: makes one answer of theirs.
-        workers: those on which the call depends and that are up: all must give signs of life.
-        excused: whether a failure says nothing about who serves now.
+    The call depends on `workers`, which are up: all must give signs of life. `excused`: whether a failure says nothing
+    about who serves now.
     """
 
     def __init__(
@@ -210,7 +203,6 @@ class Waits:
                 self._replace(gone)
 
     def failures(self) -> Iterator[Failure]:
-        """Those since it was last asked."""
         while self._failures:
             yield self._failures.popleft()
 

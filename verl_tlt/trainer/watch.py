@@ -11,18 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from verl_tlt.idle.replica_idle import (
-    Command,
-    LeaveBalancer,
-    PhaseAccount,
-    Rejoin,
-    ReplicaIdlePlanner,
-    StartTraining,
-    StopTraining,
-    TrySleep,
-    WakeUp,
-    next_pause,
-)
+from verl_tlt.idle import replica_idle as idle
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.waits import SYSTEM, Call, CallFailed, Clock, Deadline
@@ -59,12 +48,8 @@ class BufferWatch:
     """The pending work, counted from verl's replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`).
 
     verl's buffer empties its sets, asks TransferQueue and fills them again, while the watch reads them from another
-    thread. So the counts are taken right after each of the buffer's looks, and replaced at once.
-
-    Args:
-        buffer: verl's, or a custom sampler derived from it. Of any other nothing is known, so no replica may leave.
-        multi_turn: whether a response may take several requests.
-        wanted: groups that one sampling takes.
+    thread. So the counts are taken right after each of the buffer's looks, and replaced at once. Of a sampler that is
+    not derived from verl's nothing is known, so no replica may leave. One sampling takes `wanted` groups.
     """
 
     @upstream_change(
@@ -119,9 +104,7 @@ class EndedSession:
 
 @dataclass
 class PhaseReport:
-    """What one sampling phase brought."""
-
-    account: PhaseAccount
+    account: idle.PhaseAccount
     sessions: list[EndedSession] = field(default_factory=list)
     first_dispatch: float | None = None
     error: str | None = None
@@ -137,7 +120,7 @@ class SamplingWatch:
     def __init__(
         self,
         fleet: Fleet,
-        planner: ReplicaIdlePlanner,
+        planner: idle.ReplicaIdlePlanner,
         pending_work: Callable[[], PendingWork],
         poll_s: float,
         trace: TraceWriter,
@@ -165,7 +148,7 @@ class SamplingWatch:
         try:
             while not self._end.wait(pause):
                 with self._turn:
-                    pause = next_pause(pause, self.poll_s, self._look())
+                    pause = idle.next_pause(pause, self.poll_s, self._look())
         except Exception as error:  # sampling goes on without spot training
             self.report.error = f"{type(error).__name__}: {error}"
             logger.exception("spot training stops for this sampling phase")
@@ -179,7 +162,7 @@ class SamplingWatch:
         if load != self._written and now >= self._write_at:
             self._write_load(now)
         commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
-        for lost in [command.replica for command in commands if isinstance(command, Rejoin)]:
+        for lost in [command.replica for command in commands if isinstance(command, idle.Rejoin)]:
             logger.warning("the load balancer had lost replica %s; it is put back", lost)
         self._do(commands)
         calls = {name: call for name, (call, _) in self.running.items()}
@@ -193,25 +176,25 @@ class SamplingWatch:
         self._written, self._write_at = self._load, now + LOAD_LINE_S * len(self._load)
         self.trace.emit("load", step=self.step, inflight=self._load)
 
-    def _do(self, commands: list[Command]) -> None:
+    def _do(self, commands: list[idle.Command]) -> None:
         """One replica after the other, until sampling ends: the trainer waits for what is being done then."""
         queue = list(commands)
         while queue and not self._end.is_set():
             queue[:0] = self._carry_out(queue.pop(0))
 
-    def _carry_out(self, command: Command) -> list[Command]:
+    def _carry_out(self, command: idle.Command) -> list[idle.Command]:
         """Returns what the planner asks for next."""
         name = command.replica
         match command:
-            case StartTraining():
+            case idle.StartTraining():
                 self.running[name] = (self.fleet.train(name), self._clock.time())
                 self.planner.training(name, self._clock.time())
-            case Rejoin():
+            case idle.Rejoin():
                 self.fleet.rejoin([name])
-            case LeaveBalancer():
+            case idle.LeaveBalancer():
                 self.fleet.leave(name)
                 return self.planner.left(name)
-            case TrySleep():
+            case idle.TrySleep():
                 try:
                     slept = self.fleet.try_sleep(name, keep_weights=self._recall)
                 except CallFailed as error:
@@ -221,7 +204,7 @@ class SamplingWatch:
                     self.planner.failed(name, self._clock.time())
                 else:
                     return self.planner.slept(name) if slept else self.planner.refused(name, self._clock.time())
-            case WakeUp():
+            case idle.WakeUp():
                 try:
                     self.fleet.wake_up(name)
                 except CallFailed as error:
@@ -255,8 +238,8 @@ class SamplingWatch:
             raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")
         try:
             commands = self.planner.recall()
-            self._stop([c.replica for c in commands if isinstance(c, StopTraining)], stop_timeout_s)
-            self._do([c for c in commands if not isinstance(c, StopTraining)])
+            self._stop([c.replica for c in commands if isinstance(c, idle.StopTraining)], stop_timeout_s)
+            self._do([c for c in commands if not isinstance(c, idle.StopTraining)])
         finally:
             self._turn.release()
 

@@ -104,21 +104,12 @@ def test_real_differences_are_seen(quick):
 # ---------------------------------------------------------------- rules
 
 
-def test_a_random_head_that_accepts_nothing_is_no_special_case():
-    nothing = counts(np.full(20, 100), np.full(20, 1.0))
-    better = counts(np.full(20, 100), np.full(20, 1.1))
-    assert (
-        decide(HeldOutScores(np.arange(20), np.full(20, 100), nothing, nothing, nothing), CONFIG, seed=0).action
-        == "publish"
-    )
-    assert (
-        decide(HeldOutScores(np.arange(20), np.full(20, 100), better, nothing, nothing), CONFIG, seed=0).action
-        == "publish"
-    )
-    assert (
-        decide(HeldOutScores(np.arange(20), np.full(20, 100), nothing, better, nothing), CONFIG, seed=0).action
-        == "revert_served"
-    )
+@pytest.mark.parametrize(
+    ("candidate", "served", "action"), [(1.0, 1.0, "publish"), (1.1, 1.0, "publish"), (1.0, 1.1, "revert_served")]
+)
+def test_a_random_head_that_accepts_nothing_is_no_special_case(candidate, served, action):
+    drafters = (counts(np.full(20, 100), np.full(20, tau)) for tau in (candidate, served, 1.0))
+    assert decide(HeldOutScores(np.arange(20), np.full(20, 100), *drafters), CONFIG, seed=0).action == action
 
 
 def test_doubt_holds():

@@ -5,13 +5,14 @@ import math
 
 import numpy as np
 import pytest
+import ray
 from ray import exceptions as errors
 
 from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.waits import is_dead
+from verl_tlt.trainer.waits import CallFailed, answer
 from verl_tlt.trainer.watch import EndedSession, PhaseReport
 
 LONG = SessionResult("stopped", steps=30, tokens=3000, epochs=1.5, seconds=10.0, loss=2.0)
@@ -29,8 +30,14 @@ NOTHING = SessionResult("exhausted")
         (errors.RayTaskError("f", "", OSError()), False),
     ],
 )
-def test_an_actor_that_was_killed_is_dead_and_one_that_raised_or_is_slow_is_not(error, dead):
-    assert is_dead(error) is dead
+def test_an_actor_that_was_killed_is_dead_and_one_that_raised_or_is_slow_is_not(monkeypatch, error, dead):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", fail)
+    with pytest.raises(CallFailed) as failed:
+        answer(None, 1.0)
+    assert (failed.value.died, failed.value.silent) == (dead, isinstance(error, errors.GetTimeoutError))
 
 
 def test_sessions_side_by_side_are_one():

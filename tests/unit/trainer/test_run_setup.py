@@ -34,11 +34,11 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
         "ppo_trainer",
     )
     apply(config, read_settings(config))
-    setup = prepare(config, claim(config, "sync"), "sync")
-    settings = setup.spot.config
+    facts, start, spot = prepare(config, claim(config, "sync"), "sync")
+    settings = spot.config
     assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
-    assert (setup.facts.requests, setup.spot.device, setup.start.checkpoint) == (8, device, None)
-    assert setup.facts.active_share == 1.0, "a dense policy"
+    assert (facts.requests, spot.device, start.checkpoint) == (8, device, None)
+    assert facts.active_share == 1.0, "a dense policy"
     context = config.data.max_prompt_length + config.data.max_response_length
     assert (settings.buffer.held_out, settings.buffer.window) == (MOST_HELD_OUT, min(4096, context))
 
