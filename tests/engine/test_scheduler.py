@@ -47,7 +47,6 @@ def test_the_account_is_vllms_own(engine_of, written):
     lines = written()[earlier:]
     assert len(lines) == len(steps) == stats.num_steps
     assert sum(line["produced"] for line in lines) == stats.num_decode_tokens
-    assert sum(line["latency_s"] for line in lines) == pytest.approx(stats.busy_s, rel=1e-3)
 
 
 def test_drafts_are_counted_by_the_length_of_their_response(engine_of):
@@ -97,7 +96,7 @@ def test_the_server_can_ask_a_running_engine(engine_of):
         engine.generate(8, TOKENS)
         stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))
         assert stats.steps_by_draft_length.keys() == {0, 2}
-        assert 0.0 < stats.control_s < 0.2 * stats.busy_s
+        assert 0.0 < stats.control_s < 0.2 * sum(interval.end - interval.start for interval in stats.load_intervals)
         assert stats.num_ngram_drafts is None
         assert from_plain(EngineStats, engine.core.tlt_call("stats", {})).num_steps == 0
 

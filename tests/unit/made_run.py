@@ -127,7 +127,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
         for r in names:
             driver.emit("reload", step=step, replica=r, version=version, fingerprint="f", ok=True, seconds=0.01)
-        stats = {r: _stats(decoded[r][0], start) for r in names}
+        stats = {r: _stats(decoded[r][0]) for r in names}
         stock = {r: start + sum(map(stock_s, decoded[r][0])) for r in names}
         made.saved_s[step] = max(stock.values()) - end
         observations = StepObservations(
@@ -158,15 +158,14 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
     return made
 
 
-def _stats(rows: list[dict], start: float) -> EngineStats:
+def _stats(rows: list[dict]) -> EngineStats:
     accepted = np.zeros(KMAX, int)
     for row in rows:
         accepted[: len(row["accepted"])] += np.array(row["accepted"], dtype=int)
-    ks, tokens, busy_s = [row["k"] for row in rows], sum(r["produced"] for r in rows), rows[-1]["t"] - start
+    ks, tokens = [row["k"] for row in rows], sum(r["produced"] for r in rows)
     return EngineStats(
         num_steps=len(rows), num_generation_tokens=tokens, num_decode_tokens=tokens,
         num_passes=sum(r["batch"] for r in rows), num_drafts=sum(r["drafts"] for r in rows),
         num_draft_tokens_per_pos=tuple(sum(r["drafts"] for r in rows if r["k"] > i) for i in range(KMAX)),
         num_accepted_tokens_per_pos=tuple(accepted.tolist()), steps_by_draft_length={k: ks.count(k) for k in set(ks)},
-        busy_s=busy_s,
     )  # fmt: skip

@@ -23,13 +23,10 @@ STEPS_IN_FLIGHT = 4
 
 
 class DecodeLoad:
-    """Counts decode-phase requests and their context while vLLM schedules a step.
+    """Counts decode-phase requests and their context while vLLM schedules a step; a prefill that joins does not count.
 
-    A prefill that joins does not count. All requests are counted anew only where the number of those known differs from
-    the number running (one was preempted), and every `RECOUNT_EVERY` steps while the model runs (`refresh`).
-
-    Args:
-        context_limit: tokens at which the drafter's context ends; `longest` is exact near it.
+    All are counted anew where the number of those known is wrong (a preemption), and every `RECOUNT_EVERY` steps while
+    the model runs (`refresh`). `longest` is exact near `context_limit`, where the drafter's context ends.
     """
 
     def __init__(self, context_limit: int) -> None:
@@ -49,12 +46,8 @@ class DecodeLoad:
     ) -> Load:
         """Decode-phase requests of the step being scheduled; where there are none, those that will be after prefill.
 
-        Args:
-            running: vLLM's running requests.
-            known: how many of them were running before this step; those after them were admitted in it.
-            grown: tokens emitted since the last call.
-            draft_length: K that the step verifies.
-            ended: requests that ended since the last call (`Scheduler.finished_req_ids`).
+        `known` of the `running` ones ran before this step; the others were admitted in it. Since the last call `grown`
+        tokens were emitted and some requests `ended`. `draft_length` is the K that the step verifies.
         """
         self.longest += draft_length + 1
         self._since += 1
@@ -113,14 +106,9 @@ class DecodeLoad:
 def room_before_stop(least: int, has: int, most: int) -> int:
     """Longest draft for a request that must not stop before its `least`th token; `sys.maxsize`: any.
 
-    vLLM hides stop tokens row by row, and errs at the boundary: it judges the token behind a draft by the tokens before
-    it, and under async scheduling every row as if all drafts in flight were accepted. Where all that a draft can reach
-    lies on one side of the boundary, any way of counting is right.
-
-    Args:
-        least: `SamplingParams.min_tokens`.
-        has: tokens that it has for certain.
-        most: tokens that it can have when the draft is verified.
+    vLLM errs at the boundary: it judges the token behind a draft by the tokens before it, and under async scheduling
+    every row as if all drafts in flight were accepted. Where all that a draft can reach lies on one side, any way is
+    right. It `has` tokens for certain, and `most` when the draft is verified.
     """
     return sys.maxsize if has >= least else max(0, least - most - STEPS_IN_FLIGHT)
 
@@ -132,10 +120,7 @@ class StopBoundary:
         self._before: list[Request] = []
 
     def room(self, admitted: Iterable[Request], draft_length: int) -> int:
-        """Longest draft that every running request allows; `sys.maxsize`: any.
-
-        `admitted` began, or went on after a preemption, in this step, which verifies `draft_length`.
-        """
+        """Longest draft that every running request allows (`sys.maxsize`: any); `admitted` begin in this step."""
         self._before += [r for r in admitted if _may_not_stop_yet(r) and r not in self._before]
         if not self._before:
             return sys.maxsize

@@ -26,7 +26,7 @@ _FADE = 0.99
 
 
 class NgramDrafts:
-    """Keeps the index of the run's prompts and responses, and drafts from it.
+    """Keeps the index of prompts and responses, and drafts from it.
 
     If not `without_drafter`, an n-gram must be accepted as often as the drafter's own token.
     """
@@ -73,16 +73,12 @@ class NgramDrafts:
             self._drafter_acceptance = _FADE * self._drafter_acceptance + (1.0 - _FADE) * own_accepted / own
 
     def emitted(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Requests were given tokens."""
         for output in outputs:
             if output.new_token_ids:
                 self.index.extend(output.request_id, output.new_token_ids)
 
     def propose(self, requests: Mapping[str, Request], names: Iterable[str], draft_length: int) -> None:
-        """Replace drafts (`spec_token_ids`) by n-grams where these match, after a step of the requests `names`.
-
-        No draft may be longer than `draft_length`, that step's K.
-        """
+        """Replace drafts of these requests by n-grams where they match, of `draft_length` tokens at most."""
         least = LEAST_TRUST if self.without_drafter else max(LEAST_TRUST, self._drafter_acceptance)
         for name in names:
             request = requests.get(name)

@@ -57,16 +57,11 @@ MAX_NGRAM_BYTES = 256 << 20
 
 
 def load_policy(settings: Mapping[str, Any]) -> Policy:
-    """The policy that `additional_config["tlt"]` asks for.
+    """The policy that `additional_config["tlt"]` asks for; a ValueError where that is none.
 
-    Args:
-        settings: `speculation` (dict of `SpeculationConfig`), `arms` (ascending K), `seed`, and optionally
-            `policy_factory`: "module:function" taking these three, for a policy of one's own, and `active_share` (of
-            the target's weights, `drafter.policy.active_share`).
-
-    Raises:
-        ValueError: the factory cannot be found, or makes no `Policy`; or (`ControlError`) the policy's name or settings
-            cannot be right.
+    `settings` hold `speculation` (a dict of `SpeculationConfig`), `arms` (ascending K), `seed`, and optionally
+    `active_share` (of the target's weights) and `policy_factory`, "module:function" taking the first three, for a
+    policy of one's own.
     """
     speculation, lengths, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
     own = settings.get("policy_factory")
@@ -177,16 +172,13 @@ class TLTScheduler(Scheduler):
         # Of steps in flight (one under synchronous scheduling, two or more under asynchronous), and behind them.
         self._tlt_in_flight: deque[EngineStep] = deque()
         self._tlt_finished: list[EngineStep] = []  # not yet learned from
-        self._tlt_freed: list[tuple[str, int]] = []  # requests that ended, not yet in a step
+        self._tlt_ended: list[tuple[str, int]] = []  # requests that ended, not yet in a step
         self._tlt_grown = 0  # tokens emitted since the last choice
         self._tlt_waited_s = 0.0  # what engine steps waited for verl-tlt, not yet in a step
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
 
     def tlt_call(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the rollout server (`server.engine_calls`), between two engine steps.
-
-        Operations: `stats` (`tlt_stats`), `control` and `learned` (of `StepControl`), `policy_changed`.
-        """
+        """Answer the rollout server (`server.engine_calls`), between two engine steps."""
         if operation == "stats":
             return asdict(self.tlt_stats(**arguments))
         if operation == "policy_changed":
@@ -329,7 +321,7 @@ class TLTScheduler(Scheduler):
 
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
         """As vLLM's, which calls it once for each request that ends; only its length is noted."""
-        self._tlt_freed.append((request.request_id, request.num_output_tokens))
+        self._tlt_ended.append((request.request_id, request.num_output_tokens))
         self._tlt_undrafted.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
@@ -343,7 +335,7 @@ class TLTScheduler(Scheduler):
     def _tlt_finish(self, step: EngineStep, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
         """Complete the step with what came back and queue it; all that costs time is left to `_tlt_learn`."""
         step.outputs = outputs
-        step.freed, self._tlt_freed = self._tlt_freed, []
+        step.ended, self._tlt_ended = self._tlt_ended, []
         step.finished_s, step.previous_finished_s, step.unix_s = now, self._tlt_finished_s, time.time()
         step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
         # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
@@ -357,7 +349,7 @@ class TLTScheduler(Scheduler):
         finished, self._tlt_finished = self._tlt_finished, []
         for step in finished:
             step.count()
-            self.tlt.record(step, step.accepted, step.freed)
+            self.tlt.record(step)
 
     def shutdown(self) -> None:
         """As vLLM's; the trace is written out."""

@@ -22,35 +22,24 @@ PAUSE_SHARE = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineStep(Step):
-    """A `Step` with vLLM's objects, from which `count` fills in what the scheduler does not set.
-
-    Until then `verified` is what the step before drafted, K or OFF.
-    """
+    """A `Step` with vLLM's objects; until `count` ran, `verified` is what the step before drafted, K or OFF."""
 
     output: SchedulerOutput
     started_s: float
     paused_s: float
     """Seconds between the end of the step before and the start of this one, if none was in flight."""
-    blocked: bool
-    """A context is too long for the drafter, so that nothing was drafted."""
-    prefilling: Collection[str]
-    """Requests that still compute their prompt."""
+    blocked: bool  # a context is too long for the drafter, so that nothing was drafted
+    prefilling: Collection[str]  # requests that still compute their prompt
     may_lack_drafts: bool
     """There is no drafter, so a request may go without a draft (`tlt.speculation.source=ngram`)."""
     sampled: Sequence[int] = ()
     """Tokens that the step sampled, by row, the target's own included, before vLLM cuts rows at a request's end."""
-    row_of: Mapping[str, int] = field(default_factory=dict)
-    """Request → row."""
-    gone: Collection[str] = ()
-    """Requests that ended while the step ran; their drafts do not count."""
+    row_of: Mapping[str, int] = field(default_factory=dict)  # request → row
+    gone: Collection[str] = ()  # requests that ended while the step ran; their drafts do not count
     outputs: Mapping[int, EngineCoreOutputs] = field(default_factory=dict)
     """What requests were given, by client."""
-    freed: Sequence[tuple[str, int]] = ()
-    """(request, its tokens) of those that ended with this step or since the one before."""
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
-    accepted: Sequence[tuple[str, int]] = ()
-    """(request, draft tokens accepted) of each draft that counts."""
 
     def count(self) -> None:
         """Fill in the numbers, as vLLM counts them; the next step does not wait for this."""

@@ -22,9 +22,7 @@ def accept_length(accepted: float, drafts: float) -> float:
 
 
 def store_name(job: str) -> str:
-    """Name of the Ray actor that a starting server asks for the drafter (`trainer.servers.DrafterStore`); with Ray's id
-    of the job, because jobs may share a namespace.
-    """
+    """Name of the Ray actor that a starting server asks for the drafter; with the job's id: jobs share namespaces."""
     return f"verl_tlt_drafter_store_{job}"
 
 
@@ -32,14 +30,11 @@ def store_name(job: str) -> str:
 class DrafterFile:
     """A drafter as vLLM loads it."""
 
-    version: int
-    """How often a drafter was published before; 0 is what the run started with."""
-    config: str
-    """Text of config.json."""
+    version: int  # how often a drafter was published before; 0 is what the run started with
+    config: str  # text of config.json
     weights: bytes
     """A safetensors file in the rollout's dtype, without embedding and head (vLLM shares the policy's)."""
-    fingerprint: str
-    """`verl_tlt.drafter.fingerprint` of the weights."""
+    fingerprint: str  # `verl_tlt.drafter.fingerprint` of the weights
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
 
@@ -56,70 +51,45 @@ class DrafterFile:
 class DrafterStatus:
     """Which drafter a server serves, as of its last load."""
 
-    version: int = -1
-    """Of the drafter that the engine serves; -1: none yet."""
-    fingerprint: str = ""
-    """Of the drafter loaded last, accepted or not."""
-    ok: bool = False
-    """The last load was accepted, by every rank of the engine."""
-    seconds: float = 0.0
-    """Duration of the last load."""
-    error: str | None = None
-    """Why the engine does not draft as it was asked to."""
-    drafting: bool = False
-    """The drafter's pass runs in this rollout."""
+    version: int = -1  # of the drafter that the engine serves; -1: none yet
+    fingerprint: str = ""  # of the drafter loaded last, accepted or not
+    ok: bool = False  # the last load was accepted, by every rank of the engine
+    seconds: float = 0.0  # duration of the last load
+    error: str | None = None  # why the engine does not draft as it was asked to
+    drafting: bool = False  # the drafter's pass runs in this rollout
     reloads: int = 0
-    acceptance: tuple[float, ...] = ()
-    """`DrafterFile.acceptance` of the drafter that is served."""
-    full_graphs: tuple[int, ...] | None = None
-    """`LoadReply.full_graphs`."""
+    acceptance: tuple[float, ...] = ()  # `DrafterFile.acceptance` of the drafter that is served
+    full_graphs: tuple[int, ...] | None = None  # `LoadReply.full_graphs`
     gave_up: bool = False
     """The engine did not start with its drafter, or died of it, and was started again without one, for good."""
-    weightless: bool = False
-    """It was started again since the last weight sync, and does not hold the policy."""
-
-
-class Work(NamedTuple):
-    """Decode-only engine steps at one batch size, summed."""
-
-    batch: int
-    seconds: float
-    tokens: float
+    weightless: bool = False  # it was started again since the last weight sync, and does not hold the policy
 
 
 class LoadInterval(NamedTuple):
     """A short interval of an engine's rollout, summed over its decode-only steps."""
 
-    start: float
-    """Unix seconds, like `end`."""
+    start: float  # unix seconds, like `end`
     end: float
-    batch: float
-    """Decode-phase requests in a step, on average."""
-    context: float
-    """Tokens of context of such a request, on average."""
+    batch: float  # decode-phase requests in a step, on average
+    context: float  # tokens of context of such a request, on average
     seconds: float
-    plain_steps: float
-    """Steps that the same tokens take without drafts: one of batch b for every b tokens."""
-    off: bool
-    """The drafter's pass did not run in any of the steps."""
+    plain_steps: float  # steps that the same tokens take without drafts: one of batch b for every b tokens
+    off: bool  # the drafter's pass did not run in any of the steps
 
 
 class StepTime(NamedTuple):
     """What a steady step took."""
 
-    draft_length: int
-    """K, or -1 without the drafter's pass."""
+    draft_length: int  # K, or -1 without the drafter's pass
     batch: int
-    seconds: float
-    """Median of the clean steps."""
+    seconds: float  # median of the clean steps
 
 
 class ResponseDrafts(NamedTuple):
     """Responses of about one length that ended, and the drafts verified for them."""
 
     responses: int
-    num_tokens: int
-    """Of all of them; the mean tells the length."""
+    num_tokens: int  # of all of them; the mean tells the length
     num_drafts: int
     num_accepted_tokens: int
 
@@ -132,44 +102,31 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    num_generation_tokens: int = 0
-    """Tokens handed to requests, the first one after a prefill included."""
-    num_decode_tokens: int = 0
-    """The part of them that decode-phase requests got."""
+    num_generation_tokens: int = 0  # tokens handed to requests, the first one after a prefill included
+    num_decode_tokens: int = 0  # the part of them that decode-phase requests got
     num_passes: int = 0
     """Decode-phase requests summed over engine steps: passes of the target, one per request and step."""
-    num_drafts: int = 0
-    """Drafts verified: one per request and step that verified."""
-    num_draft_tokens: int = 0
-    """Tokens in them."""
+    num_drafts: int = 0  # drafts verified: one per request and step that verified
+    num_draft_tokens: int = 0  # tokens in them
     num_draft_tokens_per_pos: tuple[int, ...] = ()
     """[i]: drafts of at least i+1 tokens; K varies, so a rate per position needs it beside the next one."""
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    """[i]: drafts whose first i+1 tokens were all accepted."""
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # [i]: drafts whose first i+1 tokens were all accepted
     steps_by_draft_length: Mapping[int, int] = field(default_factory=dict)
     """Engine steps by the K they verified; -1: the drafter did not run."""
-    busy_s: float = 0.0
-    """Seconds with a request in the engine."""
-    control_s: float = 0.0
-    """Seconds that engine steps waited for the controller."""
+    control_s: float = 0.0  # seconds that engine steps waited for the controller
     num_ngram_drafts: int | None = None
     """The part of `num_drafts` that were n-grams; None: n-grams are not in use."""
-    num_ngram_accepted: int = 0
-    """Those of them whose first token was accepted."""
-    work: tuple[Work, ...] = ()
-    """By batch, ascending."""
+    num_ngram_accepted: int = 0  # those of them whose first token was accepted
+    tokens_by_batch: Mapping[int, int] = field(default_factory=dict)
+    """Tokens of decode-only steps by their batch."""
     load_intervals: tuple[LoadInterval, ...] = ()
     """In order of time; at most some hundred, however long the rollout was."""
-    step_times: tuple[StepTime, ...] = ()
-    """Of every draft length and batch with a clean step, ascending."""
-    responses: tuple[ResponseDrafts, ...] = ()
-    """By length, ascending."""
+    step_times: tuple[StepTime, ...] = ()  # of every draft length and batch with a clean step, ascending
+    responses: tuple[ResponseDrafts, ...] = ()  # by length, ascending
     num_broken_drafts: int = 0
     """Draft tokens that were dropped because the drafter's probabilities were not finite: it is off since."""
-    policy_error: str | None = None
-    """Why the policy was given up: the engine drafts nothing since."""
-    failure: str | None = None
-    """Why there are no figures."""
+    policy_error: str | None = None  # why the policy was given up: the engine drafts nothing since
+    failure: str | None = None  # why there are no figures
 
 
 # ---------------------------------------------------------------------- vLLM's workers to their server
@@ -179,8 +136,7 @@ class EngineStats:
 class LoadReply:
     """What one worker answers when it is asked to load a drafter."""
 
-    ok: bool
-    """False: the drafter is as it was, unless vLLM itself failed half way."""
+    ok: bool  # False: the drafter is as it was, unless vLLM itself failed half way
     error: str | None = None
     fingerprint: str = ""
     """Of all that is live on this rank, buffers included; empty on a rank without a drafter."""

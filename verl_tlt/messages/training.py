@@ -28,25 +28,18 @@ that the run started with (`spot_worker.versions`)."""
 class HiddenStateShard:
     """What one rank holds of the captured window of one sequence: the tap's own copy, which travels as it is."""
 
-    row: int
-    """Number of the sequence in its group's batch."""
-    tokens: np.ndarray
-    """int64 [L], the whole window's on every rank."""
-    prompt_len: int
-    """Tokens of the window that belong to the prompt."""
-    prompt: int
-    """Digest of the whole prompt, the same for all of its responses."""
-    start: int
-    """Position of the window in the sequence."""
+    row: int  # number of the sequence in its group's batch
+    tokens: np.ndarray  # int64 [L], the whole window's on every rank
+    prompt_len: int  # tokens of the window that belong to the prompt
+    prompt: int  # digest of the whole prompt, the same for all of its responses
+    start: int  # position of the window in the sequence
     stretches: tuple[tuple[int, int], ...]
     """Tokens [begin, end) of the window that this rank holds, n in all, in the order of the states' rows."""
     wanted: tuple[int, ...]
     """Layers whose inputs make the sequence whole, ascending; the last one is the policy's number of layers, under
     which goes the input of the final norm."""
-    layers: tuple[int, ...]
-    """Those of `wanted` that are here."""
-    states: np.ndarray
-    """16 bits [len(layers), n, H] (see `drafter.to_numpy16`)."""
+    layers: tuple[int, ...]  # those of `wanted` that are here
+    states: np.ndarray  # 16 bits [len(layers), n, H] (see `drafter.to_numpy16`)
 
 
 @dataclass(frozen=True)
@@ -62,26 +55,20 @@ class VerifierArrays:
 class TapReady:
     """One rank's answer to `tlt_setup`."""
 
-    group: int
-    """The data-parallel rank, which is the same on all ranks that compute the same sequences."""
-    untapped: str | None = None
-    """Why this engine has no tap, in one sentence; None: it has one."""
+    group: int  # the data-parallel rank, which is the same on all ranks that compute the same sequences
+    untapped: str | None = None  # why this engine has no tap, in one sentence; None: it has one
 
 
 @dataclass(frozen=True)
 class TappedStates:
     """What one rank's tap took from the last old-log-prob forward. The arrays stay in the object store of its node."""
 
-    shards: tuple[ObjectRef, ...]
-    """For each share of the sequences a list of `HiddenStateShard`."""
+    shards: tuple[ObjectRef, ...]  # for each share of the sequences a list of `HiddenStateShard`
     verifier_weights: ObjectRef | None
     """`VerifierArrays` out of the last weight sync; None: as they were, or copied by another rank."""
-    seconds: float
-    """What the tap cost."""
-    errors: int
-    """Micro-batches it could not keep, and verifier weights that could not be copied."""
-    sync_seconds: float = 0.0
-    """What copying the verifier weights cost the last weight sync."""
+    seconds: float  # what the tap cost
+    errors: int  # micro-batches it could not keep, and verifier weights that could not be copied
+    sync_seconds: float = 0.0  # what copying the verifier weights cost the last weight sync
     token_counts: np.ndarray | None = None
     """int64 [V]: how often each token is in the responses of a batch, once in a run where it was asked for."""
 
@@ -104,15 +91,12 @@ class BufferStats:
 
     sequences: int
     tokens: int
-    train_tokens: int
-    """The part of `tokens` that is trained on; the rest is held out for the publish gate."""
+    train_tokens: int  # the part of `tokens` that is trained on; the rest is held out for the publish gate
     bytes: int
-    incomplete: int = 0
-    """Sequences of this step that were left out: a rank's shard is missing."""
+    incomplete: int = 0  # sequences of this step that were left out: a rank's shard is missing
     responses: int = 0
     """Response tokens of this step's sequences; 0 where the drafter has the policy's whole vocabulary."""
-    draftable: int = 0
-    """Those of them that are in the draft vocabulary."""
+    draftable: int = 0  # those of them that are in the draft vocabulary
 
     @classmethod
     def combined(cls, stats: Sequence[BufferStats]) -> BufferStats:
@@ -127,23 +111,17 @@ class SessionResult:
 
     outcome: Literal["stopped", "exhausted", "failed"]
     """Stopped by the trainer, its epochs over the buffer are used up, or it raised."""
-    steps: int = 0
-    """Optimizer steps."""
+    steps: int = 0  # optimizer steps
     tokens: int = 0
     epochs: float = 0.0
-    skipped: int = 0
-    """Micro-batches with a non-finite loss or gradient."""
+    skipped: int = 0  # micro-batches with a non-finite loss or gradient
     seconds: float = 0.0
-    loss: float = math.nan
-    """Mean over the session's steps."""
+    loss: float = math.nan  # mean over the session's steps
     scores: HeldOutScores | None = None
     """Of the candidate that was merged before it; None: it was judged already, or not to the end."""
-    judged_s: float = 0.0
-    """The part of `seconds` that went into the scores, before it trained."""
-    slowest_s: float = 0.0
-    """Its longest micro-batch: what a stop may have to wait for."""
-    devices: float = 1.0
-    """Mean number of devices that trained during `seconds`."""
+    judged_s: float = 0.0  # the part of `seconds` that went into the scores, before it trained
+    slowest_s: float = 0.0  # its longest micro-batch: what a stop may have to wait for
+    devices: float = 1.0  # mean number of devices that trained during `seconds`
 
     @classmethod
     def combined(cls, results: Sequence[SessionResult]) -> SessionResult:
@@ -172,16 +150,13 @@ class MergeVerdict:
 
     decision: Literal["published", "kept", "reverted"] = "kept"
     """Kept: the served drafter stays and the candidate trains on."""
-    reason: str = ""
-    """The gate's verdict in words, or why it did not judge."""
+    reason: str = ""  # the gate's verdict in words, or why it did not judge
     gain: float | None = None
     """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
-    gain_low: float | None = None
-    """Lower end of the gate's interval around `gain`."""
+    gain_low: float | None = None  # lower end of the gate's interval around `gain`
     tau: Mapping[str, float] = field(default_factory=dict)
     """Held-out accept length of `candidate`, `served` and `initial`; empty: not judged."""
-    seconds: float = 0.0
-    """What judging, merging and exporting took."""
+    seconds: float = 0.0  # what judging, merging and exporting took
 
 
 @dataclass(frozen=True)
@@ -192,8 +167,7 @@ class Resumed:
     candidate: str
     served: str
     initial: str
-    moments: str
-    """Adam's."""
+    moments: str  # Adam's
 
 
 @dataclass(frozen=True)
@@ -201,14 +175,10 @@ class MergeFacts:
     """Whose training is in an average, final or partial."""
 
     tokens: int
-    included: tuple[str, ...]
-    """Workers in it, in order; empty: all were excluded."""
-    excluded: dict[str, str] = field(default_factory=dict)
-    """Worker -> why it is not in it."""
-    longest: int = 0
-    """Tokens of its longest session."""
-    squares: int = 0
-    """Sum of the sessions' squared tokens."""
+    included: tuple[str, ...]  # workers in it, in order; empty: all were excluded
+    excluded: dict[str, str] = field(default_factory=dict)  # worker -> why it is not in it
+    longest: int = 0  # tokens of its longest session
+    squares: int = 0  # sum of the sessions' squared tokens
 
 
 @dataclass(frozen=True)
@@ -216,12 +186,9 @@ class MergedSlice:
     """One slice of an average on its way between workers: number i is `values[i]` times the scale of its block."""
 
     facts: MergeFacts
-    values: np.ndarray
-    """int16 [n]; empty when everything was excluded."""
-    scales: np.ndarray
-    """float32 [blocks]."""
-    lengths: tuple[int, ...]
-    """Numbers in each block, n in all."""
+    values: np.ndarray  # int16 [n]; empty when everything was excluded
+    scales: np.ndarray  # float32 [blocks]
+    lengths: tuple[int, ...]  # numbers in each block, n in all
 
 
 @dataclass(frozen=True)
@@ -234,8 +201,7 @@ class HeldOutScores:
 
     prompts: np.ndarray
     """Of each sequence its prompt, by a number, uint64 [S]: responses to one prompt resemble each other."""
-    positions: np.ndarray
-    """Positions judged in each sequence, int [S]."""
+    positions: np.ndarray  # positions judged in each sequence, int [S]
     candidate: np.ndarray
     served: np.ndarray
     initial: np.ndarray
@@ -257,7 +223,7 @@ class HeldOutScores:
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def of(self, which: str) -> np.ndarray:
-        """The counts [S, 1+K] of one drafter."""
+        """[S, 1+K]."""
         return {name: getattr(self, name) for name in VERSIONS}[which]
 
     def accept_length(self, which: str) -> float:
@@ -266,7 +232,6 @@ class HeldOutScores:
         return float(counts.sum() / counts[0]) if counts[0] else 1.0
 
     def taus(self) -> dict[str, float]:
-        """Accept length of each drafter."""
         return {which: self.accept_length(which) for which in VERSIONS}
 
     def conditional(self, which: str) -> list[float]:
@@ -279,20 +244,13 @@ class HeldOutScores:
 class DrafterProvenance:
     """Where a drafter in a checkpoint comes from: keys of its `provenance.json` and rows of its model card."""
 
-    policy: str
-    """Where the policy was loaded from (`actor_rollout_ref.model.path`)."""
-    data: str
-    """The training files."""
-    data_sha256: str | None
-    """Their digest; None where they are not on this disk."""
+    policy: str  # where the policy was loaded from (`actor_rollout_ref.model.path`)
+    data: str  # the training files
+    data_sha256: str | None  # their digest; None where they are not on this disk
     objective: str
-    temperature: float
-    """The rollout's."""
-    version: int = 0
-    """Publications before it."""
-    policy_step: int = 0
-    """RL step of the policy it was saved with."""
+    temperature: float  # the rollout's
+    version: int = 0  # publications before it
+    policy_step: int = 0  # RL step of the policy it was saved with
     acceptance: Sequence[float] = ()
     """Conditional acceptance by draft position on held-out sequences; empty: unknown."""
-    tokens_trained: int = 0
-    """By all spot workers in this run, before and after it was resumed."""
+    tokens_trained: int = 0  # by all spot workers in this run, before and after it was resumed

@@ -1,10 +1,7 @@
 """The acceptance rate of each draft position, learned from every verified draft.
 
-A draft of K tokens shows whether token 1, 2, ... K was accepted given all before it, so one step at K informs every
-shorter draft as well. Only positions beyond the K in use are not observed; they keep their measured ratio to the
-position before, so that a better drafter is expected to be better there too.
-
-Age is counted in drafts or request-steps, not in seconds, so that a batch of one and a batch of 256 are treated alike.
+A step at K informs every shorter draft as well. Positions beyond the K in use are not observed; they keep their
+measured ratio to the position before. Age is counted in drafts or request-steps, so that any batch is treated alike.
 """
 
 from __future__ import annotations
@@ -43,12 +40,10 @@ class AcceptanceEstimate:
         self.set_prior([])
 
     def set_prior(self, conditional: Sequence[float], weight: float = 2.0) -> None:
-        """Start again from an expectation, for example the drafter's own held-out acceptance.
+        """Start again from an expectation, worth so many drafts, for example the drafter's own held-out acceptance.
 
-        Args:
-            conditional: P(position i accepted | all before accepted), within 0..1 (else ControlError); may be shorter
-                than the longest draft: the rest continues with `DECAY_GUESS`.
-            weight: how many drafts the expectation is worth.
+        `conditional`: P(position i accepted | all before accepted), in 0..1 (else ControlError); `DECAY_GUESS`
+        continues it.
         """
         wrong = [p for p in conditional if not 0.0 <= p <= 1.0]
         if wrong:
@@ -132,5 +127,4 @@ class AcceptanceEstimate:
 
 
 def _freshness(age: float) -> float:
-    """Weight of evidence of this age."""
     return STALE_AFTER / (STALE_AFTER + age)

@@ -10,6 +10,7 @@ and carry out what is decided.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from verl_tlt.messages.rollout import EngineStats, accept_length
@@ -35,10 +36,7 @@ IN_A_ROW = 3
 def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapping[int, float]) -> float:
     """Share of OFF's decoding time that drafting is expected to save, with the best draft length at each batch.
 
-    Args:
-        acceptance: conditional acceptance per draft position.
-        costs: what steps cost; asked at contexts of the calibration, where all draft lengths met one load.
-        work: tokens decoded at each batch.
+    `acceptance` is conditional, by position; `costs` are asked at the calibration's contexts; `work`: tokens by batch.
     """
     lengths = costs.lengths[1:]
     tau = expected_accept_lengths(acceptance, lengths[-1])
@@ -55,8 +53,8 @@ def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapp
 class RolloutDecision:
     """Judges a drafter by held-out acceptance, step costs, the last rollout's batches, and what the last try lost.
 
-    `tlt.speculation.policy` "fixed" is an order; n-grams (`source`) draft whatever a drafter is worth.
-    `active_share` as in `Roofline`.
+    The policy "fixed" is an order; n-grams (`source`) draft whatever a drafter is worth. `active_share` as in
+    `Roofline`.
     """
 
     def __init__(self, policy: str, source: str = "eagle", active_share: float = 1.0) -> None:
@@ -86,8 +84,7 @@ class RolloutDecision:
     def drafts(self, acceptance: Sequence[float], tried: bool = False) -> bool:
         """Whether the drafter runs in the coming rollout; one of which nothing is known is tried.
 
-        `acceptance` is conditional, by draft position, from held-out data, in 0..1 (else ControlError); empty: unknown.
-        `tried` as in `saving`.
+        `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
         """
         self._acceptance = acceptance
         self.against = "" if self._always and not self._never else self._why_not(tried)
@@ -107,7 +104,8 @@ class RolloutDecision:
         if self._costs is None or self.saving(self._acceptance, tried) > 0.0:
             return ""
         tau, even = self._nearest(self._costs)
-        return f"held-out accept length {tau:.2f}, and drafts pay from {even / (1.0 - self._least(tried)):.2f} on"
+        least = CLEARLY if self._tried or tried else UNTRIED
+        return f"held-out accept length {tau:.2f}, and drafts pay from {even / (1.0 - least):.2f} on"
 
     def _nearest(self, costs: LatencyModel) -> tuple[float, float]:
         """Held-out and break-even accept length of the draft length that comes closest to paying at all times."""
@@ -118,26 +116,16 @@ class RolloutDecision:
         even = [sum(n * max(s[i], s[0]) for n, s in steps.values()) / off_s for i in range(1, len(lengths) + 1)]
         return max(((tau[k], even[i]) for i, k in enumerate(lengths) if k > 0), key=lambda pair: pair[0] / pair[1])
 
-    def _least(self, tried: bool) -> float:
-        """Share of the decoding time that must be saved."""
-        return CLEARLY if self._tried or tried else UNTRIED
-
     def saving(self, acceptance: Sequence[float], tried: bool = False) -> float:
-        """Share of the decoding time that drafting is expected to save; 0: too little to draft, or nothing is known.
-
-        `tried`: as much as is enough where a drafter has been tried in this run.
-        """
+        """Share of the decoding time that drafting is expected to save; 0: too little (less if `tried`), or unknown."""
         if self._costs is None or not acceptance:
             return 0.0
         saving = expected_saving(acceptance, self._costs, self._work or self._even)
-        return saving if saving > self._least(tried) else 0.0
+        return saving if saving > (CLEARLY if self._tried or tried else UNTRIED) else 0.0
 
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
         """Take note of a rollout by its engines' sums and its gain (`savings.Savings.gain`)."""
-        work: dict[int, float] = {}
-        for row in (row for s in stats for row in s.work if row.tokens > 0):
-            work[row.batch] = work.get(row.batch, 0.0) + row.tokens
-        self._work = work or self._work
+        self._work = +sum((Counter(s.tokens_by_batch) for s in stats), Counter[int]()) or self._work
         if gain is not None:
             self._tried = True
             self._lost = self._promise() if gain < -CLEARLY else 0.0
@@ -152,13 +140,8 @@ class RunDecision:
     """Which replicas draft, rollout after rollout.
 
     Several rollouts in a row in which drafts are hardly ever accepted, or which drafting made slower, disable
-    speculation. Then one replica drafts as a probe in rarer and rarer rollouts, and if it gains, it is enabled again.
-
-    Args:
-        replicas: all replicas, in a fixed order.
-        policy: `tlt.speculation.policy`; with "fixed" drafting is an order, and goes on.
-        source: `tlt.speculation.source`; n-grams that match nothing cost nothing.
-        active_share: of the policy's weights, as `Roofline` has it.
+    speculation; then one replica drafts as a probe in rarer and rarer rollouts, and if it gains, it is enabled again.
+    With the policy "fixed" drafting is an order; n-grams (`source`) that match nothing cost nothing.
     """
 
     def __init__(
@@ -186,7 +169,9 @@ class RunDecision:
         `stats` are the sums by replica, `gain` as `RolloutDecision.learn` has it.
         """
         self.rollout.learn(stats.values(), gain)
-        drafting = [s for s in stats.values() if s.num_drafts and _drafted(s) > 0.5]
+        # More of their steps verified a draft than did not.
+        ks = [(s, s.steps_by_draft_length.items()) for s in stats.values() if s.num_drafts]
+        drafting = [s for s, steps in ks if sum(n if k > 0 else -n for k, n in steps) > 0]
         accepted = accept_length(
             sum(sum(s.num_accepted_tokens_per_pos) for s in drafting), sum(s.num_drafts for s in drafting)
         )
@@ -223,9 +208,3 @@ class RunDecision:
             return f"Speculation is enabled again: a replica that drafted as a probe saved {gain:.0%} of its decoding."
         self._until = self._wait = next_wait(self._wait)
         return None
-
-
-def _drafted(stats: EngineStats) -> float:
-    """Share of engine steps that verified a draft."""
-    steps = stats.steps_by_draft_length
-    return sum(n for k, n in steps.items() if k > 0) / max(1, sum(steps.values()))

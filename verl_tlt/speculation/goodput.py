@@ -1,12 +1,9 @@
 """The default policy: draft the length with the highest expected goodput, argmax τ(K) / T(batch, kv, K).
 
-One verified draft shows the acceptance of every shorter length (`acceptance.py`), and latency hardly changes
-(`costs/latency.py`), so there is little to explore. What remains is bounded:
-
-* a draft length that could beat the one in use, its estimate being uncertain or old, is *probed* (`prober.py`);
-* K=0 is an ordinary length, so a useless drafter costs a few probes and then almost nothing;
-* K changes only once the loss of staying adds up to the price of a change, and not again within a few steps (vLLM issue
-  49548: changing it at a threshold in every step costs more than either side of it).
+One verified draft shows the acceptance of every shorter length, and latency hardly changes, so little is explored: a
+draft length whose estimate is uncertain or old is *probed* (`prober.py`). K=0 is an ordinary length. K changes only
+once the loss of staying adds up to the price of a change, and not again within a few steps (vLLM issue 49548: changing
+it at a threshold in every step costs more than either side of it).
 """
 
 from __future__ import annotations
@@ -111,12 +108,10 @@ class GoodputPolicy(Policy):
             self._candidate = find_probe(self._prepared, self._lengths, self.acceptance, self.latency, self._budget)
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
-        """A new drafter with this expected acceptance per position: start from it and probe again soon."""
         self.acceptance.set_prior(conditional, weight=PRIOR_DRAFTS)
         self._budget.clear()
 
     def set_latency(self, table: LatencyTable) -> None:
-        """Seed the latency model from a calibration or an earlier run."""
         self.latency.seed(table)
 
     def _probe_on(self) -> int:
@@ -124,10 +119,7 @@ class GoodputPolicy(Policy):
         return self._lengths[self._probe.choice]
 
     def _reachable(self, batch: int) -> int:
-        """Number of lengths that may be chosen: those measured near this batch or at a larger one, and one more.
-
-        Where K=0 was not measured it comes first: compared with a guess, drafting can look good for long.
-        """
+        """How many lengths may be chosen: those measured near this batch or at a larger one, and one more; 0 first."""
         if self.latency.largest_batch(self._lengths[0]) * _BEYOND < batch:
             return 1
         last = 0

@@ -32,10 +32,7 @@ _RECURRENT = ("linear_num_", "mamba_", "ssm_")
 
 
 def runner_for(release: tuple[int, int], source: str = "eagle", method: str = "eagle3") -> Literal["V1", "V2"]:
-    """The model runner of an engine that drafts from `tlt.speculation.source` with a head of `tlt.drafter.method`.
-
-    n-grams need V1 in every release, and MTP heads were tested on V1 alone.
-    """
+    """The model runner for a `tlt.speculation.source` and `tlt.drafter.method`; n-grams and MTP heads have V1."""
     return "V2" if source == "eagle" and method == "eagle3" and release >= V2_DRAFTS_FROM else "V1"
 
 
@@ -45,10 +42,9 @@ def has_full_graphs(mode: str) -> bool:
 
 
 def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: int, vocab: int, number: int) -> int:
-    """Bytes on each GPU, through sleep too, in which a model runner keeps the drafter's logits for the next step.
+    """Bytes on each GPU in which a runner keeps the drafter's logits, of `number` bytes each, through sleep too.
 
     V2 allocates [max_num_seqs, K_max, vocab] outside the memory that sleep takes away; V1 has none between two steps.
-    `number` is the bytes of one logit, which has the policy's data type.
     """
     return max_num_seqs * longest * vocab * number if runner == "V2" else 0
 
@@ -56,14 +52,11 @@ def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: 
 def longest_draft(
     runner: Literal["V1", "V2"], mode: str, plain: bool, every_length: bool = True, logits_bytes: int = 0
 ) -> int:
-    """K_max where the user names none.
+    """K_max where the user names none, for a runner and the `cudagraph_mode` that it will have.
 
-    Args:
-        runner: vLLM's model runner.
-        mode: the `cudagraph_mode` it will have (`server.engine_arguments.graph_mode`).
-        plain: `plain_attention` of the policy; of others V1 has a FULL graph for the longest draft alone.
-        every_length: graphs may be captured for every draft length (`FULL_GRAPHS`).
-        logits_bytes: `draft_logits_bytes` of one draft token; K_max is a shorter one where they would pass the limit.
+    Of policies that are not `plain_attention` V1 has a FULL graph for the longest draft alone; `every_length`: graphs
+    may be captured for each (`FULL_GRAPHS`). K_max is shorter where `logits_bytes`, of one draft token, would pass the
+    limit.
     """
     full = has_full_graphs(mode) and every_length and (plain or runner == "V2")
     longest = LONGEST if full else LONGEST_WITHOUT_GRAPHS
@@ -72,16 +65,15 @@ def longest_draft(
 
 
 def plain_attention(config: Mapping[str, Any]) -> bool:
-    """Whether every layer of a policy is plain attention, by its Hugging Face config: no MLA, Mamba, linear attention.
+    """Whether every layer is plain attention, by the Hugging Face config: no MLA, Mamba, linear attention.
 
-    For others vLLM's attention backends make more of a batch's shape than its tokens (`use_mla`, `is_hybrid` and
-    `has_inner_state` of vLLM's `ModelConfig`).
+    For others vLLM's attention backends make more of a batch's shape than its tokens.
     """
     return (config.get("text_config") or config).get("kv_lora_rank") is None and not is_hybrid(config)
 
 
 def is_hybrid(config: Mapping[str, Any]) -> bool:
-    """Whether some layers of a policy keep a recurrent state instead of a KV cache, by its Hugging Face config."""
+    """Whether some layers keep a recurrent state instead of a KV cache, by the Hugging Face config."""
     fields = config.get("text_config") or config
     if any("attention" not in kind or "linear" in kind for kind in fields.get("layer_types") or ()):
         return True
@@ -89,10 +81,9 @@ def is_hybrid(config: Mapping[str, Any]) -> bool:
 
 
 def draft_length_table(lengths: Sequence[int], max_num_seqs: int) -> list[list[int]]:
-    """VLLM's `num_speculative_tokens_per_batch_size` with every draft length in it, rows of (from batch, to batch, K).
+    """vLLM's `num_speculative_tokens_per_batch_size` with every draft length: rows of (from batch, to batch, K).
 
-    Its V2 runner captures graphs for the draft lengths of this table; which one a step has is not looked up there. The
-    longest comes last and goes on from there, because sizes are captured up to the largest batch of each row.
+    Its V2 runner captures graphs for these lengths, up to the largest batch of each row: so the longest comes last.
     """
     *shorter, longest = lengths
     shorter = shorter[: max_num_seqs - 1]

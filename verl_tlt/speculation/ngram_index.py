@@ -1,11 +1,8 @@
 """Drafts without a model: the tokens that followed the same n-gram in other responses to the prompt.
 
-Responses to one prompt repeat each other (the TLT paper's model-free drafter, arXiv 2511.16665, has such a database per
-prompt). The index keeps, per prompt, the responses of the current rollout, running ones included, and of the rollout
-before that had this prompt. A draft is what followed the longest match of the latest tokens.
-
-The store is that of LZ77 compressors: per response its tokens and, for each n-gram, a link to the n-gram's previous
-place, with a dict from n-gram to its latest place. A token costs some dozen bytes and about a microsecond.
+The index keeps, per prompt, the responses of the current rollout, running ones included, and of the rollout before that
+had this prompt (TLT's model-free drafter, arXiv 2511.16665). Per response it has the tokens and, for each n-gram, a
+link to its previous place, as LZ77 compressors do: some dozen bytes and about a microsecond a token.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ class NgramDraft(NamedTuple):
     """Draft tokens and the length of the match that they follow."""
 
     tokens: list[int]
-    matched: int
-    """SHORTEST..LONGEST."""
+    matched: int  # SHORTEST..LONGEST
 
 
 class Trust:
@@ -53,7 +49,6 @@ class Trust:
         return self._accepted[matched] / self._offered[matched]
 
     def learn(self, matched: int, accepted: bool) -> None:
-        """Count one verified draft."""
         self._offered[matched] += 1.0
         self._accepted[matched] += accepted
         if self._offered[matched] > _HALVE_AT:
@@ -81,7 +76,6 @@ class _PromptRollout:
         return response
 
     def extend(self, response: int, new: Iterable[int]) -> None:
-        """Append tokens and index the n-grams that they complete."""
         tokens, links, latest = self.tokens[response], self.links[response], self.latest
         known, base = len(latest), response * _SPAN
         before = len(tokens)
@@ -119,8 +113,7 @@ class _PromptHistory:
     """The latest two rollouts of one prompt, the latest last."""
 
     rollouts: list[_PromptRollout] = field(default_factory=list)
-    epoch: int = -1
-    """`NgramIndex._policies` when the latest rollout began."""
+    epoch: int = -1  # `NgramIndex._policies` when the latest rollout began
 
 
 class _Request(NamedTuple):
@@ -143,9 +136,6 @@ class NgramIndex:
         self._requests: dict[str, _Request] = {}
         self._policies = 0
 
-    def __len__(self) -> int:
-        return len(self._histories)
-
     def begin(self, request: str, prompt: Sequence[int]) -> None:
         """A request arrives; its response is indexed with the others of its prompt."""
         key = blake2b(array("i", prompt).tobytes(), digest_size=16).digest()
@@ -164,7 +154,6 @@ class NgramIndex:
         self._requests[request] = _Request(history, rollout, response)
 
     def extend(self, request: str, tokens: Sequence[int]) -> None:
-        """Index tokens that a request was given."""
         held = self._requests.get(request)
         if held is None:
             return

@@ -21,16 +21,11 @@ class FixedPolicy(Policy):
         self._draft_length = draft_length
 
     def choose(self, load: Load) -> int:
-        """The K it was built with."""
         return self._draft_length
 
 
 class TablePolicy(Policy):
-    """argmax τ(K) / T(batch, kv, K) over a measured table and a given acceptance; learns nothing from steps.
-
-    Until both are given it drafts nothing. Draft lengths that the table does not hold are not used. `active_share` as
-    in `Roofline`.
-    """
+    """argmax τ(K) / T(batch, kv, K) over a measured table and a given acceptance; without both it drafts nothing."""
 
     def __init__(self, lengths: Sequence[int], active_share: float = 1.0) -> None:
         self._lengths, self._active_share = tuple(lengths), active_share
@@ -39,18 +34,15 @@ class TablePolicy(Policy):
         self._tau: Sequence[float] | None = None
 
     def choose(self, load: Load) -> int:
-        """The best K by the table."""
         if self._latency is None or self._tau is None:
             return 0
         tau, seconds = self._tau, self._latency.predict(load.batch, load.kv_tokens)[1:]
         return max(zip(self._usable, seconds, strict=True), key=lambda length: tau[length[0]] / length[1])[0]
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:
-        """Acceptance per position, for example the drafter's held-out score."""
         self._tau = expected_accept_lengths(conditional, self._lengths[-1])
 
     def set_latency(self, table: LatencyTable) -> None:
-        """Replace the latency table."""
         measured = set(table.lengths())
         self._usable = tuple(k for k in self._lengths if k in measured)
         known = LatencyModel(self._usable, table=table, active_share=self._active_share) if 0 in self._usable else None
@@ -58,9 +50,9 @@ class TablePolicy(Policy):
 
 
 def make_policy(name: str, lengths: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> Policy:
-    """Build one of `POLICIES`; ControlError for an unknown name, or a `fixed` that is none of the draft lengths.
+    """Build one of `POLICIES` for ascending draft lengths; a ControlError names what it cannot be built with.
 
-    `lengths` ascend from 0; `fixed` is the K of policy "fixed", None: the longest; `active_share` as in `Roofline`.
+    `fixed` is the K of policy "fixed", None: the longest; `active_share` as in `Roofline`.
     """
     if name == "goodput":
         return GoodputPolicy(lengths, active_share)

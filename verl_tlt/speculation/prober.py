@@ -38,7 +38,7 @@ win back what it tried."""
 class ProbeBudget:
     """What probing may cost: an allowance, which grows with every step up to a cap, and an interval per subject.
 
-    The interval doubles with every probe, so that the same length is tried rarely, and is reset when K changes.
+    The interval doubles with every probe, and is reset when K changes.
     """
 
     def __init__(
@@ -51,17 +51,14 @@ class ProbeBudget:
         self._wait: dict[Hashable, int] = {}
 
     def step(self) -> None:
-        """Count one engine step."""
         self._steps += 1
         if self._allowance < _CAP:
             self._allowance += self._share
 
     def due(self, subject: Hashable) -> bool:
-        """Whether the subject's interval is over."""
         return self._steps >= self._next.get(subject, 0)
 
     def affords(self, price: float) -> bool:
-        """Whether a probe of `price` steps is within the allowance now."""
         return price <= self._allowance
 
     def spend(self, subject: Hashable, price: float) -> bool:
@@ -92,32 +89,23 @@ class ProbeBudget:
 class Probe(NamedTuple):
     """A draft length to use for some steps, and what that is charged to."""
 
-    choice: int
-    """Index into the lengths."""
+    choice: int  # index into the lengths
     steps: int
-    subject: Hashable = None
-    """Whose interval it starts."""
-    price: float = 0.0
-    """Steps of goodput that it will probably cost."""
+    subject: Hashable = None  # whose interval it starts
+    price: float = 0.0  # steps of goodput that it will probably cost
 
 
 class LoadEstimates(NamedTuple):
     """What the policy estimates at one load; lists by draft length."""
 
     load: Load
-    current: int
-    """Index of the draft length in use."""
-    reachable: int
-    """Draft lengths below this index may be used."""
-    seconds: Sequence[float]
-    """Expected step latency."""
-    goodput: Sequence[float]
-    """Expected tokens per second and request."""
-    best: int
-    """The one of highest goodput among those that may be used."""
+    current: int  # index of the draft length in use
+    reachable: int  # draft lengths below this index may be used
+    seconds: Sequence[float]  # expected step latency
+    goodput: Sequence[float]  # expected tokens per second and request
+    best: int  # the one of highest goodput among those that may be used
 
     def probe(self, choice: int, steps: int, subject: Hashable) -> Probe:
-        """A probe at this load, with its price."""
         lost = max(0.0, 1.0 - self.goodput[choice] / self.goodput[self.current])
         return Probe(choice, steps, subject, steps * lost + _FEE)
 
@@ -154,10 +142,7 @@ def find_probe(
 def at_best(
     here: LoadEstimates, choice: int, tau: float, spread: float, sigma: float, optimism: float = OPTIMISM
 ) -> float:
-    """Goodput that a draft length could have, its accept length and latency better by `optimism` deviations.
-
-    `spread` is the standard deviation of `tau`, `sigma` the relative one of the latency.
-    """
+    """Goodput of a draft length if accept length (`spread`) and latency (`sigma`) are so many deviations better."""
     longer = choice > here.current
     # The acceptance of a shorter draft is known: it is part of what the longer one shows.
     vague = spread / tau if longer else 0.0

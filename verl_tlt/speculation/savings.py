@@ -54,13 +54,10 @@ class Savings(NamedTuple):
 class ControlRollouts:
     """Which replicas decode a rollout without drafts, as the measure of the others; none in most rollouts.
 
-    Where the replicas share a machine all are meant, else each in turn. By itself a run has `EARLY` such rollouts and
-    then rarely one, since everybody waits for a replica that does not draft. Rollouts that are OFF serve as well.
-
-    Args:
-        replicas: all of them, in a fixed order.
-        every: `tlt.speculation.control_every`: one in so many steps from the second on, 0: never, None: by itself.
-        shared: the replicas share a machine's processors.
+    Where they share a machine (`shared`) all are meant, else each in turn. With `every`
+    (`tlt.speculation.control_every`) None a run has `EARLY` such rollouts and then rarely one, since everybody waits
+    for a replica that does not draft; else one in so many steps from the second on, 0: never. Rollouts that are OFF
+    serve as well.
     """
 
     def __init__(self, replicas: Sequence[str], every: int | None, shared: bool) -> None:
@@ -87,12 +84,9 @@ class _Row(NamedTuple):
     """A load interval and what else went on during it, as far as that matters to its seconds."""
 
     interval: LoadInterval
-    busy: float
-    """Replicas that decoded, on average, its own included."""
-    drafting: float
-    """Those of them that drafted."""
-    training: float
-    """Replicas that trained."""
+    busy: float  # replicas that decoded, on average, its own included
+    drafting: float  # those of them that drafted
+    training: float  # replicas that trained
 
     @property
     def undisturbed(self) -> bool:
@@ -115,10 +109,7 @@ class SavingsAccount:
         self._calibrated = off
 
     def rollout(self, stats: Mapping[str, EngineStats], training: Times = ()) -> Savings:
-        """What a rollout saved, by the engines' sums; its steps without drafts are learned from first.
-
-        Steps with drafts never teach: where drafting made the machine slow, steps without would look slow too.
-        """
+        """What a rollout saved; its steps without drafts are learned from first, and those with drafts never."""
         rows = self._rows({name: s.load_intervals for name, s in stats.items() if s.load_intervals}, training)
         self._learn([row for of_replica in rows.values() for row in of_replica])
         if not any(row.interval.seconds for of_replica in rows.values() for row in of_replica):
@@ -129,10 +120,7 @@ class SavingsAccount:
         return Savings(self._saved_s(rows) if drafted else 0.0, self._gain(rows))
 
     def off_seconds(self, batch: float, context: float = CONTEXT_TOKENS, busy: int = 1) -> float | None:
-        """Seconds of a step without drafts; None: nothing like it was measured.
-
-        `context` is in tokens per request; `busy` replicas decode on the same processors, its own included.
-        """
+        """Seconds of a step without drafts at `context` tokens a request, with so many busy replicas; None: unknown."""
         own = _octave(context)
         found = (self._off_seconds_in(batch, octave, busy) for octave in (own, own - 1, own + 1))
         return next((seconds for seconds in found if seconds is not None), None)
@@ -229,7 +217,6 @@ class _Count:
             self._sums.append(self._sums[-1] + count * (end - begin))
 
     def average(self, during: LoadInterval) -> float:
-        """Over an interval."""
         return (self._until(during.end) - self._until(during.start)) / max(during.end - during.start, 1e-9)
 
     def _until(self, time: float) -> float:

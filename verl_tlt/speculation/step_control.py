@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +28,13 @@ FLUSH_S = 0.5
 class Limits(NamedTuple):
     """What bounds the draft length of an engine, whatever is wanted."""
 
-    lengths: tuple[int, ...]
-    """Draft lengths, ascending from 0."""
-    token_limit: int = 0
-    """Tokens of the largest step with a CUDA graph; 0: no graphs, no limit."""
+    lengths: tuple[int, ...]  # draft lengths, ascending from 0
+    token_limit: int = 0  # tokens of the largest step with a CUDA graph; 0: no graphs, no limit
     context_limit: int = sys.maxsize
     """Tokens of context beyond which a longest draft would not fit into the drafter any more."""
 
     def outgrown(self, longest: int) -> bool:
-        """Whether a step cannot draft because its longest context, in tokens, comes too near the drafter's end.
-
-        One such request stops the drafter for the whole batch (vLLM `_input_fits_in_drafter`).
-        """
+        """Whether the longest context of a step, in tokens, is too near the drafter's end: then no request drafts."""
         return longest > self.context_limit
 
     def fitting(self, wanted: int, batch: int, room: int) -> int:
@@ -74,7 +68,6 @@ class StepTrace:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is queued."""
         lines, self._lines = self._lines, []
         if not lines or self.failed:
             return
@@ -87,10 +80,7 @@ class StepTrace:
 
 
 class StepControl:
-    """Has the policy choose K within the engine's limits, and sums what came of it; writes it to `trace` if given.
-
-    `ranks`: of the engine's tensor parallelism.
-    """
+    """Has the policy choose K within the engine's limits, and sums what came of it; `ranks`: of tensor parallelism."""
 
     def __init__(self, policy: Policy, limits: Limits, trace: StepTrace | None = None, ranks: int = 1) -> None:
         self.policy = policy
@@ -104,14 +94,10 @@ class StepControl:
         self._sums = StepSums()
 
     def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
-        """K of the coming step, or OFF. An engine step waits for this.
+        """K of the coming step, or OFF; an engine step waits for this. The policy is asked unless it is overruled.
 
-        The policy is asked unless it is overruled, also where nothing can be drafted, so that it keeps count.
-
-        Args:
-            load: of the step.
-            longest: tokens of the longest context that the step may reach.
-            room: no draft may be longer (`decode_load.StopBoundary`).
+        `longest`: tokens of the longest context that the step may reach; `room`: no draft may be longer
+        (`StopBoundary`).
         """
         if not self.drafting:
             return OFF
@@ -125,11 +111,9 @@ class StepControl:
             self._give_up(error)
             return 0
 
-    def record(
-        self, step: Step, accepted: Iterable[tuple[str, int]] = (), ended: Iterable[tuple[str, int]] = ()
-    ) -> None:
-        """Add one finished step to sums and trace, and have the policy learn from it; arguments as `StepSums.add`."""
-        self._sums.add(step, accepted, ended)
+    def record(self, step: Step) -> None:
+        """Add one finished step to sums and trace, and have the policy learn from it."""
+        self._sums.add(step)
         if self.trace is not None:
             self.trace.add(step)
         if self.policy_error is not None:
@@ -142,7 +126,7 @@ class StepControl:
             self._give_up(error)
 
     def drafter_broke(self, dropped: int) -> None:
-        """The worker dropped this many draft tokens that had no probability: none follow until the next `control`.
+        """The worker dropped this many draft tokens without a probability: none follow until the next `control`.
 
         With several ranks the drafter's pass goes on (`BrokenDrafts`), so this is K=0; with one it is OFF.
         """
@@ -157,7 +141,6 @@ class StepControl:
         self._sums.drafts_broke(dropped)
 
     def flush(self) -> None:
-        """Write out the trace; called whenever the engine runs out of work."""
         if self.trace is not None:
             self.trace.flush()
 
@@ -174,11 +157,9 @@ class StepControl:
     def control(self, **settings: Any) -> dict[str, Any]:
         """Overrule or inform the policy; ValueError for an unknown setting or a value that cannot be.
 
-        Args:
-            **settings: any of `force_k` (this K in every step, until set to None), `drafting` (False while the worker's
-                drafter is switched off, `TLTWorkerExtension.tlt_set_drafting`), `acceptance` (conditional, per draft
-                position, expected of a drafter just published; empty: nothing known), `points` (step costs that were
-                measured, or learned by an earlier run: rows of `LatencyTable.to_list`).
+        `force_k`: this K in every step, until None. `drafting`: False while the worker's drafter is off. `acceptance`:
+        conditional, per draft position, expected of a drafter just published; empty: nothing known. `points`: step
+        costs, measured or learned by an earlier run, rows of `LatencyTable.to_list`.
         """
         unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
         if unknown:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import replace
 
-from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime, Work
+from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime
 from verl_tlt.speculation.types import OFF, Step
 
 LATENCY_SAMPLES = 64
@@ -65,59 +64,42 @@ class StepSums:
 
     def _begin(self) -> None:
         self._sums = EngineStats()
-        self._offered: list[int] = []  # by draft position
-        self._accepted: list[int] = []
+        self._offered: Counter[int] = Counter()  # by draft position, ascending
+        self._accepted: Counter[int] = Counter()
         self._steps_by_draft_length: Counter[int] = Counter()
         self._intervals = _LoadIntervals()
-        self._work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._tokens_by_batch: Counter[int] = Counter()
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
-    def add(self, step: Step, accepted: Iterable[tuple[str, int]] = (), ended: Iterable[tuple[str, int]] = ()) -> None:
-        """Add one finished step.
-
-        Args:
-            step: what was counted of it.
-            accepted: (request, draft tokens accepted) of each draft that it verified.
-            ended: (request, its tokens) of those that ended since the step before.
-        """
+    def add(self, step: Step) -> None:
         sums = self._sums
         sums.num_steps += 1
         sums.num_passes += step.batch
-        sums.busy_s += step.latency_s
         for name in SUMMED:
             setattr(sums, name, getattr(sums, name) + getattr(step, name))
         self._intervals.add(step)
         draft_length = OFF if step.drafted == OFF else step.verified
-        positions, offered = step.num_accepted_tokens_per_pos, self._offered
-        while len(offered) < len(positions):
-            offered.append(0)
-            self._accepted.append(0)
-        for i, count in enumerate(positions):
-            offered[i] += step.num_drafts
+        for i, count in enumerate(step.num_accepted_tokens_per_pos):
+            self._offered[i] += step.num_drafts
             self._accepted[i] += count
         self._steps_by_draft_length[draft_length] += 1
         if step.clean:
             self._step_times[draft_length, step.batch].append(step.latency_s)
         if step.decode_only and step.batch:
-            work = self._work[step.batch]
-            work[0] += step.latency_s
-            work[1] += step.num_decode_tokens
-        self._responses.verified(accepted)
-        for request, tokens in ended:
-            self._responses.ended(request, tokens)
+            self._tokens_by_batch[step.batch] += step.num_decode_tokens
+        self._responses.add(step)
 
     def drafts_broke(self, dropped: int) -> None:
-        """Add draft tokens that the worker dropped because they had no probability."""
         self._sums.num_broken_drafts += dropped
 
     def stats(self, reset: bool = False, policy_error: str | None = None) -> EngineStats:
         """The sums so far; `policy_error` is passed on."""
         found = replace(
             self._sums,
-            num_draft_tokens_per_pos=tuple(self._offered),
-            num_accepted_tokens_per_pos=tuple(self._accepted),
+            num_draft_tokens_per_pos=tuple(self._offered.values()),
+            num_accepted_tokens_per_pos=tuple(self._accepted.values()),
             steps_by_draft_length=dict(sorted(self._steps_by_draft_length.items())),
-            work=tuple(Work(batch, *sums) for batch, sums in sorted(self._work.items())),
+            tokens_by_batch=dict(sorted(self._tokens_by_batch.items())),
             load_intervals=self._intervals.rows(),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
             responses=self._responses.rows(reset),
@@ -139,20 +121,18 @@ class DraftsByLength:
         self._running: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # request → [drafts, accepted tokens]
         self._ended: dict[int, list[int]] = {}  # class → [responses, tokens, drafts, accepted tokens]
 
-    def verified(self, accepted: Iterable[tuple[str, int]]) -> None:
-        """Count a step's drafts: (request, draft tokens accepted) for each."""
-        for request, tokens in accepted:
+    def add(self, step: Step) -> None:
+        """Count a step's drafts and the requests that ended; one without any token is forgotten."""
+        for request, tokens in step.accepted:
             row = self._running[request]
             row[0] += 1
             row[1] += tokens
-
-    def ended(self, request: str, tokens: int) -> None:
-        """A request has ended with so many tokens; one without any is not counted."""
-        drafts, accepted = self._running.pop(request, (0, 0))
-        if tokens > 0:
-            row = self._ended.setdefault(round(CLASSES_PER_OCTAVE * math.log2(tokens)), [0, 0, 0, 0])
-            for i, count in enumerate((1, tokens, drafts, accepted)):
-                row[i] += count
+        for request, tokens in step.ended:
+            drafts, accepted = self._running.pop(request, (0, 0))
+            if tokens > 0:
+                row = self._ended.setdefault(round(CLASSES_PER_OCTAVE * math.log2(tokens)), [0, 0, 0, 0])
+                for i, count in enumerate((1, tokens, drafts, accepted)):
+                    row[i] += count
 
     def rows(self, reset: bool = False) -> tuple[ResponseDrafts, ...]:
         """The sums by class of length, ascending, over the responses that ended since the last reset."""

@@ -20,10 +20,8 @@ OFF = -1
 class Load(NamedTuple):
     """What the next engine step will carry, known before drafting."""
 
-    batch: int
-    """Requests in their decode phase (a prefill that joins does not count)."""
-    kv_tokens: int
-    """Tokens of context held by those requests."""
+    batch: int  # requests in their decode phase (a prefill that joins does not count)
+    kv_tokens: int  # tokens of context held by those requests
 
 
 @dataclass(slots=True)
@@ -33,34 +31,26 @@ class Step:
     What `EngineStats` sums has the same name there.
     """
 
-    batch: int
-    """Decode-phase requests in the step."""
-    kv_tokens: int
-    """Tokens of context they held."""
-    drafted: int
-    """K drafted in this step (verified by the next one); OFF when the drafter did not run."""
-    verified: int
-    """K drafted by the step before, verified in this one; 0 when nothing was verified."""
-    num_drafts: int = 0
-    """Requests that had a draft verified in this step."""
+    batch: int  # decode-phase requests in the step
+    kv_tokens: int  # tokens of context they held
+    drafted: int  # K drafted in this step (verified by the next one); OFF when the drafter did not run
+    verified: int  # K drafted by the step before, verified in this one; 0 when nothing was verified
+    num_drafts: int = 0  # requests that had a draft verified in this step
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     """[i]: how many of those drafts had their first i+1 tokens accepted; length `verified`."""
-    num_decode_tokens: int = 0
-    """Tokens the step produced over all decode-phase requests."""
-    latency_s: float = 0.0
-    """Seconds since the step before finished."""
+    num_decode_tokens: int = 0  # tokens the step produced over all decode-phase requests
+    latency_s: float = 0.0  # seconds since the step before finished
     clean: bool = False
     """False for steps that must not teach: mixed with prefill, K just changed, after a pause, drafting impossible."""
-    num_draft_tokens: int = 0
-    """Tokens in the drafts that were verified."""
-    num_generation_tokens: int = 0
-    """Tokens handed to requests, first tokens after a prefill included."""
-    control_s: float = 0.0
-    """Seconds that the step waited for verl-tlt."""
-    unix_s: float = 0.0
-    """When it finished."""
+    num_draft_tokens: int = 0  # tokens in the drafts that were verified
+    num_generation_tokens: int = 0  # tokens handed to requests, first tokens after a prefill included
+    control_s: float = 0.0  # seconds that the step waited for verl-tlt
+    unix_s: float = 0.0  # when it finished
     decode_only: bool = True
     """No prefill in the step and no pause before it, so that its time is that of decoding."""
+    accepted: Sequence[tuple[str, int]] = ()  # (request, draft tokens accepted) of each draft that counts
+    ended: Sequence[tuple[str, int]] = ()
+    """(request, its tokens) of those that ended with this step or since the one before."""
 
 
 class ControlError(TLTError, ValueError):
@@ -70,8 +60,7 @@ class ControlError(TLTError, ValueError):
 class Policy(ABC):
     """Chooses K before drafting, and learns from finished steps. Deterministic given its inputs and seed."""
 
-    latency: LatencyModel | None = None
-    """What steps cost here, OFF included, where the policy learns it."""
+    latency: LatencyModel | None = None  # what steps cost here, OFF included, where the policy learns it
 
     @abstractmethod
     def choose(self, load: Load) -> int:

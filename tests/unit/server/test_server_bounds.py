@@ -11,7 +11,7 @@ import pytest
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, Work
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, SchedulerClient, answered, fail_calls_when_dead
@@ -50,7 +50,7 @@ def server():
 
 
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset(server):
-    sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, work=(Work(4, 0.5, 9.0),), num_ngram_drafts=3)
+    sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, tokens_by_batch={4: 9}, num_ngram_drafts=3)
     asked = []
     server.engine = Engine(stats=lambda reset: asked.append(reset) or asdict(sums))
     assert await server.tlt_stats() == sums

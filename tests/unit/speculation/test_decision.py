@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from verl_tlt.messages.rollout import EngineStats, Work
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
 from verl_tlt.speculation.decision import IN_A_ROW, RolloutDecision, RunDecision, expected_saving
@@ -41,7 +41,7 @@ def decision(**arguments):
 
 def rollout(work):
     """Statistics of an engine that decoded so many tokens at each batch."""
-    return [EngineStats(work=tuple(Work(batch, 1.0, tokens) for batch, tokens in work.items()))]
+    return [EngineStats(tokens_by_batch=work)]
 
 
 @pytest.mark.parametrize(

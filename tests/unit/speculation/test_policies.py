@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulate.hardware import QWEN3_8B_H100, calibration_of
-from verl_tlt.messages.rollout import EngineStats, Work
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
 from verl_tlt.speculation.decision import RolloutDecision
 from verl_tlt.speculation.policies import POLICIES, make_policy
@@ -86,5 +86,5 @@ def test_all_experts_of_a_mixture_are_awake_at_large_batches(known, chosen, draf
     assert engine.choose(Load(128, 128 * 32)) == chosen
     trainer = RolloutDecision("goodput", active_share=known)
     trainer.calibrated(calibration)
-    trainer.learn([EngineStats(work=(Work(128, 1.0, 1e5),))], None)
+    trainer.learn([EngineStats(tokens_by_batch={128: 100_000})], None)
     assert trainer.drafts(acceptance) == drafts

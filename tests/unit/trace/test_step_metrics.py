@@ -21,11 +21,11 @@ from verl_tlt.trainer.cold_start import ColdStart
 A = EngineStats(
     num_steps=10, num_generation_tokens=100, num_decode_tokens=96, num_passes=40, num_drafts=40,
     num_draft_tokens_per_pos=(40, 40, 20), num_accepted_tokens_per_pos=(30, 20, 6),
-    steps_by_draft_length={-1: 2, 0: 3, 3: 5}, busy_s=8.0,
+    steps_by_draft_length={-1: 2, 0: 3, 3: 5},
 )  # fmt: skip
 B = EngineStats(
     num_steps=10, num_generation_tokens=20, num_decode_tokens=12, num_passes=10, num_drafts=10,
-    num_draft_tokens_per_pos=(10,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 10}, busy_s=10.0,
+    num_draft_tokens_per_pos=(10,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 10},
 )  # fmt: skip
 
 

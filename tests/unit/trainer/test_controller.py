@@ -460,7 +460,7 @@ def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_
         fleet.clock.until(lambda: controller._watch.report.sessions)
         trained = controller._watch.report.sessions[0]
         slowed = LoadInterval(trained.start, trained.end, 4.0, 50.0, seconds=1.0, plain_steps=50.0, off=True)
-        fleet.stats = {"a": EngineStats(load_intervals=(slowed,), busy_s=2.0)}
+        fleet.stats = {"a": EngineStats(load_intervals=(slowed,))}
     assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == 0.0
     with sampling(controller, fleet, 3):
         fleet.clock.until(lambda: len(called(fleet, "train")) == 2)

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_tlt.config import SpeculationConfig
-from verl_tlt.messages.rollout import EngineStats, LoadInterval, Work
+from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import IN_A_ROW
 from verl_tlt.speculation.retry import FIRST_WAIT
@@ -58,7 +58,7 @@ def rollout(begin, seconds, drafting):
         drafts, spent = name in drafting, seconds if name in drafting else 1.0
         interval = LoadInterval(begin, begin + spent, 4.0, 50.0, spent, 100.0, not drafts)
         stats[name] = EngineStats(
-            num_drafts=1000 * drafts, num_accepted_tokens_per_pos=(800, 480), work=(Work(4, spent, 400.0),),
+            num_drafts=1000 * drafts, num_accepted_tokens_per_pos=(800, 480), tokens_by_batch={4: 400},
             steps_by_draft_length={2 if drafts else OFF: 100}, load_intervals=(interval,),
         )  # fmt: skip
     return stats

@@ -58,20 +58,12 @@ _Key = tuple[int, int, int]
 class _Bucket(NamedTuple):
     """The cells of one (batch, context), by position in `LatencyModel.lengths`."""
 
-    factors: list[float]
-    """Corrections of the roofline."""
-    sigmas: list[float]
-    """Their relative uncertainty."""
+    factors: list[float]  # corrections of the roofline
+    sigmas: list[float]  # their relative uncertainty
 
 
 class LatencyModel:
-    """T(batch, kv_tokens, K) in seconds for every draft length, OFF included.
-
-    Args:
-        lengths: draft lengths it will be asked about, ascending; OFF is always known as well.
-        table: measurements of an earlier run or a calibration; each counts as a few samples.
-        active_share: of the policy's weights, as `Roofline` has it.
-    """
+    """T(batch, kv_tokens, K) in seconds for OFF and every draft length, which ascend; `table` is where it starts."""
 
     def __init__(self, lengths: Sequence[int], *, table: LatencyTable | None = None, active_share: float = 1.0) -> None:
         self.lengths = (OFF, *lengths)
@@ -159,11 +151,7 @@ class LatencyModel:
         return self._largest.get(draft_length, 0)
 
     def to_table(self, calibration: LatencyTable | None = None) -> LatencyTable:
-        """Every measured cell as one point, for the store.
-
-        A calibration is kept as it is, since figures of a busy machine cannot be compared with it, and completed by
-        cells that it does not reach.
-        """
+        """Every measured cell as one point, for the store; a calibration is kept as it is, and completed."""
         points = list(calibration.points) if calibration else []
         # The pace is the machine's at the moment; a calibration is what it was compared with.
         known, pace = {_key(p.batch, p.kv_tokens, p.draft_length) for p in points}, 0.0 if points else self._pace
@@ -227,10 +215,10 @@ def _key(batch: float, kv_tokens: float, draft_length: int) -> _Key:
 
 
 class Cell:
-    """Log correction of the roofline at one load and draft length, robust against stalls.
+    """Log correction of the roofline at one load and draft length: a scalar Kalman filter, robust against stalls.
 
-    A scalar Kalman filter on log(measured / roofline), beside which the machine's pace is estimated. `prior` is what
-    its neighbours suggest, `prior_sigma` infinite without any; `jitter` the relative noise of a single step so far.
+    `prior` is what neighbours suggest (`prior_sigma` infinite without any), `jitter` the relative noise of one step so
+    far.
     """
 
     __slots__ = (
@@ -248,10 +236,7 @@ class Cell:
         self.batch, self.kv_tokens = 0.0, 0.0
 
     def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
-        """Take in one sample, log(measured / roofline); returns what to add to `pace`, the log of the machine's.
-
-        Samples older than `memory` count 1/e.
-        """
+        """Take in log(measured / roofline), those before `memory` at 1/e; returns what to add to `pace` (a log)."""
         self.samples = min(self.samples + 1.0, memory)
         if len(self.first) < _FIRST:
             self.first.append(log_ratio - pace)
@@ -268,7 +253,6 @@ class Cell:
         return pace_variance / expected * clipped
 
     def sigma(self) -> float:
-        """Uncertainty of the level."""
         return math.sqrt(self.variance) + (0.02 if len(self.first) < _FIRST else 0.0)
 
     def place(self, batch: float, kv_tokens: float) -> None:
@@ -284,10 +268,8 @@ class Cell:
         self.first = [x + offset for x in self.first]
 
     def _begin(self) -> None:
-        """Level from one to three samples: their lower median, weighed against what the neighbours suggest.
-
-        The lower median, because a first use may stall but is never too fast, and the least where the samples do not
-        agree. One very slow sample alone changes nothing.
+        """Level from one to three samples: their lower median, since a first use may stall but is never too fast; or
+        the least where they do not agree. One very slow sample alone changes nothing.
         """
         count, ordered = len(self.first), sorted(self.first)
         agree = ordered[-1] - ordered[0] <= max(_FAR_OFF, 2.0 * _CLIP * self.spread)

@@ -43,18 +43,12 @@ Params = npt.NDArray[np.float64]
 
 
 def weights_read(active_share: float, tokens: Any) -> Any:
-    """Share of a policy's weights that so many tokens use together, where one uses `active_share` of them.
-
-    1 for a dense policy. Experts are taken to be chosen independently; `tokens` is a number or an array.
-    """
+    """Share of a policy's weights that so many tokens (number or array) use, where one uses `active_share` of them."""
     return 1.0 - (1.0 - active_share) ** tokens
 
 
 class Roofline:
-    """Nine positive coefficients and the seconds that follow from them.
-
-    `active_share`: the part of the weights that one token uses, below 1 for a mixture of experts.
-    """
+    """Nine positive coefficients, and what follows; `active_share`: of the weights, what one token uses."""
 
     def __init__(self, active_share: float = 1.0) -> None:
         self._active_share = active_share
@@ -72,7 +66,6 @@ class Roofline:
 
     @property
     def ready(self) -> bool:
-        """Whether `start` was called."""
         return self._prior is not None
 
     def start(self, batch: float, kv_tokens: float, seconds: float) -> None:
@@ -90,7 +83,6 @@ class Roofline:
         self._unpack()
 
     def seconds(self, batch: float, kv_tokens: float, draft_length: int) -> float:
-        """Seconds of one steady step."""
         return self.by_length(batch, kv_tokens, (draft_length,))[0]
 
     def by_length(self, batch: float, kv_tokens: float, lengths: Sequence[int]) -> list[float]:

@@ -43,8 +43,7 @@ class LatencyPoint:
 
     batch: Annotated[int, Field(ge=1, le=_MOST)]
     kv_tokens: Annotated[int, Field(ge=0, le=_MOST)]
-    draft_length: Annotated[int, Field(ge=OFF, le=64)]
-    """K, or OFF (-1) for a step without any drafter."""
+    draft_length: Annotated[int, Field(ge=OFF, le=64)]  # K, or OFF (-1) for a step without any drafter
     seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     samples: Annotated[int, Field(ge=0, le=_MOST)] = 1
     """Steps behind this figure; 0: it is interpolated between measured draft lengths."""
@@ -74,18 +73,16 @@ class LatencyTable:
         return tuple(sorted({p.draft_length for p in self.points}))
 
     def calibration(self) -> LatencyTable:
-        """The points that were calibrated."""
         return LatencyTable(tuple(p for p in self.points if p.calibrated))
 
     def by_batch(self, draft_length: int) -> list[tuple[int, float]]:
-        """(batch, seconds) of a draft length, ascending."""
+        """(batch, seconds), ascending."""
         return sorted((p.batch, p.seconds) for p in self.points if p.draft_length == draft_length)
 
     def for_lengths(self, lengths: Iterable[int]) -> LatencyTable:
-        """The points of OFF and these lengths; lengths between measured draft lengths are interpolated, linear in K.
+        """The points of OFF and these lengths; between measured draft lengths they are interpolated, linear in K.
 
-        A token more costs a pass of the drafter and a verified position, so a step is close to linear in K. OFF is
-        never interpolated.
+        A token more costs a pass of the drafter and a verified position. OFF is never interpolated.
         """
         wanted = {OFF, *lengths}
         measured = [k for k in self.lengths() if k >= 0]
@@ -107,7 +104,6 @@ class LatencyTable:
         return {OFF, *lengths} <= set(known) and self.by_batch(OFF)[-1][0] >= batch
 
     def to_list(self) -> list[dict[str, Any]]:
-        """JSON-able rows."""
         return [asdict(p) for p in self.points]
 
     @classmethod
@@ -140,12 +136,9 @@ def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
 class TableKey:
     """What latencies depend on."""
 
-    hardware: str
-    """Accelerator and how many the engine spans, for example `NVIDIA H100 80GB HBM3 x4`."""
-    model: str
-    """Policy and drafter: name, precision, whatever changes the cost of a step."""
-    vllm: str
-    """vLLM's version."""
+    hardware: str  # accelerator and how many the engine spans, for example `NVIDIA H100 80GB HBM3 x4`
+    model: str  # policy and drafter: name, precision, whatever changes the cost of a step
+    vllm: str  # vLLM's version
 
 
 def table_path(directory: str | Path, key: TableKey) -> Path:
