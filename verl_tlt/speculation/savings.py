@@ -15,10 +15,11 @@ beside which nobody drafted or trained are the measure: without TLT nobody train
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, interpolate
@@ -210,16 +211,11 @@ class _Count:
 
     def __init__(self, spans: Times) -> None:
         edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-        self._times = [time for time, _ in edges]
-        self._counts = list(accumulate(change for _, change in edges))
-        self._sums = [0.0]
-        for (begin, end), count in zip(pairwise(self._times), self._counts, strict=False):
-            self._sums.append(self._sums[-1] + count * (end - begin))
+        self._times = [time for time, _ in edges] or [0.0]
+        counts = accumulate(change for _, change in edges)
+        seconds = (n * (end - begin) for (begin, end), n in zip(pairwise(self._times), counts, strict=False))
+        self._sums = list(accumulate(seconds, initial=0.0))  # of all spans before each time
 
     def average(self, during: LoadInterval) -> float:
-        return (self._until(during.end) - self._until(during.start)) / max(during.end - during.start, 1e-9)
-
-    def _until(self, time: float) -> float:
-        """Seconds of all spans before a time."""
-        i = bisect_left(self._times, time)
-        return self._sums[i - 1] + self._counts[i - 1] * (time - self._times[i - 1]) if i else 0.0
+        before, after = np.interp((during.start, during.end), self._times, self._sums)
+        return float(after - before) / max(during.end - during.start, 1e-9)

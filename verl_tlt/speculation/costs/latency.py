@@ -221,11 +221,6 @@ class Cell:
     far.
     """
 
-    __slots__ = (
-        "batch", "draft_length", "first", "kv_tokens", "level",
-        "prior", "prior_variance", "samples", "spread", "variance",
-    )  # fmt: skip
-
     def __init__(self, draft_length: int, prior: float, prior_sigma: float, jitter: float) -> None:
         self.draft_length = draft_length
         self.level = self.prior = prior
