@@ -24,6 +24,7 @@ RECURRENT = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mamba_ssm_dtype": "float32",
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTURE = {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 64, "intermediate_size": None}
 VISION = {
     "depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128, "patch_size": 14,
 }  # fmt: skip
@@ -51,10 +52,11 @@ TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 NESTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}),
     "qwen3_5": ("Qwen3_5", RECURRENT),
+    "qwen3_5_moe": ("Qwen3_5Moe", MIXTURE),
     "qwen3_vl": ("Qwen3VL", {"rope_parameters": INTERLEAVED, "architectures": ["Qwen3ForCausalLM"]}),
 }  # fmt: skip
 
-HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe")
 """Those with recurrent states."""
 
 
@@ -65,7 +67,7 @@ def build_family(path: Path, family: str, vocab: int = 512, state: float = 1.0) 
     torch.manual_seed(0)
     name, more = {**TEXT, **NESTED}[family]
     config = getattr(transformers, f"{name}{'Text' * family.endswith('_text')}Config")
-    shape = {**SHAPE, "vocab_size": vocab, **more}
+    shape = {key: value for key, value in {**SHAPE, "vocab_size": vocab, **more}.items() if value is not None}
     if family in TEXT:
         model = getattr(transformers, f"{name}ForCausalLM")(config(**shape))
     else:

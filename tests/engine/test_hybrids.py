@@ -6,6 +6,7 @@ log-probabilities it tells are from transformers' in float32. Each fault is sile
 
 import families
 import pytest
+import torch
 from draws import HOT, draw, p_values
 from greedy import choose, decode, flip, near
 from shared_engines import part_of
@@ -24,7 +25,7 @@ STATE, SENSITIVE = 45.0, 400.0
 """How much recurrent states count: enough to show in log-probabilities, and in draws from 16 tokens."""
 STATEFUL = "stateful-"
 """Before a family's name: other policies of it than those of the other tests."""
-NEEDS_VISION = ("qwen3_5", "qwen3_5_text")
+NEEDS_VISION = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe")
 FAMILIES = ["qwen3_next", *(pytest.param(family, marks=pytest.mark.heavy) for family in NEEDS_VISION)]
 
 
@@ -60,9 +61,23 @@ def start(engine_of, family):
 
 
 @pytest.fixture(scope="module")
-def exact_by_size(models, family):
+def trained(models, family):
+    """The policy after an update, by the names that an actor has for its weights: a layer's experts are one tensor."""
+    path = models["target"].parent / f"{family}-trained"
+    model = families.build_family(path, family.removeprefix(STATEFUL), 512, STATE)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.copy_((weight * (1.0 + 0.2 * torch.rand(weight.shape))).bfloat16())
+    model.save_pretrained(path)
+    return path, {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def exact_by_size(models, family, trained):
     """Read before an engine starts: vLLM then has transformers read configs of Qwen3.5 with a class of its own."""
-    return [Exact(models[part_of(name, "target")]) for name in (family, f"{family}-small")]
+    paths = (models[part_of(family, "target")], models[part_of(f"{family}-small", "target")], trained[0])
+    return [Exact(path) for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +113,16 @@ def test_the_same_tokens_whatever_k_does(start, exact, without_speculation, mode
         choose(engine, 0, 1, 3, 7)
         assert decode(engine, exact)[0] == first
         assert engine.scheduler.tlt.stats().policy_error is None
+
+
+def test_a_weight_sync_brings_every_layer(start, exact_by_size, without_speculation, trained):
+    with start("good", seed=1) as engine:  # another engine than the next tests have: its policy is another one
+        choose(engine, 0, 1, 3, 7)
+        stale = decode(engine, exact_by_size[2])[1]
+        engine.rpc("_update_weights", list(trained[1].items()), None, True)
+        assert engine.llm.reset_prefix_cache()
+        off = decode(engine, exact_by_size[2])[1]
+    assert near(off, without_speculation) and stale[0] > 4 * off[0], (stale, off, without_speculation)
 
 
 @pytest.fixture
@@ -147,6 +172,8 @@ def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, wi
 @pytest.mark.parametrize("broken", [False, True])
 def test_draws_have_the_policys_distribution(start, exact_by_size, family, broken):
     """With recurrent states that count: chi-square over the first tokens alone misses the fault."""
+    if family.endswith("moe"):
+        pytest.skip("runs with a policy that has several likely tokens everywhere, which no small mixture here has")
     exact = exact_by_size[1]
     with start("good", name=f"{family}-small", max_num_seqs=64) as engine:
         choose(engine, 0, 1, 3, 7)

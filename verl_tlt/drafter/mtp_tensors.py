@@ -21,9 +21,6 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.tensor_file import FLOATS, Header
 
-_EXPERTS = ("qwen3_next", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "deepseek_v32")
-"""How the types of policies begin whose head is a layer of experts."""
-
 
 @dataclass(frozen=True)
 class MTPLayout:
@@ -57,7 +54,7 @@ def mtp_layout(shape: PolicyShape) -> MTPLayout:
     if (layout := LAYOUTS.get(str(architecture))) is not None:
         return layout
     why = "heads that are a layer of experts are left out, since vLLM and transformers store experts differently"
-    others = f"; {why}" if shape.model_type.startswith(_EXPERTS) else ""
+    others = f"; {why}" if shape.num_experts else ""
     raise DrafterError(
         f"{shape.source} names {architecture}, and method=mtp drafts for {', '.join(LAYOUTS)} alone{others}."
     )

@@ -54,8 +54,8 @@ def test_a_name_is_resolved_and_its_family_named(cached, policy):
     for fine in (check_policy(policy), check_policy(cached("Org/policy"))):
         assert fine.level == "ok" and "is a qwen3 model" in fine.sentence
     found = check_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
-    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and drafters exist for llama"
-    assert found.level == "refuse" and found.sentence.startswith(said)
+    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and vLLM "
+    assert found.level == "refuse" and found.sentence.startswith(said) and "drafters exist for llama" in found.sentence
 
 
 def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
@@ -72,7 +72,7 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
     [
         ("afmoe", "AfmoeForCausalLM", "would serve a head beside AfmoeForCausalLM, but none was made and tested yet"),
         ("seed_oss", "SeedOssForCausalLM", "serves no EAGLE-3 head beside SeedOssForC"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "latent attention (MLA) does not start on vLLM's CPU backend"),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "vLLM 0.28 does not read its experts as transformers 5"),
         ("llava", "LlavaForConditionalGeneration", "would serve a head beside LlavaForConditionalGeneration"),
         ("qwen2", "SeedOssForCausalLM", "is a qwen2 model, and vLLM "),
         ("mimo", "MiMoForCausalLM", "to no EAGLE-3 head; its own MTP head drafts with tlt.drafter.method=mtp"),
@@ -87,6 +87,23 @@ def test_another_family_is_refused_with_the_reason(cached, family, architecture,
     found = check_policy(cached("Org/policy", **changes))
     sentence = found.sentence
     assert found.level == "refuse" and said in sentence and sentence.endswith(".") and "\n" not in sentence
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite"])
+def test_latent_attention_is_refused_by_the_field_that_says_it(cached, family, nested):
+    fields = {"kv_lora_rank": 512}
+    changes = {"model_type": family, **({"text_config": fields} if nested else fields)}
+    found = check_policy(cached("Org/policy", architectures=["DeepseekV3ForCausalLM"], **changes))
+    said = f"is a {family} model, and latent attention (MLA) does not start on vLLM's CPU backend"
+    assert found.level == "refuse" and said in found.sentence
+
+
+@pytest.mark.parametrize("experts", ["num_experts", "n_routed_experts"])
+def test_an_mtp_head_of_experts_is_refused_for_what_it_is(cached, experts):
+    changes = {"architectures": ["Glm4MoeForCausalLM"], experts: 4, "moe_intermediate_size": 8}
+    sentence = check_policy(cached("Org/policy", model_type="glm4_moe", **changes), "mtp").sentence
+    assert "method=mtp drafts for MiMoForCausalLM" in sentence and "heads that are a layer of experts" in sentence
 
 
 def test_vllms_sources_say_the_same_as_its_classes():
