@@ -15,7 +15,7 @@ import pytest
 from benchmarks.lossless.tiny_policy import V
 
 
-def run_script(name: str, *arguments: Path) -> Any:
+def run_script(name: str, *arguments: Path | str) -> Any:
     """What a script beside this file prints as JSON, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(Path(__file__).with_name(name)), *map(str, arguments)]

@@ -2,7 +2,8 @@
 
 Prints JSON: the tokens that transformers decodes greedily, and for each way to draft those of the engine, how often the
 drafter ran, and how many steps drafted how much; the same of sampled tokens with a drafter whose logits are NaN.
-Arguments: directories of the policy and of a drafter of it.
+Arguments: directories of the policy and of a drafter of it, the drafter's method, and "any K" where this runner drafts
+the K that it is asked for.
 """
 
 import json
@@ -55,8 +56,9 @@ def expected(target):
     return found
 
 
-def observe(engine, passes, *, worker=True, scheduler=True, draft_length=None, **sampling):
+def observe(engine, passes, *, worker=True, scheduler=True, draft_length=None, policy="longest", **sampling):
     """Decode with the drafter switched on or off in worker and scheduler; `draft_length` None: the policy's."""
+    engine.put_in_charge(policy)
     assert engine.llm.reset_prefix_cache()
     passes.clear()
     refusal = engine.rpc("tlt_set_drafting", worker)
@@ -81,7 +83,9 @@ def sync(engine, drafter):
 
 def ruin(engine):
     """Have the drafter compute NaN, as one that was trained into it and passed its checks."""
-    engine.runner.speculator.model.model.fc.weight.data.fill_(float("nan"))
+    inner = engine.runner.speculator.model.model
+    (projection,) = (p for name, p in inner.named_parameters() if name.endswith(("fc.weight", "input_proj.weight")))
+    projection.data.fill_(float("nan"))
 
 
 def replace_nothing(engine):
@@ -104,15 +108,17 @@ if __name__ == "__main__":
     from verl_tlt.vllm_worker import draft_probabilities
 
     utils.set_death_signal = lambda: None
-    models = dict(zip(("target", "good"), map(Path, sys.argv[1:]), strict=True))
+    *paths, method, any_k = sys.argv[1:]
+    models = dict(zip(("target", "good"), map(Path, paths), strict=True))
     engines = SharedEngines(models)
-    with engines("good", enable_sleep_mode=True, **LIMITS) as engine:
+    with engines("good", method=method, enable_sleep_mode=True, **LIMITS) as engine:
         passes = []
         engine.runner.speculator.model.register_forward_hook(lambda *_: passes.append(1))
         found = {
             "transformers": {"tokens": expected(models["target"])},
             "K=0": observe(engine, passes, draft_length=0),
             "drafting": observe(engine, passes),
+            **({"any K": observe(engine, passes, policy="rand")} if any_k == "any K" else {}),
             "OFF": observe(engine, passes, worker=False, scheduler=False),
             "OFF, and the scheduler did not hear of it": observe(engine, passes, worker=False),
             "drafting again": observe(engine, passes),
