@@ -35,6 +35,23 @@ if TYPE_CHECKING:
 CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
+MOST = 2**31 - 1
+"""Largest number that a key may have: nothing is counted in more, and from there on engines' own tables overflow."""
+NEEDED = (
+    *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "train_batch_size")),
+    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs")),
+    *(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model")),
+    *(f"{ROLLOUT}.{name}" for name in ("n", "prompt_length", "response_length", "max_num_seqs")),
+    *(f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs")),
+)
+"""Keys of which a run needs 1 or more."""
+COUNTS = (
+    *NEEDED,
+    *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_batched_tokens", "expert_parallel_size")),
+    *(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node", "val_kwargs.n")),
+    "data.gen_batch_size", "trainer.total_training_steps",
+)  # fmt: skip
+"""Keys that are whole numbers, and of 0 or more, or null, where they are not needed."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,8 @@ class Recipe:
     """Where its script was when it started `main_ppo`; None: here."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Variables of the environment that its script sets to what a program prints, so that they are not known."""
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+    """Commands of its script that were not run, and after which it was read on as if they had gone well."""
 
     def place(self) -> contextlib.AbstractContextManager[None]:
         """For a `with` block in the directory where its script starts `main_ppo`, which relative paths begin from."""
@@ -98,10 +117,17 @@ def select(config: DictConfig, key: str, default: object = None) -> object:
 
 
 def number(config: DictConfig, key: str, default: int) -> int:
-    """The whole number of 0 or more at a dotted key."""
-    value = select(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TLTConfigError(f"{key} must be a whole number of 0 or more, not {value!r}.")
+    """The whole number at a dotted key; `default` where it is absent, or null and not needed."""
+    from omegaconf import OmegaConf
+
+    node, _, name = key.rpartition(".")
+    value, least = select(config, key), int(key in NEEDED)
+    around = OmegaConf.select(config, node)
+    if value is None and not (least and OmegaConf.is_dict(around) and name in around.keys()):  # noqa: SIM118
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        said = "null" if value is None else repr(value)
+        raise TLTConfigError(f"{key} must be a whole number from {least} to {MOST:,}, not {said}.")
     return value
 
 
@@ -123,6 +149,8 @@ def read_run_dir(config: DictConfig) -> str:
 
 def read_settings(config: DictConfig) -> TLTConfig:
     """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
+    for key in COUNTS:
+        number(config, key, 1)
     node = read_mapping(config, "tlt")
     speculation = node.get("speculation", {})
     runner = engine_runner(config)
@@ -187,7 +215,7 @@ def devices(config: DictConfig, node: str) -> int:
 def devices_per_replica(config: DictConfig) -> int:
     """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
     kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
+    return math.prod(number(config, f"{ROLLOUT}.{kind}", 1) for kind in kinds)
 
 
 def replicas_on(config: DictConfig, node: str) -> int:

@@ -17,7 +17,6 @@ from verl_tlt.checks.models import METHOD, POLICY, Finding, check_policy, check_
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     context_tokens,
-    devices,
     draft_logits,
     enforce_eager,
     number,
@@ -140,11 +139,6 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("refuse", node, f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
     if not select(config, "trainer.use_v1", True):
         yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
-    yield from (
-        Finding("refuse", key, f"{key} must be 1 or more: with 0 or null the trainer has no device.")
-        for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
-        if number(config, key, 0) == 0
-    )
     if mode in MODE_RULES:
         yield Finding("ok", what, f"{what}={mode}")
     else:
@@ -352,7 +346,7 @@ def _unreadable(path: str) -> str | None:
 def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The drafter is trained while one replica waits for another, so there must be another."""
     what, rule = "trainer.n_gpus_per_node", MODE_RULES.get(trainer_mode(config))
-    if rule is None or rule.idle != "replicas" or not settings.spot.enable or not devices(config, "trainer"):
+    if rule is None or rule.idle != "replicas" or not settings.spot.enable:
         return
     try:
         replicas = replicas_on(config, "trainer")

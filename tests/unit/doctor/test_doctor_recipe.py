@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import transformers
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.checks import rules
-from verl_tlt.checks.recipe import compose, read_settings
+from verl_tlt.checks.recipe import COUNTS, MOST, NEEDED, compose, read_settings
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import TLTConfig, TLTConfigError
 
@@ -46,6 +46,30 @@ def test_an_override_without_a_value_is_an_error(empty):
     with pytest.raises(TLTConfigError, match=re.escape(f"{empty} has no value")):
         compose([*FLAG, empty], "ppo_trainer")
     assert compose([*FLAG, "trainer.project_name=''"], "ppo_trainer").trainer.project_name == ""
+
+
+@pytest.fixture(scope="module")
+def verls():
+    return compose(FLAG, "ppo_trainer")
+
+
+@pytest.mark.parametrize("value", [10**30, MOST + 1, -1, 0, 1.5, 8.0, float("inf"), "two", True, [8], {"a": 1}, None])
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_count_that_is_none_is_named_by_its_key(verls, key, value):
+    kept, least = OmegaConf.select(verls, key), int(key in NEEDED)
+    with open_dict(verls):
+        OmegaConf.update(verls, key, value, force_add=True)
+    try:
+        if not least and value in (0, None) and value is not False:
+            read_settings(verls)
+            return
+        with pytest.raises(TLTConfigError) as error:
+            read_settings(verls)
+    finally:
+        OmegaConf.update(verls, key, kept, merge=False)
+    said = "null" if value is None else repr(value)
+    named = f"{key} must be a whole number from {least} to 2,147,483,647, not "
+    assert str(error.value) == f"{named}{said}."
 
 
 def test_another_folder_of_configs_is_searched(tmp_path):

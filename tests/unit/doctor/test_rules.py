@@ -85,9 +85,6 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
     [
         ({"trainer.v1.trainer_mode": "fully_async"}, "trainer.v1.trainer_mode", "fully_async has no TLT trainer"),
         ({"trainer.use_v1": False}, "trainer.use_v1", "legacy trainer"),
-        ({"trainer.nnodes": 0}, "trainer.nnodes", "trainer.nnodes must be 1 or more"),
-        ({"trainer.nnodes": None}, "trainer.nnodes", "with 0 or null the trainer has no device"),
-        ({"trainer.n_gpus_per_node": 0}, "trainer.n_gpus_per_node", "must be 1 or more"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 4}, "trainer.n_gpus_per_node",
          "ask for 4 GPUs a replica, and trainer.nnodes and trainer.n_gpus_per_node give 2"),
         ({"async_training": {"x": 1}}, "async_training", "experimental trainers"),

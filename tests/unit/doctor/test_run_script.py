@@ -113,6 +113,14 @@ def test_what_a_script_prints_takes_neither_disk_nor_memory(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.sh"] and module.SECONDS == 60.0
 
 
+def test_processes_of_a_pipeline_are_recorded_one_after_the_other(tmp_path):
+    names = " ".join(f"V{i}={'x' * 3000}" for i in range(20))
+    (script := tmp_path / "recipe.sh").write_text(f"export {names}\n{START} a=1 | tee b | cat c | tee d\n")
+    for _ in range(5):
+        found = run_script(str(script))
+        assert found.overrides == ("a=1",) and set(found.environment) == {f"V{i}" for i in range(20)}
+
+
 def test_a_process_that_it_leaves_behind_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 1.0)
     (script := tmp_path / "recipe.sh").write_text(f"echo $BASHPID > {tmp_path}/pid\n(while :; do :; done) &\n")

@@ -32,8 +32,8 @@ def told(script, words, environment):
         (place / name).chmod(stat.S_IRWXU)
     noted = script.parent / "noted"
     env = {**os.environ, **environment, "PATH": f"{place}:/usr/bin:/bin", "NOTED": str(noted)}
-    subprocess.run(["bash", str(script), *words], env=env, cwd=script.parent, check=True, timeout=60)
-    return tuple(noted.read_text().split("\0")[2:-1])
+    subprocess.run(["bash", str(script), *words], env=env, cwd=script.parent, timeout=60)
+    return tuple(noted.read_text().split("\0")[2:-1]) if noted.exists() else None
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
@@ -65,7 +65,11 @@ PYTHONS = (
     "conda run -n verl --live-stream python -m verl.trainer.main_ppo", "nohup python -m verl.trainer.main_ppo",
     "env A=1 python -m verl.trainer.main_ppo", "exec python -m verl.trainer.main_ppo",
     "ray job submit --address http://x:8265 -- python3 -m verl.trainer.main_ppo",
-    "srun -N 1 python -m verl.trainer.main_ppo",
+    "srun -N 1 python -m verl.trainer.main_ppo", "timeout -k 5 3h nice -n 5 stdbuf -oL python -m verl.trainer.main_ppo",
+    "python -m torch.distributed.run --nproc_per_node=1 -m verl.trainer.main_ppo",
+    "time -p python -mverl.trainer.main_ppo",
+    "printf '%s ' -m verl.trainer.main_ppo c=1; python -m verl.trainer.main_ppo",
+    "pkill -f 'python -m verl.trainer.main_ppo'; python -m verl.trainer.main_ppo",
     "if nvidia-smi; then pip install x; fi; sleep 5; CUDA_VISIBLE_DEVICES=0 python -m verl.trainer.main_ppo",
     "hf download x || exit 1; ray stop --force && python -m verl.trainer.main_ppo",
 )  # fmt: skip
@@ -77,6 +81,88 @@ def test_however_it_is_started(tmp_path, python, behind):
     (script := tmp_path / "run me.sh").write_text(f'PYTHON=/v/bin/python\n{python} a=1 "$@"{behind}\nwait\necho done')
     found = read_script(script, ["+trainer.plugin=tlt"])
     assert found.overrides == ("a=1", "+trainer.plugin=tlt")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"echo b=1 | xargs {START} a=1", f"cat x | nohup xargs -n1 {START} &", f"find . -exec {START} {{}} \\;",
+        f"parallel {START} lr={{}} ::: 1 2", f"env -S '{START} a=1' b=2", f"env -C /tmp {START}",
+        f"ssh host {START} a=1",
+        f"ssh -p 22 host '{START} a=1'; {START} b=1", f"bash -c '{START} a=1'", f"sudo -E {START}", f"./wrap {START}",
+        f"docker run -e A=1 image {START}", f"tmux send-keys '{START} a=1' Enter", f"env -i xargs {START}",
+        "python -u launcher.py -m verl.trainer.main_ppo", f"trap '{START} a=2' EXIT; {START} a=1",
+        f"sbatch --wrap '{START}'", f"flock /tmp/l {START}", "python -m mine -m verl.trainer.main_ppo a=1",
+        "python3 -c 'import mine' -m verl.trainer.main_ppo a=1",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("read", [read_script, run_script])
+def test_a_start_through_what_may_change_its_words_is_refused(tmp_path, monkeypatch, read, line):
+    monkeypatch.chdir(tmp_path)
+    (script := tmp_path / "recipe.sh").write_text(line)
+    with pytest.raises(TLTConfigError) as error:
+        read(str(script))
+    said = str(error.value)
+    assert said.startswith(f"{script} starts verl.trainer.main_ppo through `") and "\n" not in said
+    assert said.endswith("give its overrides in place of the script.") and "--run-script" not in said
+
+
+@pytest.mark.parametrize("read", [read_script, run_script])
+def test_variables_that_env_sets_and_drops_are_those_of_the_start(tmp_path, monkeypatch, read):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THERE", "1")
+    text = f"export MINE=1 OTHER=1\nnohup env -u MINE --unset=OTHER TWO=2 {START} a=1"
+    (script := tmp_path / "recipe.sh").write_text(text)
+    environment = read(str(script)).environment
+    assert environment["TWO"] == "2" and not {"MINE", "OTHER", "a"} & set(environment)
+    script.write_text(f"export MINE=1\nenv -i TWO=2 {START} a=1")
+    assert read(str(script)).environment == {"TWO": "2"}
+
+
+ENDS = (
+    "false", "! true", "false || true", "false && true", "if false; then :; fi", "[ 1 = 2 ]", "[ 1 = 2 ] && X=1",
+    "((0))", "(false)", "(false) || true", "{ false; } || true", "{ false; true; }", "X=$(false)", "export X=$(false)",
+    "X=$(false; echo hi)", "false &", "false | cat", "false > log 2>&1", "shift", "set +e\nfalse\nset -e",
+    "X=$(echo 1)",
+    "case x in y) false ;; esac", "if true; then false; fi", "trap 'echo x' ERR", "set -u\necho $NOWHERE", "echo -e x",
+    "printf x", ": ${X:=$(false)}", "while false; do true; done", "(exit 1)", "true && false", "set -aux",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["set -e", "set -o errexit", "set -x -euo pipefail"])
+@pytest.mark.parametrize("line", ENDS)
+def test_a_script_that_ends_where_a_command_fails_is_not_read_on(tmp_path, line, how):
+    """Bash says whether it comes to its start; a pipeline's end is a program's, so it may be noted in place of that."""
+    (script := tmp_path / "recipe.sh").write_text(f"{how}\n{line}\n{START} a=1\n")
+    comes_to_it = told(script, [], {}) is not None
+    try:
+        found = read_script(script)
+    except TLTConfigError as error:
+        assert not comes_to_it, str(error)
+    else:
+        assert comes_to_it or found.assumed
+        assert not found.assumed or "|" in line
+
+
+def test_options_of_the_first_line_count(tmp_path):
+    (script := tmp_path / "recipe.sh").write_text(f"#!/bin/bash -le\n{START} a=1\nfalse\n")
+    assert read_script(script).overrides == ("a=1",)
+    script.write_text(f"#!/usr/bin/env -S bash -ex\nfalse\n{START} a=1\n")
+    with pytest.raises(TLTConfigError, match=r"`false` \(line 2\) fails, and `set -e` ends it there"):
+        read_script(script)
+
+
+def test_what_a_start_hangs_on_and_was_not_run_is_said(tmp_path):
+    lines = [
+        "nvidia-smi || true", "hf download x || exit 1", "if ! ray status; then exit 1; fi", "sleep 1; wait &",
+        "set -e", "pip install x", "python prepare.py | tee log", "if nvidia-smi; then echo x; fi",
+        f"if ray up; then ray job submit --runtime-env=env.yaml -- {START} a=1; else echo no; fi", "ray stop",
+    ]  # fmt: skip
+    (script := tmp_path / "recipe.sh").write_text("\n".join(lines))
+    assert read_script(script).assumed == (
+        "`hf download x` (line 2)", "`! ray status` (line 3)", "`pip install x` (line 6)",
+        "`python prepare.py | tee log` (line 7)", "`ray up` (line 9)", "`--runtime-env=env.yaml` (line 9)",
+    )  # fmt: skip
 
 
 def test_nothing_of_a_script_is_run_whatever_it_names(tmp_path, monkeypatch):
@@ -108,7 +194,8 @@ def test_nothing_of_a_script_is_run_whatever_it_names(tmp_path, monkeypatch):
         (f"set -u\n{START} $NOWHERE", "NOWHERE: unbound variable"),
         (f": ${{DATA:?say where}}\n{START}", "DATA: say where"),
         (f"cd /no/such/place\n{START}", "the directory /no/such/place (line 1), which is not here"),
-        (f"bash -c '{START} a=1'", "here: it starts `bash -c python3"),
+        (f"set -e\n[ -f /no ]\n{START} a=1", "here: `[ -f /no ]` (line 2) fails, and `set -e` ends it there."),
+        (f"set -o noglob\n{START} a=*", "depends on `set -o noglob` (line 1)"),
         ("bash inner.sh a=1", "here: it starts `bash inner.sh a=1`."),
         ("python prepare.py\ntorchrun -m verl.trainer.sft_trainer x=1",
         "starts `torchrun -m verl.trainer.sft_trainer`."),

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl_tlt.commands.warmup import prompts as prompts_module
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
 from verl_tlt.drafter import DrafterError
 
@@ -114,6 +115,23 @@ def test_a_prompt_ends_where_its_line_does(tokenizer, tmp_path, kind, mark, endi
     file = tmp_path / f"prompts.{kind}"
     file.write_bytes((mark + ending.join(rows)).encode())
     assert read_prompts([file], tokenizer, 100).tokens == tuple(tuple(tokenizer(p)["input_ids"]) for p in prompts)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_read_up_to_a_size_and_lines_are_whatever_theirs(
+    tokenizer, tmp_path, monkeypatch, prompt_lines, kind, indent
+):
+    monkeypatch.setattr(prompts_module, "MOST_BYTES", 1 << 20)
+    file = tmp_path / f"prompts.{kind}"
+    chats = as_chat(prompt_lines)
+    file.write_text("\n".join([*(json.dumps(chat) for chat in chats), *[" " * 1000] * 2000]))
+    assert len(read_prompts([file], tokenizer, 100).tokens) == len(chats)
+    file.write_text(json.dumps([chats[0]] * 30_000, indent=indent))
+    with pytest.raises(DrafterError) as error:
+        read_prompts([file], tokenizer, 100)
+    said = "an array of more than 1 MB is not read; write one JSON value a line."
+    assert str(error.value) == f"--prompts {file} is not a readable .{kind} file: {said}"
 
 
 def test_an_array_a_folder_and_several_files_are_one_set_of_prompts(tokenizer, tmp_path, prompt_lines, prompts_file):

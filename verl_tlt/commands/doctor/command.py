@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
     findings = [*examine_recipe(recipe), *which_verl()]
+    if recipe.assumed:
+        more = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
+        taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{more}"
+        findings.insert(1, Finding("ok", "script", taken))
     for package, checked in installed_symbols().items():
         findings += rules.judge_symbols(package, checked)
     return findings

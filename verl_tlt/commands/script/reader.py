@@ -10,11 +10,12 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from verl_tlt.checks.recipe import CONFIG, Recipe
-from verl_tlt.commands.script.shell import Exit, Shell, Start
-from verl_tlt.commands.script.syntax import LONGEST, MAIN, MARK, parse
+from verl_tlt.commands.script.shell import Exit, Shell
+from verl_tlt.commands.script.syntax import LONGEST, MAIN, MARK, Start, parse
 from verl_tlt.commands.script.words import Stopped, Unreadable
 from verl_tlt.config import TLTConfigError
 
@@ -41,6 +42,7 @@ def read_script(
     stopped = ""
     try:
         with contextlib.suppress(Exit):
+            shell.options.update(*re.findall(r"\A#!.*?[ \t]-([a-z]+)\s*$", text, re.MULTILINE))
             shell.sequence(parse(text, str(script)).children)
     except Stopped as error:
         stopped = str(error)
@@ -53,10 +55,10 @@ def read_script(
         said = f"({type(error).__name__}: {error})"
         raise TLTConfigError(f"{script}, line {shell.line}, cannot be read {said}.") from None
     start = only_start(str(script), shell.starts, shell.others, stopped)
-    words = [_known(str(script), word, shell) for word in start.words]
+    start = replace(start, words=tuple(_known(str(script), word, shell) for word in start.words))
     if MARK.search(start.directory):
         raise TLTConfigError(f"{script} starts {MAIN} in a directory that is not known, and {REMEDY}")
-    return recipe_of(str(script), arguments, start, words, shell.looked_at)
+    return recipe_of(str(script), arguments, start, shell.looked_at)
 
 
 def contents(script: str | os.PathLike[str]) -> str:
@@ -77,6 +79,9 @@ def only_start(script: str, starts: Sequence[Start], others: Sequence[str], stop
     if not starts:
         instead = f"it starts `{others[-1]}`" if others else "it ends before"
         raise TLTConfigError(f"{script} does not start `python -m {MAIN}` here: {(stopped or instead).rstrip('.')}.")
+    if hidden := next((start for start in starts if start.through), None):
+        other = f"through `{hidden.through}` (line {hidden.line}), which may give it other words or variables"
+        raise TLTConfigError(f"{script} starts {MAIN} {other}: give its overrides in place of the script.")
     if len({start.words for start in starts}) > 1:
         lines = " and ".join(sorted({str(start.line) for start in starts}, key=int))
         raise TLTConfigError(f"{script} starts {MAIN} {len(starts)} times, each time otherwise (line {lines}).")
@@ -92,24 +97,22 @@ def _known(script: str, word: str, shell: Shell) -> str:
     return MARK.sub(NOT_RUN, word)
 
 
-def recipe_of(
-    script: str, arguments: Sequence[str], start: Start, words: Sequence[str], looked_at: set[str] | None
-) -> Recipe:
-    """The recipe of a start by these words, Hydra's own options among them.
+def recipe_of(script: str, arguments: Sequence[str], start: Start, looked_at: set[str] | None) -> Recipe:
+    """The recipe of a start by words, Hydra's own options among them.
 
     A `TLTConfigError` says that an argument of the script would be lost: one that is an override, or that the script
     has not looked at (None: that is not known).
     """
     for argument in arguments:
-        lost = argument not in words and (looked_at is not None and argument not in looked_at)
-        if lost or (argument not in words and re.match(r"[+~]|[\w.@/]+=", argument)):
+        lost = argument not in start.words and (looked_at is not None and argument not in looked_at)
+        if lost or (argument not in start.words and re.match(r"[+~]|[\w.@/]+=", argument)):
             remedy = f'write "$@" after the other words that {MAIN} is given there'
             raise TLTConfigError(f"{script} does not hand {argument} on to {MAIN}: {remedy}.")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn", nargs="?", default=CONFIG, const="")
     parser.add_argument("--config-path", "-cp", nargs="?", default="", const="")
     parser.add_argument("--config-dir", "-cd", nargs="?", default="", const="")
-    options, rest = parser.parse_known_args(words)
+    options, rest = parser.parse_known_args(start.words)
     overrides = [word for word in rest if not word.startswith("-")]
     if options.config_dir:
         more = os.path.join(start.directory, options.config_dir)
@@ -120,6 +123,5 @@ def recipe_of(
     unread = tuple(sorted(name for name, value in start.environment.items() if MARK.search(value)))
     own = ("PWD", "OLDPWD", "SHLVL", "_", *unread)
     changed = {k: v for k, v in start.environment.items() if os.environ.get(k) != v and k not in own}
-    return Recipe(
-        tuple(overrides), os.path.join(options.config_path, options.config_name), changed, start.directory, unread
-    )
+    config = os.path.join(options.config_path, options.config_name)
+    return Recipe(tuple(overrides), config, changed, start.directory, unread, start.assumed)

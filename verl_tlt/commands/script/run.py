@@ -25,8 +25,7 @@ from typing import IO
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.script.reader import contents, only_start, read_script, recipe_of
-from verl_tlt.commands.script.shell import Start
-from verl_tlt.commands.script.syntax import MAIN, parse, spans_of, walk, words_of_start
+from verl_tlt.commands.script.syntax import MAIN, Start, parse, spans_of, start_of, walk
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import printable
 from verl_tlt.upstream.versions import look_first_in
@@ -49,12 +48,14 @@ _OWN = re.compile(
 _ALWAYS = ("enable", "kill", "python", "python3", "suspend", "torchrun")
 _PRELUDE = """\
 __called() {
+  builtin read -rN1 -u $TLT_LOCK __turn
   printf '%s\\0' "$@" >&$TLT_RECORD
   case "$*" in *"$TLT_MAIN"*)
     printf '\\n\\0' >&$TLT_RECORD; pwd >&$TLT_RECORD; printf '\\0' >&$TLT_RECORD
     for __name in $(compgen -e); do printf '%s=%s\\0' "$__name" "${!__name}" >&$TLT_RECORD; done ;;
   esac
   printf '\\n\\n\\0' >&$TLT_RECORD
+  printf . >&$TLT_UNLOCK
   case "$1 $2  $TLT_MISSING " in *python*" -c "*" $3 "*) return 1 ;; esac
 }
 command_not_found_handle() { __called "$@"; }
@@ -89,22 +90,28 @@ def run_script(script: str, arguments: Sequence[str] = ()) -> Recipe:
     told = f"{script} is run by bash now, {told}; what it redirects into files is written."
     print(printable(told), file=sys.stderr, flush=True)
     imports = {name for name in re.findall(r"import\s+([A-Za-z]\w*)", text) if importlib.util.find_spec(name) is None}
-    with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude, tempfile.TemporaryFile() as said:
+    ends = os.pipe()  # holds one byte: processes of a pipeline record one after the other
+    with (
+        tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude, tempfile.TemporaryFile() as said,
+        open(ends[0], "rb") as lock, open(ends[1], "wb", buffering=0) as unlock,
+    ):  # fmt: skip
+        unlock.write(b".")
         stubs = "".join(f'function {name} {{ __called {name} "$@"; }}\n' for name in {*names, *_ALWAYS})
         prelude.write((_PRELUDE + stubs).encode())
         prelude.flush()
         own = {
             "PATH": "/nonexistent", "BASH_ENV": f"/dev/fd/{prelude.fileno()}", "TLT_RECORD": str(record.fileno()),
             "TLT_PATH": os.environ.get("PATH", os.defpath), "TLT_MAIN": MAIN,
-            "TLT_MISSING": " ".join(f"import {name}" for name in imports),
+            "TLT_MISSING": " ".join(f"import {name}" for name in imports), "TLT_LOCK": str(lock.fileno()),
+            "TLT_UNLOCK": str(unlock.fileno()), "__name": "", "__turn": "",
         }  # fmt: skip
-        _run([script, *arguments], {**os.environ, **own}, said, (record, prelude))
+        _run([script, *arguments], {**os.environ, **own}, said, (record, prelude, lock, unlock))
         record.seek(0)
         starts, others = _recorded(record.read().decode(errors="surrogateescape"), own)
         said.seek(max(0, os.fstat(said.fileno()).st_size - 200))
         last = (said.read().decode(errors="replace").strip().splitlines() or [""])[-1]
     start = only_start(script, starts, others, last if not others else "")
-    return recipe_of(script, arguments, start, start.words, None)
+    return recipe_of(script, arguments, start, None)
 
 
 def _programs(text: str, script: str) -> set[str]:
@@ -169,10 +176,10 @@ def _recorded(record: str, own: dict[str, str]) -> tuple[list[Start], list[str]]
     for call in record.split("\n\n\0")[:-1]:
         words, _, rest = call.partition("\n\0")
         called = words.split("\0")[:-1]
-        if (given := words_of_start(called)) is not None and rest:
-            directory, *pairs = rest.split("\0")[:-1]
-            environment = {n: v for n, _, v in (pair.partition("=") for pair in pairs) if n not in own}
-            starts.append(Start(given, environment, directory.rstrip("\n"), len(starts) + 1))
+        directory, *pairs = rest.split("\0")[:-1] or [""]
+        environment = {n: v for n, _, v in (pair.partition("=") for pair in pairs) if n not in own}
+        if rest and (start := start_of(called, environment, directory.rstrip("\n"), len(starts) + 1)):
+            starts.append(start)
         elif re.match(r"(.*/)?(python[\d.]*|torchrun)$", called[0] if called else ""):
             others.append(" ".join(called[:3]))
     return starts, others

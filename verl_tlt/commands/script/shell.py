@@ -13,21 +13,22 @@ import fnmatch
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt.commands.script.syntax import (
     MAIN,
     MARK,
+    Start,
     gives_up,
     parse,
     shorten,
     spans_of,
+    start_of,
     text_of,
     walk,
-    words_of_start,
 )
 from verl_tlt.commands.script.words import Stopped, Unreadable, Value, Words
 from verl_tlt.errors import TLTError
@@ -46,18 +47,12 @@ _CHANGING = ("variable_assignment", "declaration_command", "unset_command", "for
 _PROGRAMS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|.*\.sh")
 """Programs that a script may start in place of `main_ppo`."""
 _IMPORT = re.compile(r"\s*import\s+([A-Za-z_]\w*)\s*;?\s*")
+_FAIL = ("command", "test_command", "variable_assignment", "pipeline", "subshell")
+"""Commands by whose failure `set -e` ends a script."""
+_OPTIONS = {"errexit": "e", "nounset": "u", "allexport": "a"}
+"""Options of `set` that are followed, by their names."""
+_WITHOUT_EFFECT = [*"xvhmbBCEHTPp", "xtrace", "verbose", "pipefail", "hashall", "monitor", "noclobber", "errtrace"]
 _COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-
-
-@dataclass(frozen=True)
-class Start:
-    """A command that starts `main_ppo`."""
-
-    words: tuple[str, ...]
-    """After the name of the module."""
-    environment: Mapping[str, str]
-    directory: str
-    line: int
 
 
 class Exit(Exception):
@@ -79,16 +74,25 @@ class Shell(Words):
         """Within a substitution, what was printed; None in it: by a program, so not known."""
         self.made: set[str] = set()
         """Directories that the script makes."""
+        self.substituted: int | None = 0
+        """Status of the last substitution, which is that of the assignment in which it is."""
+        self.assumed: list[str] = []
+        """Commands after which the script is read on as if they had gone well, which a run alone could tell."""
+        self.tested = False
+        """Whether the status of what is carried out is asked for, so that `set -e` ends nothing."""
 
     def forked(self) -> Shell:
         """A shell that knows the same, and keeps to itself what it sets."""
         other = copy.copy(self)
         other.variables, other.exported, other.arguments = {**self.variables}, {*self.exported}, [*self.arguments]
+        other.options = {*self.options}
         return other
 
     def apart(self, nodes: Iterable[Node], printed: list[str | None] | None) -> int | None:
         """Carry out commands in a subshell."""
         shell = self.forked()
+        if printed is not self.printed:  # a substitution, in which bash drops it
+            shell.options.discard("e")
         shell.printed = printed
         try:
             return shell.sequence(nodes)
@@ -100,10 +104,12 @@ class Shell(Words):
         """What `$(command)` prints; a mark where a program would print it."""
         reason = self.cause(f"$({command})")
         printed: list[str | None] = []
+        self.substituted = 1
         try:
             with contextlib.suppress(Stopped):
-                self.apart(parse(command, self.script).children, printed)
+                self.substituted = self.apart(parse(command, self.script).children, printed)
         except (TLTError, Unreadable):
+            self.substituted = None
             return self.mark(reason)
         return "".join(self.mark(reason) if part is None else part for part in printed).rstrip("\n")
 
@@ -121,8 +127,36 @@ class Shell(Words):
         for node in nodes:
             if node.is_named and node.type != "comment":
                 self.line = node.start_point.row + 1
-                status = getattr(self, f"_{node.type}", self._unknown)(node)
+                behind = node.next_sibling is not None and node.next_sibling.type == "&"
+                with self._asked() if behind else contextlib.nullcontext():
+                    status = getattr(self, f"_{node.type}", self._unknown)(node)
+                status = 0 if behind else status
+                if "e" in self.options and not self.tested and (node.type in _FAIL or text_of(node).startswith("((")):
+                    self._must_succeed(node, status)
         return status
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """For a `with` block around what may fail without an end of the script."""
+        kept, self.tested = self.tested, True
+        try:
+            yield
+        finally:
+            self.tested = kept
+
+    def _must_succeed(self, node: Node, status: int | None) -> None:
+        """With `set -e`, end the script after a command that fails, and note one that may."""
+        where = self.cause(text_of(node))
+        if node.parent is not None and node.parent.type == "pipeline":
+            return
+        if status is None:
+            self._assume(where)
+        elif status:
+            raise Stopped(f"{where} fails, and `set -e` ends it there")
+
+    def _assume(self, where: str) -> None:
+        if where not in self.assumed:
+            self.assumed.append(where)
 
     def _unknown(self, node: Node) -> int | None:
         return self._undecided([[node], []], self.cause(text_of(node)), loop=True)
@@ -158,12 +192,14 @@ class Shell(Words):
         return status
 
     def _negated_command(self, node: Node) -> int | None:
-        status = self.sequence(node.named_children)
+        with self._asked():
+            status = self.sequence(node.named_children)
         return None if status is None else int(not status)
 
     def _list(self, node: Node) -> int | None:
         left, right = node.named_children[0], node.named_children[-1]
-        status = self.sequence([left])
+        with self._asked():
+            status = self.sequence([left])
         if status is None:
             return self._undecided([[right], []], self.cause(text_of(left)))
         wants_success = any(child.type == "&&" for child in node.children)
@@ -177,7 +213,8 @@ class Shell(Words):
             then = next((i for i, c in enumerate(own) if c.type == "then"), 0)
             branches.append(([c for c in own[:then] if c.is_named], [c for c in own[then:] if c.is_named]))
         for i, (tests, body) in enumerate(branches):
-            status = self.sequence(tests)
+            with self._asked():
+                status = self.sequence(tests)
             if status is None:
                 return self._undecided(
                     [*(body for _, body in branches[i:]), []], self.cause(" ".join(map(text_of, tests)))
@@ -212,10 +249,9 @@ class Shell(Words):
         """Go on after a branch of which it is not known, for this reason, whether it is taken, or how often."""
         starting = [body for body in bodies if any(MAIN in text_of(node) for node in body)]
         going_on = [body for body in bodies if not gives_up(body)]
-        if len(starting) == 1 and not loop:
-            return self.sequence(starting[0])
-        if len(going_on) == 1 and not loop:
-            return self.sequence(going_on[0])
+        if only := next((some for some in (starting, going_on) if len(some) == 1 and not loop), None):
+            self._assume(reason)
+            return self.sequence(only[0])
         if starting:
             raise Unreadable(f"{reason}, which decides how it starts {MAIN}")
         for node in (inner for body in going_on for one in body for inner in walk(one)):
@@ -223,14 +259,17 @@ class Shell(Words):
             name = text.split()[0] if node.type == "command" else ""
             changes = name in ("cd", "set", "shift", *self.functions) or (name and _NEEDS_RUNNING.match(text + " "))
             if changes or node.type in _CHANGING or text.startswith("((") or (node.type == "expansion" and "=" in text):
-                raise Unreadable(f"{reason}, which decides whether `{shorten(text)}` is carried out")
+                inner = f"`{shorten(text)}`"
+                decides = "" if inner in reason else f", which decides whether {inner} is carried out"
+                raise Unreadable(reason + decides)
         return None
 
     # ------------------------------------------------------------------ variables
 
     def _variable_assignment(self, node: Node) -> int | None:
-        self._assign(node, text := text_of(node))
-        return None if "$(" in text or "`" in text else 0  # that of the command
+        self.substituted = 0
+        self._assign(node, text_of(node))
+        return self.substituted
 
     def _assign(self, node: Node, text: str) -> str:
         """Carry out an assignment, whose whole text may be longer than its node; returns the name."""
@@ -238,6 +277,8 @@ class Shell(Words):
         before = self.variables.get(match[1]) if match else None
         if match is None or (isinstance(before, list) and (value is None or value.type != "array")):  # `a[1]=x`
             raise Unreadable(self.cause(text))
+        if "a" in self.options:
+            self.exported.add(match[1])
         before = before if match[2] else None
         if value is None or value.type != "array":
             self.variables[match[1]] = str(before or "") + self.value(match[3])
@@ -324,20 +365,18 @@ class Shell(Words):
         name, rest = words[0], list(words[1:])
         if name in self.functions or _NEEDS_RUNNING.match(" ".join(words) + " "):
             raise Unreadable(self.cause(" ".join(words)))
+        values = {name: self.variables.get(name) for name in self.exported}
+        environment = {name: value for name, value in values.items() if isinstance(value, str)}
+        if name != "exec" and (start := start_of(words, environment, self.directory, self.line)):
+            self.starts.append(replace(start, assumed=(*self.assumed, *start.assumed)))
+            return 0
         if name in _SUCCEED or name == "false":
             return int(name == "false")
         own: Callable[[list[str]], int | None] | None = getattr(self, f"_run_{name}", None)
         return own(rest) if own is not None else self._program_called(words)
 
     def _program_called(self, words: Sequence[str]) -> int | None:
-        """A program: the start of `main_ppo` is noted, and the few that print what is known are answered."""
-        if (given := words_of_start(words)) is not None:
-            pairs = [word.partition("=") for word in words[1:] if re.match(r"[A-Za-z_]\w*=", word)]
-            own = {key: value for key, _, value in pairs} if os.path.basename(words[0]) == "env" else {}
-            values = {name: self.variables.get(name) for name in self.exported}
-            environment = {name: value for name, value in values.items() if isinstance(value, str)} | own
-            self.starts.append(Start(given, environment, self.directory, self.line))
-            return 0
+        """A program: the few that print what is known are answered."""
         names = [os.path.basename(word) for word in words]
         at = next((i for i, name in enumerate(names) if _PROGRAMS.fullmatch(name)), None)
         if at is not None and words[at + 1 : at + 2] == ["-c"] and names[at].startswith("python"):
@@ -358,7 +397,12 @@ class Shell(Words):
 
     def _run_echo(self, words: list[str]) -> int | None:
         plain = not re.fullmatch(r"-[neE]+", "".join(words[:1]))
-        return self._print(" ".join(words) + "\n" if plain else None)
+        self._print(" ".join(words) + "\n" if plain else None)
+        return 0
+
+    def _run_printf(self, _words: list[str]) -> int | None:
+        self._print(None)
+        return 0
 
     def _run_pwd(self, _words: list[str]) -> int | None:
         return self._print(f"{self.directory}\n")
@@ -400,7 +444,11 @@ class Shell(Words):
             if word == "--" or word[:1] not in ("-", "+"):
                 self.arguments = words if word == "--" else [word, *words]
                 break
-            option = words.pop(0) if word[1:].endswith("o") and words else ""
-            if "u" in word or option == "nounset":
-                self.strict = word[0] == "-"
+            names = [words.pop(0)] if "o" in word[1:] and words else []
+            for option in [*word[1:].replace("o", ""), *names]:
+                letter = _OPTIONS.get(option, option)
+                if letter in _OPTIONS.values():
+                    (self.options.add if word[0] == "-" else self.options.discard)(letter)
+                elif option not in _WITHOUT_EFFECT:
+                    raise Unreadable(self.cause(" ".join(["set", word, *names])))
         return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_tlt.config import TLTConfigError
@@ -16,18 +18,72 @@ MARK = re.compile("\ue000([0-9]+)\ue001")
 """Stands in a value for what only a run could tell: characters that no script may contain."""
 LONGEST = 1_000_000
 """Characters of a script or of a value in it."""
+_NAMED = re.compile(rf"(?<!\S)(-[A-Za-z]*m\s*|--module[\s=]){re.escape(MAIN)}(?![\w.])")
+_ONLY_NAMES = re.compile(r"echo|printf|:|true|kill|p?kill|ps|pgrep|[ef]?grep|git|logger")
+"""Programs that are given the words of a start and start nothing."""
+_HANDS_ON = re.compile(
+    r"python[\d.]*|env|nohup|setsid|exec|time|nice|ionice|chrt|timeout|stdbuf|unbuffer|taskset|numactl|ray|srun|uv|"
+    r"conda|mamba|micromamba|poetry|pixi|pipenv|torchrun|accelerate|deepspeed|nsys|ncu|py-spy|coverage|debugpy|cProfile|"
+    r"viztracer|pdb|memray|torch\.distributed\.(run|launch)|accelerate\.commands\.launch|run|job|submit|launch|profile|record"
+)
+"""Programs, modules of Python and commands of programs that start what they are given by the words they are given."""
+_OTHERWISE = re.compile(r"xargs|parallel|find|watch|ssh|su|sudo|chroot|docker|podman|(ba|z|da)?sh|.*\.(py|sh)")
+"""Programs that may give it others, also where they stand behind an option."""
+_OPTION = re.compile(r"-(?!\w*[cm]$|-module$).*", re.DOTALL)
+"""An option whose value may stand behind it, which of `-c` and `-m` is what is run."""
+_LAUNCHERS = re.compile(r"--(runtime-env|export|env-file|working-dir|chdir|cwd|directory)\b")
+"""Options that give a start variables or a directory of its own."""
 _WORDS = {"concatenation", "expansion", "simple_expansion", "string", "arithmetic_expansion", "word", "raw_string"}
 _WORDS |= {"ansi_c_string", "number", "brace_expression", "process_substitution"}
 """Nodes that are words, or parts of them: `words` reads their text, so the parser's faults in them do not count."""
 
 
-def words_of_start(words: Sequence[str]) -> tuple[str, ...] | None:
-    """What `main_ppo` is given by a command of these words, whatever program starts it; None: it does not start it."""
-    for i, word in enumerate(words):
-        joined = re.fullmatch(rf"-[A-Za-z]*m{re.escape(MAIN)}", word)
-        if joined or (word == MAIN and i and re.fullmatch(r"-[A-Za-z]*m", words[i - 1])):
-            return tuple(words[i + 1 :])
-    return None
+@dataclass(frozen=True)
+class Start:
+    """A command that starts `main_ppo`."""
+
+    words: tuple[str, ...]
+    """After the name of the module."""
+    environment: Mapping[str, str]
+    directory: str
+    line: int
+    through: str = ""
+    """A program by which it may be given words or variables that are not known; "": there is none."""
+    assumed: tuple[str, ...] = ()
+    """Commands before it that were not run and are taken to go well, and options of its launcher that change little."""
+
+
+def start_of(words: Sequence[str], environment: Mapping[str, str], directory: str, line: int) -> Start | None:
+    """The start of `main_ppo` by a command of these words, whatever its first program; None: it is no such command."""
+    at = next((i for i, word in enumerate(words[1:], 1) if _NAMED.fullmatch(f"{words[i - 1]} {word}")), None)
+    at = next((i for i, word in enumerate(words) if _NAMED.fullmatch(word)), at)
+    if _ONLY_NAMES.fullmatch(os.path.basename("".join(words[:1]))) or not _NAMED.search(" ".join(words)):
+        return None
+    if at is None:  # within a word, as of `bash -c`
+        return Start((), environment, directory, line, shorten(" ".join(words)))
+    own = dict(environment)
+    through = _through(words[:at], own)
+    assumed = tuple(f"`{shorten(word)}` (line {line})" for word in words[:at] if _LAUNCHERS.match(word))
+    return Start(tuple(words[at + 1 :]), own, directory, line, through, assumed)
+
+
+def _through(words: Sequence[str], environment: dict[str, str]) -> str:
+    """The first word before `-m` that may give the start other words; changes `environment` as `env` does."""
+    of_env = False
+    for before, word in zip(("", *words), words, strict=False):
+        program = os.path.basename(word)
+        name, equals, value = word.removeprefix("-u").removeprefix("--unset=").partition("=")
+        if of_env and (before == "-u" or word.startswith(("-u", "--unset="))):
+            environment.pop(name, None)
+        elif of_env and equals and not word.startswith("-"):
+            environment[name] = value
+        elif of_env and word in ("-i", "-", "--ignore-environment"):
+            environment.clear()
+        elif _HANDS_ON.fullmatch(program):
+            of_env = program == "env"
+        elif of_env or _OTHERWISE.fullmatch(program) or not (re.match(r"-|\d|\w+=", word) or _OPTION.fullmatch(before)):
+            return shorten(word)
+    return ""
 
 
 def parse(text: str, name: str) -> Node:

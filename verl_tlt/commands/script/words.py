@@ -52,8 +52,8 @@ class Words(ABC):
     def __init__(self, script: str, arguments: Sequence[str], variables: dict[str, Value], directory: str) -> None:
         self.script, self.arguments, self.variables = script, list(arguments), variables
         self.directory, self.line = directory, 0
-        self.strict = False
-        """Whether a variable that is not set ends the script (`set -u`)."""
+        self.options: set[str] = set()
+        """What `set` has turned on: `e`, `u`, `a`."""
         self.reasons: list[str] = []
         """Of each mark, why its text is not known."""
         self.looked_at: set[str] = set()
@@ -202,7 +202,7 @@ class Words(ABC):
             if sign[-1] == "=":
                 self.variables[name] = self.value(rest)
             return self.pieces(rest, quoted) or [Piece("", quoted)]
-        if found is None and self.strict:
+        if found is None and "u" in self.options:
             raise Stopped(f"{name}: unbound variable")
         if not isinstance(found, list):
             return [Piece(found or "", quoted)]

@@ -25,7 +25,7 @@ from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import Model, first_line
-from verl_tlt.files.json_files import parse, read_lines
+from verl_tlt.files.json_files import MOST_BYTES, parse, read_lines
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -166,15 +166,12 @@ def _text(file: Path, key: str) -> Iterator[str]:
 def _json(file: Path, key: str) -> Iterator[Any]:
     """JSON lines, or one array."""
     first = next((line for line in read_lines(file) if line.strip()), b"")
-    if first.lstrip().startswith(b"["):
-        try:
-            value = parse(b"".join(read_lines(file)))
-        except ValueError:  # lines with a chat each, or neither
-            value = None
-        if isinstance(value, list) and not _is_chat(value):
-            yield from value
-            return
-    yield from (parse(line) for line in read_lines(file) if line.strip())
+    if not first.lstrip().startswith(b"[") or _is_chat_line(first):
+        yield from (parse(line) for line in read_lines(file) if line.strip())
+    elif file.stat().st_size > MOST_BYTES:
+        raise ValueError(f"an array of more than {MOST_BYTES >> 20} MB is not read; write one JSON value a line")
+    else:
+        yield from parse(b"".join(read_lines(file)))
 
 
 def _encode(row: Any, tokenizer: PreTrainedTokenizerBase, where: str, form: PromptForm) -> tuple[int, ...]:
@@ -202,6 +199,13 @@ def _is_chat(row: Any) -> bool:
     return bool(chat) and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in chat)
 
 
+def _is_chat_line(line: bytes) -> bool:
+    try:
+        return len(line) < MOST_BYTES and _is_chat(parse(line))
+    except ValueError:
+        return False
+
+
 def _fraction(tokens: tuple[int, ...]) -> float:
     """A number in [0, 1) that depends on the tokens alone."""
     name = ",".join(map(str, tokens)).encode()
@@ -227,7 +231,7 @@ class Run:
             "prompts": self._prompts(),
             "response_length": number(self.config, f"{ROLLOUT}.response_length", 512),
             "top_k": max(0, int(self._float("top_k"))),  # verl's -1: off
-            "tensor_parallel": max(1, number(self.config, f"{ROLLOUT}.tensor_model_parallel_size", 1)),
+            "tensor_parallel": number(self.config, f"{ROLLOUT}.tensor_model_parallel_size", 1),
             "method": str(select(self.config, "tlt.drafter.method") or "eagle3"),
             **sampling,
         }
