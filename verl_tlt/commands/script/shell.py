@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import importlib.util
 import os
 import re
@@ -52,7 +51,6 @@ _FAIL = ("command", "test_command", "variable_assignment", "pipeline", "subshell
 _OPTIONS = {"errexit": "e", "nounset": "u", "allexport": "a"}
 """Options of `set` that are followed, by their names."""
 _WITHOUT_EFFECT = [*"xvhmbBCEHTPp", "xtrace", "verbose", "pipefail", "hashall", "monitor", "noclobber", "errtrace"]
-_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
 class Exit(Exception):
@@ -231,13 +229,10 @@ class Shell(Words):
             cases.append((patterns, [c for c in item.children[close + 1 :] if c.is_named]))
         try:
             text = self.known(self.value(text_of(node.named_children[0])))
-            body = next((body for some, body in cases if any(self._matches(text, p) for p in some)), [])
+            body = next((body for some, body in cases if any(self.matches(text, p) for p in some)), [])
         except Unreadable as error:
             return self._undecided([*(body for _, body in cases), []], str(error))
         return self.sequence(body)
-
-    def _matches(self, text: str, pattern: str) -> bool:
-        return fnmatch.fnmatchcase(text, self.pattern(pattern))
 
     def _function_definition(self, node: Node) -> int | None:
         self.functions.add(text_of(node.named_children[0]))
@@ -313,32 +308,9 @@ class Shell(Words):
     def _test_command(self, node: Node) -> int | None:
         inner = [child for child in node.children[1:-1] if child.is_named]
         try:
-            return int(not self._holds(inner[0], strings=node.children[0].type == "[")) if inner else 1
+            return int(not self.holds(inner[0], strings=node.children[0].type == "[")) if inner else 1
         except Unreadable:
             return None
-
-    def _holds(self, node: Node, strings: bool) -> bool:
-        """Whether a test holds; `strings`: that of `[`, in which the right side is no pattern."""
-        if node.type in ("unary_expression", "binary_expression"):
-            left, sign, right = node.children[0], text_of(node.children[-2]), node.children[-1]
-        else:
-            left, sign, right = node, "-n", node
-        if sign == "!":
-            return not self._holds(right, strings)
-        if sign in ("&&", "||"):
-            return self._holds(right if self._holds(left, strings) == (sign == "&&") else left, strings)
-        text = self.known(self.value(text_of(right)))
-        if sign in ("-n", "-z"):
-            return bool(text) == (sign == "-n")
-        if sign in ("-e", "-f", "-d"):
-            asked = {"-e": os.path.exists, "-f": os.path.isfile, "-d": os.path.isdir}[sign]
-            return bool(text) and asked(os.path.join(self.known(self.directory), text))
-        first = self.known(self.value(text_of(left)))
-        if sign in ("=", "==", "!="):
-            return (first == text if strings else self._matches(first, text_of(right))) == (sign != "!=")
-        if sign in _COMPARED:
-            return bool(self.arithmetic(f"({first or 0}) {_COMPARED[sign]} ({text or 0})"))
-        raise Unreadable(self.cause(text_of(node)))
 
     # ------------------------------------------------------------------ commands
 

@@ -1,4 +1,4 @@
-"""What bash makes of a word: quotes, variables, defaults, arithmetic and patterns. Nothing is run.
+"""What bash makes of a word: quotes, variables, defaults, arithmetic, patterns and tests. Nothing is run.
 
 What only a run could tell stays in a value as a mark (`Words.mark`). So does what is not understood here, such as
 `${x##*/}`.
@@ -7,15 +7,21 @@ What only a run could tell stays in a value as a mark (`Words.mark`). So does wh
 from __future__ import annotations
 
 import ast
+import fnmatch
 import glob
 import math
 import operator
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from verl_tlt.commands.script.syntax import LONGEST, MARK, shorten
+from verl_tlt.commands.script.syntax import LONGEST, MARK, shorten, text_of
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 SPACES = " \t\n"
 """Where bash splits what is not quoted, unless the script sets `IFS`."""
@@ -28,6 +34,7 @@ _BINARY: dict[type, Callable[[int, int], float]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }  # fmt: skip
+_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
 class Unreadable(Exception):
@@ -245,6 +252,35 @@ class Words(ABC):
         if abs(number) >= 2**53:  # up to there `_BINARY` is exact
             raise Unreadable(reason)
         return number
+
+    # ------------------------------------------------------------------ tests
+
+    def matches(self, text: str, pattern: str) -> bool:
+        """Whether a text is one of a pattern, which is not expanded yet."""
+        return fnmatch.fnmatchcase(text, self.pattern(pattern))
+
+    def holds(self, node: Node, strings: bool) -> bool:
+        """Whether a test holds; `strings`: that of `[`, in which the right side is no pattern."""
+        if node.type in ("unary_expression", "binary_expression"):
+            left, sign, right = node.children[0], text_of(node.children[-2]), node.children[-1]
+        else:
+            left, sign, right = node, "-n", node
+        if sign == "!":
+            return not self.holds(right, strings)
+        if sign in ("&&", "||"):
+            return self.holds(right if self.holds(left, strings) == (sign == "&&") else left, strings)
+        text = self.known(self.value(text_of(right)))
+        if sign in ("-n", "-z"):
+            return bool(text) == (sign == "-n")
+        if sign in ("-e", "-f", "-d"):
+            asked = {"-e": os.path.exists, "-f": os.path.isfile, "-d": os.path.isdir}[sign]
+            return bool(text) and asked(os.path.join(self.known(self.directory), text))
+        first = self.known(self.value(text_of(left)))
+        if sign in ("=", "==", "!="):
+            return (first == text if strings else self.matches(first, text_of(right))) == (sign != "!=")
+        if sign in _COMPARED:
+            return bool(self.arithmetic(f"({first or 0}) {_COMPARED[sign]} ({text or 0})"))
+        raise Unreadable(self.cause(text_of(node)))
 
 
 def _computed(node: ast.expr) -> int:
