@@ -28,6 +28,10 @@ LONGROPE = dict(
     rope_scaling=dict(type="longrope", long_factor=[1.5] * 48, short_factor=[1.0] * 48),
 )  # fmt: skip
 REMOTE = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+QWEN3_5_ROPE = dict(
+    mrope_interleaved=True, mrope_section=[11, 11, 10], rope_theta=10000000, rope_type="default",
+    partial_rotary_factor=0.25,
+)  # fmt: skip
 
 PUBLISHED = {
     "Llama-3.2-1B": text(
@@ -104,10 +108,20 @@ PUBLISHED = {
         "text_config": {
             **text("qwen3_5_text", "", 256, width=64, head_dim=256, tie_word_embeddings=True), **HYBRID,
             "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32",
-            "rope_parameters": dict(
-                mrope_interleaved=True, mrope_section=[11, 11, 10], rope_theta=10000000, rope_type="default",
-                partial_rotary_factor=0.25,
-            ),
+            "rope_parameters": QWEN3_5_ROPE,
+        },
+    },
+    "Qwen3.5-35B-A3B": {  # experts alone, so no `intermediate_size`
+        "model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193,
+        "tie_word_embeddings": False,
+        "vision_config": {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": []},
+        "text_config": {
+            **{k: v for k, v in text("qwen3_5_moe_text", "", 256).items() if k != "intermediate_size"},
+            **HYBRID, "layer_types": [*["linear_attention"] * 3, "full_attention"], "hidden_size": 64, "head_dim": 256,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32",
+            "rope_parameters": QWEN3_5_ROPE,
         },
     },
 }  # fmt: skip
