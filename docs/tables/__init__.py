@@ -18,6 +18,7 @@ from tables.page import FILES
 from tables.runs import (
     arms,
     cold_start,
+    cold_start_rule,
     cold_start_small,
     drafters,
     end_to_end,
@@ -43,7 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (same_tokens, oracles, drain, residuals, control_by_batch, resumptions, growth, stops, overhead,
                   learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
                   mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
-                  end_to_end_stale, cold_start, cold_start_small, race)
+                  end_to_end_stale, cold_start, cold_start_small, cold_start_rule, race)
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def expectations() -> str:
          f"{_step('e2e', best)}{_large(_best('e2e_large'))}", f"**TLT was {_verdict(STEP)}**"],
         ["the same in vLLM alone, as verl runs it: sleep drops the drafter", _step("e2e", lost), ""],
     ]  # fmt: skip
-    for file in ("cold_start", "cold_start_small"):
+    for file in ("cold_start", "cold_start_rule"):
         found = load(file)
         lead = found["ratios"]["tlt-fresh"]["lead"]
         last, seconds = lead["seconds"][-1]
@@ -76,7 +76,7 @@ def headlines() -> str:
             *_drained(),
             ("TLT against vLLM's best fixed K that keeps its drafter", "runs.md#end-to-end", _over_fixed()),
             ("TLT without a drafter and with few responses", "runs.md#what-a-cold-start-costs-and-when-it-has-paid",
-             f"whole step {_step('cold_start_small', 'tlt-fresh')} as fast as stock verl's, one turn"),
+             f"whole step {_step('cold_start_rule', 'tlt-fresh')} as fast as stock verl's, one turn"),
             ("K chosen with a trained drafter, against the best fixed K", k, _changing("trained")),
             ("Training an in-domain drafter along", drafter, _along(("in_domain",))),
             ("Seconds saved, as TLT estimates them", "runs.md#is-tltsaved_s-right", _saved()),
