@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-OWN_ARGUMENTS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
+OWN_ARGUMENTS = (
+    "speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls", "worker_extension_cls",
+)  # fmt: skip
 _BUDGET = "lets requests ask for thinking_token_budget, for which every engine that speculates forces other tokens"
 WITHOUT_A_DRAFTER = {
     "reasoning_config": _BUDGET, "reasoning_parser": _BUDGET,
@@ -152,6 +154,9 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
     if _release() < graph_rules.OLDEST:
         yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."
         return
+    for key in user:
+        if key == "config" or not str(key).isidentifier():
+            yield f"{WHERE}.{key} hides arguments from verl-tlt; write each as a key of its own, with underscores."
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
             yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."

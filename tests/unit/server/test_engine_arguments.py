@@ -119,10 +119,32 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "vllm.kv_transfer_config"),
         ({"scheduler_cls": "a.B"}, "vllm.scheduler_cls is set by verl-tlt itself"),
         ({"speculative_config": {}}, "vllm.speculative_config is set by verl-tlt itself"),
+        ({"spec_tokens": 3}, "vllm.spec_tokens is set by verl-tlt itself"),
+        ({"async-scheduling": True}, "vllm.async-scheduling hides arguments from verl-tlt; write each as a key of"),
+        ({"config": "vllm.yaml"}, "vllm.config hides arguments from verl-tlt"),
     ],
 )
 def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
     with pytest.raises(TLTConfigError, match=sentence):
+        kwargs(user=user)
+
+
+ADAPTIVE = "enable_adaptive_verification"
+
+
+@pytest.mark.parametrize("release", ["0.30.0", "0.31.0", "0.32.0", "0.33.0"])
+@pytest.mark.parametrize(
+    "user",
+    [
+        {"speculative_config": {ADAPTIVE: True}}, {"speculative-config": {ADAPTIVE: True}},
+        {f"speculative_config.{ADAPTIVE}": True}, {f"speculative-config.{ADAPTIVE}": True},
+    ],
+)  # fmt: skip
+def test_vllms_adaptive_verification_cannot_be_switched_on_beside_ours(vllm_is, release, user):
+    """It is not exact (`tests/contract/test_vllm_adaptive_verification.py`)."""
+    vllm_is(release)
+    assert ADAPTIVE not in kwargs()["speculative_config"], "vLLM's default is off"
+    with pytest.raises(TLTConfigError, match=r"speculative.config"):
         kwargs(user=user)
 
 
