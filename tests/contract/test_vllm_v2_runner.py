@@ -14,7 +14,9 @@ from releases import VLLM, sources
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+from verl_tlt.checks.rules import ROUTES_NEED_V2
 from verl_tlt.upstream.sources import source_root
+from verl_tlt.upstream.versions import installed as installed_version
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.drafter_pass import set_drafting
 
@@ -121,6 +123,16 @@ def test_they_are_verified_with_the_logits_of_their_slot_and_step(release):
     kernels = ast.unparse(release.tree(f"{V2}/spec_decode/rejection_sampler_utils.py"))
     row = "draft_logits_ptr + req_state_idx * draft_logits_stride_0 + {} * draft_logits_stride_1"
     assert row.format("draft_step_idx") in kernels and row.format("resample_idx") in kernels
+
+
+def test_routes_of_experts_come_from_it_alone_where_the_doctor_says_so_and_rejected_drafts_have_none(release):
+    found = tuple(map(int, (release.version or installed_version("vllm").split("+")[0]).split(".")))
+    alone = "AuxOutput Connector requires Model Runner V2" in (release.root / "vllm/config/vllm.py").read_text()
+    assert alone == (found >= ROUTES_NEED_V2)
+    path, cut = "vllm/v1/core/sched/scheduler.py", "req_offset : req_offset + len(new_token_ids)"
+    if alone:
+        path, cut = "vllm/distributed/aux_output_connector/worker.py", "rows = routed_experts[start : end - rejected]"
+    assert cut in (release.root / path).read_text()
 
 
 # ---------------------------------------------------------------------- what it returns

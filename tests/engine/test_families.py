@@ -4,6 +4,7 @@ import gc
 import shutil
 
 import families
+import numpy as np
 import pytest
 import torch
 from actor import LAYERS, build_actor, free_port, make_batch, make_rows, whole_sequences
@@ -140,3 +141,48 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
         head = drafter.lm_head.weight.clone()
         engine.live_drafter._write_head(engine.live_drafter._policys_rows())  # nothing is pruned here
         assert torch.equal(drafter.lm_head.weight, head)
+
+
+@pytest.fixture
+def routes_told(monkeypatch):
+    """Have the kernels of vLLM's CPU backend tell which experts they chose, as those of GPUs do, and 0.31's do here."""
+    experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    if not experts.is_monolithic():
+        return
+    select = experts._select_experts
+
+    def select_and_tell(self, *args):
+        weights, chosen = select(self, *args)
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(chosen)
+        return weights, chosen
+
+    monkeypatch.setattr(experts, "_select_experts", select_and_tell)
+    monkeypatch.setattr(experts, "supports_routing_replay_capture", lambda _: True)
+
+
+def test_each_token_has_the_experts_that_it_has_without_drafts(policy_of, engine_of, routes_told):
+    """`rollout.enable_rollout_routing_replay`: rows of rejected drafts are cut, with stop strings too."""
+    policy_of("qwen3_moe")
+    mixture = {"family": "qwen3_moe", "enable_return_routed_experts": True}
+    ends = {"stop": ["a text that nobody says"], "detokenize": True}
+
+    def routes(engine, **asked):
+        params = [sampled(20 + 5 * i, **asked) for i in range(8)]
+        outputs = [o.outputs[0] for o in engine.llm.generate(prompts(8), params, use_tqdm=False)]
+        return [(list(o.token_ids), np.sort(o.routed_experts, -1)) for o in outputs]
+
+    with engine_of(drafter=None, **mixture) as engine:
+        stock = routes(engine)
+    assert [len(chosen) for _, chosen in stock] == [5 + i + 20 + 5 * i - 1 for i in range(8)], "all but the last token"
+    assert len(np.unique(np.concatenate([chosen for _, chosen in stock]))) > 2
+    with engine_of("good", **mixture) as engine:
+        engine.end_at_stop_strings()
+        for control, asked in (("longest", {}), ("rand", {}), ("longest", ends)):
+            engine.put_in_charge(control)
+            found = routes(engine, **asked)
+            stats = engine.scheduler.tlt.stats(reset=True)
+            accepted, drafted = sum(stats.num_accepted_tokens_per_pos), stats.num_draft_tokens
+            assert 50 < accepted < drafted - 50, (control, accepted, drafted)
+            for (tokens, chosen), (expected, theirs) in zip(found, stock, strict=True):
+                assert tokens == expected and np.array_equal(chosen, theirs), control
