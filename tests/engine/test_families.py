@@ -145,7 +145,7 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
 
 @pytest.fixture
 def routes_told(monkeypatch):
-    """Have the kernels of vLLM's CPU backend tell which experts they chose, as those of GPUs do, and 0.31's do here."""
+    """Have the kernels of vLLM's CPU backend tell which experts they chose, as those of GPUs do, and 0.30's here."""
     experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
     if not experts.is_monolithic():
         return
