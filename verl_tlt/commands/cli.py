@@ -21,7 +21,6 @@ try:
         ConfigName,
         EvaluateOptions,
         RecipeWords,
-        RunScript,
         WarmupOptions,
         finite,
         takes_options,
@@ -83,7 +82,6 @@ def doctor(
     symbols: Annotated[bool, Option("--symbols", help="List every function that verl-tlt uses.")] = False,
     gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False,
     cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
-    run_script: RunScript = False,
 ) -> None:
     """Can TLT run here? Checks packages and your recipe.
 
@@ -96,9 +94,9 @@ def doctor(
       verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
     """
     from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine, symbol_table
-    from verl_tlt.commands.script.run import read_arguments
+    from verl_tlt.commands.script.reader import read_arguments
 
-    recipe = read_arguments(overrides or [], config_name, run_script)
+    recipe = read_arguments(overrides or [], config_name)
     findings = diagnose(recipe)
     if gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, cpu)
@@ -142,9 +140,9 @@ def compare(options: CompareOptions) -> None:
     """
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.commands.compare.command import compare as run
-    from verl_tlt.commands.script.run import read_arguments
+    from verl_tlt.commands.script.reader import read_arguments
 
-    run(read_arguments(options.recipe, options.config_name, options.run_script), options, make_console())
+    run(read_arguments(options.recipe, options.config_name), options, make_console())
 
 
 @app.command()
@@ -193,7 +191,6 @@ def calibrate(
     out: Annotated[Path | None, Option(help="File to write; by default where runs look.")] = None,
     seconds: Annotated[float, Option(min=1, callback=finite, help="How long to measure.")] = 60.0,
     cpu: Annotated[bool, Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
-    run_script: RunScript = False,
 ) -> None:
     """Measure what an engine step takes, for later runs.
 
@@ -205,9 +202,9 @@ def calibrate(
     """
     from verl_tlt.commands.doctor.command import calibrate as run
     from verl_tlt.commands.doctor.command import cost_table
-    from verl_tlt.commands.script.run import read_arguments
+    from verl_tlt.commands.script.reader import read_arguments
 
-    path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
+    path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
     make_console().print(cost_table(costs))
     typer.echo(printable(f"Kept in {path}"))
 
@@ -242,9 +239,9 @@ def switch(
 @app.command()
 def report(
     trace_dir: Annotated[Path, Argument(help="Trace directory of a run (tlt.trace.dir).")],
-    out: Annotated[Path | None, Option(help="Folder for page and picture; by default the trace's parent.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the page; by default the trace's parent.")] = None,
 ) -> None:
-    """Did it pay in a run? A page and a picture of its trace.
+    """Did it pay in a run? A page of its trace.
 
     \b
     Example:

@@ -27,15 +27,11 @@ RecipeWords = Annotated[
     list[str], Argument(help="Your recipe: a script that starts verl, and what follows it; or verl's overrides.")
 ]
 ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
-RunScript = Annotated[
-    bool, Option("--run-script", help="Run a script that cannot be read otherwise; programs in it are not started.")
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
     recipe: RecipeWords
-    trace: Annotated[Path | None, Option(help="Trace directory of a run with TLT (tlt.trace.dir).")] = None
     metrics: Annotated[Path | None, Option(help="A run's metrics: verl's `file` logger or console log.")] = None
     gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; by default H100.")] = None
     parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
@@ -44,7 +40,6 @@ class AdviseOptions:
         str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3: 0.8,0.75,0.7.")
     ] = None
     config_name: ConfigName = "ppo_trainer"
-    run_script: RunScript = False
 
     def acceptance_by_position(self) -> tuple[float, ...]:
         """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""
@@ -65,7 +60,6 @@ class CompareOptions:
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
     drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
-    run_script: RunScript = False
 
 
 @dataclass(frozen=True, kw_only=True)

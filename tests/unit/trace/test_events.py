@@ -74,13 +74,13 @@ def test_lines_that_mean_nothing_are_counted(tmp_path, monkeypatch):
     lines = [*map(json.dumps, BROKEN), "[" * 1900, "7", long]
     (tmp_path / "trainer.jsonl").write_text("\n".join(lines))
     steps = ({"t": 1.0, "batch": 1}, {"t": 1.0, "batch": "x", "k": 0}, {"t": float("nan"), "batch": 1, "k": 0},
-             {"t": 1.0, "batch": 1, "k": 10**400}, {"t": 1.0, "batch": 1, "k": 0, "accepted": [[]]},
-             {"t": 1.0, "batch": 1, "k": 3, "accepted": [2, 1]})  # fmt: skip
+             {"t": 1.0, "batch": 1, "k": 10**400}, {"t": 1.0, "batch": 1, "k": 0, "latency_s": []},
+             {"t": 1.0, "batch": 1, "k": 0, "latency_s": [1]}, {"t": 1.0, "batch": 1, "k": 3})  # fmt: skip
     (tmp_path / "engine-a.jsonl").write_text("\n".join(map(json.dumps, steps)))
     (tmp_path / "folder.jsonl").mkdir()
     trace = read_trace(tmp_path)
     assert trace.skipped == len(BROKEN) + 2 + 2 + 5, "the line that is too long comes in two pieces"
-    assert trace.phases == [] and trace.engines["a"].accepted.tolist() == [[2, 1]]
+    assert trace.phases == [] and trace.engines["a"].k.tolist() == [0, 3]
 
 
 def test_metrics_without_a_number_are_left_out():

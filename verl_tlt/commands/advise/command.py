@@ -11,11 +11,11 @@ from rich.table import Table
 from verl_tlt.checks.recipe import ROLLOUT, compose, read_mapping, read_settings
 from verl_tlt.commands.advise import hardware
 from verl_tlt.commands.advise.judge import Numbers, Verdict, judge, never_trained
-from verl_tlt.commands.advise.run_metrics import check_same, read_metrics, read_run
+from verl_tlt.commands.advise.run_metrics import check_same, read_metrics
 from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
 from verl_tlt.commands.options import AdviseOptions
-from verl_tlt.commands.script.run import read_arguments
+from verl_tlt.commands.script.reader import read_arguments
 from verl_tlt.errors import TLTError
 from verl_tlt.server.engine_arguments import engine_lengths, graph_mode
 
@@ -33,11 +33,9 @@ def advise(options: AdviseOptions, console: Console) -> Verdict:
 
 def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     """The recipe, the run and what the user says; and what had to be assumed, value and why."""
-    if given.trace is not None and given.metrics is not None:
-        raise TLTError("--trace and --metrics are two ways to show the same run: give one of them.")
-    if given.response_length is not None and (shown := given.trace or given.metrics):
-        raise TLTError(f"--response-length is read from the run in {shown}: leave it out.")
-    recipe = read_arguments(given.recipe, given.config_name, given.run_script)
+    if given.response_length is not None and given.metrics:
+        raise TLTError(f"--response-length is read from the run in {given.metrics}: leave it out.")
+    recipe = read_arguments(given.recipe, given.config_name)
     config = compose(recipe.overrides, recipe.config)
     settings, work = read_settings(config), hardware.read_workload(config)
     assumed: dict[str, str] = {}
@@ -53,7 +51,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     arms = engine_lengths(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
-    metrics = read_run(given.trace) if given.trace else read_metrics(given.metrics) if given.metrics else None
+    metrics = read_metrics(given.metrics) if given.metrics else None
     if metrics is not None:
         check_same(metrics, work)
         if not metrics.policy:
@@ -107,18 +105,16 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
     measured = "run" if run else "simulated"
     fleet = f"{work.replicas} replicas, each of {work.tensor_parallel} GPUs; {work.gpus} GPUs train"
     share = f"{n.share:.0%} ({n.gen_s:.1f} of {n.gen_s + n.rest_s:.1f} s)"
-    source = "given" if scenario.acceptance else "run" if run and run.acceptance else "assumed"
     rows = [
         ("step, times as fast as stock", _range({name: n.step(name) for name in SETTINGS}), "Amdahl with the next two"),
         ("rollout, times as fast as stock", _range(n.rollout), "simulated"),
         ("rollout's share of a step", share, measured),
-        ("accept length at K of up to 3", _range(n.accept), source),
+        ("accept length at K of up to 3", _range(n.accept), "given" if scenario.acceptance else "assumed"),
         ("the run", f"{work.requests} responses on {fleet}", "recipe"),
         ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {hardware.decoding_requests(work)} requests need "
          f"up to {hardware.kv_needed(work):,}", "data sheet"),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
-        (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}",
-         "run" if run and run.seconds_by_batch else "simulated"),
+        (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}", "simulated"),
         ("bubble, mean of the replicas", f"{n.bubble_s:.1f} s; a session needs {n.bubble_needed_s:.1f} s",
          "run" if run and run.bubble_s is not None else "simulated"),
     ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""What a run showed: means over its steps from verl's metrics or TLT's trace, and what its engines did from the trace.
+"""What a run showed: means over its steps from verl's metrics.
 
-Metrics are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) or from its console lines
+They are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) or from its console lines
 (`step:3 - timing_s/gen:12.5 - ...`), whatever else the log holds. The first step and steps with validation or a
 checkpoint are left out where there are others: they take longer than those that follow.
 """
@@ -10,21 +10,14 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-import numpy as np
-
 from verl_tlt.commands.advise.hardware import Workload
-from verl_tlt.commands.report.reader import LONGEST_LINE, EngineSteps, RunTrace, read_trace
+from verl_tlt.commands.report.reader import LONGEST_LINE
 from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import parse, read_lines
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.types import OFF
-
-Metrics = Mapping[str, float]
 
 NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
 """Metrics without which a step is not finished."""
@@ -33,8 +26,6 @@ _CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
 _ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
 _POLICY = re.compile(r"\bactor_rollout_ref\.model\.path=['\"]?([^\s'\"]+)")
 """How a console log names the policy: the command itself, where its shell shows commands (`set -x`)."""
-_FEWEST_STEPS, _FEWEST_DRAFTS = 8, 200
-"""Engine steps behind a figure of the table of costs; drafts behind an acceptance."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +55,6 @@ class RunMetrics:
     bubble_s: float | None = None
     """Seconds in which replicas had nothing to decode, summed over the replicas."""
     accept_length: float | None = None
-    busy_share: float | None = None
-    """Share of a rollout in which the busiest engine computed."""
-    seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
-    """Seconds of engine steps by batch, rounded down to a power of two."""
-    acceptance: tuple[float, ...] = ()
-    """Conditional acceptance by draft position."""
-    costs: LatencyTable = field(default_factory=LatencyTable)
 
     @property
     def stock_gen_s(self) -> float:
@@ -98,7 +82,7 @@ def read_metrics(path: Path) -> RunMetrics:
                 policy = named[1]
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
-    return replace(_summary(steps, f"--metrics {path}"), policy=policy)
+    return _summary(steps, f"--metrics {path}", policy)
 
 
 def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
@@ -116,22 +100,7 @@ def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
     return int(match[1][:18]), {e[1]: v for e in entries if e is not None and abs(v := float(e[2])) < 1e100}
 
 
-def read_run(directory: Path) -> RunMetrics:
-    """A run from TLT's trace; raises `TLTError` where it shows no finished step."""
-    trace = read_trace(directory)
-    found = replace(
-        _summary(trace.steps, f"--trace {directory}"), policy=trace.run.policy if trace.run is not None else ""
-    )
-    engines = [engine for replica in trace.replicas if (engine := trace.engine(replica)) is not None and engine.t.size]
-    if not engines:
-        return found
-    return replace(
-        found, busy_share=_busy_share(trace, engines), seconds_by_batch=_seconds_by_batch(engines),
-        acceptance=_acceptance(engines), costs=_costs(engines),
-    )  # fmt: skip
-
-
-def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
+def _summary(steps: Mapping[int, Mapping[str, float]], source: str, policy: str) -> RunMetrics:
     finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
     if not finished:
         raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
@@ -147,6 +116,7 @@ def _summary(steps: Mapping[int, Metrics], source: str) -> RunMetrics:
     tools, generate = (mean(f"timing_s/agent_loop/{part}/mean") for part in ("tool_calls", "generate_sequences"))
     return RunMetrics(
         source, len(rows), gen_s, step_s, response_mean, response_max,
+        policy=policy,
         clipped=mean("response_length/clip_ratio") or 0.0,
         longest=max(row["response_length/max"] for row in rows),
         prompt_mean=mean("prompt_length/mean"),
@@ -173,55 +143,3 @@ def check_same(run: RunMetrics, work: Workload) -> None:
     # Several in each step, and in all steps of one length, which is shorter than the recipe's limit.
     if run.steps > 1 and run.response_max == run.longest < work.response and run.clipped * work.requests >= 2:
         raise TLTError(f"{run.source} cut its responses at {run.longest:.0f} tokens, and the recipe has {limit}.")
-
-
-def _seconds_by_batch(engines: Sequence[EngineSteps]) -> dict[int, float]:
-    found: dict[int, float] = defaultdict(float)
-    for e in engines:
-        for batch, seconds in zip(e.batch.tolist(), e.latency_s.tolist(), strict=True):
-            if batch > 0:
-                found[1 << (batch.bit_length() - 1)] += seconds
-    return found
-
-
-def _acceptance(engines: Sequence[EngineSteps]) -> tuple[float, ...]:
-    """Conditional acceptance over all drafts that reached a position; it ends where too few did."""
-    found: list[float] = []
-    for i in range(max(e.accepted.shape[1] for e in engines)):
-        trials = hits = 0
-        for e in engines:
-            here = e.accepted[:, i] if e.accepted.shape[1] > i else np.zeros(e.t.size, dtype=np.int64)
-            before = e.drafts if i == 0 else e.accepted[:, i - 1]
-            verified = np.concatenate(([0], np.maximum(e.k[:-1], 0)))  # what a step verifies, the one before drafted
-            reached = (verified > i) & (e.drafts > 0)
-            trials, hits = trials + int(before[reached].sum()), hits + int(here[reached].sum())
-        if trials < _FEWEST_DRAFTS:
-            break
-        found.append(min(1.0, hits / trials))
-    return tuple(found)
-
-
-def _costs(engines: Sequence[EngineSteps]) -> LatencyTable:
-    """Median seconds by half-octave of batch and draft length, of steps whose draft length did not just change."""
-    kinds: dict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
-    for e in engines:
-        steady = np.concatenate(([False], (e.k[1:] == e.k[:-1]) & (e.batch[1:] <= e.batch[:-1])))
-        for batch, kv, k, seconds in zip(*(column[steady].tolist() for column in (e.batch, e.kv, e.k, e.latency_s)),
-                                         strict=True):  # fmt: skip
-            if batch > 0 and seconds > 0:
-                kinds[round(2 * np.log2(batch)), k].append((batch, kv, seconds))
-    points = []
-    for (_, k), rows in kinds.items():
-        if len(rows) >= _FEWEST_STEPS:
-            batch, kv, seconds = (float(np.median([row[i] for row in rows])) for i in range(3))
-            points.append(LatencyPoint(max(1, round(batch)), round(kv), max(k, OFF), seconds, len(rows)))
-    return LatencyTable(tuple(points))
-
-
-def _busy_share(trace: RunTrace, engines: Sequence[EngineSteps]) -> float | None:
-    """Seconds that the busiest engine computed in a rollout, over the rollout's; summed over all rollouts."""
-    busy = whole = 0.0
-    for phase in (p for p in trace.phases if p.name == "rollout"):
-        busy += max(float(e.between(phase.start, phase.end).latency_s.sum()) for e in engines)
-        whole += phase.end - phase.start
-    return min(1.0, busy / whole) if whole > 0 else None

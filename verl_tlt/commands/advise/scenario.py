@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from verl_tlt.commands.advise.judge import Numbers
 from verl_tlt.commands.advise.run_metrics import RunMetrics
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.acceptance import expected_accept_lengths
-from verl_tlt.speculation.costs.latency import LatencyModel
-from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 8, 32, 128)
@@ -32,8 +30,8 @@ class Setting:
 
     acceptance: tuple[float, ...]
     """Conditional acceptance by position of a drafter that is trained along."""
-    around_measured: float
-    """Factor on an acceptance that a run showed: policy and drafter go on changing."""
+    around_given: float
+    """Factor on an acceptance that the user gives: policy and drafter go on changing."""
     step: hardware.StepGuess
     spread: float
     """Relative standard deviation of acceptance between responses: a rollout waits for the one with the lowest."""
@@ -76,9 +74,15 @@ class Scenario:
     """The recipe names a drafter to start from."""
     metrics: RunMetrics | None = None
     acceptance: tuple[float, ...] = ()
-    """Given by the user; empty: measured or assumed."""
+    """Given by the user; empty: assumed."""
     response: float | None = None
     """Mean response in tokens, given by the user."""
+
+    @property
+    def prompt(self) -> int:
+        """Mean prompt, in tokens."""
+        run = self.metrics
+        return round(run.prompt_mean) if run and run.prompt_mean else max(1, self.work.prompt // 4)
 
 
 @dataclass(frozen=True)
@@ -98,179 +102,132 @@ class Estimate:
 
 def estimate(scenario: Scenario) -> Estimate:
     """Simulate rollouts at every setting, with a drafter that has been trained already; `TLTError` without work."""
-    work, metrics = scenario.work, scenario.metrics
+    work, shape, gpu = scenario.work, scenario.shape, scenario.gpu
     if min(work.requests, work.replicas, work.response) < 1:
         keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
         raise TLTError(f"{keys} must ask for some work.")
-    if not (kv_tokens := hardware.kv_capacity(work, scenario.shape, scenario.gpu)):
-        size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
+    if not (kv_tokens := hardware.kv_capacity(work, shape, gpu)):
+        size = f"{shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
         raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
-    prompt = round(metrics.prompt_mean) if metrics and metrics.prompt_mean else max(1, work.prompt // 4)
-    steps = min(4, math.ceil(ENOUGH_RESPONSES / work.requests))
-    lengths, assumed_lengths = _lengths(scenario)
-    engines, assumed_costs = _engines(scenario, kv_tokens)
-    acceptance = {name: _acceptance(scenario, setting) for name, setting in SETTINGS.items()}
-    requests = max(work.requests, work.replicas)
-    rollouts = {
-        name: simulation.simulate(engine, work.replicas, requests, lengths, acceptance[name], prompt, steps)
-        for name, engine in engines.items()
-    }
+    steps, lengths = min(4, math.ceil(ENOUGH_RESPONSES / work.requests)), _lengths(scenario)
+    prefill_s, requests = hardware.token_s(shape, gpu, work.tensor_parallel), max(work.requests, work.replicas)
+    engines, rollouts = {}, {}
+    for name, setting in SETTINGS.items():
+        seconds = hardware.step_cost(shape, gpu, work.tensor_parallel, work.eager, setting.step).seconds
+        engines[name] = simulation.EngineSpec(
+            seconds, scenario.arms, work.max_num_seqs, kv_tokens, prefill_s, setting.spread
+        )
+        rollouts[name] = simulation.simulate(
+            engines[name], work.replicas, requests, lengths, _acceptance(scenario, setting), scenario.prompt, steps
+        )
     context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
     batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
     even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
-    rest_s, overhead_s, assumed_rest = _outside_rollout(scenario, lengths)
-    assumed = {
-        "KV cache": f"what the weights and {hardware.BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"
-    } | assumed_lengths
-    if not (metrics and metrics.prompt_mean):
-        assumed["mean prompt"] = f"{prompt} tokens, a quarter of data.max_prompt_length"
-    assumed |= assumed_costs
-    known, longest = _known_acceptance(scenario), scenario.arms[-1]
-    if known and len(known) < longest:
-        assumed[f"acceptance beyond position {len(known)}"] = (
-            f"{known[-1]:.2f} as there, up to position {longest}; --acceptance takes one number for each"
-        )
-    if not known:
-        assumed["acceptance"] = (
-            "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
-            "verl-tlt evaluate measures one"
-        )
-    numbers = _numbers(scenario, rollouts, acceptance, even[8], rest_s, overhead_s)
-    return Estimate(numbers, context, even, kv_tokens, assumed | assumed_rest)
+    numbers = _numbers(scenario, rollouts, lengths.mean(), even[8])
+    return Estimate(numbers, context, even, kv_tokens, _assumed(scenario))
 
 
 def _numbers(
     scenario: Scenario,
     rollouts: Mapping[str, simulation.SimulatedRollout],
-    acceptance: Mapping[str, tuple[float, ...]],
+    response_mean: float,
     tail_break_even: Mapping[int, float],
-    rest_s: float,
-    overhead_s: float,
 ) -> Numbers:
     """What decides: measured where the run showed it, simulated elsewhere."""
-    work, metrics, likely = scenario.work, scenario.metrics, rollouts["likely"]
+    work, run, likely = scenario.work, scenario.metrics, rollouts["likely"]
+    shape, gpu = scenario.shape, scenario.gpu
     k = max(k for k in tail_break_even if k <= max(3, min(tail_break_even)))
     session_s = SESSION_BEGINS_S
     if scenario.spot:
-        session_s += LEAST_TOKENS / hardware.drafter_tokens_s(scenario.shape, scenario.gpu, work.tensor_parallel)
+        session_s += LEAST_TOKENS / hardware.drafter_tokens_s(shape, gpu, work.tensor_parallel)
+    if run is None:
+        update_s = hardware.update_token_s(shape, gpu, work.gpus, work.critic, work.reference)
+        gen_s, rest_s = likely.stock_s, FIXED_S + update_s * work.requests * response_mean
+    else:
+        gen_s, rest_s = run.stock_gen_s, run.rest_s
     # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
     speeds = [rollout.speed for rollout in rollouts.values()]
-    numbers = Numbers(
-        gen_s=likely.stock_s,
+    return Numbers(
+        gen_s=gen_s,
         rest_s=rest_s,
-        overhead_s=overhead_s,
+        overhead_s=OVERHEAD_S if run is None or run.overhead_s is None else run.overhead_s,
         rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
         tail_share=likely.tail_share,
-        bubble_s=likely.bubble_share * likely.stock_s,
+        bubble_s=likely.bubble_share * gen_s if run is None or run.bubble_s is None else run.bubble_s / work.replicas,
         bubble_needed_s=session_s,
         replicas=work.replicas,
-        has_drafter=scenario.has_drafter or bool(scenario.acceptance),
+        has_drafter=scenario.has_drafter or bool(scenario.acceptance or (run and (run.accept_length or 0.0) > 1.2)),
         trains=scenario.spot,
         mode=work.mode,
         response_mean=likely.tokens / work.requests,
         tail_break_even=tail_break_even[k],
-        accept_known=bool(_known_acceptance(scenario)),
-        accept={name: expected_accept_lengths(acceptance[name], k)[k] for name in SETTINGS},
-        measured=metrics is not None,
+        accept_known=bool(scenario.acceptance),
+        accept={name: expected_accept_lengths(_acceptance(scenario, of), k)[k] for name, of in SETTINGS.items()},
+        measured=run is not None,
+        reward_s=(run and run.reward_s) or 0.0,
+        tool_share=(run and run.tool_share) or 0.0,
     )
-    return numbers if metrics is None else _as_measured(numbers, work, metrics)
 
 
-def _as_measured(n: Numbers, work: hardware.Workload, metrics: RunMetrics) -> Numbers:
-    """The numbers with what a run showed in place of what was simulated."""
-    gen_s, tail, waiting = metrics.stock_gen_s, n.tail_share, metrics.tool_share or 0.0
-    bubble_s = n.bubble_s / n.gen_s * gen_s if metrics.bubble_s is None else metrics.bubble_s / work.replicas
-    if metrics.seconds_by_batch:
-        tail = simulation.tail_share([metrics.seconds_by_batch])
-    if work.multi_turn and metrics.tool_share is None and metrics.busy_share is not None:
-        waiting = 1.0 - metrics.busy_share  # verl's v1 trainer does not log how long tools take
-    return replace(
-        n, gen_s=gen_s, tail_share=tail, bubble_s=bubble_s, tool_share=waiting,
-        reward_s=metrics.reward_s or 0.0,
-        has_drafter=n.has_drafter or (metrics.accept_length or 0.0) > 1.2,
-    )  # fmt: skip
-
-
-def _lengths(scenario: Scenario) -> tuple[simulation.LogNormal, dict[str, str]]:
-    """Response lengths as a run's metrics, the user, or the recipe's limit suggest them; and what is assumed."""
-    work, metrics, mean = scenario.work, scenario.metrics, scenario.response
-    if metrics is not None:
+def _lengths(scenario: Scenario) -> simulation.LogNormal:
+    """Response lengths as a run's metrics, the user, or the recipe's limit suggest them."""
+    work, run, mean = scenario.work, scenario.metrics, scenario.response
+    if run is not None:
         # verl's share of clipped responses is of those as long as the step's longest, whether the limit cut it or not.
-        clipped = metrics.clipped if metrics.longest >= work.response else 0.0
-        return simulation.from_moments(
-            metrics.response_mean, metrics.response_max, clipped, work.requests, work.response
-        ), {}
-    if mean is not None:
-        if not 1 <= mean <= work.response:
-            limit = f"data.max_response_length={work.response}"
-            raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
-        return simulation.from_mean(mean, SIGMA, work.response), {"spread of lengths": f"log-normal, sigma {SIGMA}"}
-    median = work.response * MEDIAN_SHARE
-    shape = (
-        f"log-normal, median {median:.0f} (a tenth of data.max_response_length), sigma {SIGMA}: one in a hundred is "
-        "cut; --metrics or --response-length is better"
-    )
-    return simulation.LogNormal(median, SIGMA, work.response), {"response lengths": shape}
+        clipped = run.clipped if run.longest >= work.response else 0.0
+        return simulation.from_moments(run.response_mean, run.response_max, clipped, work.requests, work.response)
+    if mean is None:
+        return simulation.LogNormal(work.response * MEDIAN_SHARE, SIGMA, work.response)
+    if not 1 <= mean <= work.response:
+        limit = f"data.max_response_length={work.response}"
+        raise TLTError(f"--response-length must be between 1 and {limit}, not {mean:g}.")
+    return simulation.from_mean(mean, SIGMA, work.response)
 
 
-def _outside_rollout(scenario: Scenario, lengths: simulation.LogNormal) -> tuple[float, float, dict[str, str]]:
-    """Seconds of a step outside rollout, measured or by the policy's size; TLT's own work in it; assumptions."""
-    work, metrics = scenario.work, scenario.metrics
-    if metrics is not None and metrics.overhead_s is not None:
-        return metrics.rest_s, metrics.overhead_s, {}
-    assumed = {"TLT's own work in a step": f"{OVERHEAD_S} s"}
-    if metrics is not None:
-        return metrics.rest_s, OVERHEAD_S, assumed
-    update_s = hardware.update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
-    assumed["outside rollout"] = (
-        f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {FIXED_S:g} s for weight "
-        "sync and reward; --metrics says better"
-    )
-    return FIXED_S + update_s * work.requests * lengths.mean(), OVERHEAD_S, assumed
-
-
-def _engines(scenario: Scenario, kv_tokens: int) -> tuple[dict[str, simulation.EngineSpec], dict[str, str]]:
-    """An engine by setting, and what is assumed of its costs.
-
-    It has a run's own step costs where the run drafted, which know no longer drafts; else the data sheet's.
-    """
-    work, shape, arms = scenario.work, scenario.shape, scenario.arms
-    costs = scenario.metrics.costs if scenario.metrics is not None else LatencyTable()
-    assumed = {}
-    if measured := costs.lengths():
-        longest = measured[-1]
-        if measured[0] <= 0 and longest >= arms[1]:
-            seconds = LatencyModel(range(longest + 1), table=costs, active_share=shape.active_share).seconds
-            known = tuple(k for k in arms if k <= longest)
-            spec = simulation.EngineSpec(seconds, known, work.max_num_seqs, kv_tokens)
-            return {name: replace(spec, spread=setting.spread) for name, setting in SETTINGS.items()}, {}
-        assumed["cost of drafts"] = "from the data sheet: the run has not drafted so"
+def _assumed(scenario: Scenario) -> dict[str, str]:
+    """What neither recipe nor run nor user says: what `estimate` takes for it, and why."""
+    work, run, known, longest = scenario.work, scenario.metrics, scenario.acceptance, scenario.arms[-1]
+    found = {"KV cache": f"what the weights and {hardware.BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"}
+    if run is None and scenario.response is not None:
+        found["spread of lengths"] = f"log-normal, sigma {SIGMA}"
+    elif run is None:
+        found["response lengths"] = (
+            f"log-normal, median {work.response * MEDIAN_SHARE:.0f} (a tenth of data.max_response_length), sigma "
+            f"{SIGMA}: one in a hundred is cut; --metrics or --response-length is better"
+        )
+    if run is None or not run.prompt_mean:
+        found["mean prompt"] = f"{scenario.prompt} tokens, a quarter of data.max_prompt_length"
     layer, drafting = (
         sorted(1e3 * getattr(setting.step, name) for setting in SETTINGS.values()) for name in ("layer_s", "pass_s")
     )
-    assumed["step costs"] = (
+    found["step costs"] = (
         f"the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s; besides {layer[1]:g} ms ({layer[0]:g} to "
         f"{layer[2]:g}) a layer, and {drafting[1]:g} ms ({drafting[0]:g} to {drafting[2]:g}) a pass of the drafter"
     )
-    prefill_s, engines = hardware.token_s(shape, scenario.gpu, work.tensor_parallel), {}
-    for name, setting in SETTINGS.items():
-        sheet = hardware.step_cost(shape, scenario.gpu, work.tensor_parallel, work.eager, setting.step)
-        engines[name] = simulation.EngineSpec(
-            sheet.seconds, arms, work.max_num_seqs, kv_tokens, prefill_s, setting.spread
+    if not known:
+        found["acceptance"] = (
+            "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
+            "verl-tlt evaluate measures one"
         )
-    return engines, assumed
-
-
-def _known_acceptance(scenario: Scenario) -> tuple[float, ...]:
-    return scenario.acceptance or (scenario.metrics.acceptance if scenario.metrics else ())
+    elif len(known) < longest:
+        found[f"acceptance beyond position {len(known)}"] = (
+            f"{known[-1]:.2f} as there, up to position {longest}; --acceptance takes one number for each"
+        )
+    if run is None or run.overhead_s is None:
+        found["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    if run is None:
+        found["outside rollout"] = (
+            f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {FIXED_S:g} s for "
+            "weight sync and reward; --metrics says better"
+        )
+    return found
 
 
 def _acceptance(scenario: Scenario, setting: Setting) -> tuple[float, ...]:
     """Conditional acceptance by position, for every draft length that may be chosen."""
-    known = _known_acceptance(scenario)
-    factor = setting.around_measured if known else 1.0
-    values, longest = known or setting.acceptance, scenario.arms[-1]
+    factor = setting.around_given if scenario.acceptance else 1.0
+    values, longest = scenario.acceptance or setting.acceptance, scenario.arms[-1]
     extended = (*values[:longest], *(values[-1] for _ in range(longest - len(values))))
     return tuple(float(np.clip(a * factor, 0.0, 1.0)) for a in extended)
 

@@ -100,15 +100,14 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     console.print(table)
     for line in found["sentences"]:
         say(console, line)
-    say(console, f"Rows:    {write(plan, arms, record)}")
+    say(console, f"Rows: {write(plan, arms, record)}")
     if missing := [package for package in ("matplotlib", "jinja2") if find_spec(package) is None]:
-        install = "pip install matplotlib jinja2, and --rounds 0 to write them"
-        say(console, f"Page and picture need {' and '.join(missing)}: {install}.")
+        install = "pip install matplotlib jinja2, and --rounds 0 to write it"
+        say(console, f"The page needs {' and '.join(missing)}: {install}.")
         return
-    from verl_tlt.commands.compare.page import save_compare_picture, write_compare_page
+    from verl_tlt.commands.compare.page import write_compare_page
 
-    say(console, f"Picture: {save_compare_picture(plan.folder / 'compare.png', found, record.turns)}")
-    say(console, f"Page:    {write_compare_page(plan.folder / 'compare.html', found, record.turns)}")
+    say(console, f"Page: {write_compare_page(plan.folder / 'compare.html', found, record.turns)}")
 
 
 def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:

@@ -1,4 +1,4 @@
-"""The page and the picture of a comparison."""
+"""The page of a comparison."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from verl_tlt.commands.compare.record import Step, Turn
 from verl_tlt.commands.compare.result import RATIOS, arm_rows
 from verl_tlt.commands.report import figures
 from verl_tlt.commands.report.page import PageContent, render_page
-from verl_tlt.files.ownership import replacing
 
 COLORS = (figures.INK, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.RED, figures.SKY)
 PER = 1000
@@ -32,19 +29,6 @@ def write_compare_page(path: Path, found: Mapping[str, Any], turns: Sequence[Tur
         charts.append(figures.make_chart(title, note, partial(figures.draw_lines, unit=unit, lines=lines)))
     content = PageContent("a comparison with stock verl", found["sentences"], charts, _tables(found, turns))
     return render_page(path, content)
-
-
-def save_compare_picture(path: Path, found: Mapping[str, Any], turns: Sequence[Turn]) -> Path:
-    """Write a PNG with the ratios, the seconds of rollouts and the rewards."""
-    with matplotlib.rc_context(figures.STYLE):
-        figure = Figure(figsize=(11, 5.2 + 0.35 * len(found["ratios"])), layout="constrained")
-        above, *below = (figure.add_subplot(2, 2, (1, 2)), figure.add_subplot(2, 2, 3), figure.add_subplot(2, 2, 4))
-        draw_ratios(above, found)
-        for ax, (_, unit, _, lines) in zip(below, _lines(turns), strict=False):
-            figures.draw_lines(ax, unit, lines)
-        with replacing(path) as file:
-            figure.savefig(file, format="png", dpi=160, facecolor="white")
-    return path
 
 
 def draw_ratios(ax: Axes, found: Mapping[str, Any]) -> None:

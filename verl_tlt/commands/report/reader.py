@@ -47,8 +47,6 @@ MOST_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
 MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
 MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
 """Of a file: if so much cannot be read, and less could, it is no trace."""
-_MOST_POSITIONS = 64
-"""Of a draft."""
 _LARGEST, _LATEST = 1e100, 1e11
 """Of a metric, and of a time in unix seconds; what is computed from them stays finite."""
 
@@ -62,22 +60,14 @@ class TraceError(TLTError, ValueError):
 
 @dataclass(frozen=True)
 class EngineSteps:
-    """The n steps of one engine as columns, in the order of time; drafts have up to `kmax` tokens."""
+    """The n steps of one engine as columns, in the order of time."""
 
     t: npt.NDArray[np.float64]
     """[n] unix seconds at which the step finished."""
     batch: npt.NDArray[np.int64]
     """[n] decode-phase requests."""
-    kv: npt.NDArray[np.int64]
-    """[n] tokens of context they held."""
     k: npt.NDArray[np.int64]
     """[n] tokens drafted per request; -1 where the drafter did not run."""
-    drafts: npt.NDArray[np.int64]
-    """[n] requests that had a draft verified."""
-    accepted: npt.NDArray[np.int64]
-    """[n, kmax] how many of those drafts had their first i+1 tokens accepted."""
-    produced: npt.NDArray[np.int64]
-    """[n] tokens produced."""
     latency_s: npt.NDArray[np.float64]
     """[n] seconds."""
 
@@ -249,45 +239,31 @@ def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[floa
 
 
 class _Columns:
-    """Collects the steps of one engine; takes about 100 bytes for each."""
+    """Collects the steps of one engine; takes 32 bytes for each."""
 
-    NAMES = tuple(f.name for f in dataclasses.fields(EngineSteps) if f.name != "accepted")
+    NAMES = tuple(f.name for f in dataclasses.fields(EngineSteps))
 
     def __init__(self) -> None:
         self._numbers = array("d")  # len(NAMES) for each step
-        self._accepted = array("d")
-        self._lengths = array("q")  # numbers in `_accepted` for each step
 
     def add(self, record: Mapping[str, Any]) -> bool:
         """Append one line; False: it is malformed."""
         try:
-            required = [float(record[name]) for name in ("t", "batch", "k")]
-            numbers = [float(record.get(name) or 0) for name in self.NAMES]
-            accepted = [float(count) for count in record.get("accepted") or ()]
+            numbers = [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
-        if len(accepted) > _MOST_POSITIONS:
-            return False
-        if not all(abs(number) < 2**53 for number in (*required, *numbers, *accepted)):  # NaN is not
+        if not all(abs(number) < 2**53 for number in numbers):  # NaN is not
             return False
         self._numbers.extend(numbers)
-        self._accepted.extend(accepted)
-        self._lengths.append(len(accepted))
         return True
 
     def engine_steps(self, repeated: Sequence[tuple[float, float]]) -> EngineSteps:
         """All steps but those that ended within `repeated`."""
         numbers = np.array(self._numbers).reshape(-1, len(self.NAMES))  # [n, columns]
-        lengths = np.array(self._lengths)
-        accepted = np.zeros((len(lengths), lengths.max(initial=0)), dtype=np.int64)  # [n, kmax]
-        accepted[np.arange(accepted.shape[1]) < lengths[:, None]] = self._accepted
         t = numbers[:, 0]
         again = np.zeros_like(t, bool)
         for start, end in repeated:
             again |= (start <= t) & (t < end)
-        keep = np.flatnonzero(~again)
-        keep = keep[np.argsort(t[keep], kind="stable")]
-        seconds = ("t", "latency_s")
-        columns = {name: column if name in seconds else column.astype(np.int64)
-                   for name, column in zip(self.NAMES, numbers[keep].T, strict=True)}  # fmt: skip
-        return EngineSteps(accepted=accepted[keep], **columns)
+        numbers = numbers[~again]
+        t, batch, k, latency_s = numbers[np.argsort(numbers[:, 0], kind="stable")].T
+        return EngineSteps(t, batch.astype(np.int64), k.astype(np.int64), latency_s)
