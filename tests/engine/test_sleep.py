@@ -11,7 +11,7 @@ import torch
 from tiny_engine import sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
-from verl_tlt.commands.doctor.engine_check import Measured, check_sleep, judge
+from verl_tlt.commands.doctor.engine_check import check_sleep
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 
 pytestmark = pytest.mark.engine
@@ -119,8 +119,6 @@ def test_a_ruined_table_is_named_and_not_written_where_it_is_the_policys_too(eng
 def test_the_doctor_finds_out_that_a_table_did_not_survive(engine, models, table):
     """vLLM keeps a model's buffers at level 2; a release that does not would leave the table as the pages are."""
     for lost, level in ((lambda: None, "ok"), (lambda: table.fill_(float("nan")), "refuse")):
-        found = Measured()
-        asyncio.run(check_sleep(DoctorsEngine(engine, models["alike"], lost), found))
-        assert found.lost_in_sleep
-        assert judge(found)[0].level == level, found
-    assert "cos_sin_cache" in found.reloaded
+        found = asyncio.run(check_sleep(DoctorsEngine(engine, models["alike"], lost)))
+        assert found.level == level and ("sleep discarded it" in found.sentence) == (level == "ok"), found
+    assert "cos_sin_cache" in found.sentence

@@ -12,21 +12,18 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.commands.processes import running
 from verl_tlt.errors import TLTError
 
 LOG = "engine.log"
 POLL_S = 1.0
 _LAST_LINES = 15
-_PATIENCE_S = 20.0
-"""For a child that is told to end."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,21 +54,17 @@ def run_job(
     """
     directory.mkdir(parents=True, exist_ok=True)
     answer, log = directory / "answer.json", directory / LOG
-    answer.unlink(missing_ok=True)
+    for old in (answer, log):
+        old.unlink(missing_ok=True)
     (directory / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", module, str(directory)]
     deadline = time.monotonic() + timeout_s
-    with log.open("w") as stream:
-        child = subprocess.Popen(command, env={**os.environ, **environment}, stdout=stream, stderr=subprocess.STDOUT)
-        try:
-            while child.poll() is None:
-                tell()
-                if (left := deadline - time.monotonic()) <= 0:
-                    raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.")
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(min(POLL_S, left))
-        finally:
-            _end(child)
+    with running([sys.executable, "-m", module, str(directory)], env={**os.environ, **environment}, log=log) as tree:
+        while tree.process.poll() is None:
+            tell()
+            tree.alive()
+            if time.monotonic() > deadline:
+                raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.")
+            time.sleep(POLL_S)
     if not answer.is_file():  # it is the last thing the child does: a crash while it ends changes nothing
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         raise ChildEngineError(f"The engine ended early ({log}):\n{end}")
@@ -94,12 +87,3 @@ def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
         answer = {"refused": str(error)}
     (directory / "answer.partial").write_text(json.dumps(answer))
     (directory / "answer.partial").rename(directory / "answer.json")
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    try:
-        child.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()

@@ -25,7 +25,6 @@ try:
         finite,
         takes_options,
     )
-    from verl_tlt.files.ownership import check_writable
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
 
@@ -79,7 +78,6 @@ def main(
 def doctor(
     overrides: Annotated[list[str] | None, Argument(help="Your recipe; without one only packages.")] = None,
     config_name: ConfigName = "ppo_trainer",
-    symbols: Annotated[bool, Option("--symbols", help="List every function that verl-tlt uses.")] = False,
     gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False,
     cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
 ) -> None:
@@ -93,7 +91,7 @@ def doctor(
       verl-tlt doctor recipe.sh +trainer.plugin=tlt
       verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
     """
-    from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine, symbol_table
+    from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine
     from verl_tlt.commands.script.reader import read_arguments
 
     recipe = read_arguments(overrides or [], config_name)
@@ -101,8 +99,6 @@ def doctor(
     if gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, cpu)
     make_console().print(findings_table(findings))
-    if symbols:
-        make_console().print(symbol_table())
     answer, status = conclude(findings, recipe)
     typer.echo(printable(answer))
     raise typer.Exit(status)
@@ -250,30 +246,6 @@ def report(
     from verl_tlt.commands.report.command import report as run
 
     run(trace_dir, out)
-
-
-@app.command()
-def convert(
-    drafter: Annotated[Path, Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
-    model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")],
-    out: Annotated[Path, Option(help="Where the converted drafter goes.")],
-) -> None:
-    """Bring an EAGLE-3 drafter into the layout that vLLM serves.
-
-    \b
-    Example:
-      verl-tlt convert downloaded/eagle3 --model Qwen/Qwen3-8B --out drafters/qwen3-8b
-    """
-    _need("convert", "torch", "transformers")
-    from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
-
-    if out.exists():
-        raise DrafterError(f"--out {out} exists; give another name, or remove it.")
-    check_writable(out.parent, "the directory of --out")
-    loaded = load_drafter(drafter, model)
-    facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
-    save_drafter(loaded, out, facts, policy=model)
-    typer.echo(printable(f"Wrote {out}."))
 
 
 @app.command()

@@ -63,17 +63,8 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
-    temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
-    top_p: Annotated[float, Option(min=1e-6, max=1, help="The rollout's top_p.")] = 1.0
-    top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
-    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(SamplingOptions):
-    """The policy, and where it computes."""
+class EngineOptions:
+    """The policy, how it samples, and where it computes."""
 
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
     recipe: Annotated[
@@ -83,6 +74,11 @@ class EngineOptions(SamplingOptions):
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
+    response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
+    temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
+    top_p: Annotated[float, Option(min=1e-6, max=1, help="The rollout's top_p.")] = 1.0
+    top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
+    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What is concluded from the steps of a comparison: ratios with intervals, sentences, the page and the picture."""
 
-import html
 import math
 import random
 import re
@@ -8,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from verl_tlt.commands.compare.page import write_compare_page
 from verl_tlt.commands.compare.plan import named_arms
 from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, read_step, schedule
 from verl_tlt.commands.compare.result import (
@@ -231,11 +229,3 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
 def test_before_the_first_pair_there_is_nothing_to_say(tmp_path):
     found = found_of(ARMS, Record(tmp_path, {}))
     assert not found["ratios"] and not found["arms"] and not found["sentences"]
-
-
-def test_the_page_has_every_row(record, tmp_path):
-    found = found_of(ARMS, record)
-    page = html.unescape(write_compare_page(tmp_path / "compare.html", found, record.turns).read_text())
-    assert len(re.findall(r"<tr><td>(?:stock|tlt|vllm-\d)</td>", page)) == 4 + 11 + 11 * 4
-    assert all(sentence in page for sentence in found["sentences"]) and "<script" not in page
-    assert page.count("data:image/svg+xml") == 5

@@ -11,7 +11,15 @@ import torch
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.command import cost_table
-from verl_tlt.commands.doctor.engine_check import EngineJob, Measured, check_sleep, judge, keep_costs, run_job
+from verl_tlt.commands.doctor.engine_check import (
+    Answer,
+    EngineJob,
+    check_sleep,
+    judge_costs,
+    judge_graphs,
+    keep_costs,
+    run_job,
+)
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
 from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain
@@ -20,51 +28,29 @@ from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table
 from verl_tlt.speculation.types import OFF
 
-GOOD = Measured(
-    fingerprint="f1", lost_in_sleep=True, reloaded="f1", reload_s=0.2,
-    costs=LatencyTable.calibrated(
-        {OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]}
-    ),
-    stock={1: 0.010, 4: 0.020}, off={1: 0.0101, 4: 0.0202}, graph_gib=[1.5, 0.8], context_gib=0.5,
-    free_after_wake_gib=12.0,
-)  # fmt: skip
-
-
-def said(found):
-    return {finding.what: finding for finding in judge(found)}
+COSTS = LatencyTable.calibrated(
+    {OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]}
+)
+STOCK, CLOSE = {1: 0.010, 4: 0.020}, {1: 0.0101, 4: 0.0202}
+KEY = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
 
 
 def test_a_good_machine():
-    assert from_plain(Measured, json.loads(json.dumps(asdict(GOOD)))) == GOOD
-    findings = said(GOOD)
+    answer = Answer([*judge_costs(COSTS, STOCK, CLOSE), judge_graphs([0.8, 1.5])], COSTS, KEY)
+    assert from_plain(Answer, json.loads(json.dumps(asdict(answer)))) == answer
+    findings = {finding.what: finding for finding in answer.findings}
     assert {f.level for f in findings.values()} == {"ok"}
-    assert "sleep discarded it" in findings["drafter after sleep"].sentence
     assert "1.01 times stock's step" in findings["drafter off against stock"].sentence
     assert "1: 1.50x, 4: 2.00x" in findings["K=3 against off"].sentence  # it must be accepted that often
     assert "1.50 GiB with a drafter, 0.80 GiB without" in findings["CUDA graphs"].sentence
-    assert "12.00 GiB free" in findings["waking beside a spot worker"].sentence
 
 
-@pytest.mark.parametrize(
-    ("change", "what", "level", "text"),
-    [
-        ({"reloaded": "f2"}, "drafter after sleep", "refuse", "not the same after a reload: f2"),
-        ({"off": {1: 0.02, 4: 0.03}}, "drafter off against stock", "warn", "1.75 times"),
-        ({"costs": LatencyTable()}, "step cost", "warn", "could not be measured"),
-        ({"wake_error": "OutOfMemoryError: 2 GiB"}, "waking beside a spot worker", "refuse", "gpu_memory_utilization"),
-    ],
-)
-def test_what_is_wrong_is_said(change, what, level, text):
-    finding = said(dataclasses.replace(GOOD, **change))[what]
-    assert finding.level == level and text in finding.sentence
-
-
-def test_a_machine_without_a_device_says_what_it_does_not_have():
-    found = dataclasses.replace(GOOD, lost_in_sleep=None, graph_gib=None, context_gib=None)
-    findings = said(found)
-    assert {f.level for f in findings.values()} == {"ok"}
-    assert "no sleep mode" in findings["drafter after sleep"].sentence
-    assert "no graphs" in findings["CUDA graphs"].sentence
+def test_what_is_wrong_or_missing_is_said():
+    dear, *_ = judge_costs(COSTS, STOCK, {1: 0.02, 4: 0.03})
+    assert dear.level == "warn" and "1.75 times" in dear.sentence
+    (unknown,) = judge_costs(LatencyTable(), STOCK, CLOSE)
+    assert unknown.level == "warn" and "could not be measured" in unknown.sentence
+    assert judge_graphs([]).level == "ok" and "no graphs" in judge_graphs([]).sentence
 
 
 def test_graph_memory_is_read_from_vllms_log():
@@ -73,11 +59,10 @@ def test_graph_memory_is_read_from_vllms_log():
 
 
 def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
-    key = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
-    found = Measured(key, costs=LatencyTable.calibrated({OFF: [(1, 0.01)], 3: [(4, 0.03), (1, 0.02)]}))
+    found = Answer([], LatencyTable.calibrated({OFF: [(1, 0.01)], 3: [(4, 0.03), (1, 0.02)]}), KEY)
     file, table = keep_costs(found, tmp_path)
     assert file.parent == tmp_path
-    kept = load_table(tmp_path, key)
+    kept = load_table(tmp_path, KEY)
     assert kept == table
     assert {(p.draft_length, p.batch, p.seconds) for p in kept.points} == {(OFF, 1, 0.01), (3, 1, 0.02), (3, 4, 0.03)}
     with pytest.raises(TLTConfigError, match="--seconds"):
@@ -174,8 +159,7 @@ class TwoRanks(SimpleNamespace):
 
 @pytest.mark.parametrize(("reloads", "level"), [("drafter", "ok"), ("another", "refuse")])
 async def test_the_drafter_of_every_rank_is_compared(reloads, level):
-    engine, found = StandaloneEngine.__new__(StandaloneEngine), Measured()
+    engine = StandaloneEngine.__new__(StandaloneEngine)
     engine.llm, engine.drafter = TwoRanks(reloads=reloads), Path("drafter")
-    await check_sleep(engine, found)
-    assert found.lost_in_sleep and found.fingerprint == "drafter" and found.reloaded == reloads
-    assert said(found)["drafter after sleep"].level == level
+    found = await check_sleep(engine)
+    assert found.level == level and ("sleep discarded it" in found.sentence or found.sentence.endswith(f": {reloads}."))

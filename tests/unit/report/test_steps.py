@@ -7,7 +7,6 @@ from rich.console import Console
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.steps import (
     NO_STEP,
-    Bubble,
     most_trained,
     own_work_s,
     rich_table,
@@ -73,24 +72,19 @@ def test_every_step_holds_what_is_its_own(made_run):
     assert list(steps) == list(range(1, 7))
     for number, step in steps.items():
         assert step.end - step.start == pytest.approx(made_run.rollout_s[number] + 0.06)
-        (bubble,) = step.bubbles
-        assert bubble.replica == made_run.idle_replica[number] and bubble.end == step.end
-        assert bubble.end - bubble.start == pytest.approx(made_run.bubble_s[number] + 0.06)
         assert [p.name for p in step.after][:3] == ["old_log_prob", "update_actor", "update_weights"]
         assert {s.step for s in step.sessions} <= {number}
     seconds = {n: sum(s.end - s.start for s in step.sessions) for n, step in steps.items()}
     assert most_trained(steps) == max(seconds, key=seconds.get)
 
 
-def test_a_step_with_two_rollouts_has_bubbles_in_both(tmp_path):
+def test_two_rollouts_of_a_step_are_one(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1, replicas=["a"])
-    for start, end, idle in ((10.0, 14.0, 13.0), (20.0, 26.0, 22.0)):
+    for start, end in ((10.0, 14.0), (20.0, 26.0)):
         writer.emit("phase", step=1, name="rollout", start=start, end=end)
-        writer.emit("idle", step=1, replica="a", start=idle)
     step = rl_steps(read_trace(tmp_path))[1]
     assert (step.start, step.end) == (10.0, 26.0)
-    assert step.bubbles == [Bubble("a", 13.0, 14.0), Bubble("a", 22.0, 26.0)]
 
 
 def test_what_a_replica_decoded_at_a_moment(tmp_path):

@@ -63,18 +63,15 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     return scenario, assumed
 
 
-def suggestions(scenario: Scenario, n: Numbers, kv_tokens: int) -> list[str]:
+def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
     """What to do next, one sentence each."""
-    work, said = scenario.work, []
+    said = []
     if not n.has_drafter:
         said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")
     if scenario.spot and (why := never_trained(n)):
         said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
     if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
         said.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
-    if hardware.kv_needed(work) > kv_tokens:
-        said.append("The KV cache may not hold all requests, and some then wait: a larger gpu_memory_utilization or "
-                    f"tensor_model_parallel_size, or a smaller max_num_seqs, of {ROLLOUT}.")  # fmt: skip
     return [*said, "verl-tlt compare measures it: stock verl and TLT in turns."]
 
 
@@ -85,7 +82,7 @@ def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], fou
     style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
     say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
     say("What to do:", "bold")
-    for sentence in suggestions(scenario, found.numbers, found.kv_tokens):
+    for sentence in suggestions(scenario, found.numbers):
         say(f"  {sentence}")
     table = Table("", "", "from", box=box.SIMPLE_HEAD)
     for row in _rows(scenario, found):
@@ -111,8 +108,7 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
         ("rollout's share of a step", share, measured),
         ("accept length at K of up to 3", _range(n.accept), "given" if scenario.acceptance else "assumed"),
         ("the run", f"{work.requests} responses on {fleet}", "recipe"),
-        ("KV cache of an engine", f"{found.kv_tokens:,} tokens; its {hardware.decoding_requests(work)} requests need "
-         f"up to {hardware.kv_needed(work):,}", "data sheet"),
+        ("KV cache of an engine", f"{found.kv_tokens:,} tokens", "data sheet"),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
         (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}", "simulated"),
         ("bubble, mean of the replicas", f"{n.bubble_s:.1f} s; a session needs {n.bubble_needed_s:.1f} s",

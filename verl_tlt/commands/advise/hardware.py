@@ -189,14 +189,11 @@ class Workload:
     critic: bool
     reference: bool
     """A reference policy's log-probs are computed too."""
-    multi_turn: bool
-    """Responses wait for tools or an environment."""
 
 
 def read_workload(config: DictConfig) -> Workload:
     """Look up what decides how long a step takes; raises `TLTConfigError` where a key cannot be read."""
     mode = trainer_mode(config)
-    agent = str(select(config, f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent"))
     kl_terms = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
     return Workload(
         policy=str(select(config, "actor_rollout_ref.model.path", "")),
@@ -212,7 +209,6 @@ def read_workload(config: DictConfig) -> Workload:
         eager=enforce_eager(config),
         critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
         reference=any(bool(select(config, key, False)) for key in kl_terms),
-        multi_turn=bool(select(config, f"{ROLLOUT}.multi_turn.enable", False)) or "tool" in agent,
     )
 
 
@@ -228,19 +224,3 @@ def kv_capacity(work: Workload, shape: Shape, gpu: Gpu) -> int:
     """Tokens of context that one engine's KV cache holds, with the drafter's layer; 0: not even the weights fit."""
     usable = work.tensor_parallel * (work.memory_utilization * gpu.memory - BESIDE_BYTES) - BYTES * shape.parameters
     return max(0, int(usable / (shape.kv_bytes * (1.0 + 1.0 / shape.layers))))
-
-
-def decoding_requests(work: Workload) -> int:
-    """Requests that an engine decodes at once when a rollout begins; others wait."""
-    return min(work.max_num_seqs, -(-work.requests // work.replicas))
-
-
-def kv_needed(work: Workload) -> int:
-    """Tokens of context that these requests hold at one time at most, if every length up to the limit is as frequent.
-
-    After t tokens a share of `1 - t / response` still decodes, each request with prompt + t tokens; its maximum over t.
-    Prompts are taken to have a quarter of the longest. Lengths with more short ones need less.
-    """
-    prompt, response = work.prompt / 4, max(work.response, 1)
-    most = prompt if prompt >= response else (prompt + response) ** 2 / (4 * response)
-    return round(decoding_requests(work) * most)

@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich import box
@@ -101,13 +100,6 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     for line in found["sentences"]:
         say(console, line)
     say(console, f"Rows: {write(plan, arms, record)}")
-    if missing := [package for package in ("matplotlib", "jinja2") if find_spec(package) is None]:
-        install = "pip install matplotlib jinja2, and --rounds 0 to write it"
-        say(console, f"The page needs {' and '.join(missing)}: {install}.")
-        return
-    from verl_tlt.commands.compare.page import write_compare_page
-
-    say(console, f"Page: {write_compare_page(plan.folder / 'compare.html', found, record.turns)}")
 
 
 def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:

@@ -21,7 +21,6 @@ from verl_tlt.checks.recipe import Recipe, compose, number, read_settings, selec
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.files.ownership import check_writable
-from verl_tlt.upstream.upstream_api import Symbol
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -37,8 +36,9 @@ def diagnose(recipe: Recipe) -> list[Finding]:
         more = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
         taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{more}"
         findings.insert(1, Finding("ok", "script", taken))
-    for package, checked in installed_symbols().items():
-        findings += rules.judge_symbols(package, checked)
+    for package in ("verl", "vllm"):
+        if symbols := rules.symbols_of(package):
+            findings += rules.judge_symbols(package, symbols)
     return findings
 
 
@@ -63,12 +63,6 @@ def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
     if not recipe.overrides:
         return "TLT can run with what is installed here; give your recipe to know whether that can, too.", 0
     return "TLT can run here.", 0
-
-
-def installed_symbols() -> dict[str, list[tuple[Symbol, str | None]]]:
-    """Every symbol with what is wrong with it, by package; packages that are not installed are left out."""
-    checked = {package: rules.symbols_of(package) for package in ("verl", "vllm")}
-    return {package: symbols for package, symbols in checked.items() if symbols}
 
 
 def examine_recipe(recipe: Recipe) -> list[Finding]:
@@ -126,19 +120,9 @@ def findings_table(findings: list[Finding]) -> Table:
     return rows
 
 
-def symbol_table() -> Table:
-    """Every symbol verl-tlt relies on, whether the installed release has it so, and which file needs it."""
-    rows = Table("", Column("symbol", overflow="fold"), "needed by", title="what verl-tlt relies on")
-    for checked in installed_symbols().values():
-        for symbol, problem in checked:
-            verdict = Text("ok", style="green") if problem is None else Text("no", style="bold red")
-            rows.add_row(verdict, Text(symbol.name + (f"\n{problem}" if problem else "")), Text(symbol.used_by))
-    return rows
-
-
 def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
     """What only a real engine on this machine can tell (`commands.doctor.engine_check`), as findings."""
-    from verl_tlt.commands.doctor.engine_check import EngineJob, judge, keep_costs, run_job
+    from verl_tlt.commands.doctor.engine_check import EngineJob, keep_costs, run_job
 
     try:
         _needs_gpu(recipe, cpu)
@@ -149,7 +133,7 @@ def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
         kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, costs_directory(recipe))[0]}")
     except TLTConfigError as error:
         kept = Finding("warn", "cost table", str(error))
-    return [*judge(found), kept]
+    return [*found.findings, kept]
 
 
 def _needs_gpu(recipe: Recipe, cpu: bool) -> None:

@@ -15,8 +15,8 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,61 +64,45 @@ class EngineJob:
 
 
 @dataclass
-class Measured:
-    """What the child process answers; a field stays None where the device has no such thing."""
+class Answer:
+    """What the child process answers."""
 
-    key: TableKey | None = None
-    """What the costs hold for."""
-    fingerprint: str = ""
-    """Of the drafter, its buffers included, before sleep; one for each rank."""
-    lost_in_sleep: bool | None = None
-    """Weights or buffers of the drafter were others after waking up."""
-    reloaded: str = ""
-    """The same after a reload, or why it could not be reloaded."""
-    reload_s: float = 0.0
-    costs: LatencyTable = field(default_factory=LatencyTable)
+    findings: list[Finding]
+    """A finding per question; of step costs, one per draft length."""
+    costs: LatencyTable
     """Of every draft length, OFF included."""
-    stock: dict[int, float] | None = None
-    """Seconds between tokens by batch, without a drafter."""
-    off: dict[int, float] | None = None
-    """The same of the engine with a drafter whose pass is skipped, on the same clock."""
-    graph_gib: list[float] | None = None
-    """With a drafter, without."""
-    context_gib: float | None = None
-    """What another process's CUDA context takes."""
-    free_after_wake_gib: float | None = None
-    wake_error: str | None = None
+    key: TableKey
+    """What the costs hold for."""
 
 
 # ---------------------------------------------------------------------- in the child process
 
 
-async def check(job: EngineJob, directory: Path) -> Measured:
+async def check(job: EngineJob, directory: Path) -> Answer:
     """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
     import torch
 
-    setup, found = read_setup(job.recipe), Measured()
-    on_gpu = not job.cpu and torch.cuda.is_available()
+    setup, findings = read_setup(job.recipe), list[Finding]()
+    on_gpu, stock, off = not job.cpu and torch.cuda.is_available(), dict[int, float](), dict[int, float]()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
     if not job.costs_only:
         # Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner.
         async with start(setup, directory, drafting=False) as engine:
-            found.stock = await engine.wall_seconds(batches)
+            stock = await engine.wall_seconds(batches)
     async with start(setup, directory) as engine:
         if not job.costs_only:
-            await check_sleep(engine, found)
+            findings.append(await check_sleep(engine))
             if on_gpu:
-                await check_waking(engine, found)
-        found.costs = await engine.measure_costs(job.budget_s)
+                findings.append(await check_waking(engine))
+        costs = await engine.measure_costs(job.budget_s)
         if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
             await engine.scheduler.call("control", drafting=False)
-            found.off = await engine.wall_seconds(batches)
+            off = await engine.wall_seconds(batches)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
-        found.key = cost_key(engine.llm.vllm_config, setup.policy, drafter)
-    if on_gpu:
-        log = (directory / child_engine.LOG).read_text(errors="replace")
-        found.graph_gib = graph_memory_gib(log)[::-1]
-    return found
+        key = cost_key(engine.llm.vllm_config, setup.policy, drafter)
+    findings += judge_costs(costs, stock, off)
+    log = (directory / child_engine.LOG).read_text(errors="replace") if on_gpu else ""
+    return Answer([*findings, judge_graphs(graph_memory_gib(log))], costs, key)
 
 
 def _checked(said: Mapping[str, object], directory: Path) -> dict[str, Any]:
@@ -127,32 +111,36 @@ def _checked(said: Mapping[str, object], directory: Path) -> dict[str, Any]:
         return asdict(asyncio.run(check(job, directory)))
 
 
-async def check_sleep(engine: StandaloneEngine, found: Measured) -> None:
-    """Fingerprint the drafter, put the engine to verl's deepest sleep where it has one, and load the drafter again.
+async def check_sleep(engine: StandaloneEngine) -> Finding:
+    """Whether the drafter is the same after verl's deepest sleep, where the engine has one, and a reload.
 
     The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
     """
     assert engine.drafter is not None
-    sleeps = engine.llm.model_config.enable_sleep_mode
-    found.fingerprint = await engine.fingerprint()
+    what, slept = "drafter after sleep", "the engine has no sleep mode"
+    sleeps, before = engine.llm.model_config.enable_sleep_mode, await engine.fingerprint()
     if sleeps:
         await engine.llm.sleep(level=2)
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-        found.lost_in_sleep = await engine.fingerprint() != found.fingerprint
+        slept = "sleep kept it" if await engine.fingerprint() == before else "sleep discarded it"
     answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
     replies = [from_plain(LoadReply, answer) for answer in answers]
     if sleeps:
         await engine.llm.wake_up(tags=["kv_cache"])
     error = next((reply.error for reply in replies if reply.error), None)
-    found.reloaded = error or " ".join(reply.fingerprint for reply in replies if reply.fingerprint)
-    found.reload_s = max(reply.seconds for reply in replies)
+    after = error or " ".join(reply.fingerprint for reply in replies if reply.fingerprint)
+    if after != before or not before:
+        return Finding("refuse", what, f"The drafter was not the same after a reload: {after or 'unknown'}.")
+    reload = f"after a reload ({max(reply.seconds for reply in replies):.2f} s) its weights and buffers are as before"
+    return Finding("ok", what, f"{slept}; {reload}")
 
 
-async def check_waking(engine: StandaloneEngine, found: Measured) -> None:
-    """Let the engine sleep, open another process's CUDA context on its device, and wake it up again."""
+async def check_waking(engine: StandaloneEngine) -> Finding:
+    """Whether the engine wakes up from sleep while another process has a CUDA context on its device."""
     import torch
 
+    what = "waking beside a spot worker"
     await engine.llm.sleep(level=1)
     before = torch.cuda.mem_get_info()[0]
     other = subprocess.Popen(
@@ -161,21 +149,50 @@ async def check_waking(engine: StandaloneEngine, found: Measured) -> None:
     try:
         assert other.stdout is not None
         other.stdout.readline()
-        found.context_gib = (before - torch.cuda.mem_get_info()[0]) / 2**30
+        context_gib = (before - torch.cuda.mem_get_info()[0]) / 2**30
         try:
             await engine.llm.wake_up()
             await engine.generate(range(1, 9), 4)
         except Exception as error:  # whatever vLLM raises here is the finding
-            found.wake_error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        found.free_after_wake_gib = torch.cuda.mem_get_info()[0] / 2**30
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            asleep = f"With another context of {context_gib:.2f} GiB on the device the engine did not wake"
+            remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
+            return Finding("refuse", what, f"{asleep}: {said}; {remedy}.")
+        free_gib = torch.cuda.mem_get_info()[0] / 2**30
+        return Finding("ok", what, f"context {context_gib:.2f} GiB, {free_gib:.2f} GiB free after waking")
     finally:
         other.communicate(timeout=60)  # closes its input, which ends it
+
+
+def judge_costs(costs: LatencyTable, stock: Mapping[int, float], off: Mapping[int, float]) -> list[Finding]:
+    """What a step costs by draft length, and without the drafter's pass beside stock's; seconds by batch."""
+    off_s = costs.by_batch(OFF)
+    if not off_s or not stock or not off:
+        return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
+    ratio = sum(off[b] / stock[b] for b in stock) / len(stock)
+    said = ", ".join(f"batch {b}: {1e3 * off[b]:.2f} against {1e3 * stock[b]:.2f} ms" for b in stock)
+    sentence = f"{ratio:.2f} times stock's step ({said})."
+    findings = [Finding("ok" if ratio <= DEAR else "warn", "drafter off against stock", sentence)]
+    for k in (k for k in costs.lengths() if k >= 0):
+        seconds = costs.by_batch(k)
+        ratios = ", ".join(f"{batch}: {interpolate(seconds, batch) / of:.2f}x" for batch, of in off_s)
+        meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
+        findings.append(Finding("ok", f"K={k} against off", f"by batch {ratios}; {meaning}"))
+    return findings
+
+
+def judge_graphs(gib: Sequence[float]) -> Finding:
+    """What CUDA graphs take, of stock's engine and of the one with a drafter."""
+    if not gib:
+        return Finding("ok", "CUDA graphs", "no graphs are captured here (enforce_eager, or no such device)")
+    cases = zip(gib[::-1], ("with a drafter", "without"), strict=False)
+    return Finding("ok", "CUDA graphs", ", ".join(f"{one:.2f} GiB {case}" for one, case in cases))
 
 
 # ---------------------------------------------------------------------- in the command
 
 
-def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
+def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Answer:
     """Have a child process do `job`; raises `TLTConfigError` or `ChildEngineError` where it cannot."""
     import torch
 
@@ -185,66 +202,18 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Measured:
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
         module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
         answer = child_engine.run_job(module, asdict(job), Path(directory), environment, timeout_s)
-    return from_plain(Measured, answer)
+    return from_plain(Answer, answer)
 
 
-def keep_costs(found: Measured, directory: Path) -> tuple[Path, LatencyTable]:
+def keep_costs(found: Answer, directory: Path) -> tuple[Path, LatencyTable]:
     """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
     arms = found.costs.lengths()
-    if found.key is None or OFF not in arms or not any(arm > 0 for arm in arms):
+    if OFF not in arms or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
     try:
         return save_table(directory, found.key, found.costs), found.costs
     except OSError as error:
         raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
-
-
-def judge(found: Measured) -> list[Finding]:
-    """One finding per question; of step costs, one per draft length."""
-    return [_sleep(found), *_costs(found), _graphs(found), _waking(found)]
-
-
-def _sleep(f: Measured) -> Finding:
-    what = "drafter after sleep"
-    if f.reloaded != f.fingerprint or not f.fingerprint:
-        return Finding("refuse", what, f"The drafter was not the same after a reload: {f.reloaded or 'unknown'}.")
-    slept = {None: "the engine has no sleep mode", True: "sleep discarded it", False: "sleep kept it"}
-    reload = f"after a reload ({f.reload_s:.2f} s) its weights and buffers are as before"
-    return Finding("ok", what, f"{slept[f.lost_in_sleep]}; {reload}")
-
-
-def _costs(f: Measured) -> list[Finding]:
-    off_s = f.costs.by_batch(OFF)
-    if not off_s or not f.stock or not f.off:
-        return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
-    ratio = sum(f.off[b] / f.stock[b] for b in f.stock) / len(f.stock)
-    said = ", ".join(f"batch {b}: {1e3 * f.off[b]:.2f} against {1e3 * f.stock[b]:.2f} ms" for b in f.stock)
-    sentence = f"{ratio:.2f} times stock's step ({said})."
-    findings = [Finding("ok" if ratio <= DEAR else "warn", "drafter off against stock", sentence)]
-    for k in (k for k in f.costs.lengths() if k >= 0):
-        seconds = f.costs.by_batch(k)
-        ratios = ", ".join(f"{batch}: {interpolate(seconds, batch) / off:.2f}x" for batch, off in off_s)
-        meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
-        findings.append(Finding("ok", f"K={k} against off", f"by batch {ratios}; {meaning}"))
-    return findings
-
-
-def _graphs(f: Measured) -> Finding:
-    if not f.graph_gib:
-        return Finding("ok", "CUDA graphs", "no graphs are captured here (enforce_eager, or no such device)")
-    cases = zip(f.graph_gib, ("with a drafter", "without"), strict=False)
-    return Finding("ok", "CUDA graphs", ", ".join(f"{gib:.2f} GiB {case}" for gib, case in cases))
-
-
-def _waking(f: Measured) -> Finding:
-    what = "waking beside a spot worker"
-    if f.context_gib is None:
-        return Finding("ok", what, "no device context on this device")
-    if f.wake_error:
-        asleep = f"With another context of {f.context_gib:.2f} GiB on the device the engine did not wake"
-        remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
-        return Finding("refuse", what, f"{asleep}: {f.wake_error}; {remedy}.")
-    return Finding("ok", what, f"context {f.context_gib:.2f} GiB, {f.free_after_wake_gib:.2f} GiB free after waking")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ COLUMNS = 600
 """Times at which a replica's lane is sampled."""
 MOST_LANES = 64
 """Replicas in a chart; of more the first."""
-MOST_NAMED = 8
-"""Replicas of which each has its seconds beside its lane: three lines of text."""
 LANE, STRIP = 0.84, 0.26
 """Height of a lane and of the draft lengths at its bottom, as a share of the distance between lanes."""
 
@@ -135,7 +133,7 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: run_steps.RLStep) -> None:
         ax.imshow(strip, extent=(0.0, seconds[-1], y, y + STRIP), aspect="auto", interpolation="nearest", zorder=2)
         _draw_work(ax, trace, step, name, y)
     ax.axvline(step.end - step.start, color=INK, linewidth=1, linestyle="--")
-    ax.set_yticks([y + LANE / 2 for y in range(len(names))], [_lane_name(trace, step, n) for n in reversed(names)])
+    ax.set_yticks([y + LANE / 2 for y in range(len(names))], [trace.label(n) for n in reversed(names)])
     ax.set_xlim(0, seconds[-1])
     ax.set_ylim(-0.1, len(names))
     ax.set_xlabel(f"seconds (rollout: {step.end - step.start:.1f} s)")
@@ -251,17 +249,6 @@ def _numbered(trace: RunTrace, prefix: str) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _lane_name(trace: RunTrace, step: run_steps.RLStep, replica: str) -> str:
-    """The replica, with the seconds of its bubbles and of the sessions in them where there is room."""
-    bubbles = [(b.start, b.end) for b in step.bubbles if b.replica == replica]
-    if not bubbles or len(trace.replicas) > MOST_NAMED:
-        return trace.label(replica)
-    sessions = [(s.start, s.end) for s in step.sessions if s.replica == replica]
-    trained = sum(max(0.0, min(e, end) - max(s, start)) for start, end in bubbles for s, e in sessions)
-    lines = [trace.label(replica), f"bubble {sum(end - start for start, end in bubbles):.1f} s"]
-    return "\n".join([*lines, f"{trained:.1f} s trained"] if trained else lines)
-
-
 def _lanes_height(trace: RunTrace) -> float:
     count = max(1, min(MOST_LANES, len(trace.replicas)))
-    return count * min(1.0, max(0.75 if count <= MOST_NAMED else 0.3, 5 / count))
+    return count * min(1.0, max(0.3, 5 / count))

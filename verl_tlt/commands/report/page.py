@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from verl_tlt.commands.report.figures import Chart, run_charts, step_charts
+from verl_tlt.commands.report.figures import run_charts, step_charts
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import rl_steps, rows_of_trace, sentences, table
 from verl_tlt.errors import printable
@@ -25,25 +24,12 @@ LONGEST_TEXT = 2000
 """Characters of a text from the trace that the page shows."""
 
 
-@dataclass(frozen=True)
-class PageContent:
-    """What a page shows, from top to bottom; any text may be somebody else's."""
-
-    heading: str
-    sentences: Sequence[str]
-    """The first is the answer."""
-    charts: Sequence[Chart]
-    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
-    """Title, headings and cells of each; one without rows is left out."""
-    command: str = ""
-    """How the drafter is served; empty: there is none."""
-    about: str = ""
-    """What ran, where and when."""
-
-
 def write_page(path: Path, trace: RunTrace) -> Path:
     """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
-    content = PageContent(
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["plain"] = plain
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    page = template.render(
         heading=trace.run.name if trace.run and trace.run.name else "one run",
         about=about(trace),
         sentences=list(sentences(trace)),
@@ -51,15 +37,6 @@ def write_page(path: Path, trace: RunTrace) -> Path:
         tables=list(_tables(trace)),
         command=serve_command(trace),
     )
-    return render_page(path, content)
-
-
-def render_page(path: Path, content: PageContent) -> Path:
-    """Write a page of such content and return its path."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["plain"] = plain
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    page = template.render(vars(content))
     with replacing(path) as file:
         file.write(page.encode("utf-8", "backslashreplace"))
     return path

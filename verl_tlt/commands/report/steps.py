@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_tlt.commands.report.reader import RunTrace, TraceError
-from verl_tlt.trace.events import Idle, Phase, Session
+from verl_tlt.trace.events import Phase, Session
 from verl_tlt.trace.metrics import counted_savings
 
 Row = Mapping[str, float | None]
@@ -168,22 +168,13 @@ def _response_tokens(metrics: Mapping[str, float]) -> int | None:
 # ---------------------------------------------------------------------- the parts of a step
 
 
-E = TypeVar("E", Phase, Idle, Session)
+E = TypeVar("E", Phase, Session)
 Ints = npt.NDArray[np.int64]
 
 NO_STEP = -2
 """Stands for the draft length at a time when the engine ran no step; OFF is -1."""
 GAP_S = 0.1
 """Seconds between two engine steps that are no pause."""
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """A replica had nothing to decode from `start` to `end` (unix seconds) while another still decoded."""
-
-    replica: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -195,7 +186,6 @@ class RLStep:
     end: float
     after: Sequence[Phase] = ()
     """The phases after the rollout, in the order of time."""
-    bubbles: Sequence[Bubble] = ()
     sessions: Sequence[Session] = ()
 
     @property
@@ -208,7 +198,7 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
 
     A `TraceError` says that there is none.
     """
-    phases, idles, sessions = _by_step(trace.phases), _by_step(trace.idles), _by_step(trace.sessions)
+    phases, sessions = _by_step(trace.phases), _by_step(trace.sessions)
     steps = {}
     for step in sorted(phases):
         rollouts = [p for p in phases[step] if p.name == "rollout"]
@@ -220,10 +210,6 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
             min(p.start for p in rollouts),
             end,
             after=[p for p in phases[step] if p.name != "rollout" and p.end > end],
-            bubbles=[
-                Bubble(i.replica, i.start, min((p.end for p in rollouts if p.end >= i.start), default=end))
-                for i in idles[step]
-            ],
             sessions=sessions[step],
         )
     if not steps:
