@@ -13,7 +13,7 @@ from verl_tlt.commands.cli import app
 
 COMMANDS = get_command(app).commands
 MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "rounds"}
-MAY_BE_INFINITE = {"max_steps", "max_tokens", "max_minutes"}
+MAY_BE_INFINITE = {"max_steps", "max_minutes"}
 
 
 def parsed(name, option, value):

@@ -95,21 +95,9 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(EngineOptions):
-    """How a drafter is trained on responses; training ends with whichever part of its budget is used up first."""
+class WarmupOptions(EngineOptions):
+    """A drafter's training on responses, which ends with whichever part of its budget is used up first."""
 
-    objective: Annotated[str, Option(help="eagle, hass or eagle3: train 1, 3 or 7 draft positions.")] = "hass"
-    loss: Annotated[str, Option(help="Loss: kl_div, ce, tv, nla or lk_hybrid.")] = "kl_div"
-    epochs: Annotated[float, Option(min=LEAST, help="Most passes over the responses.")] = 4.0
-    max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED
-    max_tokens: Annotated[float, Option(min=1, help="Most response tokens to learn from.")] = UNLIMITED
-    max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training.")] = UNLIMITED
-    batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed micro-batch.")] = 2048
-    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's peak learning rate.")] = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupOptions(TrainingOptions):
     prompts: Annotated[list[Path], Option(help="Prompts: .parquet as verl reads it, .jsonl, .json or .txt.")]
     out: Annotated[Path, Option(help="Folder to write; OUT.warmup beside it has work in progress.")]
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the policy's own MTP head.")] = "eagle3"
@@ -121,6 +109,13 @@ class WarmupOptions(TrainingOptions):
     ] = None
     samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
     limit: Annotated[int | None, Option(min=1, help="Use the first N prompts only.")] = None
+    objective: Annotated[str, Option(help="eagle, hass or eagle3: train 1, 3 or 7 draft positions.")] = "hass"
+    loss: Annotated[str, Option(help="Loss: kl_div, ce, tv, nla or lk_hybrid.")] = "kl_div"
+    epochs: Annotated[float, Option(min=LEAST, help="Most passes over the responses.")] = 4.0
+    max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED
+    max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training.")] = UNLIMITED
+    batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed micro-batch.")] = 2048
+    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's peak learning rate.")] = 1e-3
     cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; what exceeds it is recomputed.")] = (
         8.0
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.commands.options import EngineOptions, TrainingOptions
+from verl_tlt.commands.options import EngineOptions, WarmupOptions
 from verl_tlt.drafter import (
     Batch,
     DrafterTrainer,
@@ -102,7 +102,7 @@ class TrainingRun:
         library: Library,
         train: Sequence[int],
         judged: Sequence[int],
-        options: TrainingOptions,
+        options: WarmupOptions,
         *,
         state_file: Path,
         whole_head: torch.Tensor | None = None,
@@ -126,9 +126,8 @@ class TrainingRun:
         """Share of the budget used: 1 is all of it."""
         p, most = self.progress, self.options
         epochs = p.epoch + p.batch / max(1, len(self._plan))
-        parts = (epochs / most.epochs, self.trainer.steps / most.max_steps, p.tokens / most.max_tokens,
-                 (p.seconds + p.check_seconds) / 60 / most.max_minutes)  # fmt: skip
-        return min(1.0, max(parts))
+        minutes = (p.seconds + p.check_seconds) / 60
+        return min(1.0, max(epochs / most.epochs, self.trainer.steps / most.max_steps, minutes / most.max_minutes))
 
     @property
     def taus(self) -> list[float]:
