@@ -6,6 +6,8 @@ import os
 
 from rich.console import Console
 
+from verl_tlt.errors import printable
+
 LOG_WIDTH = 150
 """Columns where neither a terminal nor `COLUMNS` says how many there are."""
 
@@ -14,3 +16,8 @@ def make_console() -> Console:
     """A console that does not squeeze tables into 80 columns when its output goes to a file."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=LOG_WIDTH)
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is, on lines as long as they are: paths in it can be copied."""
+    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)

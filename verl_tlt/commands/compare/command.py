@@ -18,9 +18,9 @@ from verl_tlt.commands.compare.job import take_turn
 from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, checkpoint_bytes, given_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.record import Record, schedule
 from verl_tlt.commands.compare.result import arm_rows, found_of
+from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.processes import interruptible
-from verl_tlt.errors import printable
 from verl_tlt.files.ownership import check_writable, replacing
 
 SAY_EVERY_S = 600.0
@@ -79,10 +79,6 @@ def clock(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else (
         f"{minutes} min"
     )  # fmt: skip
-
-
-def say(console: Console, text: str) -> None:
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) -> None:

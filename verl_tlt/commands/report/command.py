@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from verl_tlt.commands.console import make_console
+from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.report.reader import TraceError, read_trace
 from verl_tlt.commands.report.steps import rich_table, rows_of_trace, sentences
 from verl_tlt.errors import TLTError, printable
@@ -16,11 +15,10 @@ from verl_tlt.errors import TLTError, printable
 def report(trace_dir: Path, out: Path | None) -> None:
     """Print the steps as a table, and write `report.html` to `out`; None: beside the trace."""
     console = make_console()
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     folder = out or _beside(trace_dir)
     trace = read_trace(trace_dir)
     for sentence in sentences(trace):
-        say(printable(sentence))
+        say(console, sentence)
     console.print(rich_table(rows_of_trace(trace), printable(str(trace_dir))))
     try:
         for package in ("matplotlib", "jinja2"):
@@ -33,7 +31,7 @@ def report(trace_dir: Path, out: Path | None) -> None:
         page = write_page(folder / "report.html", trace)
     except OSError as error:
         raise TraceError(str(error)) from error
-    say(printable(f"Report: {page}"))
+    say(console, f"Report: {page}")
 
 
 def _beside(trace_dir: Path) -> Path:

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
@@ -62,7 +63,7 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     prompts, device = read_for(options, options.prompts, options.limit), engine.find_device(options.device)
     fetch_policy(options.model)
     if said := begin(options, prompts):
-        console.print(said, highlight=False, soft_wrap=True)
+        say(console, said)
     with engine.make_bars(console) as bars:
         responses = _responses(options, prompts, bars)
         stage = engine.Stage(bars, "train", "loading the policy")
@@ -71,12 +72,8 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     directory = _save(options, prompts, responses, run)
     shutil.rmtree(options.work)
     of_run = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
-    console.print(
-        f"Wrote {directory}: accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}."
-        f"\nNext: verl-tlt evaluate {directory} {of_run}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    drafting = f"accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}"
+    say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {of_run}")
     return directory
 
 

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
+from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, run_environment, set_up, start
 from verl_tlt.commands.options import EngineOptions
 from verl_tlt.commands.warmup.prompts import MODEL, read_run
@@ -172,7 +173,7 @@ class Stage:
             self.say(f"{note} after {now - self._began:.0f} s")
 
     def say(self, text: str) -> None:
-        self.bars.console.print(f"{self._name}: {text}", highlight=False, soft_wrap=True)
+        say(self.bars.console, f"{self._name}: {text}")
 
 
 # ------------------------------------------------------------------ in the child

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
@@ -31,7 +32,7 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
-from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, tensor_files
+from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder
 from verl_tlt.messages import from_plain
 
 if TYPE_CHECKING:
@@ -86,12 +87,9 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
 
 
 def linked(policy: Model, directory: Path) -> Path:
-    """Make a directory of links to a policy's files: one that can be changed without the policy."""
+    """Make a directory of links to a policy's files, which are all here: one that can be changed without the policy."""
     directory.mkdir()
-    _, owners = tensor_files(policy)
-    for file in (CONFIG, *set(owners.values())):
-        source = folder(policy, (file,))  # fetched, where it is on the hub
-    for path in (path for path in source.resolve().iterdir() if path.is_file()):
+    for path in (path for path in folder(policy, (CONFIG,)).resolve().iterdir() if path.is_file()):
         (directory / path.name).symlink_to(path)
     return directory
 
@@ -156,8 +154,8 @@ def report(verdict: Verdict, console: Console) -> None:
     lengths = (verdict.simulated.accept_length, verdict.served.accept_length)
     table.add_row("accept length", *(f"{length:.3f}" for length in lengths))
     console.print(table)
-    sentence = f"They differ by {100 * verdict.difference:+.1f} %"
+    sentence, most = f"They differ by {100 * verdict.difference:+.1f} %", f"{100 * AGREE:.0f} %"
     if verdict.agrees:
-        console.print(f"{sentence}: within {100 * AGREE:.0f} %.", highlight=False)
+        say(console, f"{sentence}: within {most}.")
     else:
-        console.print(f"{sentence}, more than {100 * AGREE:.0f} %: see docs/drafter.md.", style="red", highlight=False)
+        say(console, f"{sentence}, more than {most}: see docs/drafter.md.", style="red")
