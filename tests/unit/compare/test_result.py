@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from verl_tlt.commands.compare.result import (
     pooled,
     ratio,
     ratios,
-    rounds_to_tell,
     verdict,
 )
 
@@ -139,8 +137,8 @@ def measured(faster, rounds, noise=0.2, seed=0):
 
 
 def test_an_arm_whose_interval_is_on_one_side_of_1_was_faster_or_slower():
-    assert verdict("tlt", "stock", measured(1.5, 4), 4).startswith("tlt was faster than stock: 1.5")
-    assert verdict("tlt", "stock", measured(0.6, 4), 4).startswith("tlt was slower than stock: 0.6")
+    assert verdict("tlt", "stock", measured(1.5, 4)).startswith("tlt was faster than stock: 1.5")
+    assert verdict("tlt", "stock", measured(0.6, 4)).startswith("tlt was slower than stock: 0.6")
 
 
 def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
@@ -151,28 +149,17 @@ def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
     assert not paid_back("tlt", "stock", {"seconds": rows[3:], "from_step": 5})
 
 
-def test_no_difference_says_how_many_rounds_would_tell_and_those_tell():
+def test_no_difference_is_said_with_its_bounds():
     few = measured(1.08, 2, seed=1)
-    said = verdict("tlt", "stock", few, 2)
+    said = verdict("tlt", "stock", few)
     assert "No difference seen" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
-    more = int(re.search(r"about (\d+) rounds? more", said)[1])
-    assert more == rounds_to_tell(few, 2) > 1
-    enough = [measured(few["pooled"], 2 + more, seed=seed) for seed in range(20)]
-    assert sum(r["low"] > 1 or r["high"] < 1 for r in enough) >= 8, "about half of the time, at the edge"
     assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
 
 
-def test_equal_arms_are_not_promised_a_verdict():
-    equal = {"pooled": 1.0, "low": 0.98, "high": 1.02, "each": [1.0] * 9}
-    assert "hardly tell" in verdict("tlt", "stock", equal, 3)
-    assert "hardly tell" in verdict("tlt", "stock", {**equal, "pooled": 1.0001}, 3)
-
-
-@pytest.mark.parametrize(("steps", "rounds", "more"), [(1, 1, "4 rounds"), (3, 1, "1 round "), (4, 2, "1 round ")])
-def test_few_steps_tell_nothing_however_far_apart(steps, rounds, more):
+@pytest.mark.parametrize("steps", [1, 4])
+def test_few_steps_tell_nothing_however_far_apart(steps):
     far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
-    said = verdict("tlt", "stock", far, rounds)
-    assert said.startswith("Too few steps") and more in said
+    assert verdict("tlt", "stock", far).startswith(f"Too few steps to tell: {steps} of each arm count, 5 are needed")
 
 
 def test_what_is_left_out_is_told_per_turn_and_beside_stock():

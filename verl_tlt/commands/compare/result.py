@@ -7,7 +7,6 @@ per token divides each side by the tokens that it wrote. Its interval comes from
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any, TypeVar
@@ -23,8 +22,6 @@ RATIOS = {"rollout_per_token": "rollout", "e2e_per_token": "step"}
 COVERED = 0.95
 FEWEST = 5
 """Measurements below which an interval holds the truth too seldom to be told by."""
-MOST_ROUNDS = 100
-"""More than this many further rounds is as good as never."""
 Pairs = Sequence[tuple[Step, Step]]
 T = TypeVar("T")
 
@@ -35,7 +32,7 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     stock = record.steps(STOCK)
     compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
     against = {name: ratios(stock, record.steps(name)) for name in compared}
-    sentences = [verdict(name, STOCK, against[name]["e2e_per_token"], len(taken[name])) for name in compared]
+    sentences = [verdict(name, STOCK, against[name]["e2e_per_token"]) for name in compared]
     sentences += _against_best(record, compared, against)
     sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in compared))
     if compared:
@@ -80,7 +77,7 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     if not both:
         return []
     found = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
-    return [verdict(TLT, f"{best}, the fastest of the others", found, len(record.of(TLT)))]
+    return [verdict(TLT, f"{best}, the fastest of the others", found)]
 
 
 # ---------------------------------------------------------------------- numbers
@@ -181,39 +178,18 @@ def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
 # ---------------------------------------------------------------------- sentences
 
 
-def verdict(name: str, other: str, ratio: Mapping[str, Any], rounds: int) -> str:
-    """Whether arm `name` was faster than `other`, a sentence, by a pooled ratio of so many rounds."""
+def verdict(name: str, other: str, ratio: Mapping[str, Any]) -> str:
+    """Whether arm `name` was faster than `other`, a sentence, by a pooled ratio."""
     faster, low, high = ratio["pooled"], ratio["low"], ratio["high"]
-    count, found = len(ratio["each"]), f"{faster:.2f}x (95 %: {low:.2f} to {high:.2f})"
+    count, found = len(ratio["each"]), f"{faster:.2f}x (95 %: {low:.2f} to {high:.2f}) in a step per token"
     if count < FEWEST:
-        more = math.ceil((FEWEST - count) * max(1, rounds) / max(1, count))
-        return (
-            f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed; {_rounds(more)} more would do "
-            f"(so far {name} against {other}: {faster:.2f}x)."
-        )
+        so_far = f"so far {name} against {other}: {faster:.2f}x"
+        return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}); take more rounds."
     if low > 1:
-        return f"{name} was faster than {other}: {found} in a step per token."
+        return f"{name} was faster than {other}: {found}."
     if high < 1:
-        return f"{name} was slower than {other}: {found} in a step per token."
-    seen = f"No difference seen between {name} and {other}: {found} in a step per token"
-    further = rounds_to_tell(ratio, rounds)
-    if further > MOST_ROUNDS:
-        return f"{seen}; if there is one, it is smaller than these bounds, and more rounds would hardly tell."
-    return f"{seen}; if the ratio is what it seems, about {_rounds(further)} more would tell."
-
-
-def rounds_to_tell(ratio: Mapping[str, Any], rounds: int) -> float:
-    """How many further rounds put the interval on one side of 1, if the pooled ratio is the true one.
-
-    An interval narrows with the root of the number of steps.
-    """
-    away = math.log(ratio["pooled"])
-    half = math.log(ratio["pooled"] / ratio["low"]) if away > 0 else math.log(ratio["high"] / ratio["pooled"])
-    return math.inf if away == 0 else max(1, math.ceil(rounds * ((half / away) ** 2 - 1)))
-
-
-def _rounds(count: float) -> str:
-    return f"{count:.0f} round{'s' if count != 1 else ''}"
+        return f"{name} was slower than {other}: {found}."
+    return f"No difference seen between {name} and {other}: {found}; more rounds narrow these bounds."
 
 
 def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
