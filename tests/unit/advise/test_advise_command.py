@@ -117,17 +117,6 @@ def test_a_run_with_another_response_limit_is_refused(metrics):
     assert advise(*RECIPE, "--metrics", metrics(**{"response_length/clip_ratio": 1 / 32}))[0] == 0
 
 
-def test_a_run_of_another_policy_is_refused(tmp_path):
-    log = tmp_path / "log.txt"
-    entries = " - ".join(f"{name}:{value}" for name, value in STOCK.items())
-    for policy, expected in (("/other/disk/policy-8b", 0), ("Qwen/Qwen3-8B", 1)):
-        command = f"+ python -m verl.trainer.main_ppo actor_rollout_ref.model.path='{policy}' x=1"
-        log.write_text(f"{command}\nstep:1 - {entries}\n")
-        code, said = advise(*RECIPE, "--metrics", str(log))
-        assert code == expected and ("is a run of Qwen/Qwen3-8B" in said) == bool(expected), said
-        assert "the run's policy" not in said
-
-
 def test_the_longest_of_each_step_is_not_taken_for_cut(metrics):
     """verl counts the step's longest response as clipped, wherever it ends."""
     counted = advise(*RECIPE, "--metrics", metrics(**{"response_length/clip_ratio": 1 / 32}))

@@ -54,8 +54,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     metrics = read_metrics(given.metrics) if given.metrics else None
     if metrics is not None:
         check_same(metrics, work)
-        if not metrics.policy:
-            assumed["the run's policy"] = f"that of the recipe, which {metrics.source} does not name"
+        assumed["the run's policy"] = f"that of the recipe, which {metrics.source} does not name"
     scenario = Scenario(
         work, shape, hardware.GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
         settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,

@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from verl_tlt.commands.advise.hardware import Workload
 from verl_tlt.commands.report.reader import LONGEST_LINE
@@ -24,8 +24,6 @@ NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_len
 MOST_LOG_BYTES = 1 << 30
 _CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
 _ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
-_POLICY = re.compile(r"\bactor_rollout_ref\.model\.path=['\"]?([^\s'\"]+)")
-"""How a console log names the policy: the command itself, where its shell shows commands (`set -x`)."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class RunMetrics:
     """Share of responses as long as their step's longest (`response_length/clip_ratio`)."""
     longest: float
     """The longest response of all steps."""
-    policy: str = ""
-    """Where its policy was loaded from; empty: it does not say."""
     prompt_mean: float | None = None
     reward_s: float | None = None
     tool_share: float | None = None
@@ -70,19 +66,15 @@ class RunMetrics:
 def read_metrics(path: Path) -> RunMetrics:
     """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
     steps: dict[int, dict[str, float]] = {}
-    policy = ""
     try:
         if (size := os.stat(path).st_size) > MOST_LOG_BYTES:
             raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
         for line in read_lines(path, LONGEST_LINE):
-            text = line.decode(errors="replace")
-            if (found := _of_line(text)) is not None:
+            if (found := _of_line(line.decode(errors="replace"))) is not None:
                 steps.setdefault(found[0], {}).update(found[1])
-            elif not policy and (named := _POLICY.search(text)):
-                policy = named[1]
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
-    return _summary(steps, f"--metrics {path}", policy)
+    return _summary(steps, f"--metrics {path}")
 
 
 def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
@@ -100,7 +92,7 @@ def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
     return int(match[1][:18]), {e[1]: v for e in entries if e is not None and abs(v := float(e[2])) < 1e100}
 
 
-def _summary(steps: Mapping[int, Mapping[str, float]], source: str, policy: str) -> RunMetrics:
+def _summary(steps: Mapping[int, Mapping[str, float]], source: str) -> RunMetrics:
     finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
     if not finished:
         raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
@@ -116,7 +108,6 @@ def _summary(steps: Mapping[int, Mapping[str, float]], source: str, policy: str)
     tools, generate = (mean(f"timing_s/agent_loop/{part}/mean") for part in ("tool_calls", "generate_sequences"))
     return RunMetrics(
         source, len(rows), gen_s, step_s, response_mean, response_max,
-        policy=policy,
         clipped=mean("response_length/clip_ratio") or 0.0,
         longest=max(row["response_length/max"] for row in rows),
         prompt_mean=mean("prompt_length/mean"),
@@ -130,13 +121,7 @@ def _summary(steps: Mapping[int, Mapping[str, float]], source: str, policy: str)
 
 
 def check_same(run: RunMetrics, work: Workload) -> None:
-    """Raise a `TLTError` where a run shows that it had another policy or response limit than the recipe.
-
-    Policies are compared by the last part of their names: another machine keeps them in another folder.
-    """
-    there, here = (PurePath(name).name.casefold() for name in (run.policy, work.policy))
-    if there and there != here:
-        raise TLTError(f"{run.source} is a run of {run.policy}, and the recipe is of {work.policy}: give that run's.")
+    """Raise a `TLTError` where a run shows that it had another response limit than the recipe."""
     limit = f"data.max_response_length={work.response}"
     if run.longest > work.response:
         raise TLTError(f"{run.source} has responses of {run.longest:.0f} tokens, and the recipe {limit}.")
