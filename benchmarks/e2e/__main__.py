@@ -41,11 +41,11 @@ from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.command import report, say, take_turns
+from verl_tlt.commands.compare.command import report, take_turns
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan, make_plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
-from verl_tlt.commands.console import make_console
+from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
