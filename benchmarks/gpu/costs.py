@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from benchmarks.gpu.engines import hold, shaped_engine, stats
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, device_memory
 from verl_tlt.commands.child_engine import LOG
-from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.server.engine_arguments import started_lengths
 from verl_tlt.speculation.types import OFF
 
@@ -45,6 +46,11 @@ async def step_costs(bench: Bench, drafting: bool = True) -> dict[str, Any]:
                     found["engine_ms"].setdefault(name, {})[batch] = [own for _, own in turns]
     found["graph_gib"] = graph_memory_gib((bench.directory / LOG).read_text(errors="replace"))
     return found
+
+
+def graph_memory_gib(log: str) -> list[float]:
+    """What vLLM says in its log that captured CUDA graphs take, one figure for each engine started."""
+    return [float(x) for x in re.findall(r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB", log)]
 
 
 async def _turn(engine: StandaloneEngine, batch: int, arm: int | None) -> tuple[float, float | None]:

@@ -60,7 +60,6 @@ def test_the_doctor_measures_on_this_machine(doctor):
         "weights and buffers are as before",
         "times stock's step",
         "K=2 against off",
-        "no graphs",
         "kept for runs",
     )
     for text in said:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.chi_square import chi_square, compare
+from benchmarks.gpu.costs import graph_memory_gib
 from benchmarks.gpu.parts import Part, attempt, run
 
 MODULE = """
@@ -98,3 +99,8 @@ def test_outputs_whose_tokens_hang_together_otherwise_are_told_apart():
     assert compare(alone, other)["p"] > 1e-3
     found = compare(alone, hanging)
     assert found["p"] < 1e-6 and all(found["tests"][f"token {i}"]["p"] > 1e-3 for i in range(3))
+
+
+def test_graph_memory_is_read_from_vllms_log():
+    line = "INFO [gpu.py:1] Graph capturing finished in {} secs, took {:.2f} GiB\n"
+    assert graph_memory_gib(line.format(12, 1.25) + "something else\n" + line.format(3, 0.5)) == [1.25, 0.5]

@@ -16,11 +16,10 @@ from verl_tlt.commands.doctor.engine_check import (
     EngineJob,
     check_sleep,
     judge_costs,
-    judge_graphs,
     keep_costs,
     run_job,
 )
-from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, graph_memory_gib
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
@@ -36,13 +35,12 @@ KEY = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
 
 
 def test_a_good_machine():
-    answer = Answer([*judge_costs(COSTS, STOCK, CLOSE), judge_graphs([0.8, 1.5])], COSTS, KEY)
+    answer = Answer(judge_costs(COSTS, STOCK, CLOSE), COSTS, KEY)
     assert from_plain(Answer, json.loads(json.dumps(asdict(answer)))) == answer
     findings = {finding.what: finding for finding in answer.findings}
     assert {f.level for f in findings.values()} == {"ok"}
     assert "1.01 times stock's step" in findings["drafter off against stock"].sentence
     assert "1: 1.50x, 4: 2.00x" in findings["K=3 against off"].sentence  # it must be accepted that often
-    assert "1.50 GiB with a drafter, 0.80 GiB without" in findings["CUDA graphs"].sentence
 
 
 def test_what_is_wrong_or_missing_is_said():
@@ -50,12 +48,6 @@ def test_what_is_wrong_or_missing_is_said():
     assert dear.level == "warn" and "1.75 times" in dear.sentence
     (unknown,) = judge_costs(LatencyTable(), STOCK, CLOSE)
     assert unknown.level == "warn" and "could not be measured" in unknown.sentence
-    assert judge_graphs([]).level == "ok" and "no graphs" in judge_graphs([]).sentence
-
-
-def test_graph_memory_is_read_from_vllms_log():
-    line = "INFO [gpu.py:1] Graph capturing finished in {} secs, took {:.2f} GiB\n"
-    assert graph_memory_gib(line.format(12, 1.25) + "something else\n" + line.format(3, 0.5)) == [1.25, 0.5]
 
 
 def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):

@@ -2,11 +2,10 @@
 
 * Does a drafter survive the sleep that verl puts engines into, and is it the published one again after a reload?
 * What does a step cost at K=0 and K>0, by batch, against an engine without any drafter?
-* How much memory do CUDA graphs take, with and without a drafter?
 * Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
 
 `verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
-program (`child_engine`). A CPU (`--cpu`) has no graph and no device context.
+program (`child_engine`). A CPU (`--cpu`) has no device context.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from verl_tlt.commands import child_engine
 from verl_tlt.commands.doctor.standalone_engine import (
     StandaloneEngine,
     fetch_policy,
-    graph_memory_gib,
     read_setup,
     run_environment,
     start,
@@ -83,7 +81,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     import torch
 
     setup, findings = read_setup(job.recipe), list[Finding]()
-    on_gpu, stock, off = not job.cpu and torch.cuda.is_available(), dict[int, float](), dict[int, float]()
+    stock, off = dict[int, float](), dict[int, float]()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
     if not job.costs_only:
         # Stock's engine comes first: it must not inherit the environment by which ours chooses its model runner.
@@ -92,7 +90,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     async with start(setup, directory) as engine:
         if not job.costs_only:
             findings.append(await check_sleep(engine))
-            if on_gpu:
+            if not job.cpu and torch.cuda.is_available():
                 findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
         if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
@@ -100,9 +98,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
             off = await engine.wall_seconds(batches)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
         key = cost_key(engine.llm.vllm_config, setup.policy, drafter)
-    findings += judge_costs(costs, stock, off)
-    log = (directory / child_engine.LOG).read_text(errors="replace") if on_gpu else ""
-    return Answer([*findings, judge_graphs(graph_memory_gib(log))], costs, key)
+    return Answer([*findings, *judge_costs(costs, stock, off)], costs, key)
 
 
 def _checked(said: Mapping[str, object], directory: Path) -> dict[str, Any]:
@@ -179,14 +175,6 @@ def judge_costs(costs: LatencyTable, stock: Mapping[int, float], off: Mapping[in
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
         findings.append(Finding("ok", f"K={k} against off", f"by batch {ratios}; {meaning}"))
     return findings
-
-
-def judge_graphs(gib: Sequence[float]) -> Finding:
-    """What CUDA graphs take, of stock's engine and of the one with a drafter."""
-    if not gib:
-        return Finding("ok", "CUDA graphs", "no graphs are captured here (enforce_eager, or no such device)")
-    cases = zip(gib[::-1], ("with a drafter", "without"), strict=False)
-    return Finding("ok", "CUDA graphs", ", ".join(f"{one:.2f} GiB {case}" for one, case in cases))
 
 
 # ---------------------------------------------------------------------- in the command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -187,8 +186,3 @@ def write_drafter(setup: Setup, directory: Path) -> Path:
     served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served
     stage(served.config, served.weights, directory)
     return directory
-
-
-def graph_memory_gib(log: str) -> list[float]:
-    """What vLLM says in its log that captured CUDA graphs take, one figure for each engine started."""
-    return [float(x) for x in re.findall(r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB", log)]
