@@ -15,7 +15,7 @@ from rich.table import Table
 from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.job import take_turn
-from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, checkpoint_bytes, given_drafter, make_plan, named_arms
+from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, given_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.record import Record, schedule
 from verl_tlt.commands.compare.result import arm_rows, found_of
 from verl_tlt.commands.console import say
@@ -115,6 +115,5 @@ def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: 
     seconds = record.seconds_left([arm.name for arm in arms], options.rounds)
     time_left = "the time is known after the first" if seconds is None else f"about {clock(seconds)}"
     say(console, f"{len(left)} jobs of {plan.steps} steps are left, one at a time; {time_left}.")
-    size, free = checkpoint_bytes(plan), shutil.disk_usage(plan.folder).free
-    needs = f"about {(len(arms) + 1) * size / 1e9:.1f} GB" if size else "a checkpoint for each arm and one more"
-    say(console, f"Disk: {needs} in {plan.folder}, where {free / 1e9:.0f} GB are free.")
+    free = shutil.disk_usage(plan.folder).free
+    say(console, f"Disk: a checkpoint for each arm and one more in {plan.folder}, where {free / 1e9:.0f} GB are free.")

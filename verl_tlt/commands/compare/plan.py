@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt import LONGEST_DRAFT, flag
-from verl_tlt.checks.models import DRAFTER, POLICY, located
+from verl_tlt.checks.models import DRAFTER, located
 from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import CompareError
 from verl_tlt.commands.doctor.command import diagnose
@@ -37,8 +37,6 @@ STEP = "global_step_"
 LATEST = "latest_checkpointed_iteration.txt"
 FLAG = "+tlt=default"
 NEVER = 10**9
-BYTES_PER_PARAMETER = 12
-"""Of verl's checkpoint: weights and Adam's two moments, all in fp32."""
 
 
 @dataclass(frozen=True)
@@ -227,16 +225,6 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
         for finding in diagnose(drafting):
             if finding.level == "refuse" and finding.what == DRAFTER:
                 raise CompareError(finding.sentence)
-
-
-def checkpoint_bytes(plan: Plan) -> int | None:
-    """About what a checkpoint of an arm takes; None: neither a checkpoint nor the policy's weights are here."""
-    if plan.start:
-        return sum(path.stat().st_size for path in plan.start.rglob("*") if path.is_file())
-    config = compose(plan.stock.overrides, plan.stock.config)
-    policy = Path(located(str(select(config, POLICY, ""))))
-    weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
-    return weights // 2 * BYTES_PER_PARAMETER if weights else None  # two bytes a weight, as models are published
 
 
 def _start(recipe: Recipe, config: DictConfig) -> Path | None:
