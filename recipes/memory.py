@@ -12,10 +12,9 @@ from verl_tlt.commands.advise.hardware import (
     BESIDE_BYTES,
     GPUS,
     Shape,
-    decoding_requests,
+    Workload,
     find_shape,
     kv_capacity,
-    kv_needed,
     read_workload,
 )
 
@@ -31,6 +30,22 @@ COLUMNS = (
     "Full at a mean context of",
 )  # fmt: skip
 """Tokens, each of one engine."""
+
+
+def decoding_requests(work: Workload) -> int:
+    """Requests that an engine decodes at once when a rollout begins; others wait."""
+    return min(work.max_num_seqs, -(-work.requests // work.replicas))
+
+
+def kv_needed(work: Workload) -> int:
+    """Tokens of context that these requests hold at one time at most, if every length up to the limit is as frequent.
+
+    After t tokens a share of `1 - t / response` still decodes, each request with prompt + t tokens; its maximum over t.
+    Prompts are taken to have a quarter of the longest. Lengths with more short ones need less.
+    """
+    prompt, response = work.prompt / 4, max(work.response, 1)
+    most = prompt if prompt >= response else (prompt + response) ** 2 / (4 * response)
+    return round(decoding_requests(work) * most)
 
 
 def kept_bytes(config: DictConfig, shape: Shape, gpus: int) -> float:

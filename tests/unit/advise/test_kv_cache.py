@@ -1,9 +1,11 @@
-"""What fits in an engine's KV cache, from a recipe's numbers."""
+"""What fits in an engine's KV cache, and what its requests need, from a recipe's numbers."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from recipes.memory import decoding_requests, kv_needed
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.advise.hardware import GPUS, find_shape, kv_capacity, read_workload
 from verl_tlt.errors import TLTError
@@ -28,6 +30,16 @@ def test_an_8b_policy_leaves_room_for_two_hundred_thousand_tokens_at_60_percent_
     two = dataclasses.replace(work, tensor_parallel=2)
     assert kv_capacity(two, shape, GPUS["H100"]) > 2 * kv_capacity(work, shape, GPUS["H100"]), "weights once"
     assert kv_capacity(dataclasses.replace(work, memory_utilization=0.2), shape, GPUS["H100"]) == 0
+
+
+def test_requests_need_what_lengths_drawn_alike_up_to_the_limit_hold_at_their_peak(work):
+    """Against the most that drawn lengths hold at any token."""
+    assert decoding_requests(work) == 64 and decoding_requests(dataclasses.replace(work, max_num_seqs=48)) == 48
+    lengths = np.random.default_rng(0).uniform(0, work.response, 200_000)
+    held = [(lengths > t).mean() * (work.prompt / 4 + t) for t in range(0, work.response, 16)]
+    assert kv_needed(work) == pytest.approx(64 * max(held), rel=0.01)
+    short = dataclasses.replace(work, response=100, prompt=4000)
+    assert kv_needed(short) == 64 * 1000, "prompts that outweigh all responses are most at the start"
 
 
 def test_a_mixture_is_like_a_mixture_of_its_size():

@@ -70,7 +70,7 @@ def test_bounded_in_memory(tmp_path):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
     run = subprocess.run([sys.executable, "-c", code], preexec_fn=limited, capture_output=True, text=True, timeout=60)
-    assert run.stdout == "1\n", run.stderr[-500:]
+    assert run.stdout == "0\n", run.stderr[-500:]
     with (directory / "large.jsonl").open("wb") as sparse:
         sparse.truncate(MOST_EVENT_BYTES + 1)
     with pytest.raises(TraceError, match=r"holds \d+ bytes in files other than engine-"):

@@ -126,7 +126,7 @@ class TrainingRun:
         """Share of the budget used: 1 is all of it."""
         p, most = self.progress, self.options
         epochs = p.epoch + p.batch / max(1, len(self._plan))
-        minutes = (p.seconds + p.check_seconds) / 60
+        minutes = (p.seconds + p.check_seconds) / 60 if self.trainer.steps else 0.0  # the first check is before them
         return min(1.0, max(epochs / most.epochs, self.trainer.steps / most.max_steps, minutes / most.max_minutes))
 
     @property
