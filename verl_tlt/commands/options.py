@@ -32,7 +32,7 @@ ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
     recipe: RecipeWords
-    metrics: Annotated[Path | None, Option(help="A run's metrics: verl's `file` logger or console log.")] = None
+    metrics: Annotated[Path | None, Option(help="A stock run's metrics: verl's `file` logger or console log.")] = None
     gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; by default H100.")] = None
     parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
     response_length: Annotated[float | None, Option(min=1, help="Mean response length, in tokens.")] = None

@@ -30,14 +30,14 @@ def test_steps_with_validation_and_the_first_one_are_left_out(jsonl):
     found = read_metrics(jsonl)
     assert (found.steps, found.gen_s, found.step_s, found.rest_s) == (2, 70.0, 100.0, 30.0)
     assert (found.response_mean, found.response_max, found.clipped, found.prompt_mean) == (900.0, 4000.0, 0.01, 120.0)
-    assert found.reward_s == 2.5 and found.tool_share is None and found.stock_gen_s == 70.0
+    assert found.reward_s == 2.5 and found.tool_share is None
 
 
-@pytest.mark.parametrize(("saved", "stock"), [(10.0, 90.0), (-10.0, 70.0), (-200.0, 0.0)])
-def test_what_tlt_lost_counts_as_what_it_saved(tmp_path, saved, stock):
+def test_a_run_with_tlt_is_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({"step": 2, "data": {**STEP, "tlt/saved_s": saved}}))
-    assert read_metrics(path).stock_gen_s == stock
+    path.write_text(json.dumps({"step": 2, "data": {**STEP, "tlt/saved_s": 10.0}}))
+    with pytest.raises(TLTError, match=r"is of a run with TLT, of which verl-tlt report tells: give a stock run's"):
+        read_metrics(path)
 
 
 def test_a_byte_order_mark_and_separators_within_text_lose_no_step(jsonl):

@@ -110,8 +110,7 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
         ("KV cache of an engine", f"{found.kv_tokens:,} tokens", "data sheet"),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
         (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}", "simulated"),
-        ("bubble, mean of the replicas", f"{n.bubble_s:.1f} s; a session needs {n.bubble_needed_s:.1f} s",
-         "run" if run and run.bubble_s is not None else "simulated"),
+        ("bubble, mean of the replicas", f"{n.bubble_s:.1f} s; a session needs {n.bubble_needed_s:.1f} s", "simulated"),
     ]  # fmt: skip
     if n.tool_share:
         rows.append(("waiting for tools", f"{n.tool_share:.0%} of a response's time", measured))

@@ -1,4 +1,4 @@
-"""What a run showed: means over its steps from verl's metrics.
+"""What a run with stock verl showed: means over its steps from verl's metrics.
 
 They are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) or from its console lines
 (`step:3 - timing_s/gen:12.5 - ...`), whatever else the log holds. The first step and steps with validation or a
@@ -45,22 +45,11 @@ class RunMetrics:
     reward_s: float | None = None
     tool_share: float | None = None
     """Share of a response's time in which it waits for tools."""
-    saved_s: float | None = None
-    """Seconds that TLT saved in a rollout, by its own account; below 0: lost."""
-    overhead_s: float | None = None
-    bubble_s: float | None = None
-    """Seconds in which replicas had nothing to decode, summed over the replicas."""
-    accept_length: float | None = None
-
-    @property
-    def stock_gen_s(self) -> float:
-        """Seconds that stock's rollout would have taken: what TLT saved is added, what it lost is taken away."""
-        return max(0.0, self.gen_s + (self.saved_s or 0.0))
 
     @property
     def rest_s(self) -> float:
-        """Seconds of a step outside rollout, TLT's own work left out."""
-        return max(0.0, self.step_s - self.gen_s - (self.overhead_s or 0.0))
+        """Seconds of a step outside rollout."""
+        return max(0.0, self.step_s - self.gen_s)
 
 
 def read_metrics(path: Path) -> RunMetrics:
@@ -96,6 +85,8 @@ def _summary(steps: Mapping[int, Mapping[str, float]], source: str) -> RunMetric
     finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
     if not finished:
         raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
+    if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):
+        raise TLTError(f"{source} is of a run with TLT, of which verl-tlt report tells: give a stock run's metrics.")
     slow = ("timing_s/testing", "timing_s/save_checkpoint")
     plain = [m for step, m in finished.items() if step != min(finished) and not any(name in m for name in slow)]
     rows = plain or list(finished.values())
@@ -113,10 +104,6 @@ def _summary(steps: Mapping[int, Mapping[str, float]], source: str) -> RunMetric
         prompt_mean=mean("prompt_length/mean"),
         reward_s=mean("timing_s/reward"),
         tool_share=tools / (tools + generate) if tools is not None and generate else None,
-        saved_s=mean("tlt/saved_s"),
-        overhead_s=mean("tlt/overhead_s"),
-        bubble_s=mean("tlt/bubble_s"),
-        accept_length=mean("tlt/accept_length"),
     )  # fmt: skip
 
 

@@ -145,19 +145,19 @@ def _numbers(
         update_s = hardware.update_token_s(shape, gpu, work.gpus, work.critic, work.reference)
         gen_s, rest_s = likely.stock_s, FIXED_S + update_s * work.requests * response_mean
     else:
-        gen_s, rest_s = run.stock_gen_s, run.rest_s
+        gen_s, rest_s = run.gen_s, run.rest_s
     # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
     speeds = [rollout.speed for rollout in rollouts.values()]
     return Numbers(
         gen_s=gen_s,
         rest_s=rest_s,
-        overhead_s=OVERHEAD_S if run is None or run.overhead_s is None else run.overhead_s,
+        overhead_s=OVERHEAD_S,
         rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
         tail_share=likely.tail_share,
-        bubble_s=likely.bubble_share * gen_s if run is None or run.bubble_s is None else run.bubble_s / work.replicas,
+        bubble_s=likely.bubble_share * gen_s,
         bubble_needed_s=session_s,
         replicas=work.replicas,
-        has_drafter=scenario.has_drafter or bool(scenario.acceptance or (run and (run.accept_length or 0.0) > 1.2)),
+        has_drafter=scenario.has_drafter or bool(scenario.acceptance),
         trains=scenario.spot,
         mode=work.mode,
         response_mean=likely.tokens / work.requests,
@@ -214,8 +214,7 @@ def _assumed(scenario: Scenario) -> dict[str, str]:
         found[f"acceptance beyond position {len(known)}"] = (
             f"{known[-1]:.2f} as there, up to position {longest}; --acceptance takes one number for each"
         )
-    if run is None or run.overhead_s is None:
-        found["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    found["TLT's own work in a step"] = f"{OVERHEAD_S} s"
     if run is None:
         found["outside rollout"] = (
             f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {FIXED_S:g} s for "
