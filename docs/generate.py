@@ -64,9 +64,8 @@ PATCHES_INTRO = f"""# What is changed upstream at run time
 verl-tlt works on released packages: nothing here has to be applied. This is each change to verl, vLLM or megatron-core
 that is made while they run, with its cause in {_RELEASES}. A diff is what
 upstream would do instead; with it applied, the change steps aside
-([test_patches.py](../tests/contract/test_patches.py)). With verl 0001 applied the flag is `++trainer.plugin=tlt`, since
-the key is then there; `+tlt=default` works on both. Changes of the CPU platform are in [verl_cpu](../verl_cpu/) and not
-in the wheel ([test_shims.py](../tests/contract/test_shims.py)).
+([test_patches.py](../tests/contract/test_patches.py)). Changes of the CPU platform are in [verl_cpu](../verl_cpu/) and
+not in the wheel ([test_shims.py](../tests/contract/test_shims.py)).
 """
 
 NOTES = {

@@ -67,8 +67,8 @@ def refusal(argv: Sequence[str], modules: Mapping[str, ModuleType], environ: Map
         return f"trainer.plugin=tlt works with {MAIN}, and this is {main}."
     plugin = modules.get("verl_tlt.plugin")
     if plugin is not None and plugin.armed():
-        # A verl that knows `trainer.plugin`, or a config of the user's own, may have what verl's released config lacks.
-        own = plugin.native() or main != MAIN or any(OWN_CONFIG.match(argument) for argument in argv)
+        # A config of the user's own may have what verl's released config lacks.
+        own = main != MAIN or any(OWN_CONFIG.match(argument) for argument in argv)
         return None if own else importlib.import_module("verl_tlt.flag").misspelt(argv)
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if policy != "auto" and "tlt" not in policy.split(","):

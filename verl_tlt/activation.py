@@ -42,18 +42,6 @@ def check(config: DictConfig) -> TLTConfig:
     return settings
 
 
-def configure(config: DictConfig) -> None:
-    """What a verl that has `patches/verl/0001` calls in the driver, after its own validation: check, then apply."""
-    apply(config, check(config))
-
-
-def register_trainers() -> None:
-    """What such a verl calls in the process that builds the trainer."""
-    from verl_tlt.trainer.mixin import register_trainers as register
-
-    register()
-
-
 def apply(config: DictConfig, settings: TLTConfig) -> None:
     """Rewrite `config` in place; doing it twice is the same as once."""
     rollout = config.actor_rollout_ref.rollout

@@ -53,9 +53,6 @@ DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
 
 
 def _policy(value: object) -> object:
-    if value in ("bandit", "ema"):
-        moved = "bandit and ema are in benchmarks/control/policies, for comparisons"
-        raise ValueError(f"must be 'goodput', 'table', 'fixed' or 'off' ({moved})")
     return "off" if value is False else value  # how YAML reads a bare `off`
 
 
@@ -249,15 +246,6 @@ class TLTConfig:
         return typing.cast(dict[str, Any], _plain(dataclasses.asdict(self)))
 
 
-GONE = {
-    "tlt.speculation.audit_every": "it is called tlt.speculation.control_every now",
-    "tlt.speculation.policy_options": "the policies' constants are part of the code (docs/draft-length.md)",
-    "tlt.speculation.ngram_keep": "a prompt's responses always outlive a weight sync, for its next epoch",
-    "tlt.gate.revert": "a candidate that is surely more than 1 % worse is always given up",
-    "tlt.spot.max_failures": "three failed sessions in a row end a replica's spot training for the run",
-}
-"""Settings of earlier releases, and what to use now or what holds instead."""
-
 T = TypeVar("T")
 
 
@@ -284,8 +272,6 @@ def _build(cls: type[T], node: object, where: str) -> T:
 
 def _hint(where: str, key: str, known: Iterable[str]) -> str:
     """What to use instead of an unknown key, as the end of a sentence."""
-    if sentence := GONE.get(f"{where}.{key}"):
-        return f" any more; {sentence}."
     close = difflib.get_close_matches(key, known, n=1)
     return f". Did you mean {where}.{close[0]}?" if close else f". Known keys: {', '.join(known)}."
 

@@ -6,14 +6,11 @@ Read in the driver of every verl run, with TLT or without: standard library only
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 
 from verl_tlt import MODE_PREFIX
 
 NAME = "tlt"
 KEY = "plugin"
-GROUP = "verl.trainer_plugins"
-"""Entry points by which a package says that `trainer.plugin=<name>` is its own."""
 
 
 def wanted(config: Mapping[str, object]) -> bool:
@@ -27,17 +24,14 @@ def wanted(config: Mapping[str, object]) -> bool:
 def refusal(config: Mapping[str, object]) -> str | None:
     """Why a config that does not ask for TLT must not run as stock verl, in one sentence; None where it may.
 
-    There are two reasons: `trainer.plugin` names a plugin that is not installed, or there is a `tlt` node but no
-    `trainer.plugin`. `trainer.plugin=null` beside a `tlt` node says that this run is to be stock verl.
+    There are two reasons: `trainer.plugin` has another name, or there is a `tlt` node but no `trainer.plugin`.
+    `trainer.plugin=null` beside a `tlt` node says that this run is to be stock verl.
     """
     if wanted(config):
         return None
     trainer = _node(config, "trainer")
     if name := trainer.get(KEY):
-        known = sorted(point.name for point in entry_points(group=GROUP))
-        if name in known:
-            return None
-        return f"trainer.{KEY}={name} names no trainer plugin that is installed here (installed: {', '.join(known)})."
+        return f"trainer.{KEY}={name} names no trainer plugin that is installed here (installed: {NAME})."
     if config.get(NAME) is not None and KEY not in trainer.keys():  # noqa: SIM118 (OmegaConf's `in` resolves values)
         off = f"+trainer.{KEY}=null to run stock verl"
         return f"the {NAME} node does nothing without trainer.{KEY}: add +trainer.{KEY}={NAME}, or {off}."

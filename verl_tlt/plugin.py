@@ -5,15 +5,13 @@ So it uses the standard library only, cannot raise, and merely arms post-import 
 `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and on the trainer lookup of the
 process that builds the trainer. An entry point that failed cannot refuse anything itself, so the Hydra search-path
 plugin (`hydra_plugins/verl_tlt_search.py`) asks `armed()`. Without the flag both hooks call straight through, and
-nothing else of verl-tlt is imported. A verl with `patches/verl/0001` loads the plugin it is asked for by itself
-(`activation.configure`, entry point `verl.trainer_plugins`); then there is nothing to hook.
+nothing else of verl-tlt is imported.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -31,16 +29,8 @@ logger = logging.getLogger(__name__)
 _state = {"armed": False}
 
 
-def native() -> bool:
-    """Whether this verl knows `trainer.plugin` itself; looked up as a file, since verl is half imported here."""
-    folders = getattr(sys.modules.get("verl"), "__path__", [])
-    return any(os.path.isfile(os.path.join(folder, "trainer", "plugin.py")) for folder in folders)
-
-
 def armed() -> bool:
     """Whether a driver in this process would see the flag: the hook waits, or sits on `validate_config` already."""
-    if native():
-        return True
     module = sys.modules.get(CONFIG_MODULE)
     if module is None or not hasattr(module, "validate_config"):
         return _state["armed"]
@@ -114,16 +104,13 @@ def _wrap_get_trainer_cls(module: ModuleType) -> None:
     cause='`verl/__init__.py:76` `debug("Failed to load plugin` hides the error, and verl has no key that '
     "asks for a plugin by name.",
     releases="verl 0.9.1",
-    removed_by="A verl with the patch: the plugin hooks nothing there.",
+    removed_by="A key of verl's own that asks for a plugin by name, and refuses a run without it.",
     upstream="https://github.com/verl-project/verl/pull/7102 (open) needs the same for one kind of plugin; "
     "https://github.com/verl-project/verl/issues/1354 is the discussion about extensions",
-    patch="verl/0001-trainer-plugin-key.patch",
 )
 def arm() -> None:
-    """Install both hooks, unless verl needs none; calling it again changes nothing that is already wrapped."""
+    """Install both hooks; calling it again changes nothing that is already wrapped."""
     sys.argv[1:] = flag.joined(sys.argv[1:])  # Hydra reads it after this
-    if native():
-        return
     from verl_tlt.upstream.import_hooks import when_imported
 
     when_imported(CONFIG_MODULE, _wrap_validate_config)

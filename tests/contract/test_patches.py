@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import tomllib
 import types
 from pathlib import Path
 
@@ -121,18 +120,6 @@ def test_the_backend_patch_names_the_cpu_once(tmp_path):
         assert names["get_default_backend"]() == expected
 
 
-def test_the_plugin_patch_refuses_what_is_not_installed(tmp_path, monkeypatch):
-    module = load(patched("plugin", tmp_path, "trainer/plugin.py"), "patched_plugin")
-    with pytest.raises(ValueError, match="absent is not installed"):
-        module.load_trainer_plugin("absent")
-    info = tmp_path / "provider-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: provider\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[verl.trainer_plugins]\nmine = json\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert module.load_trainer_plugin("mine").__name__ == "json"
-
-
 @pytest.mark.parametrize("runner", ["drafter", "speculator"])
 def test_the_drafter_patch_finds_the_drafter_of_either_model_runner(tmp_path, runner):
     module = load(patched("v2-drafter", tmp_path), "verl.workers.rollout.vllm_rollout.utils")
@@ -151,30 +138,6 @@ def test_stock_verl_finds_no_drafter_of_the_v2_runner():
 
 
 # ---------------------------------------------------------------------- with a patch applied, its shim steps aside
-
-
-def test_the_plugin_hooks_nothing_in_a_verl_that_knows_the_key(tmp_path, monkeypatch):
-    from verl_tlt import plugin
-    from verl_tlt.upstream import import_hooks as hooks
-
-    patched("plugin", tmp_path)
-    stand_in = types.ModuleType("verl")
-    monkeypatch.setitem(sys.modules, "verl", stand_in)
-    asked = []
-    monkeypatch.setattr(hooks, "when_imported", lambda name, callback: asked.append(name))
-    stand_in.__path__ = [str(tmp_path / "verl")]
-    plugin.arm()
-    assert plugin.native() and plugin.armed() and asked == []
-    stand_in.__path__ = [str(tmp_path / "elsewhere")]
-    plugin.arm()
-    assert not plugin.native() and asked == [plugin.CONFIG_MODULE, plugin.TRAINER_MODULE]
-
-
-def test_such_a_verl_finds_a_plugin_with_both_functions():
-    tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    target = tree["project"]["entry-points"]["verl.trainer_plugins"]["tlt"]
-    module = importlib.import_module(target)
-    assert callable(module.configure) and callable(module.register_trainers)
 
 
 def test_the_backend_shim_changes_nothing_in_what_the_patch_builds():

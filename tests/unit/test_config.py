@@ -45,13 +45,6 @@ def test_plain_values_come_back_as_the_same_settings():
     assert TLTConfig.from_dict(None) == TLTConfig()
 
 
-@pytest.mark.parametrize("name", module.GONE)
-def test_a_setting_of_an_earlier_release_is_refused_with_what_holds_now(name):
-    _, section, key = name.split(".")
-    with pytest.raises(TLTConfigError, match=rf"^{name} is not a setting of verl-tlt any more; .{{20,}}\.$"):
-        TLTConfig.from_dict({section: {key: 1}})
-
-
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
@@ -84,7 +77,6 @@ def test_a_setting_of_an_earlier_release_is_refused_with_what_holds_now(name):
             "tlt.drafter.aux_layers.0 must be greater than or equal to 0, not -1.",
         ),
         ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be 'goodput', 'table', 'fixed'"),
-        ({"speculation": {"policy": "bandit"}}, "(bandit and ema are in benchmarks/control/policies, for comparisons)"),
     ],
 )
 def test_a_wrong_setting_names_its_key(tree, sentence):

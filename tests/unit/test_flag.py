@@ -57,12 +57,3 @@ def test_what_asks_for_a_plugin_that_will_not_run_is_refused(tree, sentence):
 )
 def test_nothing_else_is_refused(tree):
     assert flag.refusal(closed(tree)) is None
-
-
-def test_another_package_s_plugin_is_its_own_matter(tmp_path, monkeypatch):
-    info = tmp_path / "other-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{flag.GROUP}]\nother = other.trainer\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert flag.refusal(closed({"trainer": {"plugin": "other"}})) is None
