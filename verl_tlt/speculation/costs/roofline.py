@@ -15,7 +15,7 @@ value, so that two measurements already extrapolate. The fit is a few damped Gau
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,21 +86,9 @@ class Roofline:
         return self.by_length(batch, kv_tokens, (draft_length,))[0]
 
     def by_length(self, batch: float, kv_tokens: float, lengths: Sequence[int]) -> list[float]:
-        """`seconds` for several draft lengths at one load, which share what does not depend on K."""
-        p, root, token = self._p, 1.0 / self._p, self._token * batch
-        memory = (self._weights + self._kv * kv_tokens) ** p  # of a dense policy
-        found = []
-        for k in lengths:
-            width = max(k, 0) + 1
-            if self._active_share < 1.0:
-                read = weights_read(self._active_share, batch * width)
-                memory = (self._weights * read + self._kv * kv_tokens) ** p
-            seconds = self._overhead + (memory + (token * width) ** p) ** root
-            drafter = self._sync if k >= 0 else 0.0
-            if k > 0:
-                drafter += self._first + self._pass * (k - 1) + self._request * batch * k
-            found.append(seconds + drafter)
-        return found
+        """`seconds` for several draft lengths at one load."""
+        reads = [weights_read(self._active_share, batch * (max(k, 0) + 1)) for k in lengths]
+        return [_seconds(self._values, batch, kv_tokens, k, read) for k, read in zip(lengths, reads, strict=True)]
 
     def fit(
         self,
@@ -127,9 +115,7 @@ class Roofline:
         self._unpack()
 
     def _unpack(self) -> None:
-        values = [float(x) for x in np.exp(self._log)]
-        self._overhead, self._weights, self._kv, self._token = values[:4]
-        self._sync, self._first, self._pass, self._request, self._p = values[4:]
+        self._values: list[float] = np.exp(self._log).tolist()
 
 
 def _step(
@@ -153,11 +139,15 @@ def _step(
 
 
 def _log_seconds(log: Params, table: Params, read: Params) -> Params:
-    """Log seconds of each row (batch, KV tokens, K), [n], with its `weights_read`; see the top of this file."""
-    overhead, weights, kv, token, sync, first, further, request, p = np.exp(log)
-    batch, kv_tokens, k = table[:, 0], table[:, 1], table[:, 2]
-    drafts = np.maximum(k, 0.0)
+    """Log seconds of each row (batch, KV tokens, K), [n], with its `weights_read`."""
+    found: Params = np.log(_seconds(np.exp(log), *table.T, read))
+    return found
+
+
+def _seconds(coefficients: Iterable[float], batch: Any, kv_tokens: Any, k: Any, read: Any) -> Any:
+    """The formula at the top of this file, for numbers or arrays of them; `read` is `weights_read`."""
+    overhead, weights, kv, token, sync, first, further, request, p = coefficients
+    drafts = k * (k > 0)
     memory, compute = weights * read + kv * kv_tokens, token * batch * (drafts + 1.0)
-    roof = (memory**p + compute**p) ** (1.0 / p)
-    drafter = sync * (k >= 0) + first * (k > 0) + further * np.maximum(k - 1.0, 0.0) + request * batch * drafts
-    return np.log(overhead + roof + drafter)
+    drafter = sync * (k >= 0) + first * (k > 0) + further * (drafts - 1.0) * (drafts > 1) + request * batch * drafts
+    return overhead + (memory**p + compute**p) ** (1.0 / p) + drafter
