@@ -114,6 +114,5 @@ async def test_what_a_run_learned_spares_the_next_one_its_calibration(live, mode
     third = server_of(live, models, tmp_path)
     await third.tlt_calibrate()
     assert len(live.sizes) > 20, "a corrupt table is measured anew"
-    assert {p.suffix for p in (tmp_path / "tables").iterdir()} == {".corrupt"}
     await third.tlt_stats()
-    assert kept.exists()
+    assert json.loads(kept.read_text())["points"], "and replaced"

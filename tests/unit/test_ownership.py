@@ -125,7 +125,7 @@ def test_costs_of_another_user_are_not_read(everybodys, give_away, caplog):
     everybodys.chmod(0o1777)
     with caplog.at_level(logging.WARNING):
         assert load_table(everybodys, KEY) is None
-    assert "latencies are learned anew" in caplog.text
+    assert "and learned anew" in caplog.text
     assert table_path(everybodys, KEY).exists(), "another user's file is left where it is"
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from verl_tlt.errors import DrafterError
 
 
 def tensor_bytes(value: object) -> int:
     """Bytes of all tensors in nested mappings and lists."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif isinstance(value, str) or not isinstance(value, Iterable):
-        return 0
-    return sum(map(tensor_bytes, value))
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def check_room(checkpoint: Path, drafter: str, needed: int) -> None:

@@ -13,10 +13,10 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,11 +26,9 @@ from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
-    DrafterProvenance,
     HiddenStateShard,
     MergedSlice,
     MergeFacts,
-    Resumed,
     SessionResult,
     VerifierArrays,
 )
@@ -126,8 +124,18 @@ async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) 
         return await asyncio.to_thread(function, *arguments, **named)
 
 
+def _of_learner(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def call(self: SpotWorker, *arguments: Any) -> Any:
+        return await _in_thread(getattr(self.learner, method), *arguments)
+
+    return call
+
+
 class SpotWorker:
     """Methods and arguments are those of `SpotLearner`; what differs is said here."""
+
+    warm_up, hand_in, save, resume = map(_of_learner, ("warm_up", "hand_in", "save", "resume"))
+    revert, mark_exported, mark_published = map(_of_learner, ("revert", "mark_exported", "mark_published"))
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         see_own_device()
@@ -161,9 +169,6 @@ class SpotWorker:
         stats = await _in_thread(self.learner.add, step, sequences, verifier_weights, draft_ids)
         return dataclasses.replace(stats, incomplete=missing)
 
-    async def warm_up(self) -> None:
-        await _in_thread(self.learner.warm_up)
-
     async def train(self) -> SessionResult:
         """Train until `stop`, or until the buffer's epochs are used up."""
         self._stopping.clear()
@@ -178,9 +183,6 @@ class SpotWorker:
         """Ask a running session to end after its micro-batch; returns at once."""
         self._stopping.set()
 
-    async def hand_in(self, slices: int) -> list[MergedSlice]:
-        return await _in_thread(self.learner.hand_in, slices)
-
     async def average(self, *parts: MergedSlice, last: bool) -> tuple[MergeFacts, MergedSlice]:
         """Average one slice of several workers, which arrives through the object store: (its facts, it)."""
         average = await _in_thread(average_slice, parts, last=last)
@@ -193,15 +195,6 @@ class SpotWorker:
         """What all spot workers hold alike, for one that joins them."""
         return self.learner.versions
 
-    async def mark_exported(self) -> None:
-        self.learner.mark_exported()
-
-    async def mark_published(self) -> None:
-        self.learner.mark_published()
-
-    async def revert(self, which: Literal["served", "initial"]) -> None:
-        await _in_thread(self.learner.revert, which)
-
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
         """The candidate as vLLM loads it; None: its numbers are not finite in that dtype."""
         try:
@@ -213,12 +206,6 @@ class SpotWorker:
     async def steps(self) -> int:
         """Optimizer steps that its moments and its learning rate come from."""
         return self.learner.trainer.steps
-
-    async def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
-        await _in_thread(self.learner.save, directory, provenance, beside)
-
-    async def resume(self, directory: str) -> Resumed | None:
-        return await _in_thread(self.learner.resume, directory)
 
 
 def whole_sequences(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSequence], int]:

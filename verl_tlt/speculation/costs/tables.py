@@ -1,7 +1,7 @@
 """The table of step costs: what calibration measures, what the policies start from, and what a run keeps on disk.
 
 On disk a table is one JSON file per hardware, model and vLLM version. One that cannot be read, or was written for
-something else, is renamed `*.corrupt` with a warning, and the costs are measured again.
+something else, is left out with a warning, and replaced once the costs were measured again.
 """
 
 from __future__ import annotations
@@ -160,15 +160,11 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
     """The stored table of `key`; None where there is none that can be used, which is logged."""
+    path = Path(directory)
     try:
         path = table_path(directory, key)
-    except TLTError as error:
-        logger.warning("No latency table is read: %s Latencies are learned anew.", error)
-        return None
-    if reason := other_owner(path):
-        logger.warning("The latency table %s is not read, since %s; latencies are learned anew.", path, reason)
-        return None
-    try:
+        if reason := other_owner(path):
+            raise ControlError(reason)
         if not os.path.lexists(path):
             return None
         content = read_object(path)
@@ -180,16 +176,6 @@ def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
         if isinstance(points, list) and len(points) > _MOST_POINTS:
             raise ControlError(f"it has {len(points)} points")
         return LatencyTable.from_list(points)
-    except ValueError as error:
-        _set_aside(path, str(error))
+    except (TLTError, ValueError) as error:
+        logger.warning("Step costs are not read from %s, and learned anew: %s", path, error)
         return None
-
-
-def _set_aside(path: Path, reason: str) -> None:
-    aside = path.with_suffix(".corrupt")
-    try:
-        path.replace(aside)
-    except OSError as error:
-        logger.warning("The latency table %s is ignored: %s; it could not be renamed: %s.", path, reason, error)
-        return
-    logger.warning("The latency table %s was set aside as %s: %s; it is learned again.", path, aside.name, reason)

@@ -85,22 +85,21 @@ GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm
         '{"schema": 1, "points": ' + "9" * 5000 + "}",
     ],
 )
-def test_a_corrupt_or_foreign_table_is_set_aside_with_a_warning(tmp_path, content, caplog):
+def test_a_corrupt_or_foreign_table_is_left_out_with_a_warning_and_replaced(tmp_path, content, caplog):
     path = table_path(tmp_path, KEY)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with caplog.at_level(logging.WARNING):
         assert load_table(tmp_path, KEY) is None
-    assert not path.exists() and path.with_suffix(".corrupt").exists()
-    assert str(path) in caplog.text and "learned again" in caplog.text
+    assert str(path) in caplog.text and "learned anew" in caplog.text
     save_table(tmp_path, KEY, TABLE)
     assert load_table(tmp_path, KEY) == TABLE
 
 
-def test_what_is_no_file_is_set_aside_and_not_waited_for(tmp_path):
+def test_what_is_no_file_is_left_out_and_not_waited_for(tmp_path):
     path = table_path(tmp_path, KEY)
     path.symlink_to(path)
     assert load_table(tmp_path, KEY) is None
-    path.unlink(missing_ok=True)
+    path.unlink()
     os.mkfifo(path)
     assert load_table(tmp_path, KEY) is None
     save_table(tmp_path, KEY, TABLE)
