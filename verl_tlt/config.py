@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from verl_tlt import LONGEST_DRAFT
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import TLTError, wrong_field
 from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
@@ -262,12 +262,8 @@ def _build(cls: type[T], node: object, where: str) -> T:
     try:
         return cls(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([where, *map(str, first["loc"])])
-        allowed = (
-            first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("valid tuple", "list")
-        )
-        raise TLTConfigError(f"{key} {allowed}, not {first['input']!r}.") from None
+        key, wrong = wrong_field(error)
+        raise TLTConfigError(f"{where}.{key} {wrong}") from None
 
 
 def _hint(where: str, key: str, known: Iterable[str]) -> str:

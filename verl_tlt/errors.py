@@ -6,6 +6,8 @@ starts.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def printable(text: str) -> str:
     """The text for a terminal, a log or a page: characters that are not printed, as a terminal's codes, are escaped."""
@@ -16,6 +18,15 @@ def needs(error: ModuleNotFoundError) -> str:
     """What to install where a package is missing that verl-tlt depends on, as after `pip install --no-deps`."""
     name = (error.name or "").partition(".")[0]
     return f"verl-tlt needs {name}, which is not installed here: pip install {name}, or verl-tlt with all it needs."
+
+
+def wrong_field(error: Any) -> tuple[str, str]:
+    """(A field by its place, what is wrong with it as the end of a sentence): the first that pydantic complains of."""
+    first = error.errors()[0]
+    plain = {"missing": "must be set", "none_required": "must not be set", "model_type": "must be an object"}
+    said = plain.get(first["type"]) or first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    value = repr(first["input"])
+    return ".".join(map(str, first["loc"])), f"{said}, not {value[:80]}{'…' if len(value) > 80 else ''}."
 
 
 class TLTError(Exception):

@@ -18,7 +18,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from verl_tlt.vllm_worker.live_drafter import OFFSETS, DrafterRefused, LiveDrafter
+from verl_tlt.errors import DrafterError
+from verl_tlt.vllm_worker.live_drafter import OFFSETS, LiveDrafter
 
 V, H, KEPT = 200, 8, 70  # vLLM pads both, and its ranks hold other rows of the one than of the other
 
@@ -56,6 +57,6 @@ if __name__ == "__main__":
                 try:
                     live.load(file if rank == 0 else second)
                     same.append(torch.equal(own.weight, wanted.weight))
-                except (DrafterRefused, RuntimeError) as error:
+                except (DrafterError, RuntimeError) as error:
                     refused.append(str(error).removeprefix(directory))
         print(json.dumps({"same": same, "refused": refused}), flush=True)

@@ -6,11 +6,12 @@ another model, a quantization or a dtype. A value that means another network tha
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, drafter_rope, rope_of
+from verl_tlt.errors import wrong_field
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
 Scale = Annotated[float, Field(gt=0, le=1e12)]
@@ -103,9 +104,8 @@ def checked(config: Fields, where: str, layer_at: str) -> Drafter:
     try:
         found = Drafter.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])).replace("transformer_layer_config.", layer_at)
-        raise DrafterError(f"{where}: {key} {_must(first)}, not {_short(first['input'])}.") from None
+        key, wrong = wrong_field(error)
+        raise DrafterError(f"{where}: {key.replace('transformer_layer_config.', layer_at)} {wrong}") from None
     _check_rope(found.transformer_layer_config, f"{where}: {layer_at}")
     return found
 
@@ -116,17 +116,6 @@ def _rope(layer: Fields) -> object:
     except (TypeError, ValueError):
         given = layer.get("rope_parameters") or layer.get("rope_scaling")
         return given or {"rope_type": "default", "rope_theta": layer.get("rope_theta")}
-
-
-def _must(error: Any) -> str:
-    """What pydantic says of a field, as the middle of a sentence."""
-    plain = {"missing": "must be set", "none_required": "must not be set", "model_type": "must be an object"}
-    return plain.get(error["type"]) or str(error["msg"]).replace("Input should", "must")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _check_rope(layer: Layer, prefix: str) -> None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.cuda_graphs import captured_lengths, prepare_capture
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
 from verl_tlt.vllm_worker.hybrid_states import keep_states_right
-from verl_tlt.vllm_worker.live_drafter import DrafterRefused, LiveDrafter, find_drafter
+from verl_tlt.vllm_worker.live_drafter import LiveDrafter, find_drafter
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -82,7 +83,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
                 self.tlt_broken.drafter_loaded()
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
-            text = str(error) if isinstance(error, DrafterRefused) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
         live, graphs = self.tlt_drafter.fingerprint(sums), captured_lengths(self.model_runner, self.tlt_lengths)

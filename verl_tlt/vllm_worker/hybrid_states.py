@@ -21,12 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class HybridError(TLTError):
-    """A hybrid policy would decode wrong tokens in such an engine."""
-
-
 def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
-    """Make both changes in the runner of a hybrid policy; a `HybridError` where they would not be enough.
+    """Make both changes in the runner of a hybrid policy; a `TLTError` where they would not be enough.
 
     Nothing is changed for other policies, nor without a drafter: vLLM leaves an extension in its worker's class, so
     an engine that is started without one in the same process has it too. Call it between model load and graph capture.
@@ -36,16 +32,16 @@ def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
 
     if hasattr(runner, "speculator"):
-        raise HybridError("A hybrid policy is drafted for on vLLM's V1 model runner only: VLLM_USE_V2_MODEL_RUNNER=0.")
+        raise TLTError("A hybrid policy is drafted for on vLLM's V1 model runner only: VLLM_USE_V2_MODEL_RUNNER=0.")
     if vllm_config.scheduler_config.async_scheduling:
-        raise HybridError("A hybrid policy is drafted for with synchronous scheduling only: async_scheduling=False.")
+        raise TLTError("A hybrid policy is drafted for with synchronous scheduling only: async_scheduling=False.")
     cache = vllm_config.cache_config
     if (mode := cache.mamba_cache_mode) != "none":
-        raise HybridError(f"A hybrid policy is drafted for without prefix caching only, not in the cache mode {mode}.")
+        raise TLTError(f"A hybrid policy is drafted for without prefix caching only, not in the cache mode {mode}.")
     if getattr(cache, "use_replayssm", False):
-        raise HybridError("A hybrid policy is drafted for without use_replayssm only.")
+        raise TLTError("A hybrid policy is drafted for without use_replayssm only.")
     if "num_decode_draft_tokens_cpu >= 0" not in inspect.getsource(Builder.build):
-        raise HybridError("A hybrid policy is not drafted for with this vLLM, which tells rows with drafts otherwise.")
+        raise TLTError("A hybrid policy is not drafted for with this vLLM, which tells rows with drafts otherwise.")
     count_rows_without_drafts(runner, Builder.build)
     remember_accepted(runner)
 

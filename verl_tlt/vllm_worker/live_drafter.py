@@ -16,7 +16,7 @@ import torch
 from verl_tlt.drafter.checkpoint import staged_weights
 from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
 from verl_tlt.drafter.tensor_file import TensorFile, stacked
-from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.errors import DrafterError
 from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 OFFSETS = "draft_id_to_target_id"  # vLLM's parameter for the file's `d2t`; full vocabularies have all zeros
 _IGNORED = ("t2d",)  # the map from target to draft ids serves training only
 _HEAD = "lm_head.weight"
-
-
-class DrafterRefused(TLTError, ValueError):
-    """The file does not fit the live drafter; the message names the file and the tensor."""
 
 
 class LiveDrafter:
@@ -70,7 +66,7 @@ class LiveDrafter:
             this rank's part of the fingerprint of what is now live.
 
         Raises:
-            DrafterRefused: the file does not fit, or could not be written, here or on another rank of the engine. It
+            DrafterError: the file does not fit, or could not be written, here or on another rank of the engine. It
                 says which: a drafter that was not written whole must not draft before it is loaded again.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -89,14 +85,14 @@ class LiveDrafter:
         return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards), own_head=self._own_head)
 
     def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
-        """What the file has for this rank, checked; `DrafterRefused` or whatever reading it raises."""
+        """What the file has for this rank, checked; `DrafterError` or whatever reading it raises."""
         version = _version(file)
         tensors = _read(file, self.shared_modules())
         self._check(tensors, file)
         if version != self._finite:
             device = next(self.model.parameters()).device
             if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
-                raise DrafterRefused(f"{file}: {name} holds numbers that are not finite.")
+                raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
             self._finite = version
         self._restore_buffers()
         return tensors
@@ -110,7 +106,7 @@ class LiveDrafter:
             self._all_succeed(False)
             raise
         if not self._all_succeed(True):
-            raise DrafterRefused(f"Another rank of this engine {failure}.")
+            raise DrafterError(f"Another rank of this engine {failure}.")
 
     def _all_succeed(self, here: bool) -> bool:
         """Whether every rank of this engine succeeded; each one calls it, and waits for the others."""
@@ -133,13 +129,13 @@ class LiveDrafter:
         return {name: buffer.detach() for name, buffer in self.model.named_buffers() if buffer.numel()}
 
     def _restore_buffers(self) -> None:
-        """Write back the drafter's own buffers; `DrafterRefused` where one of the policy's is not what it was."""
+        """Write back the drafter's own buffers; `DrafterError` where one of the policy's is not what it was."""
         live = self._buffers()
         for name, kept in self._kept_buffers.items():
             if name in self._own_buffers:
                 live[name].copy_(kept)  # in place: captured graphs still see them
             elif not _same_bits(live[name], kept):
-                raise DrafterRefused(
+                raise DrafterError(
                     f"{name}, which the drafter shares with the policy, is not what it was at the start."
                 )
 
@@ -155,13 +151,13 @@ class LiveDrafter:
         """Compare names, and without tensor parallelism shapes, before anything is overwritten.
 
         Raises:
-            DrafterRefused: a tensor is missing, unknown or of another shape; the map leaves the vocabulary; or the
+            DrafterError: a tensor is missing, unknown or of another shape; the map leaves the vocabulary; or the
                 live weights cannot be written at all.
         """
         elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
         live = {stacked(name): p for name, p in self._own_parameters().items() if name not in elsewhere}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
-            raise DrafterRefused(
+            raise DrafterError(
                 f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
             )
         rows: dict[str, int] = {}
@@ -169,23 +165,23 @@ class LiveDrafter:
         for name, tensor in tensors.items():
             if name == "d2t":
                 if (own := dict(self.model.named_parameters()).get(OFFSETS)) is None or len(own) != len(tensor):
-                    raise DrafterRefused(f"{file} drafts {len(tensor)} tokens, and the served drafter does not.")
+                    raise DrafterError(f"{file} drafts {len(tensor)} tokens, and the served drafter does not.")
                 tokens = torch.arange(len(tensor)) + tensor  # [DV]
                 if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
-                    raise DrafterRefused(f"{file}: d2t names a token outside the policy's vocabulary.")
+                    raise DrafterError(f"{file}: d2t names a token outside the policy's vocabulary.")
                 continue
             name = stacked(name)
             rows[name] = rows.get(name, 0) + tensor.shape[0]
             columns[name] = tuple(tensor.shape[1:])
         if missing := sorted(live.keys() - rows.keys()):
-            raise DrafterRefused(f"{file} lacks {missing[0]}, which the served drafter has.")
+            raise DrafterError(f"{file} lacks {missing[0]}, which the served drafter has.")
         if unknown := sorted(rows.keys() - live.keys()):
-            raise DrafterRefused(f"{file} holds {unknown[0]}, which the served drafter does not have.")
+            raise DrafterError(f"{file} holds {unknown[0]}, which the served drafter does not have.")
         for name, parameter in live.items() if self._shards == 1 else ():
             shape, theirs = (rows[name], *columns[name]), tuple(parameter.shape)
             by_vocabulary = "lm_head" in name or "embed_tokens" in name  # vLLM pads their rows, and its loader checks
             if shape[by_vocabulary:] != theirs[by_vocabulary:]:
-                raise DrafterRefused(f"{file}: {name} is {list(shape)}, the served drafter's is {list(theirs)}.")
+                raise DrafterError(f"{file}: {name} is {list(shape)}, the served drafter's is {list(theirs)}.")
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
@@ -283,15 +279,12 @@ def _has_own_head(directory: Path) -> bool:
 
 
 def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The file's tensors, without those that would be written into the policy; `DrafterRefused` for a broken file."""
-    try:
-        with TensorFile(file) as reader:
-            names = set(reader.names)
-            cut = (_HEAD,) if "d2t" in names and not _has_own_head(file.parent) else ()
-            left_out = (*_IGNORED, *shared, *cut)
-            return {name: reader.get_tensor(name) for name in names if not any(part in name for part in left_out)}
-    except DrafterError as error:
-        raise DrafterRefused(str(error)) from error
+    """The file's tensors, without those that would be written into the policy; `DrafterError` for a broken file."""
+    with TensorFile(file) as reader:
+        names = set(reader.names)
+        cut = (_HEAD,) if "d2t" in names and not _has_own_head(file.parent) else ()
+        left_out = (*_IGNORED, *shared, *cut)
+        return {name: reader.get_tensor(name) for name in names if not any(part in name for part in left_out)}
 
 
 def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.vllm_worker.hybrid_states import HybridError, keep_states_right
+from verl_tlt.errors import TLTError
+from verl_tlt.vllm_worker.hybrid_states import keep_states_right
 
 pytest.importorskip("vllm")
 
@@ -30,7 +31,7 @@ V1 = {"drafter": "eagle", "_build_attention_metadata": "stock", "_update_states"
     ],
 )
 def test_what_is_not_exact_is_refused(runner, vllm, said):
-    with pytest.raises(HybridError, match=said):
+    with pytest.raises(TLTError, match=said):
         keep_states_right(SimpleNamespace(**runner), vllm)
 
 

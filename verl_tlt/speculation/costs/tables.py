@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import TLTError, wrong_field
 from verl_tlt.files.json_files import read_object
 from verl_tlt.files.ownership import expanded, other_owner, replacing
 from verl_tlt.messages import from_plain
@@ -112,9 +112,7 @@ class LatencyTable:
         try:
             return from_plain(cls, {"points": rows})
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ControlError(f"Latency {where}: {first['msg']}, not {repr(first['input'])[:80]}.") from error
+            raise ControlError("Latency {} {}".format(*wrong_field(error))) from error
 
 
 def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
