@@ -28,7 +28,6 @@ from verl_tlt.drafter.build import default_attention, has_own_head, instantiate,
 from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import head_files
-from verl_tlt.drafter.other_layouts import MAPS
 from verl_tlt.drafter.policy import (
     CONFIG,
     LONGEST_DRAFT,
@@ -187,11 +186,9 @@ def load_drafter(
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     tensors = read_tensors(found.tensors)
-    if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
+    if "d2t" in tensors:
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
         tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
-    else:
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
     return _filled(config, tensors, attention or default_attention(device)).to(device)
 
 
