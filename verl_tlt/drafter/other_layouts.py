@@ -44,6 +44,7 @@ def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fi
         **switches | {key: bool(value) for key, value in nested.items() if key == "norm_before_fc"},
         _IDS: ids,
         "own_head": True,
+        "target_hidden_size": config.get("target_hidden_size"),
         "quantization_config": config.get("quantization_config"),
     }
 
@@ -75,12 +76,6 @@ def check_kind(config: Fields, file: Path) -> None:
         )
     if not any(name in _ARCHITECTURES for name in architectures):
         raise DrafterError(f"{file}: architectures must name one of {', '.join(_ARCHITECTURES)}, not {architectures}.")
-    hidden = config["hidden_size"]
-    if config.get("target_hidden_size", hidden) != hidden:
-        raise DrafterError(
-            f"{file}: target_hidden_size={config['target_hidden_size']} differs from hidden_size={hidden}; "
-            "only drafters as wide as their policy can share its embedding."
-        )
     for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if not isinstance(config.get(field), int) or config[field] < 1:
             raise DrafterError(f"{file}: {field} must be a positive integer, not {config.get(field)!r}.")

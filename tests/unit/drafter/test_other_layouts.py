@@ -131,7 +131,7 @@ def test_newer_norms_are_carried_over(policy, tmp_path):
     [
         ({"hidden_size": 64}, "hidden_size=64, but the policy's is 32"),
         ({"num_attention_heads": 3}, "num_attention_heads=3 must be a multiple of num_key_value_heads=2"),
-        ({"target_hidden_size": 64}, "target_hidden_size=64 differs from hidden_size=32"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64, but the policy's is 32"),
         ({"architectures": ["PEagleDraftModel"]}, "architectures must name one of"),
         ({"intermediate_size": None}, "intermediate_size must be a positive integer, not None"),
         ({"draft_vocab_size": 10}, "lm_head.weight is [20, 32], but config.json asks for [10, 32]"),
