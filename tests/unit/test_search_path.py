@@ -19,8 +19,8 @@ spec.loader.exec_module(search)
 FLAG = ["+trainer.plugin=tlt"]
 
 
-def plugin(armed, native=False):
-    return types.SimpleNamespace(armed=lambda: armed, native=lambda: native)
+def plugin(armed):
+    return types.SimpleNamespace(armed=lambda: armed)
 
 
 def main(name):
@@ -40,7 +40,6 @@ ARMED = STOCK | {"verl_tlt.plugin": plugin(True)}
 )  # fmt: skip
 def test_every_spelling_of_the_flag_is_guarded(argument):
     assert search.refusal([argument], STOCK, {}) is not None
-    assert search.refusal([argument], STOCK | {"verl_tlt.plugin": plugin(True, native=True)}, {}) is None
     assert search.refusal([argument, "--config-name=mine"], ARMED, {}) is None
 
 

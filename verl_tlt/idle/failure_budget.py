@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_tlt.speculation.retry import FIRST_WAIT, LONGEST_WAIT
+from verl_tlt.speculation.decision import FIRST_WAIT, LONGEST_WAIT
 
 MAX_FAILURES = 3
 """Failed sessions in a row after which a replica's spot training is given up, and tried again only now and then."""

@@ -17,7 +17,6 @@ from verl_tlt.messages.rollout import EngineStats, accept_length
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
-from verl_tlt.speculation.retry import next_wait
 from verl_tlt.speculation.types import OFF
 
 USELESS = 1.05
@@ -31,6 +30,9 @@ BETTER = 1.05
 """After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
 IN_A_ROW = 3
 """Rollouts that show the same before speculation is disabled."""
+FIRST_WAIT, LONGEST_WAIT = 8, 64
+"""RL steps before what was given up (speculation, a replica's spot training) is tried again, and between two tries at
+most; each wait is twice the one before it."""
 
 
 def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapping[int, float]) -> float:
@@ -194,7 +196,7 @@ class RunDecision:
         if max(self._useless, self._losing) < IN_A_ROW:
             return None
         self.cause, self._useless, self._losing = why, 0, 0
-        self._wait = self._until = next_wait()
+        self._wait = self._until = FIRST_WAIT
         return f"Speculation is disabled after {IN_A_ROW} rollouts that it made slower: {why}."
 
     def _after_probe(self, accepted: bool, gain: float) -> str | None:
@@ -206,5 +208,5 @@ class RunDecision:
         if accepted and gain > CLEARLY:
             self.cause = ""
             return f"Speculation is enabled again: a replica that drafted as a probe saved {gain:.0%} of its decoding."
-        self._until = self._wait = next_wait(self._wait)
+        self._until = self._wait = min(2 * self._wait, LONGEST_WAIT)
         return None

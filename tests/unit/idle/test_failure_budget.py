@@ -1,7 +1,7 @@
 """How often a replica's training may fail before it is left alone, and for how long it is."""
 
 from verl_tlt.idle.failure_budget import MAX_FAILURES, FailureBudget
-from verl_tlt.speculation.retry import FIRST_WAIT, LONGEST_WAIT
+from verl_tlt.speculation.decision import FIRST_WAIT, LONGEST_WAIT
 
 
 def tried(budget, until):

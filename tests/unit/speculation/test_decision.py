@@ -7,9 +7,15 @@ import pytest
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
-from verl_tlt.speculation.decision import IN_A_ROW, RolloutDecision, RunDecision, expected_saving
+from verl_tlt.speculation.decision import (
+    FIRST_WAIT,
+    IN_A_ROW,
+    LONGEST_WAIT,
+    RolloutDecision,
+    RunDecision,
+    expected_saving,
+)
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.retry import FIRST_WAIT, LONGEST_WAIT
 from verl_tlt.speculation.types import OFF, Load
 
 MEASURED = LatencyTable.calibrated({

@@ -5,8 +5,7 @@ import pytest
 from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import IN_A_ROW
-from verl_tlt.speculation.retry import FIRST_WAIT
+from verl_tlt.speculation.decision import FIRST_WAIT, IN_A_ROW
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, write_switch
 from verl_tlt.trainer.speculation_control import SpeculationControl
