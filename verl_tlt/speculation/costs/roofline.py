@@ -140,7 +140,8 @@ def _step(
 
 def _log_seconds(log: Params, table: Params, read: Params) -> Params:
     """Log seconds of each row (batch, KV tokens, K), [n], with its `weights_read`."""
-    found: Params = np.log(_seconds(np.exp(log), *table.T, read))
+    batch, kv_tokens, k = table.T
+    found: Params = np.log(_seconds(np.exp(log), batch, kv_tokens, k, read))
     return found
 
 
