@@ -188,18 +188,15 @@ class ReplicaIdlePlanner:
         self._ended: float | None = None
         self._failures = self._lost = 0
 
-    def observe(
-        self, now: float, inflight: Mapping[str, int], pending: int, open_loops: int = 0, refill_possible: bool = False
-    ) -> list[Command]:
+    def observe(self, now: float, inflight: Mapping[str, int], pending: int, more: bool = False) -> list[Command]:
         """Take one look at the fleet, at `now`.
 
         A replica that is missing in `inflight`, requests by replica, has left the balancer or is put back into it.
-        `pending` requests are on no replica yet, `open_loops` agent loops may send another turn, and with
-        `refill_possible` the trainer may ask for more groups (DAPO filtering, failed groups).
+        `pending` requests are on no replica yet; `more`: agent loops or the trainer may send others.
         """
         if self._ended is not None:
             return []
-        self._more_may_arrive = bool(pending or open_loops or refill_possible)
+        self._more_may_arrive = bool(pending) or more
         for name, r in self._replicas.items():
             r.inflight = inflight.get(name, 0)
             r.peak = max(r.peak, r.inflight)
@@ -372,9 +369,7 @@ class TrainerIdlePlanner(ReplicaIdlePlanner):
         for r in self._replicas.values():
             r.state, r.idle_since = State.IDLE, begin
 
-    def observe(
-        self, now: float, inflight: Mapping[str, int], pending: int, open_loops: int = 0, refill_possible: bool = False
-    ) -> list[Command]:
+    def observe(self, now: float, inflight: Mapping[str, int], pending: int, more: bool = False) -> list[Command]:
         """Take one look; how much is in flight does not matter to devices that do not decode."""
         if self._ended is not None or now - self._begin < self._settle_s:
             return []

@@ -38,10 +38,8 @@ class PendingWork:
 
     pending: int = 0
     """Groups that no agent loop has taken up yet."""
-    open_loops: int = 0
-    """Groups whose agent loops may send another turn; always 0 where responses have one turn."""
-    refill_possible: bool = False
-    """Sampling may still ask for more groups, in a way that is known beforehand."""
+    more: bool = False
+    """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
 
 
 class BufferWatch:
@@ -66,7 +64,7 @@ class BufferWatch:
         look = getattr(buffer, "_sync_metadata_from_transfer_queue", None)
         if look is None:
             logger.warning("%s does not say what may still arrive, so no replica leaves early.", type(buffer).__name__)
-            self._counted = PendingWork(refill_possible=True)
+            self._counted = PendingWork(more=True)
             return
         self._counted = self._count()
 
@@ -83,11 +81,9 @@ class BufferWatch:
         buffer = self._buffer
         # DAPO replaces groups until enough are left; the buffer has put filtered ones aside before each look.
         refills = buffer.filter_groups_metric is not None or buffer.sync_refill_failed_groups
-        return PendingWork(
-            pending=len(buffer.pending_keys["train"]),
-            open_loops=len(buffer.running_keys["train"]) if self._multi_turn else 0,
-            refill_possible=refills and len(buffer.finished_keys["train"]) < self._wanted,
-        )
+        more = refills and len(buffer.finished_keys["train"]) < self._wanted
+        more = more or (self._multi_turn and bool(buffer.running_keys["train"]))
+        return PendingWork(len(buffer.pending_keys["train"]), more)
 
 
 @dataclass
@@ -161,7 +157,7 @@ class SamplingWatch:
             self.report.first_dispatch = now
         if load != self._written and now >= self._write_at:
             self._write_load(now)
-        commands = self.planner.observe(now, load, work.pending, work.open_loops, work.refill_possible)
+        commands = self.planner.observe(now, load, work.pending, work.more)
         for lost in [command.replica for command in commands if isinstance(command, idle.Rejoin)]:
             logger.warning("the load balancer had lost replica %s; it is put back", lost)
         self._do(commands)

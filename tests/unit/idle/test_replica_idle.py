@@ -52,7 +52,7 @@ def trained(p, replica="a", now=2.0):
     return p
 
 
-@pytest.mark.parametrize("world", [{"pending": 1}, {"open_loops": 1}, {"refill_possible": True}])
+@pytest.mark.parametrize("world", [{"pending": 1}, {"more": True}])
 def test_none_leaves_while_work_can_arrive(world):
     p = loaded(planner())
     assert settle(p, {"a": 0, "b": 3}, now=1.0, **world) == []
@@ -299,7 +299,7 @@ def test_random_fleets_are_never_starved(seed):
 
     for _ in range(3000):
         now += rng.uniform(0.01, 0.2)
-        carry_out(p.observe(now, {n: running[n] for n in serving}, pending, refill_possible=refill > 0))
+        carry_out(p.observe(now, {n: running[n] for n in serving}, pending, more=refill > 0))
         for _ in range(min(pending, rng.randint(0, 3))):
             running[rng.choice(sorted(serving))] += 1
             pending -= 1

@@ -31,13 +31,13 @@ class Buffer:
         self.finished_keys["train"] |= {"f"}
 
 
-@pytest.mark.parametrize(("multi_turn", "loops"), [(True, 2), (False, 0)])
-def test_what_is_counted(multi_turn, loops):
+@pytest.mark.parametrize("multi_turn", [True, False])
+def test_what_is_counted(multi_turn):
     buffer = Buffer()
     pending = BufferWatch(buffer, multi_turn=multi_turn, wanted=2)
     assert pending() == PendingWork()
     buffer._sync_metadata_from_transfer_queue()
-    assert pending() == PendingWork(pending=1, open_loops=loops)
+    assert pending() == PendingWork(pending=1, more=multi_turn)
 
 
 def test_in_the_middle_of_a_look_the_last_one_holds():
@@ -47,7 +47,7 @@ def test_in_the_middle_of_a_look_the_last_one_holds():
     seen = []
     buffer.meanwhile = lambda: seen.append(pending())
     buffer._sync_metadata_from_transfer_queue()
-    assert seen == [PendingWork(pending=1, open_loops=2)]
+    assert seen == [PendingWork(pending=1, more=True)]
 
 
 @pytest.mark.parametrize(("filtering", "wanted", "possible"), [(True, 2, True), (True, 1, False), (False, 2, False)])
@@ -55,13 +55,13 @@ def test_filtering_may_ask_for_more_groups_until_there_are_enough(filtering, wan
     buffer = Buffer(filtering)
     pending = BufferWatch(buffer, multi_turn=False, wanted=wanted)
     buffer._sync_metadata_from_transfer_queue()
-    assert pending().refill_possible is possible
+    assert pending().more is possible
 
 
 def test_of_a_sampler_that_is_not_verls_the_worst_is_assumed(monkeypatch):
     said = []
     monkeypatch.setattr(logger, "warning", lambda message, *args: said.append(message % args))
-    assert BufferWatch(object(), multi_turn=False, wanted=1)().refill_possible
+    assert BufferWatch(object(), multi_turn=False, wanted=1)().more
     assert len(said) == 1 and "no replica leaves early" in said[0]
 
 
