@@ -27,22 +27,18 @@ Sums = dict[str, tuple[str, list[int]]]
 
 
 def fingerprint(
-    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-    dtype: torch.dtype | None = None,
-    own_head: bool = False,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], own_head: bool = False
 ) -> str:
     """Sixteen hex digits over a drafter's own weights, of a file or of vLLM's `named_parameters()`.
 
-    Embedding and head, the policy's, are left out; `own_head`: the head is the drafter's. `dtype`: cast to it first.
+    Embedding and head, the policy's, are left out; `own_head`: the head is the drafter's.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return combined([partial_sums(((name, tensor, 0) for name, tensor in named), dtype, own_head)])
+    return combined([partial_sums(((name, tensor, 0) for name, tensor in named), own_head)])
 
 
-def partial_sums(
-    shards: Iterable[tuple[str, torch.Tensor, int]], dtype: torch.dtype | None = None, own_head: bool = False
-) -> Sums:
-    """What one rank contributes to the fingerprint; `dtype` and `own_head` are `fingerprint`'s.
+def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], own_head: bool = False) -> Sums:
+    """What one rank contributes to the fingerprint; `own_head` is `fingerprint`'s.
 
     `shards` are name, tensor and how many of the whole tensor's columns lie before it; each element is on one rank.
     """
@@ -54,9 +50,7 @@ def partial_sums(
         group, tensor = stacked(name), tensor.detach()
         if tensor.ndim == 1 and is_stack(group):
             tensor = tensor[:, None]  # a bias: where an element is in the stack does not matter, as in a matrix
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype or tensor.dtype)
-        elif group == _OFFSETS and not tensor.any():
+        if group == _OFFSETS and not tensor.any():
             continue
         _add(found, group, str(tensor.dtype), _sums(tensor, columns_before))
     return found
