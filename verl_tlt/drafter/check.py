@@ -76,7 +76,7 @@ def check_drafter(
     if said.get("speculators_model_type") == MTP:
         found = CheckedDrafter(MTP, {}, head_files(path, shape))
     else:
-        config = _served_config(said, path / CONFIG, shape, min_context)
+        config = read_config(path, shape, min_context)
         found = CheckedDrafter("eagle3", config, _check_tensors(path, config, others=is_other_layout(said)))
     _check_tokenizer(path, policy)
     return found
@@ -129,11 +129,8 @@ def drafter_folder(drafter: Model) -> Path:
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
     """The config of the EAGLE-3 drafter in `path` as it is staged (`CheckedDrafter.config`); a `DrafterError`."""
-    return _served_config(read_json(path / CONFIG), path / CONFIG, policy, min_context)
-
-
-def _served_config(config: Fields, file: Path, policy: PolicyShape, min_context: int) -> Fields:
-    layer_at = "transformer_layer_config."
+    file, layer_at = path / CONFIG, "transformer_layer_config."
+    config = read_json(file)
     if is_other_layout(config):
         config, layer_at = to_speculators_config(config, policy, file), ""
     drafter, prefix = checked(config, str(file), layer_at), f"{file}: {layer_at}"

@@ -38,6 +38,7 @@ class SpeculationControl:
     ) -> None:
         self.directory, self.replicas = directory, list(replicas)
         self.decision = RunDecision(self.replicas, config.policy, config.source, active_share)
+        self.saving = self.decision.rollout.saving
         self.account = SavingsAccount(shared)
         self._controls = ControlRollouts(self.replicas, config.control_every, shared)
         self.switch = RuntimeSwitch()
@@ -67,10 +68,6 @@ class SpeculationControl:
     def calibrated(self, table: LatencyTable) -> None:
         self.decision.rollout.calibrated(table)
         self.account.calibrated(table.by_batch(OFF))
-
-    def saving(self, acceptance: Sequence[float]) -> float:
-        """Share of a rollout that drafting is expected to save; 0: too little to draft, or nothing is known."""
-        return self.decision.rollout.saving(acceptance)
 
     def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts.
