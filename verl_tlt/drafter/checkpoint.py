@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -45,6 +46,8 @@ from verl_tlt.files.ownership import check_private, replacing, seal
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.models.mtp.config import MTPSpeculatorConfig
+
+logger = logging.getLogger(__name__)
 
 STAGE_DIR = "TLT_DRAFTER_DIR"
 """Environment variable of a server and its children: the private directory in which this node's drafter is staged."""
@@ -214,9 +217,12 @@ def _filled(
 
 
 def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
-    """The `DrafterTrainer.state()` saved with a drafter; None where there is none."""
-    file = Path(directory) / STATE
-    return read_state(file) if file.is_file() else None
+    """The `DrafterTrainer.state()` saved with a drafter; None where there is none, or only a pickled one."""
+    if (file := Path(directory) / STATE).is_file():
+        return read_state(file)
+    if earlier := sorted(Path(directory).glob("**/training_state.pt")):
+        logger.warning("%s is pickled and not read: the drafter goes on with a fresh optimizer.", earlier[0])
+    return None
 
 
 def write_state(state: Mapping[str, object], file: Path) -> None:

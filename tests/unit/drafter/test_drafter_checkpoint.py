@@ -1,6 +1,7 @@
 """On disk: complete or absent, the same after loading, and one sentence for everything that does not fit."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -229,6 +230,15 @@ def test_a_longer_context_than_the_file_says(saved, policy):
     assert "max_position_embeddings=256 is below 257" in refusal(saved, policy.config, min_context=257)
     edit(saved, max_position_embeddings=None)
     assert "max_position_embeddings must be a valid integer, not None" in refusal(saved, policy.config)
+
+
+@pytest.mark.parametrize("name", ["training_state.pt", "training/training_state.pt"])
+def test_a_pickled_state_is_not_read_and_that_is_said(saved, caplog, name):
+    (saved / name).parent.mkdir(exist_ok=True)
+    torch.save({"steps": 5}, saved / name)
+    with caplog.at_level(logging.WARNING):
+        assert load_training_state(saved) is None
+    assert f"{saved / name} is pickled and not read" in caplog.text
 
 
 def test_another_tokenizer_of_the_same_size_is_refused(drafter, policy_dir, tmp_path):
