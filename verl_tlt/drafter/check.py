@@ -188,13 +188,15 @@ def _check_tensors(directory: Path, config: Fields, others: bool) -> dict[str, H
             names[known] = name
     held = headers(directory, listing, {name: owners[name] for name in names.values()})
     found = {known: held[name] for known, name in names.items()}
+    if "d2t" in found:  # vLLM drafts by it even where the vocabulary is whole
+        wanted["d2t"] = [config["draft_vocab_size"]]
     for name, shape in wanted.items():
         if name not in found:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
         found[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
     if unknown := sorted(name for name in found.keys() - wanted.keys() - set(MAPS) if not name.startswith(_POLICYS)):
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
-    if "d2t" in wanted:
+    if "d2t" in found:
         _check_map(found["d2t"], config["transformer_layer_config"]["vocab_size"])
     return {name: header for name, header in found.items() if name in wanted or name not in MAPS}
 

@@ -186,9 +186,11 @@ def load_drafter(
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     tensors = read_tensors(found.tensors)
-    if "d2t" in tensors:
+    if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
         tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
+    else:
+        tensors.pop("d2t", None)
     return _filled(config, tensors, attention or default_attention(device)).to(device)
 
 
