@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tables.control import changing, control_by_batch, drain, fixed, foreign, oracles, race
+from tables.control import changing, control_by_batch, drain, fixed, foreign, off, oracles, race
 from tables.drafter import learning, merging, study
 from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
@@ -20,6 +20,7 @@ from tables.runs import (
     cold_start,
     cold_start_rule,
     cold_start_small,
+    cold_start_turns,
     drafters,
     end_to_end,
     end_to_end_avx2,
@@ -44,7 +45,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (same_tokens, oracles, drain, residuals, control_by_batch, resumptions, growth, stops, overhead,
                   learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
                   mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
-                  end_to_end_stale, cold_start, cold_start_small, cold_start_rule, race)
+                  end_to_end_stale, cold_start, cold_start_small, cold_start_rule,
+                  cold_start_turns, off, race)
 }  # fmt: skip
 
 

@@ -11,17 +11,28 @@ from typing import Any
 from tables.page import load, percent, recorded, rows
 
 
+def off() -> str:
+    """A step of an engine that is OFF, and of a second stock engine, over stock's."""
+    body = [
+        [batch, f"{of['stock_ms']:.1f} ms", *(_over(of["over_stock"][engine]) for engine in ("stock again", "off"))]
+        for batch, of in load("off")["batches"].items()
+    ]
+    return rows(("batch", "stock's step", "a second stock engine", "OFF"), body)
+
+
+def _over(ratio: Sequence[float]) -> str:
+    of_all, low, high = (percent(end - 1) for end in ratio)
+    return f"{of_all} % ({low} to {high})"
+
+
 def control_by_batch() -> str:
-    """OFF and K=0 against an engine without a drafter, and K=0 against vLLM's own; with intervals."""
-    intervals = {"off_over_stock": "off", "k0_over_stock": "k0", "k0_over_vllm_k0": "k0_over_vllm"}
+    """K=0 against an engine without a drafter, and against vLLM's own; with intervals."""
+    intervals = {"k0_over_stock": "k0", "k0_over_vllm_k0": "k0_over_vllm"}
     body = []
     for batch, of in load("control")["cost_vs_stock_by_batch"].items():
-        cells = [
-            f"{percent(of[ratio] - 1)} % ({' to '.join(percent(end - 1) for end in of[f'{name}_interval'])})"
-            for ratio, name in intervals.items()
-        ]
+        cells = [_over((of[ratio], *of[f"{name}_interval"])) for ratio, name in intervals.items()]
         body.append([batch, *cells])
-    return rows(("batch", "OFF", "K=0", "K=0 over vLLM's own"), body)
+    return rows(("batch", "K=0", "K=0 over vLLM's own"), body)
 
 
 def oracles() -> str:

@@ -114,6 +114,11 @@ def cold_start_rule() -> str:
     return _cold_start("cold_start_rule")
 
 
+def cold_start_turns() -> str:
+    """The same in turns of eight steps, beside an arm that does not train either."""
+    return _cold_start("cold_start_turns")
+
+
 def _cold_start(file: str) -> str:
     found = load(file)
     body = []

@@ -30,7 +30,7 @@ from verl_tlt.speculation.types import OFF
 COSTS = LatencyTable.calibrated(
     {OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]}
 )
-STOCK, CLOSE = {1: 0.010, 4: 0.020}, {1: 0.0101, 4: 0.0202}
+STOCK, CLOSE = [{1: 0.010, 4: 0.020}, {1: 0.0125, 4: 0.025}], {1: 0.0101, 4: 0.0202}
 KEY = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
 
 
@@ -39,13 +39,16 @@ def test_a_good_machine():
     assert from_plain(Answer, json.loads(json.dumps(asdict(answer)))) == answer
     findings = {finding.what: finding for finding in answer.findings}
     assert {f.level for f in findings.values()} == {"ok"}
-    assert "1.01 times stock's step" in findings["drafter off against stock"].sentence
+    off = findings["drafter off against stock"].sentence
+    assert "0.81 to 1.01 times stock's step" in off and "10.10 against 10.00 and 12.50 ms" in off
     assert "1: 1.50x, 4: 2.00x" in findings["K=3 against off"].sentence  # it must be accepted that often
 
 
 def test_what_is_wrong_or_missing_is_said():
     dear, *_ = judge_costs(COSTS, STOCK, {1: 0.02, 4: 0.03})
-    assert dear.level == "warn" and "1.75 times" in dear.sentence
+    assert dear.level == "warn" and "1.40 to 1.75 times" in dear.sentence
+    within, *_ = judge_costs(COSTS, STOCK, {1: 0.0137, 4: 0.0274})  # the machine became slower meanwhile
+    assert within.level == "ok" and "1.10 to 1.37 times" in within.sentence
     (unknown,) = judge_costs(LatencyTable(), STOCK, CLOSE)
     assert unknown.level == "warn" and "could not be measured" in unknown.sentence
 

@@ -119,7 +119,7 @@ class StandaloneEngine:
         """Of the drafter that is live: each rank's, where it has one."""
         return " ".join(filter(None, await self.every("tlt_fingerprint")))
 
-    async def step_seconds(self, batch: int, tokens: int = 24) -> float:
+    async def step_seconds(self, batch: int, tokens: int = 64) -> float:
         """Seconds on the wall clock from a token of `batch` requests to the next: of a long decode less a short one."""
         prompts = [[(7 * i + 13 * j) % (self.vocab_size - 1) + 1 for j in range(PROMPT_TOKENS)] for i in range(batch)]
 
@@ -164,6 +164,7 @@ async def start(
         ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, **about)
         return {**ours, **(more or {})}
 
+    before = dict(os.environ)
     if drafting:
         source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))
@@ -175,6 +176,8 @@ async def start(
     finally:
         llm.shutdown()
         await watch
+        os.environ.clear()  # a stock engine that comes after it must not inherit its model runner
+        os.environ.update(before)
 
 
 def write_drafter(setup: Setup, directory: Path) -> Path:
