@@ -21,10 +21,12 @@ try:
         ConfigName,
         EvaluateOptions,
         RecipeWords,
+        RunScript,
         WarmupOptions,
         finite,
         takes_options,
     )
+    from verl_tlt.files.ownership import check_writable
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
 
@@ -80,6 +82,7 @@ def doctor(
     config_name: ConfigName = "ppo_trainer",
     gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False,
     cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
+    run_script: RunScript = False,
 ) -> None:
     """Can TLT run here? Checks packages and your recipe.
 
@@ -92,9 +95,9 @@ def doctor(
       verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
     """
     from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine
-    from verl_tlt.commands.script.reader import read_arguments
+    from verl_tlt.commands.script.run import read_arguments
 
-    recipe = read_arguments(overrides or [], config_name)
+    recipe = read_arguments(overrides or [], config_name, run_script)
     findings = diagnose(recipe)
     if gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, cpu)
@@ -136,9 +139,9 @@ def compare(options: CompareOptions) -> None:
     """
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.commands.compare.command import compare as run
-    from verl_tlt.commands.script.reader import read_arguments
+    from verl_tlt.commands.script.run import read_arguments
 
-    run(read_arguments(options.recipe, options.config_name), options, make_console())
+    run(read_arguments(options.recipe, options.config_name, options.run_script), options, make_console())
 
 
 @app.command()
@@ -187,6 +190,7 @@ def calibrate(
     out: Annotated[Path | None, Option(help="File to write; by default where runs look.")] = None,
     seconds: Annotated[float, Option(min=1, callback=finite, help="How long to measure.")] = 60.0,
     cpu: Annotated[bool, Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
+    run_script: RunScript = False,
 ) -> None:
     """Measure what an engine step takes, for later runs.
 
@@ -198,9 +202,9 @@ def calibrate(
     """
     from verl_tlt.commands.doctor.command import calibrate as run
     from verl_tlt.commands.doctor.command import cost_table
-    from verl_tlt.commands.script.reader import read_arguments
+    from verl_tlt.commands.script.run import read_arguments
 
-    path, costs = run(read_arguments(overrides, config_name), out, seconds, cpu)
+    path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
     make_console().print(cost_table(costs))
     typer.echo(printable(f"Kept in {path}"))
 
@@ -235,9 +239,9 @@ def switch(
 @app.command()
 def report(
     trace_dir: Annotated[Path, Argument(help="Trace directory of a run (tlt.trace.dir).")],
-    out: Annotated[Path | None, Option(help="Folder for the page; by default the trace's parent.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for page and picture; by default the trace's parent.")] = None,
 ) -> None:
-    """Did it pay in a run? A page of its trace.
+    """Did it pay in a run? A page and a picture of its trace.
 
     \b
     Example:
@@ -246,6 +250,30 @@ def report(
     from verl_tlt.commands.report.command import report as run
 
     run(trace_dir, out)
+
+
+@app.command()
+def convert(
+    drafter: Annotated[Path, Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
+    model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")],
+    out: Annotated[Path, Option(help="Where the converted drafter goes.")],
+) -> None:
+    """Bring an EAGLE-3 drafter into the layout that vLLM serves.
+
+    \b
+    Example:
+      verl-tlt convert downloaded/eagle3 --model Qwen/Qwen3-8B --out drafters/qwen3-8b
+    """
+    _need("convert", "torch", "transformers")
+    from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
+
+    if out.exists():
+        raise DrafterError(f"--out {out} exists; give another name, or remove it.")
+    check_writable(out.parent, "the directory of --out")
+    loaded = load_drafter(drafter, model)
+    facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
+    save_drafter(loaded, out, facts, policy=model)
+    typer.echo(printable(f"Wrote {out}."))
 
 
 @app.command()

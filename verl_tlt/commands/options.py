@@ -27,6 +27,9 @@ RecipeWords = Annotated[
     list[str], Argument(help="Your recipe: a script that starts verl, and what follows it; or verl's overrides.")
 ]
 ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
+RunScript = Annotated[
+    bool, Option("--run-script", help="Run a script that cannot be read otherwise; programs in it are not started.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class AdviseOptions:
         str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3: 0.8,0.75,0.7.")
     ] = None
     config_name: ConfigName = "ppo_trainer"
+    run_script: RunScript = False
 
     def acceptance_by_position(self) -> tuple[float, ...]:
         """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""
@@ -60,6 +64,7 @@ class CompareOptions:
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
     drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
+    run_script: RunScript = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def test_a_name_is_resolved_and_its_family_named(cached, policy):
     for fine in (check_policy(policy), check_policy(cached("Org/policy"))):
         assert fine.level == "ok" and "is a qwen3 model" in fine.sentence
     found = check_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
-    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and vLLM "
+    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and "
     assert found.level == "refuse" and found.sentence.startswith(said) and "drafters exist for llama" in found.sentence
 
 

@@ -1,6 +1,6 @@
 """Scripts are read as bash would carry them out: each is also run here, by bash with a Python that notes its words.
 
-What the reader does not understand it refuses.
+What the reader does not understand, `--run-script` finds out: the same sentence of bash is asked of it.
 """
 
 import os
@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from verl_tlt.commands.script.reader import NOT_RUN, REMEDY, read_script
+from verl_tlt.commands.script.run import run_script
 from verl_tlt.config import TLTConfigError
 
 RUN = 'python3 -m verl.trainer.main_ppo "$@"'
 START = "python3 -m verl.trainer.main_ppo"
 SCRIPTS = Path(__file__).parents[2] / "data" / "scripts.txt"
-"""A small script for each construct, after its name; `run:` are those that only a run could tell."""
+"""A small script for each construct, after its name; `run:` are those that need running."""
 CONSTRUCTS = dict(part.split("\n", 1) for part in SCRIPTS.read_text().split("### ")[1:])
 
 
@@ -36,7 +37,7 @@ def told(script, words, environment):
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
-def test_what_is_read_is_what_bash_would_do_and_the_rest_is_refused(tmp_path, monkeypatch, name):
+def test_what_is_read_or_found_by_running_is_what_bash_would_do(tmp_path, monkeypatch, name):
     (script := tmp_path / "recipe.sh").write_text(CONSTRUCTS[name])
     monkeypatch.chdir(tmp_path)
     environment = {"SET": "1", "HOME": "/home/some one"}
@@ -47,10 +48,13 @@ def test_what_is_read_is_what_bash_would_do_and_the_rest_is_refused(tmp_path, mo
     if name.startswith("run: "):
         with pytest.raises(TLTConfigError, match=REMEDY):
             read_script(script, words, environment)
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        found = run_script(str(script), words)
     else:
         found = read_script(script, words, environment)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.sh"], "something was run"
-        assert found.overrides == told(script, words, environment)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.sh"], "something was run"
+    assert found.overrides == told(script, words, environment)
 
 
 PYTHONS = (
@@ -92,25 +96,27 @@ def test_however_it_is_started(tmp_path, python, behind):
         "python3 -c 'import mine' -m verl.trainer.main_ppo a=1",
     ],
 )  # fmt: skip
-def test_a_start_through_what_may_change_its_words_is_refused(tmp_path, monkeypatch, line):
+@pytest.mark.parametrize("read", [read_script, run_script])
+def test_a_start_through_what_may_change_its_words_is_refused(tmp_path, monkeypatch, read, line):
     monkeypatch.chdir(tmp_path)
     (script := tmp_path / "recipe.sh").write_text(line)
     with pytest.raises(TLTConfigError) as error:
-        read_script(str(script))
+        read(str(script))
     said = str(error.value)
     assert said.startswith(f"{script} starts verl.trainer.main_ppo through `") and "\n" not in said
-    assert said.endswith("give its overrides in place of the script.")
+    assert said.endswith("give its overrides in place of the script.") and "--run-script" not in said
 
 
-def test_variables_that_env_sets_and_drops_are_those_of_the_start(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read", [read_script, run_script])
+def test_variables_that_env_sets_and_drops_are_those_of_the_start(tmp_path, monkeypatch, read):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("THERE", "1")
     text = f"export MINE=1 OTHER=1\nnohup env -u MINE --unset=OTHER TWO=2 {START} a=1"
     (script := tmp_path / "recipe.sh").write_text(text)
-    environment = read_script(script).environment
+    environment = read(str(script)).environment
     assert environment["TWO"] == "2" and not {"MINE", "OTHER", "a"} & set(environment)
     script.write_text(f"export MINE=1\nenv -i TWO=2 {START} a=1")
-    assert read_script(script).environment == {"TWO": "2"}
+    assert read(str(script)).environment == {"TWO": "2"}
 
 
 ENDS = (

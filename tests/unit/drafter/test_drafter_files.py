@@ -8,8 +8,10 @@ from mtp_policy import make_mtp_policy
 from safetensors.torch import load_file, save_file
 from test_other_layouts import DV, tensors_of, written
 from tiny_policy import VOCAB, verifier_weights
+from typer.testing import CliRunner
 
 from verl_tlt.checks.models import check_recipe_drafter
+from verl_tlt.commands.cli import app
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup.command import _check as check_warmup
 from verl_tlt.config import TLTConfig
@@ -120,11 +122,18 @@ def refusals(drafter, policy_dir, tmp_path):
         model=policy_dir, prompts=tmp_path / "prompts.txt", out=tmp_path / "out", drafter=drafter, device="cpu"
     )
 
+    def convert():
+        words = ["convert", str(drafter), "--model", str(policy_dir), "--out", str(tmp_path / "converted")]
+        result = CliRunner().invoke(app, words)
+        assert not (tmp_path / "converted").exists()
+        raise TLTError(result.output)
+
     for way in (
         lambda: check_drafter(drafter, policy_dir),
         lambda: load_drafter(drafter, policy_dir),
         lambda: first_drafter(settings, str(policy_dir), "float32", 64, None),
         lambda: check_warmup(options),
+        convert,
     ):
         with pytest.raises(TLTError) as caught:
             way()

@@ -1,13 +1,16 @@
 """Drafters in the layouts of SafeAILab/EAGLE and SpecForge: the same network under other names, or one sentence."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_policy import VOCAB, verifier_weights
+from typer.testing import CliRunner
 from vllm_by_hand import Reference, passes
 
+from verl_tlt.commands.cli import app
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterError,
@@ -16,6 +19,7 @@ from verl_tlt.drafter import (
     load_drafter,
     pack,
     policy_shape,
+    provenance,
     refresh_verifier_weights,
     save_drafter,
     serving_tensors,
@@ -160,3 +164,21 @@ def test_no_pickle_is_read(theirs, policy, policy_dir, monkeypatch):
     settings = TLTConfig.from_dict({"drafter": {"path": str(theirs)}})
     with pytest.raises(DrafterError, match="is pickled"):
         first_drafter(settings, str(policy_dir), "float32", 64, None)
+
+
+def test_convert_writes_it_or_says_what_is_wrong(theirs, policy_dir, tmp_path):
+    def convert(out):
+        words = ["convert", theirs, "--model", policy_dir, "--out", out]
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    assert convert(tmp_path / "ours").exit_code == 0
+    check_drafter(tmp_path / "ours", policy_dir)
+    assert provenance(tmp_path / "ours")["converted from"] == str(theirs)
+    assert "exists" in convert(tmp_path / "ours").output
+    for place in (Path("/proc/tlt/drafter"), theirs / "config.json" / "drafter"):
+        refused = convert(place)
+        assert refused.exit_code == 1 and "cannot be written to" in refused.output and "--out" in refused.output
+    written(theirs, hidden_size=64)
+    refused = convert(tmp_path / "none")
+    assert refused.exit_code == 1 and "hidden_size=64" in refused.output
+    assert not (tmp_path / "none").exists()

@@ -6,6 +6,7 @@ import matplotlib
 import pytest
 from made_run import make_run
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from verl_tlt.commands.report import figures
 from verl_tlt.commands.report.reader import read_trace
@@ -104,10 +105,18 @@ def test_draft_lengths_are_shares_of_engine_steps(trace):
     assert len({figures.k_color(k, 7) for k in range(-2, 8)}) == 10, "every draft length has its own colour"
 
 
+def test_the_picture_is_drawn(trace, tmp_path):
+    image = imread(figures.save_picture(tmp_path / "p.png", trace))
+    assert image.shape[0] > 1500 and image.shape[1] == 160 * figures.WIDTH, "a column, for a page of 390 pixels"
+    rgb = (image[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    for color in (figures.BLUE, figures.GREEN, figures.PURPLE, figures.PALE):
+        wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (rgb == wanted).all(axis=1).sum() > 1000
+
+
 def test_a_run_without_loads_or_steps_is_drawn(tmp_path):
     TraceWriter(tmp_path, "trainer").emit("phase", step=1, name="rollout", start=0.0, end=2.0)
-    bare = read_trace(tmp_path)
-    assert len([*figures.run_charts(bare), *figures.step_charts(bare, rl_steps(bare))]) == 1
+    figures.save_picture(tmp_path / "bare.png", read_trace(tmp_path))
 
 
 @pytest.mark.parametrize("replicas", [2, 8, 20])
@@ -127,3 +136,5 @@ def test_nothing_is_cut_and_no_legend_covers_the_data(tmp_path, monkeypatch, rep
     assert len(rooms) == len(charts)
     assert min(rooms) > 0.1, "inches: the font of a browser may be wider"
     assert min(pixels) > 10, "height of a text on a page of 390"
+    figures.save_picture(tmp_path / "picture.png", run)
+    assert rooms[-1] >= 0 and pixels[-1] > 10

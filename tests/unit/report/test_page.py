@@ -234,10 +234,10 @@ def test_the_command_that_serves_the_drafter(tmp_path):
     assert serve_command(read_trace(tmp_path)) == ""
 
 
-def test_the_page_is_where_it_is_wanted(made_run, tmp_path):
+def test_page_and_picture_are_where_they_are_wanted(made_run, tmp_path):
     done = CliRunner().invoke(app, ["report", str(made_run.directory), "--out", str(tmp_path / "here")])
     assert done.exit_code == 0, done.output
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"report.html"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"report.html", "picture.png"}
 
 
 def test_no_trace_is_one_sentence(tmp_path):

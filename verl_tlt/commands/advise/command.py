@@ -15,7 +15,7 @@ from verl_tlt.commands.advise.run_metrics import check_same, read_metrics
 from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
 from verl_tlt.commands.options import AdviseOptions
-from verl_tlt.commands.script.reader import read_arguments
+from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.errors import TLTError
 from verl_tlt.server.engine_arguments import engine_lengths, graph_mode
 
@@ -35,7 +35,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
     """The recipe, the run and what the user says; and what had to be assumed, value and why."""
     if given.response_length is not None and given.metrics:
         raise TLTError(f"--response-length is read from the run in {given.metrics}: leave it out.")
-    recipe = read_arguments(given.recipe, given.config_name)
+    recipe = read_arguments(given.recipe, given.config_name, given.run_script)
     config = compose(recipe.overrides, recipe.config)
     settings, work = read_settings(config), hardware.read_workload(config)
     assumed: dict[str, str] = {}

@@ -179,7 +179,7 @@ def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
         raise CompareError("There is no recipe: give the overrides of verl.trainer.main_ppo, or a script.")
     if recipe.unread:
         what = f"The script sets {', '.join(recipe.unread)} to what a program prints, and no line of it is run"
-        raise CompareError(f"{what}: set that in the script, or give the overrides in its place.")
+        raise CompareError(f"{what}: set that in the script, or add --run-script.")
     tlt = tuple(word for word in recipe.overrides if is_tlts(word))
     config = compose(recipe.overrides, recipe.config)
     stock = dataclasses.replace(recipe, overrides=tuple(word for word in recipe.overrides if not is_tlts(word)))

@@ -1,4 +1,4 @@
-"""`verl-tlt report`: what a traced run says, in sentences, a table and a page."""
+"""`verl-tlt report`: the page and the picture of a traced run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_tlt.errors import TLTError, printable
 
 
 def report(trace_dir: Path, out: Path | None) -> None:
-    """Print the steps as a table, and write `report.html` to `out`; None: beside the trace."""
+    """Print the steps as a table, and write `report.html` and `picture.png` to `out`; None: beside the trace."""
     console = make_console()
     folder = out or _beside(trace_dir)
     trace = read_trace(trace_dir)
@@ -25,13 +25,15 @@ def report(trace_dir: Path, out: Path | None) -> None:
             if find_spec(package) is None:
                 install = "pip install matplotlib jinja2"
                 raise TLTError(f"verl-tlt report needs {package}, which is not installed: {install}.")
+        from verl_tlt.commands.report.figures import save_picture
         from verl_tlt.commands.report.page import write_page
 
         folder.mkdir(parents=True, exist_ok=True)
+        picture = save_picture(folder / "picture.png", trace)
         page = write_page(folder / "report.html", trace)
     except OSError as error:
         raise TraceError(str(error)) from error
-    say(console, f"Report: {page}")
+    say(console, f"Picture: {picture}\nReport:  {page}")
 
 
 def _beside(trace_dir: Path) -> Path:
@@ -42,5 +44,5 @@ def _beside(trace_dir: Path) -> Path:
     except OSError as error:
         raise TraceError(f"{folder} cannot be written to: {error.strerror}.") from error
     if owner not in (0, os.geteuid()):
-        raise TraceError(f"{folder} belongs to user {owner}; say with --out where the page is to go.")
+        raise TraceError(f"{folder} belongs to user {owner}; say with --out where page and picture are to go.")
     return folder

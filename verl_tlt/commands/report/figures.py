@@ -1,4 +1,4 @@
-"""Draws a traced run with matplotlib: the charts of the page.
+"""Draws a traced run with matplotlib: the charts of the page, and `picture.png`.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 """
@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -23,6 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.commands.report import steps as run_steps
 from verl_tlt.commands.report.reader import RunTrace
+from verl_tlt.files.ownership import replacing
 
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
 PALE, GREY, INK = "#EEEEEE", "#888888", "#222222"
@@ -48,6 +50,8 @@ STYLE = {
 }
 WIDTH = 5.0
 """Inches of a chart of the page: its texts are 11 pixels high where the page is 390 wide."""
+PANEL = 2.9
+"""Inches of height of a panel of the picture."""
 MARGIN = 0.12
 """Inches around a chart: a browser without the font takes one that may be a little wider."""
 DRAFT_LENGTH = "tlt/draft_length_frac_"
@@ -112,6 +116,30 @@ def step_charts(trace: RunTrace, steps: Mapping[int, run_steps.RLStep]) -> Itera
     for number in sorted({min(steps), run_steps.most_trained(steps), max(steps)}):
         draw = partial(draw_replicas, trace=trace, step=steps[number])
         yield make_chart(f"RL step {number}: the replicas over time", note, draw, 2.2 + _lanes_height(trace))
+
+
+def save_picture(path: Path, trace: RunTrace) -> Path:
+    """Write a PNG of one column: speed, accept length, draft lengths, and the replicas in the most trained step."""
+    steps = run_steps.rl_steps(trace)
+    number = run_steps.most_trained(steps)
+    draws: dict[str, Callable[[Axes], None]] = {
+        "Speed of the rollout": partial(draw_lines, unit="tokens per second", lines=speeds(trace), lowest=0.0),
+        "Accept length": partial(draw_lines, unit="tokens per draft", lines=accept_lengths(trace), lowest=1.0),
+        "Draft length K": partial(
+            draw_bars, unit="share of engine steps", steps=list(trace.steps), bars=draft_lengths(trace)
+        ),
+        f"RL step {number}: the replicas over time": partial(draw_replicas, trace=trace, step=steps[number]),
+    }  # fmt: skip
+    heights = [PANEL] * 3 + [2.2 + _lanes_height(trace)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+        parts = figure.subfigures(len(draws), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, (title, draw) in zip(parts, draws.items(), strict=True):
+            part.suptitle(title, fontweight="bold", x=0.02, ha="left")
+            draw(part.add_subplot())
+        with replacing(path) as file:
+            figure.savefig(file, format="png", dpi=160, facecolor="white")
+    return path
 
 
 def draw_replicas(ax: Axes, trace: RunTrace, step: run_steps.RLStep) -> None:

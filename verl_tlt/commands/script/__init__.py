@@ -1,1 +1,1 @@
-"""How a shell script starts `main_ppo`, read without running it."""
+"""How a shell script starts `main_ppo`: read, or run with stand-ins."""

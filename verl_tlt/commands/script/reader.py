@@ -1,4 +1,7 @@
-"""A recipe read from the shell script that starts `main_ppo`; nothing of the script is run."""
+"""A recipe read from the shell script that starts `main_ppo`; nothing of the script is run.
+
+`run_script` is for a script that cannot be read: bash carries it out with a stand-in for every program.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,15 @@ from verl_tlt.commands.script.shell import Exit, Shell
 from verl_tlt.commands.script.syntax import LONGEST, MAIN, MARK, Start, parse
 from verl_tlt.commands.script.words import Stopped, Unreadable
 from verl_tlt.config import TLTConfigError
-from verl_tlt.upstream.versions import look_first_in
 
 NOT_RUN = "not-run"
 """Stands in a name or a path for what a program of the script would print, such as the date."""
-REMEDY = "nothing of a script is run: set it yourself, or give the overrides in place of the script."
+REMEDY = "nothing of a script is run: set it yourself, or add --run-script."
 NAMES = re.compile(
     r"trainer\.(experiment_name|project_name|logger|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
     r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
 )
 """Settings that decide nothing about a run: what it is called and where it writes."""
-
-
-def read_arguments(arguments: Sequence[str], config_name: str = CONFIG) -> Recipe:
-    """The recipe that a command is given: overrides, or a script and what is given to that.
-
-    verl is found as the recipe finds it from here on.
-    """
-    first = arguments[0] if arguments else ""
-    if os.path.exists(first) or (first.endswith(".sh") and "=" not in first):
-        recipe = read_script(first, arguments[1:])
-    else:
-        recipe = Recipe(tuple(arguments), config_name)
-    folders = recipe.environment.get("PYTHONPATH", "").split(os.pathsep)
-    look_first_in([recipe.directory or os.getcwd(), *folders])
-    return recipe
 
 
 def read_script(
@@ -110,14 +97,14 @@ def _known(script: str, word: str, shell: Shell) -> str:
     return MARK.sub(NOT_RUN, word)
 
 
-def recipe_of(script: str, arguments: Sequence[str], start: Start, looked_at: set[str]) -> Recipe:
+def recipe_of(script: str, arguments: Sequence[str], start: Start, looked_at: set[str] | None) -> Recipe:
     """The recipe of a start by words, Hydra's own options among them.
 
     A `TLTConfigError` says that an argument of the script would be lost: one that is an override, or that the script
-    has not looked at.
+    has not looked at (None: that is not known).
     """
     for argument in arguments:
-        lost = argument not in start.words and argument not in looked_at
+        lost = argument not in start.words and (looked_at is not None and argument not in looked_at)
         if lost or (argument not in start.words and re.match(r"[+~]|[\w.@/]+=", argument)):
             remedy = f'write "$@" after the other words that {MAIN} is given there'
             raise TLTConfigError(f"{script} does not hand {argument} on to {MAIN}: {remedy}.")

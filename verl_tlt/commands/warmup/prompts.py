@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, number, read_mapping, select
-from verl_tlt.commands.script.reader import read_arguments
+from verl_tlt.checks.recipe import CONFIG, ROLLOUT, Recipe, compose, number, read_mapping, select
+from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import Model, first_line
@@ -302,5 +302,5 @@ def read_run(words: Sequence[str] | None) -> Run | None:
 
 @lru_cache(maxsize=1)
 def _read(words: tuple[str, ...]) -> Run:
-    recipe = read_arguments(words)
+    recipe = read_arguments(words, CONFIG)
     return Run(recipe, compose(recipe.overrides, recipe.config))
