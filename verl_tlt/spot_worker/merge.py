@@ -77,7 +77,10 @@ def _excluded(worker: str, reason: str) -> MergeFacts:
 
 
 def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
-    """The facts of several averages as those of one."""
+    """The facts of several averages as those of one; a `ValueError` where a worker appears twice."""
+    names = [name for part in parts for name in (*part.included, *part.excluded)]
+    if len(set(names)) != len(names):
+        raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
     return MergeFacts(
         tokens=sum(part.tokens for part in parts),
         included=tuple(name for part in parts for name in part.included),
@@ -112,13 +115,15 @@ def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -
 def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
     """The same slice of several workers or groups as their average, weighted by tokens; its bits depend on no order.
 
-    The `last` one goes as far as the longest session did.
+    The `last` one goes as far as the longest session did. A `ValueError` where a worker is in two, or lengths differ.
     """
     ordered = sorted(parts, key=lambda part: min((*part.facts.included, *part.facts.excluded)))
     facts = combined([part.facts for part in ordered])
     usable = [part for part in ordered if part.facts.included]
     if not usable:
         return _empty(facts)
+    if len({(part.values.size, part.lengths) for part in usable}) > 1:
+        raise ValueError(f"Deltas of {', '.join(facts.included)} differ in length.")
     weights = [part.facts.tokens / facts.tokens for part in usable]
     lengths = usable[0].lengths
     writer, one = _SliceWriter([("", 0, length) for length in lengths]), np.empty(max(lengths, default=0), np.float32)

@@ -147,3 +147,11 @@ def test_what_did_not_change_stays_as_it_is():
     tiny = {name: np.zeros_like(value) for name, value in BASE.items()}
     part = hand_in(facts, {name: value + np.float32(1e-42) for name, value in tiny.items()}, tiny, 1)[0]
     assert not part.values.any() and np.isfinite(part.scales).all()
+
+
+def test_slices_that_do_not_belong_together_are_refused():
+    one, other = hand_in(*session(0), BASE, 1)[0], hand_in(*session(1), BASE, 2)[0]
+    with pytest.raises(ValueError, match="w00, w01 differ in length"):
+        average_slice([one, other], last=True)
+    with pytest.raises(ValueError, match="once per merge"):
+        average_slice([one, one], last=True)

@@ -1,4 +1,4 @@
-"""How often a drafter in training is scored: as often as takes a tenth of the run."""
+"""How often, and on how much, a drafter in training is scored: as much as takes a tenth of the run."""
 
 import io
 from types import SimpleNamespace
@@ -9,9 +9,25 @@ from rich.console import Console
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import command, engine, train
 from verl_tlt.commands.warmup.command import warmup
-from verl_tlt.commands.warmup.train import CHECK_SHARE
+from verl_tlt.commands.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
 from verl_tlt.drafter import acceptance
 from verl_tlt.drafter.train import DrafterTrainer
+
+
+@pytest.mark.parametrize("run_s", [10.0, 600.0, 36_000.0])
+@pytest.mark.parametrize("token_s", [1e-5, 1e-3, 1e-1])
+@pytest.mark.parametrize("held_out", [40, 3_000, 500_000])
+def test_checks_take_a_tenth_of_the_run_at_most(run_s, token_s, held_out):
+    plan = plan_checks(run_s, token_s, held_out)
+    assert 2 <= plan.scores <= CHECKS + 1 and 0 < plan.tokens <= min(held_out, JUDGED_TOKENS)
+    assert plan.scores * plan.tokens <= max(FREE_TOKENS, CHECK_SHARE * run_s / token_s)
+    if plan.scores < CHECKS + 1:  # fewer checks, before each tells nothing
+        assert plan.tokens >= min(held_out, FEW_TOKENS)
+
+
+def test_where_time_is_plenty_all_is_scored_ten_times():
+    assert plan_checks(3600.0, 1e-4, 500_000) == train.CheckPlan(CHECKS + 1, JUDGED_TOKENS)
+    assert plan_checks(1.0, 1.0, 100) == train.CheckPlan(CHECKS + 1, 100), "a few tokens cost nothing worth saving"
 
 
 @pytest.fixture
@@ -47,7 +63,8 @@ def run_of(monkeypatch, options, console):
 def test_a_large_vocabularys_scores_do_not_take_the_run(
     policy_dir, prompts_file, tmp_path, answered, slow_scores, monkeypatch, budget
 ):
-    monkeypatch.setattr(train, "JUDGED_TOKENS", 50)
+    monkeypatch.setattr(train, "FREE_TOKENS", 100)
+    monkeypatch.setattr(train, "PROBE_TOKENS", 30)
     options = WarmupOptions(
         model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24, batch_tokens=128,
         device="cpu", objective="eagle", samples=6, **budget,
@@ -56,9 +73,7 @@ def test_a_large_vocabularys_scores_do_not_take_the_run(
     said = io.StringIO()
     run = run_of(monkeypatch, options, Console(file=said, width=200))
     spent = run.progress
-    assert (
-        0.03 < spent.check_seconds / (spent.seconds + spent.check_seconds) < CHECK_SHARE + 0.05
-    )  # the last one is made in any case
+    assert 0.03 < spent.check_seconds / (spent.seconds + spent.check_seconds) < CHECK_SHARE + 0.03  # with the probe
     assert spent.checks[0]["step"] == 0 and spent.checks[-1]["step"] == run.trainer.steps
     if "max_minutes" in budget:
         assert spent.seconds + spent.check_seconds == pytest.approx(300.0, abs=30.0), "checks are minutes too"

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,12 +45,34 @@ if TYPE_CHECKING:
 CHECKS = 10
 """Most times that weights which have trained are scored on the held-out responses."""
 CHECK_SHARE = 0.1
-"""Share of the training time that scoring may have taken for another check before the end."""
-JUDGED_TOKENS = 4_096
-"""Most tokens of held-out responses that a check scores; each check scores the same."""
+"""Most of a run's time that scoring takes, as a share."""
+JUDGED_TOKENS, FEW_TOKENS, PROBE_TOKENS = 8_192, 1_024, 512
+"""Tokens of held-out responses: most in a check, fewest for which checks are made fewer, and timed before the first."""
+FREE_TOKENS = 2_048
+"""Most tokens scored in a whole run, however long that takes: with fewer nothing can be judged."""
 SAVE_EVERY_S = 60.0
 LAST_LR = 0.1
 """Learning rate at the end of the budget, as a share of the first: it falls along a line."""
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """How the held-out responses are scored in a run."""
+
+    scores: int
+    """Times: of the first weights, and of later ones, the last of them at the end."""
+    tokens: int
+    """Of responses, each time the same."""
+
+
+def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
+    """As many checks as fit into their share of a run of `run_s` seconds, of as many tokens as fit.
+
+    `token_s`: seconds to score a token; `held_out`: tokens of responses that there are.
+    """
+    whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
+    scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
+    return CheckPlan(scores, min(whole, affordable // scores))
 
 
 def policy_library(
@@ -86,8 +108,8 @@ class TrainingProgress:
     """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
     acceptance: list[float] = field(default_factory=list)
     """By draft position, of the best weights."""
-    checked: float = 0.0
-    """Share of the budget that was used at the last check."""
+    plan: dict[str, int] = field(default_factory=dict)
+    """The `CheckPlan`, once it is made."""
 
 
 class TrainingRun:
@@ -109,8 +131,7 @@ class TrainingRun:
     ) -> None:
         self.trainer, self.library, self.options = trainer, library, options
         self.train = list(train)
-        self.checked = next(grouped(judged, lambda n: len(library.texts[n].tokens), JUDGED_TOKENS), [])
-        """Those of `judged` that a check scores: the first that have so many tokens together, one at least."""
+        self.judged = list(judged)
         self.state_file, self.whole_head = state_file, whole_head
         self.progress = TrainingProgress()
         self.best = trainer.parameters_numpy()
@@ -126,7 +147,7 @@ class TrainingRun:
         """Share of the budget used: 1 is all of it."""
         p, most = self.progress, self.options
         epochs = p.epoch + p.batch / max(1, len(self._plan))
-        minutes = (p.seconds + p.check_seconds) / 60 if self.trainer.steps else 0.0  # the first check is before them
+        minutes = (p.seconds + p.check_seconds) / 60
         return min(1.0, max(epochs / most.epochs, self.trainer.steps / most.max_steps, minutes / most.max_minutes))
 
     @property
@@ -149,8 +170,6 @@ class TrainingRun:
 
     def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
         """Train to the end of the budget, then take the best weights; `tell` is called after every step."""
-        if not self.progress.checks:
-            self._check(step=0, tokens=0)
         saved = time.perf_counter()
         with ahead(self._batches(), self.trainer.feed()) as source:
             while self.spent < 1.0:
@@ -168,21 +187,38 @@ class TrainingRun:
         self.save()
 
     def _check_if_due(self) -> None:
-        """Score the weights at evenly spread places of the run, as far as time allows, and at its end."""
-        p, spent = self.progress, self.spent
-        due = spent >= p.checked + 1.0 / CHECKS and p.check_seconds <= CHECK_SHARE * p.seconds
-        if due or spent >= 1.0:
-            p.checked = spent
+        """Score the weights at evenly spread places of the run; its first tenth says how many."""
+        p = self.progress
+        if not p.plan and self.spent >= 1.0 / CHECKS:
+            p.plan = asdict(self._plan_checks())
+        if p.plan and not p.checks:
+            with self.trainer.holding(self.best):  # those before training
+                self._check(step=0, tokens=0)
+        if p.plan and self.spent >= len(p.checks) / (p.plan["scores"] - 1):
             self._check(self.trainer.steps, p.tokens)
+
+    def _plan_checks(self) -> CheckPlan:
+        begun, p = time.perf_counter(), self.progress
+        probe = self._within(PROBE_TOKENS)
+        self._score(probe)  # the first use allocates and compiles
+        warm = time.perf_counter()
+        self._score(probe)
+        token_s = (time.perf_counter() - warm) / max(1, self._tokens(probe))
+        p.check_seconds += time.perf_counter() - begun
+        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self._tokens(self.judged))
 
     def _check(self, step: int, tokens: int) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
         begun, p = time.perf_counter(), self.progress
-        score = combined_score(self._score(self.checked), self.options.draft_length)
+        score = combined_score(self._score(self._within(p.plan["tokens"])), self.options.draft_length)
         if not self.taus or score.accept_length > max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
         p.check_seconds += time.perf_counter() - begun
         p.checks.append({"step": step, "tokens": tokens, "seconds": p.seconds, "tau": score.accept_length})
+
+    def _within(self, tokens: int) -> list[int]:
+        """The first held-out responses of so many tokens together; one at least."""
+        return next(grouped(self.judged, lambda n: len(self.library.texts[n].tokens), tokens), [])
 
     def _tokens(self, texts: Sequence[int]) -> int:
         return sum(len(self.library.texts[n].tokens) for n in texts)
