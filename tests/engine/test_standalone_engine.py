@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -53,7 +54,7 @@ def doctor(overrides, tmp_path_factory):
 
 
 def test_the_doctor_measures_on_this_machine(doctor):
-    done, _, home = doctor
+    done, answers, home = doctor
     assert done.exit_code == 0, done.output
     said = (
         "sleep discarded it",
@@ -64,6 +65,9 @@ def test_the_doctor_measures_on_this_machine(doctor):
     )
     for text in said:
         assert text in done.output
+    (answer,) = answers
+    (beside,) = (found.sentence for found in answer.findings if found.what == "drafter off against stock")
+    assert re.search(r"batch 1: [\d.]+ against [\d.]+ and [\d.]+ ms", beside), "stock is read twice"
     (kept,) = (home / ".cache/verl-tlt/costs").iterdir()
     assert {p["batch"] for p in json.loads(kept.read_text())["points"]} == {1, 2, 4}
 

@@ -69,7 +69,7 @@ def drafter_config(
     from transformers import LlamaConfig
 
     shape = policy_shape(policy)
-    if why := unsupported(shape.model_type, shape.architectures):
+    if why := unsupported(shape.model_type, shape.architectures, shape.latent):
         raise DrafterError(f"{shape.source}: model_type {shape.model_type!r} is not supported; {why}.")
     layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
     check_aux_layers(layers, shape.num_layers, "aux_layers")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ from verl_tlt.files.ownership import TRUSTED_MOUNT, other_owner, sealed
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
-MAP_TYPES = {"d2t": ("I64", "I32")}
+MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
 _POLICYS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Beginnings of names of what a file may hold besides: copies of the policy's tensors, and tables that are computed."""
 
@@ -188,17 +188,16 @@ def _check_tensors(directory: Path, config: Fields, others: bool) -> dict[str, H
             names[known] = name
     held = headers(directory, listing, {name: owners[name] for name in names.values()})
     found = {known: held[name] for known, name in names.items()}
-    if "d2t" in found:  # vLLM drafts by it even where the vocabulary is whole
-        wanted["d2t"] = [config["draft_vocab_size"]]
-    for name, shape in wanted.items():
+    vocab = config["transformer_layer_config"]["vocab_size"]
+    for name, shape in {**wanted, **({"t2d": [vocab]} if "t2d" in found and "d2t" in wanted else {})}.items():
         if name not in found:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
         found[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
     if unknown := sorted(name for name in found.keys() - wanted.keys() - set(MAPS) if not name.startswith(_POLICYS)):
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
     if "d2t" in found:
-        _check_map(found["d2t"], config["transformer_layer_config"]["vocab_size"])
-    return {name: header for name, header in found.items() if name in wanted or name not in MAPS}
+        _check_maps(found, config["draft_vocab_size"], vocab)
+    return found
 
 
 def _wanted(config: Fields) -> dict[str, list[int]]:
@@ -228,19 +227,30 @@ def _wanted(config: Fields) -> dict[str, list[int]]:
     return wanted
 
 
-def _check_map(d2t: Header, vocab: int) -> None:
-    """Draft id i stands for token i + d2t[i]: ascending tokens of the policy. t2d says the same, and is not read."""
-    with TensorFile(d2t.file) as reader:
-        offsets = reader.get_array(d2t.name).astype(np.int64)  # [DV]
+def _check_maps(found: Mapping[str, Header], drafted: int, vocab: int) -> None:
+    """Draft id i stands for token i + d2t[i]: ascending tokens of the policy, those that t2d marks if it is there."""
+    file = found["d2t"].file
+    if found["d2t"].shape != [drafted] or found["d2t"].kind not in MAP_TYPES["d2t"]:
+        raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
+    offsets = _array(found["d2t"]).astype(np.int64)  # [DV]
     ids = np.arange(len(offsets))
+    tokens = ids + offsets
     wrong = (offsets < -ids) | (offsets >= vocab - ids)
-    wrong[1:] |= np.diff(ids + offsets) <= 0
+    wrong[1:] |= np.diff(tokens) <= 0
     if wrong.any():
         i = int(wrong.argmax())
         raise DrafterError(
-            f"{d2t.file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}; tokens "
-            f"must ascend within 0..{vocab - 1}."
+            f"{file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}; tokens must "
+            f"ascend within 0..{vocab - 1}."
         )
+    if drafted < vocab and "t2d" in found and not np.array_equal(tokens, np.flatnonzero(_array(found["t2d"]))):
+        where = found["t2d"].file
+        raise DrafterError(f"{where}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
+
+
+def _array(header: Header) -> np.ndarray:
+    with TensorFile(header.file) as reader:
+        return reader.get_array(header.name)
 
 
 # ------------------------------------------------------------------ its vocabulary

@@ -28,6 +28,7 @@ from verl_tlt.drafter.build import default_attention, has_own_head, instantiate,
 from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import head_files
+from verl_tlt.drafter.other_layouts import MAPS
 from verl_tlt.drafter.policy import (
     CONFIG,
     LONGEST_DRAFT,
@@ -190,7 +191,7 @@ def load_drafter(
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
         tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
     else:
-        tensors.pop("d2t", None)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
     return _filled(config, tensors, attention or default_attention(device)).to(device)
 
 

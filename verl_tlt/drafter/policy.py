@@ -47,9 +47,14 @@ SUPPORTED = (
 )  # fmt: skip
 """Policies that vLLM serves with an EAGLE-3 head, each tested with a small model from captured states to tokens."""
 
+_LATENT = "latent attention (MLA) does not start on vLLM's CPU backend, where each family is tested with a head"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ADDS_ONE = ("qwen3_next", "qwen3_5")
 """How families begin whose RMSNorm multiplies by one more than its weight."""
+UNTESTABLE = {
+    "qwen3_vl_moe": "vLLM 0.28 does not read its experts as transformers 5 saves them, so no small model was tested",
+}
+"""Other policies that vLLM serves with a head, beside those with latent attention, and why none is supported here."""
 WITHOUT_STATES = ("MiMoForCausalLM",)
 """Architectures whose class in vLLM hands out no hidden states, although it inherits from one that does."""
 
@@ -92,6 +97,8 @@ class PolicyShape:
     """RoPE as transformers 5 spells it: `rope_type`, `rope_theta` and what the type needs."""
     tied: bool
     """Whether the policy's head is its embedding."""
+    latent: bool
+    """Whether its attention is latent (MLA)."""
     nested: bool
     """Whether the language model is a part of a larger one, with a config inside its config."""
 
@@ -206,14 +213,20 @@ def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
     return fields
 
 
-def unsupported(model_type: str, architectures: Sequence[str]) -> str | None:
+def has_latent_attention(fields: Fields) -> bool:
+    """Whether a policy's attention is latent (MLA), by the fields of its config."""
+    return (fields.get("text_config") or fields).get("kv_lora_rank") is not None
+
+
+def unsupported(model_type: str, architectures: Sequence[str], latent: bool) -> str | None:
     """The end of a sentence that says why there are no EAGLE-3 heads for such policies; None: there are."""
     if without := next((name for name in architectures if name in WITHOUT_STATES), None):
         own = "its own MTP head drafts with tlt.drafter.method=mtp"
         return f"vLLM hands the hidden states of {without} to no EAGLE-3 head; {own}"
     if model_type in SUPPORTED:
         return None
-    return f"drafters exist for {', '.join(SUPPORTED)}; docs/compatibility.md says why for no others"
+    why = _LATENT if latent else UNTESTABLE.get(model_type)
+    return f"{f'{why}; ' if why else ''}drafters exist for {', '.join(SUPPORTED)}"
 
 
 def read_json(path: Path) -> Fields:
@@ -296,6 +309,7 @@ def _from_fields(whole: Fields, source: str) -> PolicyShape:
             max_position_embeddings=int(fields["max_position_embeddings"]),
             rope=rope_of(fields),
             tied=bool(whole.get("tie_word_embeddings", fields.get("tie_word_embeddings", False))),
+            latent=has_latent_attention(whole),
             nested=bool(nested),
             **_mlp(fields),
         )

@@ -6,12 +6,15 @@ Nothing is imported, so it works on a machine that could not run what it reads.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from verl_tlt.upstream.upstream_api import SYMBOLS, Symbol
 from verl_tlt.upstream.versions import location
+
+VLLM_MODELS = "vllm.model_executor.models"
 
 
 class SourceTree:
@@ -49,6 +52,22 @@ class SourceTree:
             if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
                 return f"does not say `{absent}`"
         return None
+
+    def ancestors(self, module: str, name: str) -> set[str]:
+        """Names of a class and of all classes it inherits, as far as they can be followed in these sources."""
+        found = self._definition(module, name)
+        if found is None or not isinstance(found[0], ast.ClassDef):
+            return {name}
+        bases = [base.id for base in found[0].bases if isinstance(base, ast.Name)]
+        return {name}.union(*(self.ancestors(found[1], base) for base in bases))
+
+    def table(self, module: str) -> Iterator[tuple[str, ast.expr]]:
+        """(key, value) of every entry with a constant string as its key in the dicts that a module writes out."""
+        tree = self._module(module)
+        for node in ast.walk(tree[1]) if tree else ():
+            for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value, value
 
     def _source(self, node: ast.AST, module: str) -> str:
         """The lines of a definition or module; `ast.get_source_segment` takes 50 ms on files as long as vLLM's."""
@@ -133,3 +152,19 @@ def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS)
     """Those of `symbols` in `package` with what is wrong with them below `root` (None: nothing), in the same order."""
     tree = SourceTree(root)
     return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]
+
+
+@functools.cache
+def serves_eagle3(architecture: str, root: Path | None = None) -> bool | None:
+    """Whether vLLM can draft for an architecture with an EAGLE-3 head (`SupportsEagle3`); None: it has no class for it.
+
+    `root` holds `vllm/`, the installed one if None.
+    """
+    if (root := root or source_root("vllm")) is None:
+        return None
+    tree = SourceTree(root)
+    entry = dict(tree.table(f"{VLLM_MODELS}.registry")).get(architecture)
+    if not isinstance(entry, ast.Tuple):
+        return None
+    module, name = (ast.literal_eval(part) for part in entry.elts[:2])
+    return "SupportsEagle3" in tree.ancestors(f"{VLLM_MODELS}.{module}", name)

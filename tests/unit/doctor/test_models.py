@@ -11,7 +11,7 @@ from rich.console import Console
 from verl_tlt.checks.models import check_policy, check_recipe_drafter
 from verl_tlt.commands.doctor.command import findings_table
 from verl_tlt.config import TLTConfig
-from verl_tlt.upstream.sources import SourceTree, source_root
+from verl_tlt.upstream.sources import VLLM_MODELS, SourceTree, serves_eagle3, source_root
 from verl_tlt.upstream.upstream_api import Symbol
 
 
@@ -54,7 +54,7 @@ def test_a_name_is_resolved_and_its_family_named(cached, policy):
     for fine in (check_policy(policy), check_policy(cached("Org/policy"))):
         assert fine.level == "ok" and "is a qwen3 model" in fine.sentence
     found = check_policy(cached("Org/other", model_type="mamba", architectures=["MambaForCausalLM"]))
-    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and "
+    said = "actor_rollout_ref.model.path=Org/other is a mamba model, and vLLM "
     assert found.level == "refuse" and found.sentence.startswith(said) and "drafters exist for llama" in found.sentence
 
 
@@ -70,7 +70,11 @@ def test_a_name_that_cannot_be_resolved_is_no_refusal_but_is_said(cached):
 @pytest.mark.parametrize(
     ("family", "architecture", "said"),
     [
-        ("seed_oss", "SeedOssForCausalLM", "; docs/compatibility.md says why for no others"),
+        ("afmoe", "AfmoeForCausalLM", "would serve a head beside AfmoeForCausalLM, but none was made and tested yet"),
+        ("seed_oss", "SeedOssForCausalLM", "serves no EAGLE-3 head beside SeedOssForC"),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "vLLM 0.28 does not read its experts as transformers 5"),
+        ("llava", "LlavaForConditionalGeneration", "would serve a head beside LlavaForConditionalGeneration"),
+        ("qwen2", "SeedOssForCausalLM", "is a qwen2 model, and vLLM "),
         ("mimo", "MiMoForCausalLM", "to no EAGLE-3 head; its own MTP head drafts with tlt.drafter.method=mtp"),
         ("qwen2", "MiMoForCausalLM", "is a qwen2 model, and vLLM hands the hidden states of MiMoForCausalLM to no"),
         ("martian", "MartianForCausalLM", "drafters exist for llama, qwen2"),
@@ -85,6 +89,16 @@ def test_another_family_is_refused_with_the_reason(cached, family, architecture,
     assert found.level == "refuse" and said in sentence and sentence.endswith(".") and "\n" not in sentence
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite"])
+def test_latent_attention_is_refused_by_the_field_that_says_it(cached, family, nested):
+    fields = {"kv_lora_rank": 512}
+    changes = {"model_type": family, **({"text_config": fields} if nested else fields)}
+    found = check_policy(cached("Org/policy", architectures=["DeepseekV3ForCausalLM"], **changes))
+    said = f"is a {family} model, and latent attention (MLA) does not start on vLLM's CPU backend"
+    assert found.level == "refuse" and said in found.sentence
+
+
 @pytest.mark.parametrize("experts", ["num_experts", "n_routed_experts"])
 def test_an_mtp_head_of_experts_is_refused_for_what_it_is(cached, experts):
     changes = {"architectures": ["Glm4MoeForCausalLM"], experts: 4, "moe_intermediate_size": 8}
@@ -92,13 +106,24 @@ def test_an_mtp_head_of_experts_is_refused_for_what_it_is(cached, experts):
     assert "method=mtp drafts for MiMoForCausalLM" in sentence and "heads that are a layer of experts" in sentence
 
 
+def test_vllms_sources_say_the_same_as_its_classes():
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in ("Qwen3ForCausalLM", "MistralForCausalLM", "Qwen2MoeForCausalLM", "SeedOssForCausalLM"):
+        cls = ModelRegistry._try_load_model_cls(name)
+        assert serves_eagle3(name) is any(base.__name__ == "SupportsEagle3" for base in cls.__mro__), name
+    assert serves_eagle3("MartianForCausalLM") is None
+
+
 def test_mimo_hands_out_no_states_in_vllm():
     """Else its entry in `WITHOUT_STATES` can go."""
     pytest.importorskip("vllm")
     tree = SourceTree(source_root("vllm"))
     for module, hands_out in (("qwen2:Qwen2Model", True), ("mimo:MiMoModel", False)):
-        forward = Symbol(f"vllm.model_executor.models.{module}.forward", says=("aux_hidden_states",))
+        forward = Symbol(f"{VLLM_MODELS}.{module}.forward", says=("aux_hidden_states",))
         assert (tree.problem(forward) is None) is hands_out, module
+    assert serves_eagle3("MiMoForCausalLM"), "it inherits the promise"
 
 
 def drafter_at(path, policy, **changes):

@@ -9,7 +9,7 @@ from tiny_policy import SHAPE, make_policy
 
 from verl_tlt.drafter import DrafterError, PolicyStates, Text, VerifierWeights, drafter_config, policy_shape
 from verl_tlt.drafter.capture import find_decoder, load_policy
-from verl_tlt.drafter.policy import SUPPORTED, rope_of
+from verl_tlt.drafter.policy import SUPPORTED, UNTESTABLE, rope_of
 from verl_tlt.drafter.verifier import policy_part
 
 VISION = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
@@ -134,4 +134,4 @@ def test_a_drafters_rope_rotates_whole_heads_by_one_position():
 def test_the_docs_name_every_family_that_is_decided():
     page = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))
-    assert set(SUPPORTED) <= named
+    assert set(SUPPORTED) | UNTESTABLE.keys() <= named

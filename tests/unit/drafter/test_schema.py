@@ -154,9 +154,10 @@ def test_deep_json_is_one_sentence(whole, policy_dir):
         ({3: 45}, "d2t[3]=45 makes draft id 3 stand for token 48; tokens must ascend within 0..47"),
         ({2: 2**62}, "ascend within 0..47"),
         ({1: 0}, "d2t[1]=0 makes draft id 1 stand for token 1; tokens must ascend"),  # not injective
+        ({2: 29}, "t2d does not mark the 4 tokens"),
     ],
 )
-def test_the_map_stays_within_the_vocabulary(pruned, policy_dir, offsets, said):
+def test_maps_stay_within_the_vocabulary_and_agree(pruned, policy_dir, offsets, said):
     check_drafter(pruned, policy_dir)
     tensors = load_file(pruned / "model.safetensors")
     for i, value in offsets.items():

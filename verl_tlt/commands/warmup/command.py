@@ -81,7 +81,7 @@ def _check(options: WarmupOptions) -> None:
     """Raise a `DrafterError` for the first option that can be known to be wrong before any work."""
     shape = policy_shape(options.model)
     own = options.method == MTP
-    if not own and (why := unsupported(shape.model_type, shape.architectures)):
+    if not own and (why := unsupported(shape.model_type, shape.architectures, shape.latent)):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     if options.out.exists():
         raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
