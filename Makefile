@@ -23,7 +23,7 @@ help:
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
-	@echo "make bench          stock verl, vLLM's speculation and TLT, twelve arms in turns (under three hours)"
+	@echo "make bench          stock verl, vLLM's speculation and TLT, thirteen arms in turns (some three hours)"
 	@echo "make bench-control  draft-length policies against oracles and on a real engine"
 	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"

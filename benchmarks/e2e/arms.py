@@ -78,6 +78,7 @@ def _of_tlt(warm: Path, costs: Path, cold_start: str) -> list[Arm]:
     begins = "a cold start if that pays" if cold_start == "null" else f"a cold start of {cold_start} s at most"
     no_spot, started = "tlt.spot.enable=false", f"tlt.drafter.path={warm}"
     parts = [
+        ("tlt-off", "TLT from a random drafter that nothing trains: what it costs where it does not draft", (no_spot,)),
         (NO_SPOT, "TLT from the warmed-up drafter, which it does not train", (started, no_spot)),
         ("tlt-ngram", "TLT with n-grams in a drafter's place", ("tlt.speculation.source=ngram", no_spot)),
         (
