@@ -38,7 +38,7 @@ def engine_config(arm):
 
 def test_every_arm_is_stock_or_says_what_it_changes(every):
     assert next(iter(every)) == STOCK and not every[STOCK].overrides
-    assert len({arm.label for arm in every.values()}) == len(every) == 12
+    assert len({arm.label for arm in every.values()}) == len(every) == 13
     of_vllm = {name: config for name, arm in every.items() if (config := engine_config(arm))}
     assert not any(every[name].tlt for name in of_vllm)
     assert {name: config["num_speculative_tokens"] for name, config in of_vllm.items()} == {
