@@ -50,12 +50,8 @@ STYLE = {
 }
 WIDTH = 5.0
 """Inches of a chart of the page: its texts are 11 pixels high where the page is 390 wide."""
-PANEL = 2.9
-"""Inches of height of a panel of the picture."""
 MARGIN = 0.12
 """Inches around a chart: a browser without the font takes one that may be a little wider."""
-DRAFT_LENGTH = "tlt/draft_length_frac_"
-"""Metrics of the share of engine steps by draft length."""
 COLUMNS = 600
 """Times at which a replica's lane is sampled."""
 MOST_LANES = 64
@@ -63,19 +59,28 @@ MOST_LANES = 64
 LANE, STRIP = 0.84, 0.26
 """Height of a lane and of the draft lengths at its bottom, as a share of the distance between lanes."""
 
-UNDRAFTED = "Dashed: what the same rollouts reach without drafts, by TLT's own account."
-
 Points = Mapping[int, float | None]
 """Values by RL step; None leaves a gap."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page, with a note on how to read it; its SVG is in base64."""
+    """A chart of the page, with a note on how to read it."""
 
     title: str
     note: str
-    svg: str
+    draw: Callable[[Axes], None]
+    height: float = 3.2
+    """In inches, on the page."""
+
+    def svg(self) -> str:
+        """The chart as SVG, in base64."""
+        with matplotlib.rc_context(STYLE), io.BytesIO() as file:
+            layout = ConstrainedLayoutEngine(w_pad=MARGIN, h_pad=MARGIN)
+            figure = Figure(figsize=(WIDTH, self.height), layout=layout)
+            self.draw(figure.add_subplot())
+            figure.savefig(file, format="svg")
+            return base64.b64encode(file.getvalue()).decode()
 
 
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
@@ -89,54 +94,49 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
             "TLT's own work": (ORANGE, [-run_steps.own_work_s(row) for row in rows]),
         }
         note = "Seconds by which rollouts with drafts ended earlier than without drafts, estimated from measured costs."
-        yield make_chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
+        yield Chart("Savings", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
+    plain = "Dashed: what the same rollouts reach without drafts, by TLT's own account."
     for title, unit, note, lines, lowest in (
-        ("Accept length", "tokens", "Tokens per verified draft.", accept_lengths(trace), 1.0),
-        ("Speed of the rollout", "tokens per second", UNDRAFTED, speeds(trace), 0.0),
+        ("Accept length", "tokens per draft", "Tokens per verified draft.", accept_lengths(trace), 1.0),
+        ("Speed of the rollout", "tokens per second", plain, speeds(trace), 0.0),
         ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}, None),
     ):
         if any(value is not None for _, points in lines.values() for value in points.values()):
-            yield make_chart(title, note, partial(draw_lines, unit=unit, lines=lines, lowest=lowest))
+            yield Chart(title, note, partial(draw_lines, unit=unit, lines=lines, lowest=lowest))
     if lengths := draft_lengths(trace):
         note = "Share of engine steps. OFF: the drafter's pass was skipped; K=0: nothing was drafted in the step."
-        yield make_chart("Draft length K", note, partial(draw_bars, unit="share", steps=steps, bars=lengths))
+        yield Chart("Draft length K", note, partial(draw_bars, unit="share of steps", steps=steps, bars=lengths))
     if any(row["bubble_s"] for row in rows):
         trained = [row["bubble_trained_s"] or 0.0 for row in rows]
         idle = [(row["bubble_s"] or 0.0) - used for row, used in zip(rows, trained, strict=True)]
         bars = {"training the drafter": (ORANGE, trained), "idle": ("#CCCCCC", idle)}
         note = "Seconds in which replicas had nothing to decode, summed over replicas."
-        yield make_chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
+        yield Chart("Bubbles", note, partial(draw_bars, unit="seconds", steps=steps, bars=bars))
 
 
-def step_charts(trace: RunTrace, steps: Mapping[int, run_steps.RLStep]) -> Iterator[Chart]:
-    """The replicas over time in the first and the last step and the one with the most training."""
+def step_chart(trace: RunTrace, step: run_steps.RLStep) -> Chart:
+    """The replicas over time in one RL step."""
+    count = max(1, min(MOST_LANES, len(trace.replicas)))
     note = "Upper part of a lane: batch, or requests in flight where engine steps were not traced; lower part: K."
     if len(trace.replicas) > MOST_LANES:
         note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
-    for number in sorted({min(steps), run_steps.most_trained(steps), max(steps)}):
-        draw = partial(draw_replicas, trace=trace, step=steps[number])
-        yield make_chart(f"RL step {number}: the replicas over time", note, draw, 2.2 + _lanes_height(trace))
+    draw, lane = partial(draw_replicas, trace=trace, step=step), min(1.0, max(0.3, 5 / count))
+    return Chart(f"RL step {step.step}: the replicas over time", note, draw, 2.2 + count * lane)
 
 
 def save_picture(path: Path, trace: RunTrace) -> Path:
     """Write a PNG of one column: speed, accept length, draft lengths, and the replicas in the most trained step."""
     steps = run_steps.rl_steps(trace)
-    number = run_steps.most_trained(steps)
-    draws: dict[str, Callable[[Axes], None]] = {
-        "Speed of the rollout": partial(draw_lines, unit="tokens per second", lines=speeds(trace), lowest=0.0),
-        "Accept length": partial(draw_lines, unit="tokens per draft", lines=accept_lengths(trace), lowest=1.0),
-        "Draft length K": partial(
-            draw_bars, unit="share of engine steps", steps=list(trace.steps), bars=draft_lengths(trace)
-        ),
-        f"RL step {number}: the replicas over time": partial(draw_replicas, trace=trace, step=steps[number]),
-    }  # fmt: skip
-    heights = [PANEL] * 3 + [2.2 + _lanes_height(trace)]
+    known = {chart.title: chart for chart in run_charts(trace)}
+    charts = [known[title] for title in ("Speed of the rollout", "Accept length", "Draft length K") if title in known]
+    charts.append(step_chart(trace, steps[run_steps.most_trained(steps)]))
+    heights = [chart.height for chart in charts]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-        parts = figure.subfigures(len(draws), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for part, (title, draw) in zip(parts, draws.items(), strict=True):
-            part.suptitle(title, fontweight="bold", x=0.02, ha="left")
-            draw(part.add_subplot())
+        parts = figure.subfigures(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, chart in zip(parts, charts, strict=True):
+            part.suptitle(chart.title, fontweight="bold", x=0.02, ha="left")
+            chart.draw(part.add_subplot())
         with replacing(path) as file:
             figure.savefig(file, format="png", dpi=160, facecolor="white")
     return path
@@ -149,7 +149,7 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: run_steps.RLStep) -> None:
     lanes = [run_steps.sampled(trace, step, name, (edges[:-1] + edges[1:]) / 2) for name in names]
     most = max([1, *(int(batch.max()) for batch, _ in lanes)])
     ks = sorted({value for _, k in lanes for value in k.tolist()})
-    longest = max([1, *ks, *_numbered(trace, DRAFT_LENGTH)])  # of the run: a K has one colour in all charts
+    longest = max([1, *ks, *_draft_length_metrics(trace)])  # of the run: a K has one colour in all charts
     colors = {k: k_color(k, longest) for k in ks}
     seconds = edges - step.start
     for y, name, (batch, k) in zip(range(len(names))[::-1], names, lanes, strict=True):
@@ -232,8 +232,7 @@ def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
 
 def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:
     """Bars of the share of engine steps by draft length."""
-    lengths = _numbered(trace, DRAFT_LENGTH)
-    names = {-1: "tlt/drafter_off_frac", **lengths}
+    names = {-1: "tlt/drafter_off_frac", **_draft_length_metrics(trace)}
     bars = {
         k_name(k): (k_color(k, max(1, *names)), [metrics.get(name, 0.0) for metrics in trace.steps.values()])
         for k, name in names.items()
@@ -252,16 +251,6 @@ def k_color(k: int, kmax: int) -> str:
     return {0: "#9A9A9A", run_steps.NO_STEP: "none"}.get(k, "#333333")
 
 
-def make_chart(title: str, note: str, draw: Callable[[Axes], None], height: float = 3.2) -> Chart:
-    """A chart of what `draw` draws, so many inches high."""
-    with matplotlib.rc_context(STYLE), io.BytesIO() as file:
-        layout = ConstrainedLayoutEngine(w_pad=MARGIN, h_pad=MARGIN)
-        figure = Figure(figsize=(WIDTH, height), layout=layout)
-        draw(figure.add_subplot())
-        figure.savefig(file, format="svg")
-        return Chart(title, note, base64.b64encode(file.getvalue()).decode())
-
-
 def _finish(ax: Axes, unit: str) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("RL step")
@@ -270,13 +259,8 @@ def _finish(ax: Axes, unit: str) -> None:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
-def _numbered(trace: RunTrace, prefix: str) -> dict[int, str]:
-    """Metrics with this prefix by the number at their end, ascending."""
-    names = {name for metrics in trace.steps.values() for name in metrics if name.startswith(prefix)}
-    found = {int(end): name for name in names if (end := name.removeprefix(prefix)).isdecimal() and len(end) < 3}
-    return dict(sorted(found.items()))
-
-
-def _lanes_height(trace: RunTrace) -> float:
-    count = max(1, min(MOST_LANES, len(trace.replicas)))
-    return count * min(1.0, max(0.3, 5 / count))
+def _draft_length_metrics(trace: RunTrace) -> dict[int, str]:
+    """Metrics of the share of engine steps by draft length, ascending."""
+    names = {name for metrics in trace.steps.values() for name in metrics}
+    lengths = {name: name.removeprefix("tlt/draft_length_frac_") for name in names}
+    return dict(sorted((int(k), name) for name, k in lengths.items() if k.isdecimal() and len(k) < 3))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from verl_tlt.commands.report.figures import run_charts, step_charts
+from verl_tlt.commands.report.figures import run_charts, step_chart
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import rl_steps, rows_of_trace, sentences, table
+from verl_tlt.commands.report.steps import most_trained, rl_steps, rows_of_trace, sentences, table
 from verl_tlt.errors import printable
 from verl_tlt.files.ownership import replacing
 
@@ -28,12 +28,14 @@ def write_page(path: Path, trace: RunTrace) -> Path:
     """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["plain"] = plain
+    steps = rl_steps(trace)
+    shown = [steps[number] for number in sorted({min(steps), most_trained(steps), max(steps)})]
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     page = template.render(
         heading=trace.run.name if trace.run and trace.run.name else "one run",
         about=about(trace),
         sentences=list(sentences(trace)),
-        charts=[*run_charts(trace), *step_charts(trace, rl_steps(trace))],
+        charts=[*run_charts(trace), *(step_chart(trace, step) for step in shown)],
         tables=list(_tables(trace)),
         command=serve_command(trace),
     )

@@ -7,8 +7,6 @@ that was written twice, the records of the later run count.
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
 import sys
 from array import array
 from collections import defaultdict
@@ -16,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +56,7 @@ class TraceError(TLTError, ValueError):
     """The directory or file holds nothing that can be read; the message names it."""
 
 
-@dataclass(frozen=True)
-class EngineSteps:
+class EngineSteps(NamedTuple):
     """The n steps of one engine as columns, in the order of time."""
 
     t: npt.NDArray[np.float64]
@@ -73,7 +70,7 @@ class EngineSteps:
 
     def between(self, start: float, end: float) -> EngineSteps:
         keep = slice(*np.searchsorted(self.t, (start, np.nextafter(end, np.inf))))
-        return EngineSteps(**{f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self)})
+        return EngineSteps(*(column[keep] for column in self))
 
 
 @dataclass(frozen=True)
@@ -126,20 +123,19 @@ def read_trace(directory: str | Path) -> RunTrace:
     if not path.is_dir():
         raise TraceError(f"{path} is not a directory; give the trace directory of a run (tlt.trace.dir).")
     found: list[Event] = []
-    engines: defaultdict[str, _Columns] = defaultdict(_Columns)
+    engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     skipped = 0
     for file in _files(path):
         good = bad = bad_bytes = 0
         for size, record in _records(file):
-            known = good
             if (event := parse_event(record)) is not None:
                 found.append(event)
                 good += 1
-            elif record and file.name.startswith(ENGINE_PREFIX):
-                good += engines[file.stem.removeprefix(ENGINE_PREFIX)].add(record)
-            if good > known:
-                continue
-            bad, bad_bytes = bad + 1, bad_bytes + size
+            elif file.name.startswith(ENGINE_PREFIX) and (numbers := _engine_step(record)):
+                engines[file.stem.removeprefix(ENGINE_PREFIX)].extend(numbers)
+                good += 1
+            else:
+                bad, bad_bytes = bad + 1, bad_bytes + size
             if bad > good and (bad > MOST_UNREADABLE or bad_bytes > MOST_UNREADABLE_BYTES):
                 raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
         skipped += bad
@@ -159,7 +155,7 @@ def read_trace(directory: str | Path) -> RunTrace:
         publishes=_of(events, Publish),
         reloads=_of(events, Reload),
         stops=_of(events, Stopped),
-        engines={name: columns.engine_steps(repeated) for name, columns in engines.items()},
+        engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
         skipped=skipped,
     )
     _check(path, "names", len(trace.replicas), MOST_REPLICAS, "replicas")
@@ -220,50 +216,34 @@ def _of(events: Sequence[Event], cls: type[E]) -> list[E]:
 
 def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
     """The events without those of steps that a later run repeated, and the times in which these steps ran."""
-    if len(starts := _of(events, RunStarted)) > MOST_STARTS:
+    starts = [(i, event) for i, event in enumerate(events) if isinstance(event, RunStarted)]
+    if len(starts) > MOST_STARTS:
         raise TraceError(f"The trace has {len(starts)} starts of a run, and up to {MOST_STARTS} can be told apart.")
+    steps = np.array([getattr(event, "step", -np.inf) for event in events])
+    begun = np.array([getattr(event, "start", event.t) for event in events])
+    kept = np.ones(len(events), bool)
     repeated: list[tuple[float, float]] = []
-    kept: list[tuple[int, int]] = []  # a heap: the latest step first, and the event's place
-    dropped: set[int] = set()
-    for i, event in enumerate(events):
-        if not isinstance(event, RunStarted):
-            heapq.heappush(kept, (-event.step, i))
-            continue
-        again = []
-        while kept and -kept[0][0] >= event.step0:
-            again.append(heapq.heappop(kept)[1])
-        if again:
-            repeated.append((min(getattr(events[j], "start", events[j].t) for j in again), event.t))
-        dropped |= set(again)
-    return [event for i, event in enumerate(events) if i not in dropped], repeated
+    for i, start in starts:
+        again = kept[:i] & (steps[:i] >= start.step0)
+        if again.any():
+            repeated.append((float(begun[:i][again].min()), start.t))
+            kept[:i] &= ~again
+    return [event for event, keep in zip(events, kept, strict=True) if keep], repeated
 
 
-class _Columns:
-    """Collects the steps of one engine; takes 32 bytes for each."""
+def _engine_step(record: Mapping[str, Any]) -> list[float] | None:
+    """What `EngineSteps` holds of one engine step; None: the line is malformed."""
+    try:
+        numbers = [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return numbers if all(abs(number) < 2**53 for number in numbers) else None  # NaN is not
 
-    NAMES = tuple(f.name for f in dataclasses.fields(EngineSteps))
 
-    def __init__(self) -> None:
-        self._numbers = array("d")  # len(NAMES) for each step
-
-    def add(self, record: Mapping[str, Any]) -> bool:
-        """Append one line; False: it is malformed."""
-        try:
-            numbers = [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return False
-        if not all(abs(number) < 2**53 for number in numbers):  # NaN is not
-            return False
-        self._numbers.extend(numbers)
-        return True
-
-    def engine_steps(self, repeated: Sequence[tuple[float, float]]) -> EngineSteps:
-        """All steps but those that ended within `repeated`."""
-        numbers = np.array(self._numbers).reshape(-1, len(self.NAMES))  # [n, columns]
-        t = numbers[:, 0]
-        again = np.zeros_like(t, bool)
-        for start, end in repeated:
-            again |= (start <= t) & (t < end)
-        numbers = numbers[~again]
-        t, batch, k, latency_s = numbers[np.argsort(numbers[:, 0], kind="stable")].T
-        return EngineSteps(t, batch.astype(np.int64), k.astype(np.int64), latency_s)
+def _engine_steps(numbers: array[float], repeated: Sequence[tuple[float, float]]) -> EngineSteps:
+    """All steps of one engine but those that ended within `repeated`."""
+    rows = np.array(numbers).reshape(-1, len(EngineSteps._fields))
+    for start, end in repeated:
+        rows = rows[(rows[:, 0] < start) | (end <= rows[:, 0])]
+    t, batch, k, latency_s = rows[np.argsort(rows[:, 0], kind="stable")].T
+    return EngineSteps(t, batch.astype(np.int64), k.astype(np.int64), latency_s)

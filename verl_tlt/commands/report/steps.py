@@ -201,17 +201,10 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
     phases, sessions = _by_step(trace.phases), _by_step(trace.sessions)
     steps = {}
     for step in sorted(phases):
-        rollouts = [p for p in phases[step] if p.name == "rollout"]
-        if not rollouts:
-            continue
-        end = max(p.end for p in rollouts)
-        steps[step] = RLStep(
-            step,
-            min(p.start for p in rollouts),
-            end,
-            after=[p for p in phases[step] if p.name != "rollout" and p.end > end],
-            sessions=sessions[step],
-        )
+        if rollouts := [p for p in phases[step] if p.name == "rollout"]:
+            start, end = min(p.start for p in rollouts), max(p.end for p in rollouts)
+            after = [p for p in phases[step] if p.name != "rollout" and p.end > end]
+            steps[step] = RLStep(step, start, end, after, sessions[step])
     if not steps:
         raise TraceError(f"{trace.directory} holds no finished rollout to draw.")
     return steps
