@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.job import accepted, cause, failure, job_environment, keep_only, read_rows, take_turn
+from verl_tlt.commands.compare.job import accepted, failure, job_environment, keep_only, read_rows, take_turn
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
 from verl_tlt.commands.compare.record import CompareError
 
@@ -75,11 +75,13 @@ def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
     assert accepted(["another line"]) is None
 
 
-def test_the_cause_is_the_last_error_without_rays_prefix():
+def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
     last = "\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m torch.OutOfMemoryError: no memory left"
     lines = ["ValueError: first", last, "  File somewhere", "Error executing job with overrides: []"]
-    assert cause(lines) == "torch.OutOfMemoryError: no memory left"
-    assert cause(["all is well"]) is None
+    (log := tmp_path / "log").write_text("\n".join(lines))
+    assert failure("It failed.", log).startswith("It failed. Cause: torch.OutOfMemoryError: no memory left\n")
+    log.write_text("all is well")
+    assert failure("It failed.", log).startswith("It failed.\nThe last lines of ")
 
 
 def test_a_failure_names_cause_and_log_and_shows_its_end(tmp_path):

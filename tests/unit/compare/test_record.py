@@ -25,7 +25,7 @@ def test_a_comparison_that_is_called_again_goes_on(tmp_path):
     first.add(turn("stock", 0))
     del first
     again = Record(tmp_path, ASKED)
-    assert again.done("tlt", 0) and not again.done("tlt", 1) and not again.done("vllm-3", 0)
+    assert again.left(["stock", "tlt", "vllm-3"], 1) == [("vllm-3", 0)] and again.left(["tlt"], 2) == [("tlt", 1)]
     assert again.turns == [turn("tlt", 0), turn("stock", 0)] and again.steps("tlt") == turn("tlt", 0).steps
     assert again.turns[0].start_s == 50.0 - 11.0 - 3.0 - 18.0
 
@@ -36,7 +36,7 @@ def test_one_with_other_arguments_is_refused_by_name_and_arms_may_be_added(tmp_p
         with pytest.raises(CompareError, match=f"another {next(iter(changed))}: give another --out"):
             Record(tmp_path, ASKED | changed)
     Record(tmp_path, {"--steps": 4, "recipe": ["a=1"], "arm vllm-3": ["k=3"]}).add(turn("vllm-3", 0))
-    assert Record(tmp_path, ASKED).done("vllm-3", 0)
+    assert not Record(tmp_path, ASKED).left(["vllm-3"], 1)
     with pytest.raises(CompareError, match="arm vllm-3"):
         Record(tmp_path, {"arm vllm-3": ["k=4"]})
 

@@ -16,7 +16,7 @@ from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.job import take_turn
 from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, given_drafter, make_plan, named_arms
-from verl_tlt.commands.compare.record import Record, schedule
+from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
@@ -52,10 +52,8 @@ def take_turns(
     keep: Callable[[], object],
 ) -> None:
     """Take the turns that `record` lacks, and add each to it; `keep` is called after each."""
-    names, by_name = [arm.name for arm in arms], {arm.name: arm for arm in arms}
-    for name, turn in schedule(names, rounds):
-        if record.done(name, turn):
-            continue
+    by_name = {arm.name: arm for arm in arms}
+    for name, turn in record.left(by_name, rounds):
         began, shown = time.monotonic(), (-1, 0.0)
 
         def tell(done: int, name: str = name, turn: int = turn, began: float = began) -> None:
@@ -63,7 +61,7 @@ def take_turns(
             now = time.monotonic()
             if done != shown[0] or now - shown[1] >= SAY_EVERY_S:
                 shown = (done, now)
-                left = record.seconds_left(names, rounds)
+                left = record.seconds_left(by_name, rounds)
                 until = f", about {clock(max(0.0, left - (now - began)))} left" if left is not None else ""
                 say(console, f"{name}, turn {turn + 1} of {rounds}: {done} of {plan.steps} steps{until}")
 
@@ -110,9 +108,9 @@ def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: 
     """What is about to happen, and what it needs."""
     for arm in arms:
         say(console, f"{arm.name}: {arm.label}")
-    left = [name for name, turn in schedule([arm.name for arm in arms], options.rounds) if not record.done(name, turn)]
     say(console, f"All begin with {plan.start or 'the policy of the recipe'}.")
-    seconds = record.seconds_left([arm.name for arm in arms], options.rounds)
+    names = [arm.name for arm in arms]
+    left, seconds = record.left(names, options.rounds), record.seconds_left(names, options.rounds)
     time_left = "the time is known after the first" if seconds is None else f"about {clock(seconds)}"
     say(console, f"{len(left)} jobs of {plan.steps} steps are left, one at a time; {time_left}.")
     free = shutil.disk_usage(plan.folder).free

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +117,8 @@ def accepted(lines: Iterable[str]) -> float | None:
 
 
 def failure(what: str, log: Path) -> str:
-    """What happened to a job, the cause that its log names, and its last lines."""
-    lines = log.read_text(errors="replace").splitlines()
-    last = "\n".join(f"    {strip_colors(line)[:LONGEST_LINE]}" for line in lines[-LAST_LINES:])
-    reason = cause(lines)
-    return f"{what}{f' Cause: {reason}' if reason else ''}\nThe last lines of {log}:\n{last}"
-
-
-def cause(lines: Sequence[str]) -> str | None:
-    """The last line of a log that names an error, without the prefix Ray puts before it."""
-    for line in reversed(lines):
-        if (match := ERROR.search(strip_colors(line))) is not None:
-            return match[1].strip()
-    return None
-
-
-def strip_colors(line: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", line)
+    """What happened to a job, the last error that its log names, and its last lines."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).splitlines()  # without colours
+    last = "\n".join(f"    {line[:LONGEST_LINE]}" for line in lines[-LAST_LINES:])
+    errors = [match[1].strip() for line in lines if (match := ERROR.search(line))]  # without Ray's prefix
+    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}\nThe last lines of {log}:\n{last}"

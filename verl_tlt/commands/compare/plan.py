@@ -1,8 +1,4 @@
-"""A comparison before anything starts: its arms, where all of them begin, and what each turn is given.
-
-An arm is one way to run the recipe: with stock verl, with vLLM's own speculation, with TLT. Whatever cannot be compared
-is refused here, in one sentence.
-"""
+"""A comparison before anything starts: its arms, where all of them begin, and what each turn is given."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ NEVER = 10**9
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the recipe."""
+    """One way to run the recipe: with stock verl, with vLLM's own speculation, with TLT."""
 
     name: str
     label: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.commands.report.steps import step_row
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import TLTError, wrong_field
 from verl_tlt.files.json_files import read_object
 from verl_tlt.files.ownership import open_to_append, other_owner, replacing
 
@@ -96,8 +96,9 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
     )
 
 
-def schedule(names: Sequence[str], rounds: int) -> Iterator[tuple[str, int]]:
+def schedule(arms: Iterable[str], rounds: int) -> Iterator[tuple[str, int]]:
     """(arm, turn) in the order in which turns are taken: it rotates, so that no arm always follows the same one."""
+    names = list(arms)
     for turn in range(rounds):
         for place in range(len(names)):
             yield names[(place + turn) % len(names)], turn
@@ -132,9 +133,8 @@ class Record:
         try:
             asked, self.turns = dict(kept["asked"]), _TURNS.validate_json(json.dumps(kept["turns"]), strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise CompareError(f"{self.file} holds no turns of a comparison: turns.{where}: {first['msg']}.") from None
+            where, what = wrong_field(error)
+            raise CompareError(f"{self.file} holds no turns of a comparison: turns.{where} {what}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise CompareError(f"{self.file} holds no turns of a comparison: {error!r}.") from error
         for name in asked.keys() & self._asked.keys():
@@ -142,8 +142,10 @@ class Record:
                 raise CompareError(f"{self.file} was measured with another {name}: give another --out to begin anew.")
         self._asked = {**asked, **self._asked}
 
-    def done(self, arm: str, turn: int) -> bool:
-        return any((taken.arm, taken.turn) == (arm, turn) for taken in self.turns)
+    def left(self, arms: Iterable[str], rounds: int) -> list[tuple[str, int]]:
+        """The part of the schedule that is not taken yet."""
+        taken = {(turn.arm, turn.turn) for turn in self.turns}
+        return [place for place in schedule(arms, rounds) if place not in taken]
 
     def add(self, turn: Turn) -> None:
         """Keep one turn; whatever ends this process, the file has it or has it not."""
@@ -160,11 +162,9 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         return [asdict(turn) for turn in self.turns]
 
-    def seconds_left(self, names: Sequence[str], rounds: int) -> float | None:
+    def seconds_left(self, arms: Iterable[str], rounds: int) -> float | None:
         """What the turns that are left take, as long as those before; None: none was taken yet."""
         if not self.turns:
             return None
-        known = {name: [turn.seconds for turn in self.of(name)] for name in names}
-        usual = mean(turn.seconds for turn in self.turns)
-        left = [name for name, turn in schedule(names, rounds) if not self.done(name, turn)]
-        return sum(mean(known[name]) if known[name] else usual for name in left)
+        left = self.left(arms, rounds)
+        return sum(mean(turn.seconds for turn in self.of(name) or self.turns) for name, _ in left)

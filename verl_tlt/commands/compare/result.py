@@ -7,7 +7,7 @@ per token divides each side by the tokens that it wrote. Its interval comes from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any, TypeVar
 
@@ -144,17 +144,11 @@ def saved(both: Pairs) -> dict[str, float] | None:
     told = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in both if ours.saved_s is not None]
     if not told:
         return None
-    measured, low, high = pooled(told, lambda sums: sums[:, 1])
-    _, error_low, error_high = pooled(told, lambda sums: sums[:, 0] - sums[:, 1])
-    found = {
-        "claimed_s": sum(claim for claim, _ in told),
-        "measured_s": measured,
-        "measured_low_s": low,
-        "measured_high_s": high,
-        "error_low_s": error_low,
-        "error_high_s": error_high,
-    }
-    return {key: round(value, 2) for key, value in found.items()}
+    measured = pooled(told, lambda sums: sums[:, 1])
+    error = pooled(told, lambda sums: sums[:, 0] - sums[:, 1])
+    names = ("claimed_s", "measured_s", "measured_low_s", "measured_high_s", "error_low_s", "error_high_s")
+    figures = (sum(claim for claim, _ in told), *measured, *error[1:])
+    return {name: round(figure, 2) for name, figure in zip(names, figures, strict=True)}
 
 
 def lead(both: Pairs) -> dict[str, Any]:
@@ -205,21 +199,17 @@ def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
     )
 
 
-def left_out(turns: Mapping[str, Sequence[Turn]], stock: str) -> list[str]:
+def left_out(turns: Mapping[str, Sequence[Turn]], stock: str) -> Iterator[str]:
     """What the ratios do not contain, a sentence for each arm: a long run pays it once, a turn every time."""
-    once = {
-        name: (mean(t.start_s for t in taken), mean(t.first_s for t in taken), mean(t.checkpoint_s for t in taken))
-        for name, taken in turns.items()
-    }
-    found = []
-    for name, (start, first, saved) in once.items():
-        added = start + first - sum(once[stock][:2])
+    of_stock = mean(turn.start_s + turn.first_s for turn in turns[stock])
+    for name, taken in turns.items():
+        start, first = mean(turn.start_s for turn in taken), mean(turn.first_s for turn in taken)
+        added = start + first - of_stock
         beside = "" if name == stock else f", {abs(added):.0f} s {'more' if added > 0 else 'less'} than {stock}'s"
-        found.append(
+        yield (
             f"{name}: {start:.0f} s a turn to start and end the job and {first:.0f} s for its first step{beside}; "
-            f"{saved:.0f} s for the checkpoint."
+            f"{mean(turn.checkpoint_s for turn in taken):.0f} s for the checkpoint."
         )
-    return found
 
 
 def arm_rows(found: Mapping[str, Any]) -> list[list[str]]:
