@@ -22,21 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import parse, read_lines
-from verl_tlt.trace.events import (
-    ENGINE_PREFIX,
-    EVENT_TYPES,
-    TRAINER_DEVICE,
-    Event,
-    Idle,
-    LoadSample,
-    Phase,
-    Publish,
-    Reload,
-    RunStarted,
-    Session,
-    Step,
-    Stopped,
-)
+from verl_tlt.trace import events
+from verl_tlt.trace.events import Event, RunStarted
 
 LONGEST_LINE = 1 << 20
 """Bytes; a longer line is read in pieces, so that it cannot fill the memory."""
@@ -49,7 +36,7 @@ _LARGEST, _LATEST = 1e100, 1e11
 """Of a metric, and of a time in unix seconds; what is computed from them stays finite."""
 
 E = TypeVar("E", bound=Event)
-_ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in EVENT_TYPES.items()}
+_ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in events.EVENT_TYPES.items()}
 
 
 class TraceError(TLTError, ValueError):
@@ -70,7 +57,7 @@ class EngineSteps(NamedTuple):
 
     def between(self, start: float, end: float) -> EngineSteps:
         keep = slice(*np.searchsorted(self.t, (start, np.nextafter(end, np.inf))))
-        return EngineSteps(*(column[keep] for column in self))
+        return EngineSteps(self.t[keep], self.batch[keep], self.k[keep], self.latency_s[keep])
 
 
 @dataclass(frozen=True)
@@ -83,13 +70,13 @@ class RunTrace:
     """RL step -> its metrics, ascending; only finished steps."""
     off: Mapping[int, str] = field(default_factory=dict)
     """RL step -> why no replica drafted in it."""
-    phases: list[Phase] = field(default_factory=list)
-    loads: list[LoadSample] = field(default_factory=list)
-    idles: list[Idle] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
-    publishes: list[Publish] = field(default_factory=list)
-    reloads: list[Reload] = field(default_factory=list)
-    stops: list[Stopped] = field(default_factory=list)
+    phases: list[events.Phase] = field(default_factory=list)
+    loads: list[events.LoadSample] = field(default_factory=list)
+    idles: list[events.Idle] = field(default_factory=list)
+    sessions: list[events.Session] = field(default_factory=list)
+    publishes: list[events.Publish] = field(default_factory=list)
+    reloads: list[events.Reload] = field(default_factory=list)
+    stops: list[events.Stopped] = field(default_factory=list)
     engines: dict[str, EngineSteps] = field(default_factory=dict)
     """Replica -> the steps of its engine; empty where `tlt.trace.engine_steps` was off."""
     skipped: int = 0
@@ -103,13 +90,13 @@ class RunTrace:
     def replicas(self) -> list[str]:
         """Names of all replicas: those of the `run` event in its order, then others by name, and trainer's devices."""
         named = list(self.run.replicas) if self.run else []
-        trained = {s.replica for s in self.sessions if s.replica.startswith(TRAINER_DEVICE)}
+        trained = {s.replica for s in self.sessions if s.replica.startswith(events.TRAINER_DEVICE)}
         others = trained.union(*(load.inflight for load in self.loads)) - set(named)
         return named + sorted(others)
 
     def label(self, replica: str) -> str:
         """What pictures call a replica, whose name may be an address."""
-        known = replica in self.replicas and not replica.startswith(TRAINER_DEVICE)
+        known = replica in self.replicas and not replica.startswith(events.TRAINER_DEVICE)
         return f"replica {self.replicas.index(replica)}" if known else replica
 
     def engine(self, replica: str) -> EngineSteps | None:
@@ -131,8 +118,8 @@ def read_trace(directory: str | Path) -> RunTrace:
             if (event := parse_event(record)) is not None:
                 found.append(event)
                 good += 1
-            elif file.name.startswith(ENGINE_PREFIX) and (numbers := _engine_step(record)):
-                engines[file.stem.removeprefix(ENGINE_PREFIX)].extend(numbers)
+            elif file.name.startswith(events.ENGINE_PREFIX) and (numbers := _engine_step(record)):
+                engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
                 good += 1
             else:
                 bad, bad_bytes = bad + 1, bad_bytes + size
@@ -141,25 +128,25 @@ def read_trace(directory: str | Path) -> RunTrace:
         skipped += bad
     if not found and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
-    events, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
-    steps = {e.step: e for e in _of(events, Step)}
+    found, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
+    steps = {e.step: e for e in _of(found, events.Step)}
     trace = RunTrace(
         path,
-        runs=_of(events, RunStarted),
+        runs=_of(found, RunStarted),
         steps={step: steps[step].metrics for step in sorted(steps)},
         off={step: steps[step].off for step in sorted(steps) if steps[step].off},
-        phases=_of(events, Phase),
-        loads=_of(events, LoadSample),
-        idles=_of(events, Idle),
-        sessions=_of(events, Session),
-        publishes=_of(events, Publish),
-        reloads=_of(events, Reload),
-        stops=_of(events, Stopped),
+        phases=_of(found, events.Phase),
+        loads=_of(found, events.LoadSample),
+        idles=_of(found, events.Idle),
+        sessions=_of(found, events.Session),
+        publishes=_of(found, events.Publish),
+        reloads=_of(found, events.Reload),
+        stops=_of(found, events.Stopped),
         engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
         skipped=skipped,
     )
     _check(path, "names", len(trace.replicas), MOST_REPLICAS, "replicas")
-    _check(path, "names", len({getattr(event, "step", 0) for event in events}), MOST_STEPS, "RL steps")
+    _check(path, "names", len({getattr(event, "step", 0) for event in found}), MOST_STEPS, "RL steps")
     return trace
 
 
@@ -173,9 +160,9 @@ def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*.jsonl") if file.is_file())
     _check(path, "holds", len(files), 2 * MOST_REPLICAS, "files")
     sizes = {file: file.stat().st_size for file in files}
-    others = sum(size for file, size in sizes.items() if not file.name.startswith(ENGINE_PREFIX))
+    others = sum(size for file, size in sizes.items() if not file.name.startswith(events.ENGINE_PREFIX))
     _check(path, "holds", sum(sizes.values()), MOST_BYTES, "bytes")
-    _check(path, "holds", others, MOST_EVENT_BYTES, f"bytes in files other than {ENGINE_PREFIX}*.jsonl")
+    _check(path, "holds", others, MOST_EVENT_BYTES, f"bytes in files other than {events.ENGINE_PREFIX}*.jsonl")
     return files
 
 
@@ -210,25 +197,25 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield len(line), record if isinstance(record, dict) else {}
 
 
-def _of(events: Sequence[Event], cls: type[E]) -> list[E]:
-    return [event for event in events if isinstance(event, cls)]
+def _of(found: Sequence[Event], cls: type[E]) -> list[E]:
+    return [event for event in found if isinstance(event, cls)]
 
 
-def _without_repeated(events: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
+def _without_repeated(found: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
     """The events without those of steps that a later run repeated, and the times in which these steps ran."""
-    starts = [(i, event) for i, event in enumerate(events) if isinstance(event, RunStarted)]
+    starts = [(i, event) for i, event in enumerate(found) if isinstance(event, RunStarted)]
     if len(starts) > MOST_STARTS:
         raise TraceError(f"The trace has {len(starts)} starts of a run, and up to {MOST_STARTS} can be told apart.")
-    steps = np.array([getattr(event, "step", -np.inf) for event in events])
-    begun = np.array([getattr(event, "start", event.t) for event in events])
-    kept = np.ones(len(events), bool)
+    steps = np.array([getattr(event, "step", -np.inf) for event in found])
+    begun = np.array([getattr(event, "start", event.t) for event in found])
+    kept = np.ones(len(found), bool)
     repeated: list[tuple[float, float]] = []
     for i, start in starts:
         again = kept[:i] & (steps[:i] >= start.step0)
         if again.any():
             repeated.append((float(begun[:i][again].min()), start.t))
             kept[:i] &= ~again
-    return [event for event, keep in zip(events, kept, strict=True) if keep], repeated
+    return [event for event, keep in zip(found, kept, strict=True) if keep], repeated
 
 
 def _engine_step(record: Mapping[str, Any]) -> list[float] | None:
