@@ -21,17 +21,10 @@ from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
-from verl_tlt.commands.warmup.train import policy_library
-from verl_tlt.drafter import (
-    acceptance,
-    check_owner,
-    load_drafter,
-    provenance,
-    to_drafter_file,
-    write_back,
-)
+from verl_tlt.commands.warmup.train import policy_library, score
+from verl_tlt.drafter import check_owner, load_drafter, provenance, to_drafter_file, write_back
 from verl_tlt.drafter.checkpoint import stage
-from verl_tlt.drafter.evaluate import DraftCounts, SequenceScore, combined_score
+from verl_tlt.drafter.evaluate import DraftCounts, combined_score
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder
 from verl_tlt.messages import from_plain
 
@@ -40,6 +33,8 @@ if TYPE_CHECKING:
 
 AGREE = 0.05
 """Largest relative difference between predicted and served accept length that counts as agreement."""
+BATCH_TOKENS = 1024
+"""Tokens scored at once."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,15 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     with engine.make_bars(console) as bars, scratch:
         responses, served = engine.generate(job, Path(scratch.name), engine.Stage(bars, "serve", "starting vLLM"))
         assert served is not None
-        simulated = score(options, prompts, responses, engine.Stage(bars, "score", "loading the policy"))
+        scored, device = engine.Stage(bars, "score", "loading the policy"), engine.find_device(options.device)
+        drafter, texts = _load(options, prompts, device), engine.as_texts(prompts, responses)
+        library, head = policy_library(drafter, options, texts, device, max_bytes=0)
+
+        def tell(done: int, total: int) -> None:
+            scored.tell(done / total, f"{done} of {total} tokens")
+
+        scores = score(drafter, library, range(len(texts)), options, head, tell, BATCH_TOKENS)
+        simulated = combined_score(scores, options.draft_length)
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 
@@ -117,31 +120,6 @@ def _load(options: EvaluateOptions, prompts: Sequence[Sequence[int]], device: st
     """The drafter, with positions for the longest sequence that is served, as a run loads it."""
     longest = engine.context_of(options, prompts) + options.draft_length
     return load_drafter(options.drafter, options.model, min_context=longest, device=device)
-
-
-def score(
-    options: EvaluateOptions,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[engine.Response],
-    stage: engine.Stage,
-) -> SequenceScore:
-    """Predict acceptance on what vLLM answered to `prompts`, given as token ids."""
-    device = engine.find_device(options.device)
-    drafter = _load(options, prompts, device)
-    library, head = policy_library(drafter, options, engine.as_texts(prompts, responses), device, max_bytes=0)
-    scores = []
-    for number in range(len(responses)):
-        stage.tell(number / len(responses), f"{number} of {len(responses)} responses")
-        scores += acceptance(
-            drafter,
-            library.get([number]),
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_draft=options.draft_length,
-            lm_head=head,
-        )
-    return combined_score(scores, options.draft_length)
 
 
 def report(verdict: Verdict, console: Console) -> None:

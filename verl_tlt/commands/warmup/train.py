@@ -91,6 +91,36 @@ def policy_library(
     return Library(states, texts, max_bytes), parts.lm_head.to(device) if drafter.use_draft_vocab else None
 
 
+def score(
+    drafter: Eagle3DraftModel,
+    library: Library,
+    texts: Sequence[int],
+    options: EngineOptions,
+    whole_head: torch.Tensor | None,
+    tell: Callable[[int, int], None],
+    budget: int,
+) -> list[SequenceScore]:
+    """How much of the texts the drafter would have had accepted; `tell` is called with tokens done, and of all.
+
+    `budget`: tokens scored at once. `whole_head` is the policy's, as `policy_library` returns it.
+    """
+    scores, done, total = list[SequenceScore](), 0, library.tokens(texts)
+    for group in grouped(texts, lambda n: library.tokens([n]), budget):
+        tell(done, total)
+        scores += acceptance(
+            drafter,
+            library.get(group),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_draft=options.draft_length,
+            budget=budget,
+            lm_head=whole_head,
+        )
+        done += library.tokens(group)
+    return scores
+
+
 @dataclass
 class TrainingProgress:
     """Where the run is; all of it survives a kill."""
@@ -203,9 +233,9 @@ class TrainingRun:
         self._score(probe)  # the first use allocates and compiles
         warm = time.perf_counter()
         self._score(probe)
-        token_s = (time.perf_counter() - warm) / max(1, self._tokens(probe))
+        token_s = (time.perf_counter() - warm) / max(1, self.library.tokens(probe))
         p.check_seconds += time.perf_counter() - begun
-        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self._tokens(self.judged))
+        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self.library.tokens(self.judged))
 
     def _check(self, step: int, tokens: int) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
@@ -218,28 +248,11 @@ class TrainingRun:
 
     def _within(self, tokens: int) -> list[int]:
         """The first held-out responses of so many tokens together; one at least."""
-        return next(grouped(self.judged, lambda n: len(self.library.texts[n].tokens), tokens), [])
-
-    def _tokens(self, texts: Sequence[int]) -> int:
-        return sum(len(self.library.texts[n].tokens) for n in texts)
+        return next(grouped(self.judged, lambda n: self.library.tokens([n]), tokens), [])
 
     def _score(self, texts: Sequence[int]) -> list[SequenceScore]:
-        scores, done, total = list[SequenceScore](), 0, self._tokens(texts)
-        budget = self.options.batch_tokens
-        for group in grouped(texts, lambda n: len(self.library.texts[n].tokens), budget):
-            self.tell_scored(done, total)
-            scores += acceptance(
-                self.trainer.model,
-                self.library.get(group),
-                temperature=self.options.temperature,
-                top_p=self.options.top_p,
-                top_k=self.options.top_k,
-                max_draft=self.options.draft_length,
-                budget=budget,
-                lm_head=self.whole_head,
-            )
-            done += self._tokens(group)
-        return scores
+        model, budget = self.trainer.model, self.options.batch_tokens
+        return score(model, self.library, texts, self.options, self.whole_head, self.tell_scored, budget)
 
     def save(self) -> None:
         state = {
