@@ -12,8 +12,9 @@ from verl_tlt.checks.recipe import ROLLOUT, compose, read_mapping, read_settings
 from verl_tlt.commands.advise import hardware
 from verl_tlt.commands.advise.judge import Numbers, Verdict, judge, never_trained
 from verl_tlt.commands.advise.run_metrics import check_same, read_metrics
-from verl_tlt.commands.advise.scenario import SETTINGS, Estimate, Scenario, estimate
+from verl_tlt.commands.advise.scenario import SETTINGS, Scenario, estimate
 from verl_tlt.commands.advise.simulation import SMALL_BATCH
+from verl_tlt.commands.console import say
 from verl_tlt.commands.options import AdviseOptions
 from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.errors import TLTError
@@ -25,9 +26,22 @@ DEFAULT_GPU = "H100"
 def advise(options: AdviseOptions, console: Console) -> Verdict:
     """Print the advice, and return the answer; raises `TLTError` as `read_scenario` and `estimate` do."""
     scenario, assumed = read_scenario(options)
-    found = estimate(scenario)
-    verdict = judge(found.numbers)
-    _print(console, scenario, {**assumed, **found.assumed}, found, verdict)
+    numbers = estimate(scenario)
+    verdict = judge(numbers)
+    style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
+    say(console, f"Does it pay? {verdict.answer}: {verdict.because}", style)
+    say(console, "What to do:", "bold")
+    for sentence in suggestions(scenario, numbers):
+        say(console, f"  {sentence}")
+    table = Table("", "", "from", box=box.SIMPLE_HEAD)
+    for row in _rows(scenario, numbers):
+        table.add_row(*row)
+    console.print(table)
+    if scenario.metrics is not None:
+        say(console, f"Run: {scenario.metrics.source}, {scenario.metrics.steps} steps")
+    say(console, "Assumed:", "bold")
+    for what, why in {**assumed, **numbers.assumed}.items():
+        say(console, f"  {what}: {why}")
     return verdict
 
 
@@ -74,31 +88,9 @@ def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
     return [*said, "verl-tlt compare measures it: stock verl and TLT in turns."]
 
 
-def _print(console: Console, scenario: Scenario, assumed: Mapping[str, str], found: Estimate, verdict: Verdict) -> None:
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False)
-
-    style = {"no": "bold red", "it depends": "bold yellow"}.get(verdict.answer, "bold green")
-    say(f"Does it pay? {verdict.answer}: {verdict.because}", style)
-    say("What to do:", "bold")
-    for sentence in suggestions(scenario, found.numbers):
-        say(f"  {sentence}")
-    table = Table("", "", "from", box=box.SIMPLE_HEAD)
-    for row in _rows(scenario, found):
-        table.add_row(*row)
-    console.print(table)
-    if scenario.metrics is not None:
-        say(f"Run: {scenario.metrics.source}, {scenario.metrics.steps} steps")
-    if assumed:
-        say("Assumed:", "bold")
-        for what, why in assumed.items():
-            say(f"  {what}: {why}")
-
-
-def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
+def _rows(scenario: Scenario, n: Numbers) -> list[tuple[str, str, str]]:
     """(what, figure, where it is from) of each line of the table."""
-    work, run, n = scenario.work, scenario.metrics, found.numbers
-    measured = "run" if run else "simulated"
+    work, measured = scenario.work, "run" if scenario.metrics else "simulated"
     fleet = f"{work.replicas} replicas, each of {work.tensor_parallel} GPUs; {work.gpus} GPUs train"
     share = f"{n.share:.0%} ({n.gen_s:.1f} of {n.gen_s + n.rest_s:.1f} s)"
     rows = [
@@ -107,16 +99,16 @@ def _rows(scenario: Scenario, found: Estimate) -> list[tuple[str, str, str]]:
         ("rollout's share of a step", share, measured),
         ("accept length at K of up to 3", _range(n.accept), "given" if scenario.acceptance else "assumed"),
         ("the run", f"{work.requests} responses on {fleet}", "recipe"),
-        ("KV cache of an engine", f"{found.kv_tokens:,} tokens", "data sheet"),
+        ("KV cache of an engine", f"{n.kv_tokens:,} tokens", "data sheet"),
         ("a step with a rollout of 0 s (Amdahl)", f"{n.bound:.2f}x", "1 / (1 - share)"),
         (f"tail: engine time at batches below {SMALL_BATCH}", f"{n.tail_share:.0%}", "simulated"),
         ("bubble, mean of the replicas", f"{n.bubble_s:.1f} s; a session needs {n.bubble_needed_s:.1f} s", "simulated"),
     ]  # fmt: skip
     if n.tool_share:
         rows.append(("waiting for tools", f"{n.tool_share:.0%} of a response's time", measured))
-    for batch, lengths in found.break_even.items():
+    for batch, lengths in n.break_even.items():
         cells = ", ".join(f"K={k} {tau:.2f}" for k, tau in lengths.items())
-        rows.append((f"break-even accept length, batch {batch}", cells, f"step costs at {found.context} tokens"))
+        rows.append((f"break-even accept length, batch {batch}", cells, f"step costs at {n.context} tokens"))
     return rows
 
 

@@ -7,19 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tlt.checks.recipe import (
-    ROLLOUT,
-    devices,
-    devices_per_replica,
-    enforce_eager,
-    most_requests,
-    number,
-    replicas_on,
-    select,
-    trainer_mode,
-)
+from verl_tlt.checks import recipe
+from verl_tlt.checks.recipe import ROLLOUT, number, select
 from verl_tlt.config import TLTConfigError
-from verl_tlt.drafter.policy import PolicyShape, draft_vocab_size, policy_shape, read_model_config
+from verl_tlt.drafter.policy import draft_vocab_size, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.speculation.costs.roofline import Roofline
 
@@ -68,10 +59,6 @@ class Shape:
     head: float
     """Parameters of a new drafter's output head, which has a part of a large vocabulary."""
 
-    @property
-    def active_share(self) -> float:
-        return min(1.0, self.active / self.parameters)
-
 
 KNOWN = (
     Shape(0.6e9, 0.6e9, 28, 115e3, 0.03e9),
@@ -91,7 +78,10 @@ KNOWN = (
 def find_shape(policy: str) -> tuple[Shape, str]:
     """(shape, where it is from): the policy's config on this disk, else the size in its name; else a `TLTError`."""
     try:
-        return shape_of(policy_shape(read_model_config(policy, fetch=False))), "its config.json"
+        found = policy_shape(read_model_config(policy, fetch=False))
+        kv_bytes = 2 * found.num_layers * found.num_kv_heads * found.head_dim * BYTES
+        head = found.hidden_size * draft_vocab_size(None, found.vocab_size, "")
+        return Shape(*found.parameters, found.num_layers, kv_bytes, head), "its config.json"
     except DrafterError:
         pass  # not on this disk, or of another kind: its name may tell
     sized = re.search(r"(\d+(?:\.\d+)?)[bB](?:-[aA](\d+(?:\.\d+)?)[bB])?(?![a-zA-Z])", Path(policy).name)
@@ -108,12 +98,6 @@ def shape_of_size(parameters: float, active: float | None = None) -> Shape:
     alike = [s for s in KNOWN if (s.active < s.parameters) == (active is not None)]
     near = min(alike, key=lambda s: abs(s.parameters / parameters - 1.0))
     return Shape(parameters, active or parameters, near.layers, near.kv_bytes, near.head)
-
-
-def shape_of(policy: PolicyShape) -> Shape:
-    head = policy.hidden_size * draft_vocab_size(None, policy.vocab_size, "")
-    kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
-    return Shape(*policy.parameters, policy.num_layers, kv_bytes, head)
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, guess: StepGues
         2 * (shape.active / shape.layers + shape.head) / computes,
         guess.sharpness,
     )
-    return Roofline.known(coefficients, shape.active_share)
+    return Roofline.known(coefficients, min(1.0, shape.active / shape.parameters))
 
 
 def token_s(shape: Shape, gpu: Gpu, devices: int) -> float:
@@ -193,20 +177,20 @@ class Workload:
 
 def read_workload(config: DictConfig) -> Workload:
     """Look up what decides how long a step takes; raises `TLTConfigError` where a key cannot be read."""
-    mode = trainer_mode(config)
+    mode = recipe.trainer_mode(config)
     kl_terms = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
     return Workload(
         policy=str(select(config, "actor_rollout_ref.model.path", "")),
         mode=mode,
-        gpus=devices(config, "trainer"),
-        replicas=replicas_on(config, ROLLOUT if mode == "separate_async" else "trainer"),
-        tensor_parallel=devices_per_replica(config),
+        gpus=recipe.devices(config, "trainer"),
+        replicas=recipe.replicas_on(config, ROLLOUT if mode == "separate_async" else "trainer"),
+        tensor_parallel=recipe.devices_per_replica(config),
         requests=number(config, "data.train_batch_size", 0) * number(config, f"{ROLLOUT}.n", 1),
         prompt=number(config, "data.max_prompt_length", 512),
         response=number(config, "data.max_response_length", 512),
-        max_num_seqs=max(1, most_requests(config)),
+        max_num_seqs=max(1, recipe.most_requests(config)),
         memory_utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization", 0.5),
-        eager=enforce_eager(config),
+        eager=recipe.enforce_eager(config),
         critic=str(select(config, "algorithm.adv_estimator", "")) == "gae",
         reference=any(bool(select(config, key, False)) for key in kl_terms),
     )

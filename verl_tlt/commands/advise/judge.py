@@ -5,7 +5,7 @@ number.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 WORTH = 1.05
@@ -61,6 +61,14 @@ class Numbers:
     """Accept length above which that K pays at a batch of 8."""
     measured: bool = True
     """Whether the seconds are a run's."""
+    context: int = 0
+    """Tokens of context of a request in the tail: a mean response, and its prompt."""
+    break_even: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """By batch and K: the accept length above which a draft pays."""
+    kv_tokens: int = 0
+    """Tokens of context that an engine's KV cache holds."""
+    assumed: Mapping[str, str] = field(default_factory=dict)
+    """What neither recipe nor run nor user says: what is taken for it, and why."""
 
     @property
     def share(self) -> float:

@@ -8,7 +8,6 @@ says is assumed, and every assumption is listed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,33 +84,78 @@ class Scenario:
         return round(run.prompt_mean) if run and run.prompt_mean else max(1, self.work.prompt // 4)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What decides in a scenario, and from which accept length on drafts pay in it."""
-
-    numbers: Numbers
-    context: int
-    """Tokens of context of a request in the tail: a mean response, and its prompt."""
-    break_even: Mapping[int, Mapping[int, float]]
-    """By batch and K: the accept length above which a draft pays."""
-    kv_tokens: int
-    """Tokens of context that an engine's KV cache holds."""
-    assumed: Mapping[str, str]
-    """What neither recipe nor run nor user says: what is taken for it, and why."""
-
-
-def estimate(scenario: Scenario) -> Estimate:
+def estimate(scenario: Scenario) -> Numbers:
     """Simulate rollouts at every setting, with a drafter that has been trained already; `TLTError` without work."""
-    work, shape, gpu = scenario.work, scenario.shape, scenario.gpu
+    work, run = scenario.work, scenario.metrics
+    kv_tokens, lengths = _kv_tokens(scenario), _lengths(scenario)
+    engine, rollouts = _simulated(scenario, kv_tokens, lengths)
+    likely, speeds = rollouts["likely"], [rollout.speed for rollout in rollouts.values()]
+    context = round(likely.tokens / work.requests) + work.prompt // 4
+    even = {batch: break_even(engine, batch, context) for batch in BATCHES if batch <= max(work.max_num_seqs, 8)}
+    k = max(k for k in even[8] if k <= max(3, min(even[8])))
+    gen_s, rest_s = (run.gen_s, run.rest_s) if run else (likely.stock_s, _rest_s(scenario, lengths.mean()))
+    return Numbers(
+        gen_s=gen_s,
+        rest_s=rest_s,
+        overhead_s=OVERHEAD_S,
+        # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
+        rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
+        tail_share=likely.tail_share,
+        bubble_s=likely.bubble_share * gen_s,
+        bubble_needed_s=_session_s(scenario),
+        replicas=work.replicas,
+        has_drafter=scenario.has_drafter or bool(scenario.acceptance),
+        trains=scenario.spot,
+        mode=work.mode,
+        response_mean=likely.tokens / work.requests,
+        tail_break_even=even[8][k],
+        accept_known=bool(scenario.acceptance),
+        accept={name: expected_accept_lengths(_acceptance(scenario, of), k)[k] for name, of in SETTINGS.items()},
+        measured=run is not None,
+        reward_s=(run and run.reward_s) or 0.0,
+        tool_share=(run and run.tool_share) or 0.0,
+        context=context,
+        break_even=even,
+        kv_tokens=kv_tokens,
+        assumed=_assumed(scenario),
+    )
+
+
+def _kv_tokens(scenario: Scenario) -> int:
+    """Tokens of context that an engine's KV cache holds; `TLTError` where it holds none, or there is no work."""
+    work = scenario.work
     if min(work.requests, work.replicas, work.response) < 1:
         keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
         raise TLTError(f"{keys} must ask for some work.")
-    if not (kv_tokens := hardware.kv_capacity(work, shape, gpu)):
-        size = f"{shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
-        key = "actor_rollout_ref.rollout.gpu_memory_utilization"
-        raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
-    steps, lengths = min(4, math.ceil(ENOUGH_RESPONSES / work.requests)), _lengths(scenario)
-    prefill_s, requests = hardware.token_s(shape, gpu, work.tensor_parallel), max(work.requests, work.replicas)
+    if tokens := hardware.kv_capacity(work, scenario.shape, scenario.gpu):
+        return tokens
+    size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
+
+
+def _rest_s(scenario: Scenario, response_mean: float) -> float:
+    """Seconds of a step outside rollout."""
+    work = scenario.work
+    token_s = hardware.update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
+    return FIXED_S + token_s * work.requests * response_mean
+
+
+def _session_s(scenario: Scenario) -> float:
+    """Seconds of the shortest session whose result is merged."""
+    if not scenario.spot:
+        return SESSION_BEGINS_S
+    tokens_s = hardware.drafter_tokens_s(scenario.shape, scenario.gpu, scenario.work.tensor_parallel)
+    return SESSION_BEGINS_S + LEAST_TOKENS / tokens_s
+
+
+def _simulated(
+    scenario: Scenario, kv_tokens: int, lengths: simulation.LogNormal
+) -> tuple[simulation.EngineSpec, dict[str, simulation.SimulatedRollout]]:
+    """The likely engine, and rollouts by setting."""
+    work, shape, gpu = scenario.work, scenario.shape, scenario.gpu
+    steps, requests = min(4, math.ceil(ENOUGH_RESPONSES / work.requests)), max(work.requests, work.replicas)
+    prefill_s = hardware.token_s(shape, gpu, work.tensor_parallel)
     engines, rollouts = {}, {}
     for name, setting in SETTINGS.items():
         seconds = hardware.step_cost(shape, gpu, work.tensor_parallel, work.eager, setting.step).seconds
@@ -121,53 +165,7 @@ def estimate(scenario: Scenario) -> Estimate:
         rollouts[name] = simulation.simulate(
             engines[name], work.replicas, requests, lengths, _acceptance(scenario, setting), scenario.prompt, steps
         )
-    context = round(rollouts["likely"].tokens / work.requests) + work.prompt // 4
-    batches = [b for b in BATCHES if b <= max(work.max_num_seqs, 8)]
-    even = {batch: break_even(engines["likely"], batch, context) for batch in batches}
-    numbers = _numbers(scenario, rollouts, lengths.mean(), even[8])
-    return Estimate(numbers, context, even, kv_tokens, _assumed(scenario))
-
-
-def _numbers(
-    scenario: Scenario,
-    rollouts: Mapping[str, simulation.SimulatedRollout],
-    response_mean: float,
-    tail_break_even: Mapping[int, float],
-) -> Numbers:
-    """What decides: measured where the run showed it, simulated elsewhere."""
-    work, run, likely = scenario.work, scenario.metrics, rollouts["likely"]
-    shape, gpu = scenario.shape, scenario.gpu
-    k = max(k for k in tail_break_even if k <= max(3, min(tail_break_even)))
-    session_s = SESSION_BEGINS_S
-    if scenario.spot:
-        session_s += LEAST_TOKENS / hardware.drafter_tokens_s(shape, gpu, work.tensor_parallel)
-    if run is None:
-        update_s = hardware.update_token_s(shape, gpu, work.gpus, work.critic, work.reference)
-        gen_s, rest_s = likely.stock_s, FIXED_S + update_s * work.requests * response_mean
-    else:
-        gen_s, rest_s = run.gen_s, run.rest_s
-    # A few simulated steps have luck of their own, by which a worse drafter may come out ahead.
-    speeds = [rollout.speed for rollout in rollouts.values()]
-    return Numbers(
-        gen_s=gen_s,
-        rest_s=rest_s,
-        overhead_s=OVERHEAD_S,
-        rollout={"low": min(speeds), "likely": likely.speed, "high": max(speeds)},
-        tail_share=likely.tail_share,
-        bubble_s=likely.bubble_share * gen_s,
-        bubble_needed_s=session_s,
-        replicas=work.replicas,
-        has_drafter=scenario.has_drafter or bool(scenario.acceptance),
-        trains=scenario.spot,
-        mode=work.mode,
-        response_mean=likely.tokens / work.requests,
-        tail_break_even=tail_break_even[k],
-        accept_known=bool(scenario.acceptance),
-        accept={name: expected_accept_lengths(_acceptance(scenario, of), k)[k] for name, of in SETTINGS.items()},
-        measured=run is not None,
-        reward_s=(run and run.reward_s) or 0.0,
-        tool_share=(run and run.tool_share) or 0.0,
-    )
+    return engines["likely"], rollouts
 
 
 def _lengths(scenario: Scenario) -> simulation.LogNormal:

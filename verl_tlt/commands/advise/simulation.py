@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -148,15 +148,11 @@ def simulate(
         stock, tlt = zip(*pairs, strict=True)
         stock_s, rollout_s = (max(replica.seconds for replica in decoded) for decoded in (stock, tlt))
         bubble_share = 1.0 - sum(s.seconds for s in stock) / (stock_s * len(stock))
-        tail = tail_share([s.seconds_by_batch for s in stock])
-        rollouts.append((drawn.sum(), stock_s, rollout_s, tail, bubble_share))
+        by_batch = [item for replica in stock for item in replica.seconds_by_batch.items()]
+        tail_s = sum(seconds for batch, seconds in by_batch if batch < SMALL_BATCH)
+        tail_share = tail_s / sum(seconds for _, seconds in by_batch)
+        rollouts.append((drawn.sum(), stock_s, rollout_s, tail_share, bubble_share))
     return SimulatedRollout(*(float(mean) for mean in np.mean(rollouts, axis=0)))
-
-
-def tail_share(engines: Sequence[Mapping[int, float]]) -> float:
-    """Share of decoding time at batches below `SMALL_BATCH`, of engines whose seconds by batch are given."""
-    seconds = [item for engine in engines for item in engine.items()]
-    return sum(s for batch, s in seconds if batch < SMALL_BATCH) / sum(s for _, s in seconds)
 
 
 # ---------------------------------------------------------------------- response lengths
