@@ -24,7 +24,7 @@ from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import Prompts, read_for
-from verl_tlt.commands.warmup.train import TrainingRun, policy_library
+from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter import (
     DrafterTrainer,
@@ -155,16 +155,14 @@ def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list
 
 def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str) -> TrainingRun:
     drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.tokens, responses)
-    library, head = policy_library(drafter, options, texts, device, int(options.cache_gb * 1e9))
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     run = TrainingRun(
         DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss),
-        library,
+        PolicyTexts(drafter, options, texts, device, int(options.cache_gb * 1e9)),
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
         judged=[i for i, r in enumerate(responses) if r.prompt in prompts.held_out],
         options=options,
         state_file=options.work / STATE,
-        whole_head=head,
     )
     run.resume()
     return run

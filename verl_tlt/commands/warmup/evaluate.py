@@ -21,10 +21,10 @@ from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
-from verl_tlt.commands.warmup.train import policy_library, score
+from verl_tlt.commands.warmup.train import PolicyTexts
 from verl_tlt.drafter import check_owner, load_drafter, provenance, to_drafter_file, write_back
 from verl_tlt.drafter.checkpoint import stage
-from verl_tlt.drafter.evaluate import DraftCounts, combined_score
+from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder
 from verl_tlt.messages import from_plain
 
@@ -79,13 +79,12 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
         assert served is not None
         scored, device = engine.Stage(bars, "score", "loading the policy"), engine.find_device(options.device)
         drafter, texts = _load(options, prompts, device), engine.as_texts(prompts, responses)
-        library, head = policy_library(drafter, options, texts, device, max_bytes=0)
+        library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
 
         def tell(done: int, total: int) -> None:
             scored.tell(done / total, f"{done} of {total} tokens")
 
-        scores = score(drafter, library, range(len(texts)), options, head, tell, BATCH_TOKENS)
-        simulated = combined_score(scores, options.draft_length)
+        simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 

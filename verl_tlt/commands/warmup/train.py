@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,50 +75,54 @@ def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
     return CheckPlan(scores, min(whole, affordable // scores))
 
 
-def policy_library(
-    drafter: Eagle3DraftModel, options: EngineOptions, texts: Sequence[Text], device: str, max_bytes: int
-) -> tuple[Library, torch.Tensor | None]:
-    """The policy's states for texts and, for a pruned draft vocabulary, its whole head [V, H].
+class PolicyTexts(Library):
+    """Texts of a policy with its states: what a drafter learns from, and is scored on.
 
     Fills the drafter's verifier weights from the policy.
     """
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # the commands show their own
-    parts = VerifierWeights.from_policy_dir(options.model)
-    refresh_verifier_weights(drafter, parts)
-    states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids)
-    return Library(states, texts, max_bytes), parts.lm_head.to(device) if drafter.use_draft_vocab else None
+    def __init__(
+        self, drafter: Eagle3DraftModel, options: EngineOptions, texts: Sequence[Text], device: str, max_bytes: int
+    ) -> None:
+        import transformers
 
+        transformers.utils.logging.disable_progress_bar()  # the commands show their own
+        parts = VerifierWeights.from_policy_dir(options.model)
+        refresh_verifier_weights(drafter, parts)
+        super().__init__(PolicyStates(load_policy(options.model, device), drafter.target_layer_ids), texts, max_bytes)
+        self._options = options
+        self._whole_head = parts.lm_head.to(device) if drafter.use_draft_vocab else None  # [V, H]
 
-def score(
-    drafter: Eagle3DraftModel,
-    library: Library,
-    texts: Sequence[int],
-    options: EngineOptions,
-    whole_head: torch.Tensor | None,
-    tell: Callable[[int, int], None],
-    budget: int,
-) -> list[SequenceScore]:
-    """How much of the texts the drafter would have had accepted; `tell` is called with tokens done, and of all.
+    def tokens(self, numbers: Iterable[int]) -> int:
+        """Of these texts together."""
+        return sum(len(self.texts[n].tokens) for n in numbers)
 
-    `budget`: tokens scored at once. `whole_head` is the policy's, as `policy_library` returns it.
-    """
-    scores, done, total = list[SequenceScore](), 0, library.tokens(texts)
-    for group in grouped(texts, lambda n: library.tokens([n]), budget):
-        tell(done, total)
-        scores += acceptance(
-            drafter,
-            library.get(group),
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_draft=options.draft_length,
-            budget=budget,
-            lm_head=whole_head,
-        )
-        done += library.tokens(group)
-    return scores
+    def grouped(self, numbers: Iterable[int], budget: int) -> Iterator[list[int]]:
+        """These texts in groups of up to `budget` tokens."""
+        return grouped(numbers, lambda n: self.tokens([n]), budget)
+
+    def score(
+        self, drafter: Eagle3DraftModel, numbers: Sequence[int], budget: int, tell: Callable[[int, int], None]
+    ) -> SequenceScore:
+        """What the policy would accept of drafts in these texts; `tell` is called with tokens done, and of all.
+
+        `budget`: tokens scored at once.
+        """
+        scores, done, options = list[SequenceScore](), 0, self._options
+        for group in self.grouped(numbers, budget):
+            tell(done, self.tokens(numbers))
+            scores += acceptance(
+                drafter,
+                self.get(group),
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                max_draft=options.draft_length,
+                budget=budget,
+                lm_head=self._whole_head,
+            )
+            done += self.tokens(group)
+        return combined_score(scores, options.draft_length)
 
 
 @dataclass
@@ -142,34 +146,27 @@ class TrainingProgress:
     """The `CheckPlan`, once it is made."""
 
 
+@dataclass
 class TrainingRun:
-    """One training run on the library's texts: those numbered `train` to learn from, `judged` held out.
+    """One training run on a library of texts."""
 
-    `whole_head` [V, H], the policy's, is needed for a pruned draft vocabulary.
-    """
+    trainer: DrafterTrainer
+    library: PolicyTexts
+    train: list[int]
+    """Numbers of the texts to learn from."""
+    judged: list[int]
+    """Of those held out."""
+    options: WarmupOptions
+    state_file: Path
 
-    def __init__(
-        self,
-        trainer: DrafterTrainer,
-        library: Library,
-        train: Sequence[int],
-        judged: Sequence[int],
-        options: WarmupOptions,
-        *,
-        state_file: Path,
-        whole_head: torch.Tensor | None = None,
-    ) -> None:
-        self.trainer, self.library, self.options = trainer, library, options
-        self.train = list(train)
-        self.judged = list(judged)
-        self.state_file, self.whole_head = state_file, whole_head
+    def __post_init__(self) -> None:
         self.progress = TrainingProgress()
-        self.best = trainer.parameters_numpy()
+        self.best = self.trainer.parameters_numpy()
         self.tell_scored: Callable[[int, int], None] = lambda done, total: None
         """Called while held-out responses are scored, with tokens."""
-        self._peak_lr = trainer.learning_rate
+        self._peak_lr = self.trainer.learning_rate
         self._turn = threading.Lock()  # of policy and drafter: both at once would need more of the device's memory
-        self._lengths = [len(library.texts[n].tokens) for n in self.train]
+        self._lengths = [self.library.tokens([n]) for n in self.train]
         self._plan = self._plan_of(0)
 
     @property
@@ -229,7 +226,7 @@ class TrainingRun:
 
     def _plan_checks(self) -> CheckPlan:
         begun, p = time.perf_counter(), self.progress
-        probe = self._within(PROBE_TOKENS)
+        probe = next(self.library.grouped(self.judged, PROBE_TOKENS), [])
         self._score(probe)  # the first use allocates and compiles
         warm = time.perf_counter()
         self._score(probe)
@@ -240,19 +237,14 @@ class TrainingRun:
     def _check(self, step: int, tokens: int) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
         begun, p = time.perf_counter(), self.progress
-        score = combined_score(self._score(self._within(p.plan["tokens"])), self.options.draft_length)
+        score = self._score(next(self.library.grouped(self.judged, p.plan["tokens"]), []))
         if not self.taus or score.accept_length > max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
         p.check_seconds += time.perf_counter() - begun
         p.checks.append({"step": step, "tokens": tokens, "seconds": p.seconds, "tau": score.accept_length})
 
-    def _within(self, tokens: int) -> list[int]:
-        """The first held-out responses of so many tokens together; one at least."""
-        return next(grouped(self.judged, lambda n: self.library.tokens([n]), tokens), [])
-
-    def _score(self, texts: Sequence[int]) -> list[SequenceScore]:
-        model, budget = self.trainer.model, self.options.batch_tokens
-        return score(model, self.library, texts, self.options, self.whole_head, self.tell_scored, budget)
+    def _score(self, numbers: Sequence[int]) -> SequenceScore:
+        return self.library.score(self.trainer.model, numbers, self.options.batch_tokens, self.tell_scored)
 
     def save(self) -> None:
         state = {
