@@ -6,7 +6,7 @@ policies), so a `Library` keeps as many as its memory allows and computes the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +134,6 @@ class Library:
         self.states, self.texts, self.max_bytes = states, texts, max_bytes
         self.nbytes = 0
         self._held: dict[int, data.TrainingSequence] = {}
-
-    def tokens(self, numbers: Iterable[int]) -> int:
-        """Tokens of these texts together."""
-        return sum(len(self.texts[n].tokens) for n in numbers)
 
     def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
         """These texts' sequences, in this order."""

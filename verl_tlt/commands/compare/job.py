@@ -10,12 +10,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from verl_tlt.commands.advise.run_metrics import read_steps
 from verl_tlt.commands.compare.plan import STEP, Arm, Plan, quoted
 from verl_tlt.commands.compare.record import CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
-from verl_tlt.files.json_files import open_ordinary, parse
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
@@ -48,8 +47,8 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
         what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
         raise CompareError(failure(f"{arm.name} {what}.", log))
     keep_only(home, home / f"{STEP}{plan.last_step(turn)}")
-    steps = [read_step(turn, row["step"], row["data"]) for row in rows]
-    saved = sum(row["data"].get("timing_s/save_checkpoint", 0.0) for row in rows)
+    steps = [read_step(turn, step, row) for step, row in rows.items()]
+    saved = sum(row.get("timing_s/save_checkpoint", 0.0) for row in rows.values())
     logged = accepted(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None
     return Turn(arm.name, turn, steps[1:], seconds, steps[0].step_s, saved, logged)
 
@@ -89,16 +88,10 @@ def keep_only(home: Path, checkpoint: Path | None) -> None:
             shutil.rmtree(path)
 
 
-def read_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Rows of verl's `file` logger that are RL steps; {"step": number, "data": metrics}."""
-    if not metrics.exists():
-        return []
-    with open_ordinary(metrics) as file:
-        lines = file.read().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
-    try:
-        return [row for line in lines if "timing_s/step" in (row := parse(line))["data"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error
+def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
+    """What verl's `file` logger has of finished RL steps, by step."""
+    rows = read_steps(metrics) if metrics.exists() else {}
+    return {step: row for step, row in rows.items() if "timing_s/step" in row}
 
 
 def accepted(lines: Iterable[str]) -> float | None:
