@@ -191,20 +191,15 @@ def suite() -> list[Replay]:
     return found
 
 
-def run_all(say: Callable[[str], None], jobs: int = 1, only: str = "") -> dict[str, Any]:
-    """Run the suite.
-
-    Args:
-        say: called with a line per replay.
-        jobs: processes to share it among; nothing is timed here.
-        only: run only replays whose name contains this.
+def run_all(say: Callable[[str], None], jobs: int) -> dict[str, Any]:
+    """Run the suite in so many processes, since nothing is timed here; `say` is called with a line per replay.
 
     Returns:
         `replay`: name, oracle_s and policies of each; `replay_detail`: by name, oracles and misses.
     """
     results = []
     with ProcessPoolExecutor(jobs) as pool:
-        for result in pool.map(compare, [replay for replay in suite() if only in replay.name]):
+        for result in pool.map(compare, suite()):
             results.append(result)
             mine, wrong = result["policies"]["goodput"], misses(result)
             say(f"{result['name']}: goodput {mine['pct_of_oracle']} % of O3{''.join(f'; {miss}' for miss in wrong)}")

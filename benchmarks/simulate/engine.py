@@ -59,8 +59,6 @@ class SeesTruth(Protocol):
 class Bucket:
     """Account of one octave of batch sizes."""
 
-    steps: int = 0
-    tokens: int = 0
     seconds: float = 0.0
     off_seconds: float = 0.0
     """What the same tokens would have cost at K=0."""
@@ -181,8 +179,6 @@ class _Drain:
     ) -> None:
         run, cost = self.run, self.engine.cost
         bucket = run.buckets.setdefault(batch.bit_length() - 1, Bucket())
-        bucket.steps += 1
-        bucket.tokens += produced
         bucket.seconds += seconds
         bucket.off_seconds += pace * cost.seconds(batch, kv_tokens, 0, 0) * produced / batch
         bucket.stock_seconds += pace * cost.seconds(batch, kv_tokens, 0, OFF) * produced / batch

@@ -136,10 +136,7 @@ class Reload(DrafterStatus):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Speculation was disabled for the run because it does not pay, or enabled again.
-
-    With a `replica`: spot training there was given up, or works again.
-    """
+    """Speculation was disabled because it does not pay, or enabled again; or spot training on one replica was."""
 
     kind: ClassVar[str] = "stopped"
     t: float

@@ -232,11 +232,7 @@ def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, f
 
 
 def step_line(metrics: Mapping[str, float], step: int, total: int | None = None) -> str:
-    """Summarise a step's metrics (verl's and `tlt/*`); what was not measured is left out.
-
-    >>> step_line({"critic/score/mean": 0.5, "timing_s/gen": 12.0, "tlt/accept_length": 2.25}, 3, 10)
-    'step  3/10 | reward 0.50 | rollout 12.0 s | accept 2.25'
-    """
+    """Summarise a step's metrics (verl's and `tlt/*`): "step  3/10 | reward 0.50 | ..."; unmeasured: left out."""
     width = len(str(total or step))
     bubble = _part(metrics, "tlt/bubble_s", "bubble {:.1f} s")
     saved_s = counted_savings(metrics)

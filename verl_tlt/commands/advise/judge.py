@@ -1,6 +1,4 @@
-"""Yes, no, or what it depends on: rules over the numbers of a run. The first that applies is the answer, and names its
-number.
-"""
+"""Yes, no, or what it depends on: rules over a run's numbers. The first that applies answers, and names its number."""
 
 from __future__ import annotations
 

@@ -81,10 +81,7 @@ def vllm_arm(
 
 
 def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
-    """Stock verl and the arms of these names; a CompareError where there is none, or one has no drafter and needs it.
-
-    Without a `drafter` TLT starts from a random head.
-    """
+    """Stock verl and the arms of these names; a CompareError where there is none, or one lacks the drafter it needs."""
     given = () if drafter is None else (f"++tlt.drafter.path={quoted(drafter)}",)
     known = {
         STOCK: Arm(STOCK, "the recipe with stock verl", False),
@@ -213,8 +210,7 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     for arm in (arm for arm in arms if arm.tlt):
-        refused = [finding.sentence for finding in diagnose(plan.recipe(arm)) if finding.level == "refuse"]
-        if refused:
+        if refused := [found.sentence for found in diagnose(plan.recipe(arm)) if found.level == "refuse"]:
             raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
     if drafter is not None and not any(arm.tlt for arm in arms):
         drafting = plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))

@@ -1,7 +1,4 @@
-"""Draws a traced run with matplotlib: the charts of the page, and `picture.png`.
-
-Colours are Okabe and Ito's, which colour-blind readers can tell apart.
-"""
+"""Draws a traced run with matplotlib: the charts of the page, and `picture.png`."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from verl_tlt.commands.report import steps as run_steps
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.files.ownership import replacing
 
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
 PALE, GREY, INK = "#EEEEEE", "#888888", "#222222"
 TRAINING: dict[str, Any] = {"facecolor": "#FBE3B0", "edgecolor": ORANGE, "hatch": "///"}

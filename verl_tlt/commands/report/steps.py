@@ -1,7 +1,4 @@
-"""A run by RL step: a table with a row per step, from its metrics, and the parts of each step, from its trace.
-
-Metrics have the same names in a run of stock verl.
-"""
+"""A run by RL step: a row per step from its metrics, stock verl's too, and the parts of each step from its trace."""
 
 from __future__ import annotations
 
@@ -194,10 +191,7 @@ class RLStep:
 
 
 def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
-    """Every step with a finished rollout, ascending; several rollouts of one step count as one, with the gaps between.
-
-    A `TraceError` says that there is none.
-    """
+    """Every step with a finished rollout, ascending, several of one step as one; a `TraceError` where there is none."""
     phases, sessions = _by_step(trace.phases), _by_step(trace.sessions)
     steps = {}
     for step in sorted(phases):

@@ -116,9 +116,9 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
-    """Make the working directory, or go on with it; a sentence where an earlier run's training is given up.
+    """Make the working directory, or go on with it unless its responses are others or another user's.
 
-    One with other responses, or of another user, is refused.
+    Returns a sentence where an earlier run's training is given up.
     """
     work, file, state = options.work, options.work / "run.json", options.work / STATE
     for name in (file.name, STATE, "responses"):

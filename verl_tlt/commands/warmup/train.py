@@ -76,10 +76,7 @@ def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
 
 
 class PolicyTexts(Library):
-    """Texts of a policy with its states: what a drafter learns from, and is scored on.
-
-    Fills the drafter's verifier weights from the policy.
-    """
+    """Texts of a policy with its states, for a drafter, whose verifier weights are filled from the policy."""
 
     def __init__(
         self, drafter: Eagle3DraftModel, options: EngineOptions, texts: Sequence[Text], device: str, max_bytes: int
@@ -104,10 +101,7 @@ class PolicyTexts(Library):
     def score(
         self, drafter: Eagle3DraftModel, numbers: Sequence[int], budget: int, tell: Callable[[int, int], None]
     ) -> SequenceScore:
-        """What the policy would accept of drafts in these texts; `tell` is called with tokens done, and of all.
-
-        `budget`: tokens scored at once.
-        """
+        """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: tokens done, and all."""
         scores, done, options = list[SequenceScore](), 0, self._options
         for group in self.grouped(numbers, budget):
             tell(done, self.tokens(numbers))
