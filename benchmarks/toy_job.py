@@ -69,14 +69,9 @@ def toy_overrides(assets: Assets) -> tuple[str, ...]:
 
 
 class Job:
-    """A job of its own Ray cluster, followed by its trace.
+    """A job of its own Ray cluster, followed by its trace; it ends by itself after so many steps.
 
-    Args:
-        out: its folder; one that holds checkpoints is resumed from.
-        assets: policy and prompts.
-        steps: after which it ends by itself.
-        overrides: of verl's and TLT's settings.
-        environment: of the recipe (`demo_grpo.sh`).
+    A folder `out` that holds checkpoints is resumed from. `environment` is that of the recipe (`demo_grpo.sh`).
     """
 
     def __init__(self, out: Path, assets: Assets, steps: int, overrides: Sequence[str], **environment: str) -> None:
@@ -96,11 +91,7 @@ class Job:
             return file.read().decode(errors="replace")
 
     def events(self, limit_s: float, poll_s: float = 0.01) -> Iterator[Event]:
-        """The trace as it is written, until the job has ended.
-
-        Raises:
-            TimeoutError: nothing was written for `limit_s` seconds.
-        """
+        """The trace as it is written, until the job has ended; TimeoutError after `limit_s` seconds without a line."""
         last = time.monotonic()
         while True:
             ended = self.tree.process.poll() is not None

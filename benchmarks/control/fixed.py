@@ -62,10 +62,8 @@ def against_fixed(
 ) -> Found:
     """Race every arm in all drains, so many rounds of each, and begin none after so many seconds.
 
-    `work` is the folder that keeps the rounds; `say` is called with a line for each.
-
-    Returns:
-        The record as it is published: `loads` by name, each with what was `predicted`, its `rounds`, and the `verdict`.
+    `work` is the folder that keeps the rounds; `say` is called with a line for each. Returns the record as it is
+    published: `loads` by name, each with what was `predicted`, its `rounds`, and the `verdict`.
     """
     models = sized(models, prompts, drains)
     file, record = open_record(work, models)

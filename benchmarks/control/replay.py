@@ -192,11 +192,7 @@ def suite() -> list[Replay]:
 
 
 def run_all(say: Callable[[str], None], jobs: int) -> dict[str, Any]:
-    """Run the suite in so many processes, since nothing is timed here; `say` is called with a line per replay.
-
-    Returns:
-        `replay`: name, oracle_s and policies of each; `replay_detail`: by name, oracles and misses.
-    """
+    """Run the suite in so many processes, since nothing is timed here; `say` is called with a line per replay."""
     results = []
     with ProcessPoolExecutor(jobs) as pool:
         for result in pool.map(compare, suite()):

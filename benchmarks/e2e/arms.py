@@ -45,11 +45,8 @@ def arms(
 ) -> dict[str, Arm]:
     """All by name, `stock` first.
 
-    Args:
-        heads: the drafters.
-        schedule: of `vllm-table`.
-        costs: folder of measured step costs, of which every arm with TLT starts.
-        cold_start: `tlt.spot.cold_start_s` of the arm without a drafter.
+    `schedule` is that of `vllm-table`; `costs` is a folder of measured step costs, with which every arm of TLT starts;
+    `cold_start` is `tlt.spot.cold_start_s` of the arm without a drafter.
     """
     every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule)]
     every += _of_tlt(heads.warm, costs, cold_start)

@@ -74,15 +74,9 @@ class FaultRun:
 def run(
     name: str, out: Path, steps: int, faults: Sequence[Fault], *, tlt: bool = True, save_every: int = -1
 ) -> FaultRun:
-    """Run the demo's recipe with these faults armed.
+    """Run so many steps of the demo's recipe with these faults armed, or of stock verl, below `out`.
 
-    Args:
-        name: of the run, below `out`, where all runs share the prompts and the recorded responses.
-        out: directory.
-        steps: GRPO steps.
-        faults: to be armed.
-        tlt: False: stock verl.
-        save_every: RL steps between checkpoints.
+    There all runs share the prompts and the recorded responses. `save_every`: RL steps between checkpoints.
     """
     target, armed = out / name, out / f"{name}-armed"
     for old in (target, armed):

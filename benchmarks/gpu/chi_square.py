@@ -14,8 +14,7 @@ LEAST = 10
 def compare(one: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
     """Two samples of outputs of one length: a test for each place's token, and for each two tokens side by side.
 
-    Returns:
-        the tests, and `p` of all together: the least of theirs, times their number (Bonferroni).
+    `p` of all together is the least of theirs, times their number (Bonferroni).
     """
     tests = {}
     for width, name in ((1, "token"), (2, "pair")):

@@ -64,11 +64,7 @@ def cold_start(bench: Bench) -> dict[str, Any]:
 def job(
     bench: Bench, steps: int, replicas: int, wide: int, overrides: Sequence[str] = (), **environment: str
 ) -> dict[str, Any]:
-    """What a job of so many replicas, each so many devices wide, wrote of its steps.
-
-    Raises:
-        RuntimeError: it did not end by itself after all its steps; with the end of its log.
-    """
+    """What a job of so many replicas, each so many devices wide, wrote of its steps; RuntimeError where it failed."""
     assets = make_assets(bench.directory / "assets", lambda index: [SHORT if index % BATCH else LONG] * SAMPLES)
     shape = {"REPLICAS": str(replicas), "TP": str(wide), "EXECUTOR": "mp", "DEVICE": bench.device, "SAVE_FREQ": "-1"}
     run = Job(

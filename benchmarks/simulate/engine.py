@@ -87,11 +87,7 @@ class SimulationResult:
 
 
 class SimulatedEngine:
-    """One engine with its cost model, workload and noise.
-
-    Args:
-        observe_lag: records reach the policy this many steps late (1: async scheduling).
-    """
+    """One engine; records reach the policy `observe_lag` steps late (1: async scheduling)."""
 
     def __init__(
         self, workload: Workload, cost: CostModel, noise: Noise | None = None, *, observe_lag: int = 0

@@ -101,7 +101,7 @@ class PolicyTexts(Library):
     def score(
         self, drafter: Eagle3DraftModel, numbers: Sequence[int], budget: int, tell: Callable[[int, int], None]
     ) -> SequenceScore:
-        """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: tokens done, and all."""
+        """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: done, and all."""
         scores, done, options = list[SequenceScore](), 0, self._options
         for group in self.grouped(numbers, budget):
             tell(done, self.tokens(numbers))
