@@ -134,17 +134,6 @@ def token_s(shape: Shape, gpu: Gpu, devices: int) -> float:
     return 2 * shape.active / (gpu.flops * FLOPS_REACHED * devices)
 
 
-def update_token_s(shape: Shape, gpu: Gpu, devices: int, critic: bool, reference: bool) -> float:
-    """Seconds per token of all that follows a rollout: log-probs, and the update with recomputation (8 FLOP)."""
-    passes = 2 + 8 + (2 if reference else 0) + (10 if critic else 0)
-    return passes * shape.active / (gpu.flops * TRAINING_REACHED * devices)
-
-
-def drafter_tokens_s(shape: Shape, gpu: Gpu, devices: int) -> float:
-    """Tokens a second that a replica's spot workers learn from, over three unrolled positions."""
-    return gpu.flops * TRAINING_REACHED * devices / (3 * 6 * (shape.active / shape.layers + shape.head))
-
-
 # ---------------------------------------------------------------------- a recipe
 
 

@@ -135,18 +135,19 @@ def _kv_tokens(scenario: Scenario) -> int:
 
 
 def _rest_s(scenario: Scenario, response_mean: float) -> float:
-    """Seconds of a step outside rollout."""
+    """Seconds of a step outside rollout: log-probs, and the update with recomputation (8 FLOP) besides `FIXED_S`."""
     work = scenario.work
-    token_s = hardware.update_token_s(scenario.shape, scenario.gpu, work.gpus, work.critic, work.reference)
-    return FIXED_S + token_s * work.requests * response_mean
+    passes = 2 + 8 + (2 if work.reference else 0) + (10 if work.critic else 0)  # FLOP for each parameter and token
+    flops = scenario.gpu.flops * hardware.TRAINING_REACHED * work.gpus
+    return FIXED_S + passes * scenario.shape.active / flops * work.requests * response_mean
 
 
 def _session_s(scenario: Scenario) -> float:
-    """Seconds of the shortest session whose result is merged."""
-    if not scenario.spot:
-        return SESSION_BEGINS_S
-    tokens_s = hardware.drafter_tokens_s(scenario.shape, scenario.gpu, scenario.work.tensor_parallel)
-    return SESSION_BEGINS_S + LEAST_TOKENS / tokens_s
+    """Seconds of the shortest session whose result is merged; it learns from three unrolled positions."""
+    shape = scenario.shape
+    token_flop = 3 * 6 * (shape.active / shape.layers + shape.head)
+    flops = scenario.gpu.flops * hardware.TRAINING_REACHED * scenario.work.tensor_parallel
+    return SESSION_BEGINS_S + LEAST_TOKENS * token_flop / flops
 
 
 def _simulated(

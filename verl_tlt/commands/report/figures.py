@@ -103,7 +103,7 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
             yield Chart(title, note, partial(draw_lines, unit=unit, lines=lines, lowest=lowest))
     if lengths := draft_lengths(trace):
         note = "Share of engine steps. OFF: the drafter's pass was skipped; K=0: nothing was drafted in the step."
-        yield Chart("Draft length K", note, partial(draw_bars, unit="share of steps", steps=steps, bars=lengths))
+        yield Chart("Draft length K", note, partial(draw_bars, unit="share of engine steps", steps=steps, bars=lengths))
     if any(row["bubble_s"] for row in rows):
         trained = [row["bubble_trained_s"] or 0.0 for row in rows]
         idle = [(row["bubble_s"] or 0.0) - used for row, used in zip(rows, trained, strict=True)]
