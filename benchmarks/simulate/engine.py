@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -41,18 +40,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class Truth:
-    """What no real policy can know; oracles ask for it."""
+    """What no real policy can know: a policy that has a method `see` is shown it before each choice."""
 
     accept_lengths: npt.NDArray[np.float64]
     """τ(0), τ(1), ... of the requests at hand."""
     cost: CostModel
-
-
-@runtime_checkable
-class SeesTruth(Protocol):
-    """A policy that is shown the truth before each choice."""
-
-    def see(self, truth: Truth) -> None: ...
 
 
 @dataclass
@@ -120,9 +112,8 @@ class _Drain:
         while self.rows.size:
             kv_tokens = int(self.done[self.rows].sum()) + self.rows.size * self.engine.workload.prompt
             scales = self.rollout.scales(self.rows, self.done[self.rows])
-            if isinstance(policy, SeesTruth):
-                tau = self.rollout.accept_lengths(scales, self.rollout.acceptance.size)
-                policy.see(Truth(tau, self.engine.cost))
+            if (see := getattr(policy, "see", None)) is not None:
+                see(Truth(self.rollout.accept_lengths(scales, self.rollout.acceptance.size), self.engine.cost))
             k = policy.choose(Load(self.rows.size, kv_tokens))
             self.late.append(self._step(k, kv_tokens, scales, prefill))
             prefill = self._admit()
