@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_tlt.upstream.upstream_api import Symbol, by_file
+from verl_tlt.upstream.sources import Symbol, by_file
 
 DEMO = by_file(
     {

@@ -17,8 +17,8 @@ from made_run import make_run  # noqa: E402
 from policy_config import POLICY  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from verl_tlt.checks import rules  # noqa: E402
 from verl_tlt.commands.cli import app  # noqa: E402
+from verl_tlt.commands.doctor import command  # noqa: E402
 
 STOCK = {
     "timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 300.0, "response_length/max": 1500.0,
@@ -141,7 +141,7 @@ def placeholders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def symbols():
     """What the doctor reads out of verl's and vLLM's sources, once: it takes seconds."""
-    return {package: rules.symbols_of(package) for package in ("verl", "vllm")}
+    return {package: command.check_symbols(package) for package in ("verl", "vllm")}
 
 
 @pytest.mark.parametrize("words", without_engine())
@@ -149,7 +149,7 @@ def test_a_command_without_an_engine_runs_as_written(words, placeholders, symbol
     monkeypatch.chdir(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": STOCK}))
     (tmp_path / "tlt_trace").symlink_to(placeholders["report"][0])
-    monkeypatch.setattr(rules, "symbols_of", lambda package, root=None: symbols[package])
+    monkeypatch.setattr(command, "check_symbols", lambda package, root=None: symbols[package])
     mine = placeholders[words[0]]
     typed = [part for word in words for part in (mine if word == PLACEHOLDER else (word,))]
     done = CliRunner().invoke(app, typed, env={"COLUMNS": "200"})

@@ -20,8 +20,7 @@ import pytest
 
 from docs.upstream_changes import CAUSES_IN, OFFERED, declared
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
-from verl_tlt.upstream.sources import SourceTree, source_root
-from verl_tlt.upstream.upstream_api import Symbol
+from verl_tlt.upstream.sources import SourceTree, Symbol, source_root
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))

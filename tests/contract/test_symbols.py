@@ -17,8 +17,7 @@ import verl_tlt
 from demo.upstream_api import DEMO
 from verl_cpu.upstream_api import CPU
 from verl_tlt.checks.rules import judge_version
-from verl_tlt.upstream.sources import SourceTree, check_symbols, source_root
-from verl_tlt.upstream.upstream_api import SYMBOLS, Symbol
+from verl_tlt.upstream.sources import SYMBOLS, SourceTree, Symbol, check_symbols, source_root
 from verl_tlt.upstream.versions import SUPPORTED
 
 OURS = [
@@ -42,7 +41,7 @@ LACKING = {
 
 
 def wrong(root, package):
-    checked = check_symbols(root, package, [*SYMBOLS, *CPU, *DEMO])
+    checked = check_symbols(package, root, [*SYMBOLS, *CPU, *DEMO])
     return {f"{symbol.name} {problem}" for symbol, problem in checked if problem}
 
 
@@ -53,7 +52,7 @@ def test_the_installed_release(package):
 
 @pytest.mark.parametrize(("package", "version"), RELEASES)
 def test_another_release(package, version):
-    checked = check_symbols(sources(package, version), package, [*SYMBOLS, *CPU, *DEMO])
+    checked = check_symbols(package, sources(package, version), [*SYMBOLS, *CPU, *DEMO])
     found = {f"{symbol.name} {problem}": symbol.name for symbol, problem in checked if problem}
     owners = {name if name.endswith(":") else re.match(r"[^:]*:\w+", name)[0] for name in found.values()}
     assert owners == LACKING.get((package, version), set()), "\n".join(sorted(found))

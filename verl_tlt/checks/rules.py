@@ -28,13 +28,13 @@ from verl_tlt.checks.recipe import (
     trainer_mode,
 )
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.drafter.policy import first_line
 from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import check_writable
 from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
-from verl_tlt.upstream.sources import check_symbols, source_root
-from verl_tlt.upstream.upstream_api import Symbol
+from verl_tlt.upstream.sources import Symbol, check_symbols
 from verl_tlt.upstream.versions import SUPPORTED, Release, Supported, installed, release
 
 if TYPE_CHECKING:
@@ -98,19 +98,13 @@ def judge_version(supported: Supported, version: str | None, root: Path | None =
     if found[:2] <= supported.newest_tested[:2]:
         return Finding("ok", name, f"{name} {version}")
     newer = f"{name} {version} is newer than {_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
-    symbols = symbols_of(name, root)
+    symbols = check_symbols(name, root)
     if not symbols:
         return Finding("refuse", name, f"{newer}: {supported.remedy}.")
     if changed := [finding for finding in judge_symbols(name, symbols) if finding.level == "refuse"]:
         more = f" {len(changed) - 1} more changed." if len(changed) > 1 else ""
         return Finding("refuse", name, f"{newer}, and it changed {changed[0].sentence}{more}")
     return Finding("warn", name, f"{newer}; all {len(symbols)} symbols that verl-tlt relies on are as expected.")
-
-
-def symbols_of(package: str, root: Path | None = None) -> list[tuple[Symbol, str | None]]:
-    """What verl-tlt relies on in a package, each with what is wrong with it (None: nothing); empty: not installed."""
-    root = root or source_root(package)
-    return [] if root is None else check_symbols(root, package)
 
 
 def judge_symbols(package: str, symbols: Sequence[tuple[Symbol, str | None]]) -> list[Finding]:
@@ -142,9 +136,8 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     if mode in MODE_RULES:
         yield Finding("ok", what, f"{what}={mode}")
     else:
-        yield Finding(
-            "refuse", what, f"{what}={mode} has no TLT trainer in this release; it has {', '.join(MODE_RULES)}."
-        )
+        known = f"it has {', '.join(MODE_RULES)}"
+        yield Finding("refuse", what, f"{what}={mode} has no TLT trainer in this release; {known}.")
 
 
 def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
@@ -339,8 +332,7 @@ def _unreadable(path: str) -> str | None:
     try:
         return "has no rows" if read_metadata(path).num_rows == 0 else None
     except (OSError, ArrowException) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        return f"cannot be read as parquet: {said}"
+        return f"cannot be read as parquet: {first_line(error)}"
 
 
 def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:

@@ -1,20 +1,63 @@
-"""Look up the symbols we rely on in a release's source text: of the installed one, or of an unpacked wheel.
+"""Every symbol of verl and vLLM that verl-tlt touches, looked up in a release's source text.
 
-Nothing is imported, so it works on a machine that could not run what it reads.
+A release number says little about a function that begins with an underscore. So what is used is listed in
+`symbols.yaml`, by our file that uses it, with the signature it relies on; a test compares the list with our imports.
+Looked at are the sources of the installed release, or of an unpacked wheel. Nothing of them is imported, so this works
+on a machine that could not run them.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_tlt.upstream.upstream_api import SYMBOLS, Symbol
+import yaml
+
 from verl_tlt.upstream.versions import location
 
 VLLM_MODELS = "vllm.model_executor.models"
+_ROW = re.compile(r"([^\s(]+)(?:\((.*)\))?(?: has (.*?))?(?: moved_to (.*))?")
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """Something of verl's or vLLM's that our code calls, overrides, replaces or reads."""
+
+    name: str  # `module:qualified.name`; for a module itself, `module:`
+    takes: str = ""
+    """Names of the first parameters, in order, `self` left out; space-separated like the next one."""
+    has: str = ""  # names that the class or module must define; its bases within the package count
+    says: tuple[str, ...] = ()  # fragments that its source must contain, where we rely on how it is written
+    moved_to: str = ""  # where a later release defines it, if it is not handed on to the module in `name`
+    used_by: str = ""  # our file, below the package that lists it (`by_file`)
+
+    @property
+    def package(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def by_file(users: Mapping[str, Sequence[Symbol]]) -> tuple[Symbol, ...]:
+    """The symbols of a list by file, each with that file as its `used_by`."""
+    return tuple(replace(symbol, used_by=file) for file, symbols in users.items() for symbol in symbols)
+
+
+def _symbol(row: str | dict[str, list[str]]) -> Symbol:
+    """One row of `symbols.yaml`, which says how it is written."""
+    text, says = next(iter(row.items())) if isinstance(row, dict) else (row, ())
+    if (found := _ROW.fullmatch(text)) is None:
+        raise ValueError(f"symbols.yaml: {text} is no symbol.")
+    name, takes, has, moved_to = (part or "" for part in found.groups())
+    return Symbol(name if ":" in name else f"{name}:", takes, has, tuple(says), moved_to)
+
+
+_LISTED = yaml.safe_load(Path(__file__).with_name("symbols.yaml").read_text())
+SYMBOLS = by_file({file: [_symbol(row) for row in rows] for file, rows in _LISTED.items()})
+"""Everything outside the documented interfaces."""
 
 
 class SourceTree:
@@ -33,7 +76,7 @@ class SourceTree:
             return f"there is no module {module}"
         node: ast.AST = found[1]
         for depth, part in enumerate(qualified.split(".") if qualified else []):
-            inner = self._definition(module, part) if depth == 0 else self._member(node, module, part)
+            inner = self._member(node, module, part) if depth else self.definition(module, part)
             if inner is None:
                 return f"{symbol.name.partition(':')[0]} has no {qualified}"
             node, module = inner
@@ -44,7 +87,7 @@ class SourceTree:
             arguments = [a for a in arguments if a not in ("self", "cls")]
             if arguments[: len(wanted)] != wanted:
                 return f"takes ({', '.join(arguments)}) and not ({', '.join(wanted)}, ...)"
-        names = {name for _, name in self._members(node, module, assigned=True)} if symbol.has else set()
+        names = {name for name, _, _ in self._members(node, module, assigned=True)} if symbol.has else set()
         if missing := [name for name in symbol.has.split() if name not in names]:
             return f"does not define {', '.join(missing)}"
         if symbol.says:
@@ -52,14 +95,6 @@ class SourceTree:
             if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
                 return f"does not say `{absent}`"
         return None
-
-    def ancestors(self, module: str, name: str) -> set[str]:
-        """Names of a class and of all classes it inherits, as far as they can be followed in these sources."""
-        found = self._definition(module, name)
-        if found is None or not isinstance(found[0], ast.ClassDef):
-            return {name}
-        bases = [base.id for base in found[0].bases if isinstance(base, ast.Name)]
-        return {name}.union(*(self.ancestors(found[1], base) for base in bases))
 
     def table(self, module: str) -> Iterator[tuple[str, ast.expr]]:
         """(key, value) of every entry with a constant string as its key in the dicts that a module writes out."""
@@ -84,28 +119,32 @@ class SourceTree:
             self._modules[name] = (text, ast.parse(text)) if path else None
         return self._modules[name]
 
-    def _members(
-        self, node: ast.AST, module: str, assigned: bool = False, depth: int = 0
-    ) -> Iterator[tuple[ast.AST, str]]:
-        """(definition, name) of what a module or class and its bases define; if `assigned`, `self.x = ...` too."""
-        for inner in getattr(node, "body", []):
-            yield from ((inner, name) for name in _bound(inner))
-            if assigned and isinstance(node, ast.ClassDef):
-                for deep in ast.walk(inner):
+    def with_bases(self, node: ast.AST, module: str, depth: int = 0) -> Iterator[tuple[ast.AST, str]]:
+        """A module or class with its module's name, then the classes it inherits, as far as these sources have them."""
+        yield node, module
+        for base in node.bases if isinstance(node, ast.ClassDef) and depth < 5 else ():
+            found = self.definition(module, base.id) if isinstance(base, ast.Name) else None
+            if found is not None and isinstance(found[0], ast.ClassDef):
+                yield from self.with_bases(*found, depth + 1)
+
+    def _members(self, node: ast.AST, module: str, assigned: bool = False) -> Iterator[tuple[str, ast.AST, str]]:
+        """(name, definition, module) of what a module, or a class with its bases, defines.
+
+        If `assigned`, `self.x = ...` too.
+        """
+        for owner, place in self.with_bases(node, module):
+            for inner in getattr(owner, "body", []):
+                yield from ((name, inner, place) for name in _bound(inner))
+                for deep in ast.walk(inner) if assigned and isinstance(owner, ast.ClassDef) else ():
                     if isinstance(deep, ast.Attribute) and isinstance(deep.ctx, ast.Store):
-                        yield deep, deep.attr
-        if isinstance(node, ast.ClassDef) and depth < 5:
-            for base in (base.id for base in node.bases if isinstance(base, ast.Name)):
-                found = self._definition(module, base)
-                if found is not None and isinstance(found[0], ast.ClassDef):
-                    yield from self._members(*found, assigned, depth + 1)
+                        yield deep.attr, deep, place
 
     def _member(self, node: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """What a class or its bases define under `name`, and the module of the class."""
-        inner = next((n for n, _ in self._members(node, module) if getattr(n, "name", None) == name), None)
-        return None if inner is None else (inner, module)
+        """The definition, and its module, of what a module, or a class with its bases, calls `name` itself."""
+        members = self._members(node, module)
+        return next(((n, place) for _, n, place in members if getattr(n, "name", None) == name), None)
 
-    def _definition(self, module: str, name: str, hops: int = 5) -> tuple[ast.AST, str] | None:
+    def definition(self, module: str, name: str, hops: int = 5) -> tuple[ast.AST, str] | None:
         """What defines `name` of a module, and where: a package hands on what its modules define."""
         tree = self._module(module)
         if tree is None:
@@ -115,16 +154,14 @@ class SourceTree:
         for node in (n for n in tree[1].body if isinstance(n, ast.ImportFrom) and hops):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return self._definition(self._absolute(node, module), alias.name, hops - 1)
+                    return self.definition(self._absolute(node, module), alias.name, hops - 1)
         return None
 
     def _absolute(self, node: ast.ImportFrom, module: str) -> str:
         """The module that a `from ... import` in `module` names."""
-        if not node.level:
-            return node.module or ""
-        package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
-        parts = module.split(".")[: len(module.split(".")) - node.level + package]
-        return ".".join([*parts, *([node.module] if node.module else [])])
+        is_package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        package = module if is_package else module.rpartition(".")[0]
+        return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
@@ -148,23 +185,29 @@ def source_root(package: str) -> Path | None:
     return None if folder is None else folder.parent
 
 
-def check_symbols(root: Path, package: str, symbols: Sequence[Symbol] = SYMBOLS) -> list[tuple[Symbol, str | None]]:
-    """Those of `symbols` in `package` with what is wrong with them below `root` (None: nothing), in the same order."""
+def check_symbols(
+    package: str, root: Path | None = None, symbols: Sequence[Symbol] = SYMBOLS
+) -> list[tuple[Symbol, str | None]]:
+    """Those of `symbols` in `package`, in the same order, with what is wrong with them (None: nothing).
+
+    `root` holds the package; None: the installed one. Nothing where it is not installed.
+    """
+    if (root := root or source_root(package)) is None:
+        return []
     tree = SourceTree(root)
     return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]
 
 
 @functools.cache
-def serves_eagle3(architecture: str, root: Path | None = None) -> bool | None:
-    """Whether vLLM can draft for an architecture with an EAGLE-3 head (`SupportsEagle3`); None: it has no class for it.
-
-    `root` holds `vllm/`, the installed one if None.
-    """
-    if (root := root or source_root("vllm")) is None:
+def serves_eagle3(architecture: str) -> bool | None:
+    """Whether vLLM can serve an EAGLE-3 head beside an architecture (`SupportsEagle3`); None: it has no such class."""
+    if (root := source_root("vllm")) is None:
         return None
     tree = SourceTree(root)
     entry = dict(tree.table(f"{VLLM_MODELS}.registry")).get(architecture)
     if not isinstance(entry, ast.Tuple):
         return None
     module, name = (ast.literal_eval(part) for part in entry.elts[:2])
-    return "SupportsEagle3" in tree.ancestors(f"{VLLM_MODELS}.{module}", name)
+    found = tree.definition(f"{VLLM_MODELS}.{module}", name)
+    classes = [node for node, _ in tree.with_bases(*found)] if found else []
+    return any(getattr(node, "name", None) == "SupportsEagle3" for node in classes)

@@ -11,8 +11,7 @@ from rich.console import Console
 from verl_tlt.checks.models import check_policy, check_recipe_drafter
 from verl_tlt.commands.doctor.command import findings_table
 from verl_tlt.config import TLTConfig
-from verl_tlt.upstream.sources import VLLM_MODELS, SourceTree, serves_eagle3, source_root
-from verl_tlt.upstream.upstream_api import Symbol
+from verl_tlt.upstream.sources import VLLM_MODELS, SourceTree, Symbol, serves_eagle3, source_root
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from verl_tlt.checks.recipe import Recipe, compose, number, read_settings, selec
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.files.ownership import check_writable
+from verl_tlt.upstream.sources import check_symbols
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def diagnose(recipe: Recipe) -> list[Finding]:
         taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{more}"
         findings.insert(1, Finding("ok", "script", taken))
     for package in ("verl", "vllm"):
-        if symbols := rules.symbols_of(package):
+        if symbols := check_symbols(package):
             findings += rules.judge_symbols(package, symbols)
     return findings
 
