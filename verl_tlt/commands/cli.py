@@ -26,6 +26,7 @@ try:
         finite,
         takes_options,
     )
+    from verl_tlt.commands.script.run import read_arguments
     from verl_tlt.files.ownership import check_writable
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
@@ -34,25 +35,17 @@ except ModuleNotFoundError as error:
 class Commands(TyperGroup):
     """All commands; what a user can put right ends one as a sentence, not as a traceback, and with exit status 1."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for; `ctx` is click's, which newer releases of typer contain."""
-        try:
-            return super().invoke(ctx)
-        except (TLTError, OSError) as error:
-            typer.secho(printable(str(error)), fg="red", err=True)
-        raise typer.Exit(1)
-
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the command line, too: newer releases of typer need pydantic for it."""
         try:
             return super().main(*args, **kwargs)
-        except ModuleNotFoundError as error:
+        except ModuleNotFoundError as error:  # also of what newer releases of typer read the command line with
             raise SystemExit(needs(error)) from None
+        except (TLTError, OSError) as error:
+            typer.secho(printable(str(error)), fg="red", err=True)
+        raise SystemExit(1)
 
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
-)  # fmt: skip
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def _version(asked: bool) -> None:
@@ -95,7 +88,6 @@ def doctor(
       verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
     """
     from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine
-    from verl_tlt.commands.script.run import read_arguments
 
     recipe = read_arguments(overrides or [], config_name, run_script)
     findings = diagnose(recipe)
@@ -139,7 +131,6 @@ def compare(options: CompareOptions) -> None:
     """
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.commands.compare.command import compare as run
-    from verl_tlt.commands.script.run import read_arguments
 
     run(read_arguments(options.recipe, options.config_name, options.run_script), options, make_console())
 
@@ -202,7 +193,6 @@ def calibrate(
     """
     from verl_tlt.commands.doctor.command import calibrate as run
     from verl_tlt.commands.doctor.command import cost_table
-    from verl_tlt.commands.script.run import read_arguments
 
     path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
     make_console().print(cost_table(costs))

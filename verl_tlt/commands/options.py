@@ -156,33 +156,26 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
 
     Where the class has a method `completed`, it gets what was given by name, and may fill in what was not.
     """
-    hints = typing.get_type_hints(options, include_extras=True)
     completed = getattr(options, "completed", None)
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)]
-    for f in dataclasses.fields(options):  # type: ignore[arg-type]
-        kind, info = typing.get_args(hints[f.name])[:2]
+    for field in inspect.signature(options, eval_str=True).parameters.values():
+        kind, info = typing.get_args(field.annotation)[:2]
         if float in (kind, *typing.get_args(kind)):
-            info.callback = number if f.default == UNLIMITED else finite
-        default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
-        if completed and default is inspect.Parameter.empty and isinstance(info, OptionInfo):
-            default = None
-        parameters.append(
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[f.name])
-        )
+            info.callback = number if field.default == UNLIMITED else finite
+        open_ = completed and field.default is field.empty and isinstance(info, OptionInfo)
+        parameters.append(field.replace(default=None) if open_ else field)
+    parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)  # required ones first
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(context: Context, **given: Any) -> None:
             if completed:
-                default = [
-                    name for name in given if getattr(context.get_parameter_source(name), "name", "") == "DEFAULT"
-                ]
-                given = completed({name: value for name, value in given.items() if name not in default})
+                sources = {name: context.get_parameter_source(name) for name in given}
+                given = completed({n: v for n, v in given.items() if getattr(sources[n], "name", "") != "DEFAULT"})
             function(options(**given))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__annotations__ = {}
-        required_first = sorted(parameters, key=lambda p: p.default is not p.empty)
-        command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
