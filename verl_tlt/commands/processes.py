@@ -1,8 +1,8 @@
 """Runs a command such that no process and no file of it is left when it is stopped, however its processes detach.
 
-Ray starts daemons in sessions of their own and vLLM starts engine processes; when their parent dies they are adopted by
-init and no process group names them any more. Two things catch them: while the command runs, its tree is listed again
-and again, and on Linux this process makes itself the one that adopts orphans (`PR_SET_CHILD_SUBREAPER`, prctl(2)).
+Ray starts daemons in sessions of their own and vLLM starts engine processes; when their parent dies init would adopt
+them, and no process group names them any more. So this process makes itself the one that adopts orphans
+(`PR_SET_CHILD_SUBREAPER`, prctl(2)): all that the command started are its children or theirs.
 
 A command gets a temporary folder of its own (Ray's session, vLLM's sockets, everybody's `tempfile`), which is removed.
 Two kinds of names escape it: shared memory (`/dev/shm`: weights on their way to an engine, vLLM's queues, semaphores)
@@ -20,12 +20,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -54,8 +54,7 @@ def running(
 ) -> Iterator[ProcessTree]:
     """A command that runs while the block does: on any way out, Ctrl-C included, its whole tree is ended.
 
-    Raises:
-        TLTError: a process could not be ended.
+    A TLTError says that a process could not be ended.
     """
     tree: ProcessTree | None = None
     try:
@@ -75,8 +74,8 @@ class ProcessTree:
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
         self._leftovers, self._every_s = Leftovers(), EVERY_S
-        self._before = {p.pid for p in psutil.Process().children()}
-        self._known: dict[int, psutil.Process] = {}
+        self._before = set(psutil.Process().children())
+        self._known: list[psutil.Process] = []
         _adopt_orphans(True)
         with os.fdopen(open_to_append(log), "ab") as out:
             self.process = subprocess.Popen(
@@ -92,20 +91,13 @@ class ProcessTree:
 
     def alive(self) -> list[psutil.Process]:
         """Every living process of the tree; call it now and then while the command runs."""
-        children: dict[int, list[psutil.Process]] = {}
-        for process in psutil.process_iter():
+        found = set(psutil.Process().children(recursive=True))
+        for other in self._before:
             with contextlib.suppress(psutil.NoSuchProcess):
-                children.setdefault(process.ppid(), []).append(process)
-        adopted = [p for p in children.get(os.getpid(), ()) if p.pid not in self._before]
-        found, queue = {}, [*adopted, *self._known.values()]
-        while queue:
-            process = queue.pop()
-            if process.pid not in found and _lives(process):
-                found[process.pid] = process
-                queue += children.get(process.pid, ())
-        self._known = found
-        self._leftovers.note(found, self._every_s)
-        return list(found.values())
+                found -= {other, *other.children(recursive=True)}
+        self._known = [process for process in found if _lives(process)]
+        self._leftovers.note([process.pid for process in self._known], self._every_s)
+        return self._known
 
     def left_behind(self) -> list[Path]:
         """Files that a tree which has ended by itself did not clear away; `stop` removes them."""
@@ -114,18 +106,11 @@ class ProcessTree:
     def stop(self) -> list[int]:
         """End the whole tree, first asked, then told, then killed, and remove what it leaves. Ctrl-C waits for this.
 
-        Returns:
-            Process ids that survived even SIGKILL; empty in every healthy case.
+        Returns the ids of processes that survived even SIGKILL: none in every healthy case.
         """
         with deferred_interrupts():
             self._every_s = ENDING_EVERY_S
-            self.alive()
-            if self.process.poll() is None:
-                self._signal([psutil.Process(self.process.pid)], signal.SIGTERM)
-                deadline = time.monotonic() + TERM_S
-                while self.process.poll() is None and time.monotonic() < deadline:
-                    self.alive()
-                    time.sleep(0.05)
+            self._end(signal.SIGTERM, TERM_S, alone=True)
             for sent, seconds in ((None, REST_S), (signal.SIGTERM, REST_S), (signal.SIGKILL, KILL_S)):
                 self._end(sent, seconds)
             left = [p.pid for p in self.alive()]
@@ -133,11 +118,11 @@ class ProcessTree:
             _adopt_orphans(False)
             return left
 
-    def _end(self, sent: signal.Signals | None, seconds: float) -> None:
-        """Signal everybody until nobody is left: the dying may still have started someone."""
-        deadline, told = time.monotonic() + seconds, set[int]()
-        while (alive := self.alive()) and time.monotonic() < deadline:
-            if sent is not None and (untold := [p for p in alive if p.pid not in told]):
+    def _end(self, sent: signal.Signals | None, seconds: float, alone: bool = False) -> None:
+        """Signal everybody until nobody is left: the dying may still have started someone. `alone`: the command."""
+        command, deadline, told = self.process.pid, time.monotonic() + seconds, set[int]()
+        while time.monotonic() < deadline and (left := [p for p in self.alive() if not alone or p.pid == command]):
+            if sent is not None and (untold := [p for p in left if p.pid not in told]):
                 told.update(p.pid for p in untold)
                 self._signal(untold, sent)
             time.sleep(0.05)
@@ -145,11 +130,11 @@ class ProcessTree:
 
     def _signal(self, processes: Sequence[psutil.Process], sent: signal.Signals) -> None:
         """Send the signal, and know what everybody owned then: all stand still while that is looked at."""
-        still = [*self._known.values()]
+        still = self._known
         for process in still:
             _send(process, signal.SIGSTOP)
         try:
-            self._leftovers.note(self._known, every_s=0)
+            self._leftovers.note([process.pid for process in still], every_s=0)
             for process in processes:
                 _send(process, sent)
         finally:
@@ -160,7 +145,7 @@ class ProcessTree:
         """Collect exit states, of the command and of orphans that this process adopted."""
         self.process.poll()
         for child in psutil.Process().children():
-            if child.pid not in self._before and child.pid != self.process.pid:
+            if child not in self._before and child.pid != self.process.pid:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
 
@@ -178,9 +163,8 @@ def _send(process: psutil.Process, sent: signal.Signals) -> None:
 
 
 def _adopt_orphans(on: bool) -> None:
-    """Become (or stop being) the parent of orphaned descendants. Elsewhere than on Linux the listing must do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+    """Become (or stop being) the parent of orphaned descendants."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -189,36 +173,31 @@ def deferred_interrupts() -> Iterator[None]:
 
     Signals arrive in the main thread; in another one there is nothing to defer.
     """
-    main = threading.current_thread() is threading.main_thread()
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     came: list[int] = []
-    handlers = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers} if main else {}
-    try:
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    with _handled(numbers, lambda number, _: came.append(number)):
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     if came:
         signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all.
+    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
+    with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
+        yield
 
-    One that is ignored already stays so: that is what `nohup` asks for.
-    """
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    handlers = [signal.signal(number, interrupt) for number in numbers]
+@contextlib.contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Have these signals handled within the block; one that is ignored stays so: that is what `nohup` asks for."""
+    before = {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Leftovers:
