@@ -27,13 +27,9 @@ def when_imported(module_name: str, callback: Callback) -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     _FINDER.callbacks.setdefault(module_name, []).append(callback)
-    module = sys.modules.get(module_name)
-    if module is None:
-        return
-    if _is_executing(module):
-        _FINDER.unfinished.append((module, callback))
-    else:
-        callback(module)
+    if (module := sys.modules.get(module_name)) is not None:
+        _FINDER.unfinished.append((module_name, module, callback))
+        _FINDER.call_finished()
 
 
 def _is_executing(module: ModuleType) -> bool:
@@ -62,7 +58,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
-        self.unfinished: list[tuple[ModuleType, Callback]] = []
+        self.unfinished: list[tuple[str, ModuleType, Callback]] = []
         self.looking = threading.local()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -81,13 +77,11 @@ class _Finder(MetaPathFinder):
         return spec
 
     def call_finished(self) -> None:
-        """Call the callbacks whose module was being executed when they were given, once it has finished."""
-        if not self.unfinished:
-            return
-        ready = [entry for entry in self.unfinished if not _is_executing(entry[0])]
+        """Call the callbacks whose module was there when they were given, once it has been executed."""
+        ready = [entry for entry in self.unfinished if not _is_executing(entry[1])]
         self.unfinished = [entry for entry in self.unfinished if entry not in ready]
-        for module, callback in ready:
-            callback(sys.modules.get(module.__name__, module))
+        for name, module, callback in ready:
+            callback(sys.modules.get(name, module))
 
 
 _FINDER = _Finder()
