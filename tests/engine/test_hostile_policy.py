@@ -108,7 +108,7 @@ def test_an_engine_has_room_for_what_is_needed(answered, script, policy, listed)
     job = engine.generation_job(options, prompts.tokens)
     setup = set_up(job.recipe, job.changes)
     longest = max(map(len, prompts.tokens))
-    assert setup.context == setup.rollout.max_model_len == longest + LONGEST < POSITIONS
+    assert setup.rollout.max_model_len == longest + LONGEST < POSITIONS
 
 
 def test_a_head_with_few_positions_drafts_as_is_predicted(answered, script, policy, tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.checks.models import POLICY
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.drafter.policy import read_model_config
+from verl_tlt.drafter.policy import first_line, read_model_config
 from verl_tlt.errors import DrafterError
 from verl_tlt.server.engine_arguments import graph_mode
 from verl_tlt.speculation.graph_rules import (
@@ -110,9 +110,8 @@ def select(config: DictConfig, key: str, default: object = None) -> object:
         value = OmegaConf.select(config, key)
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
         where = error.full_key or key
-        raise TLTConfigError(f"{where} cannot be read from the configuration: {reason}.") from error
+        raise TLTConfigError(f"{where} cannot be read from the configuration: {first_line(error)}.") from error
     return default if value is None else value
 
 

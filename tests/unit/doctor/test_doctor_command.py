@@ -62,7 +62,7 @@ def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, tmp_
     done = CliRunner().invoke(app, ["doctor", str(script), "policy", "+tlt=default"])
     assert done.exit_code == 0, done.output
     found = read_script(script, ["policy", "+tlt=default", "tlt.speculation.costs_dir=costs"])
-    assert costs_directory(found) == there / "costs" and set_up(found).policy == str(there / "policy")
+    assert costs_directory(found) == there / "costs" and set_up(found).model.path == str(there / "policy")
 
 
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):

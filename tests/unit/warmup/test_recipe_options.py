@@ -50,8 +50,9 @@ def test_a_recipe_says_it_all(script, policy_dir, tmp_path, monkeypatch):
     assert (options.temperature, options.top_p, options.top_k, options.response_length) == (0.6, 0.9, 0, 100)
     job = generation_job(options, [(1, 2, 3)])
     setup = set_up(job.recipe, job.changes)
-    assert setup.context == 103 and setup.rollout.gpu_memory_utilization == 0.31 and setup.rollout.dtype == "bfloat16"
-    assert setup.model.trust_remote_code and setup.rollout.tensor_model_parallel_size == 2
+    rollout = setup.rollout
+    assert rollout.max_model_len == 103 and rollout.gpu_memory_utilization == 0.31 and rollout.dtype == "bfloat16"
+    assert setup.model.trust_remote_code and rollout.tensor_model_parallel_size == 2
     assert run_environment(job.recipe) == {"VLLM_ATTENTION_BACKEND": "TORCH_SDPA", "VLLM_USE_V1": "1"}
 
 

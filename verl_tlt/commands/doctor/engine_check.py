@@ -1,9 +1,5 @@
 """`verl-tlt doctor --gpu`: what only the machine itself can answer, found out with a real engine in a few minutes.
 
-* Does a drafter survive the sleep that verl puts engines into, and is it the published one again after a reload?
-* What does a step cost at K=0 and K>0, by batch, against an engine without any drafter?
-* Does the engine still wake up while a spot worker's context stays on the device, and how much is then free?
-
 `verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
 program (`child_engine`). A CPU (`--cpu`) has no device context.
 """
@@ -20,14 +16,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from verl_tlt.checks.models import Finding
+from verl_tlt.checks.models import Finding, check_policy
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
 from verl_tlt.commands.doctor.standalone_engine import (
     StandaloneEngine,
     fetch_policy,
-    read_setup,
     run_environment,
+    set_up,
     start,
 )
 from verl_tlt.config import TLTConfigError
@@ -81,7 +77,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
     import torch
 
-    setup, findings = read_setup(job.recipe), list[Finding]()
+    setup, findings = set_up(job.recipe), list[Finding]()
     stock, off = list[dict[int, float]](), dict[int, float]()
     batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
 
@@ -101,7 +97,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
             await engine.scheduler.call("control", drafting=False)
             off = await engine.wall_seconds(batches)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
-        key = cost_key(engine.llm.vllm_config, setup.policy, drafter)
+        key = cost_key(engine.llm.vllm_config, setup.model.path, drafter)
     await read_stock()  # a machine's pace changes within minutes
     return Answer([*findings, *judge_costs(costs, stock, off)], costs, key)
 
@@ -197,7 +193,10 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Answer:
 
     if job.cpu or not torch.cuda.is_available():
         child_engine.require_cpu_platform()
-    fetch_policy(read_setup(job.recipe).policy)
+    setup = set_up(job.recipe)
+    if (found := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
+        raise TLTConfigError(found.sentence)
+    fetch_policy(setup.model.path)
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
         module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
         answer = child_engine.run_job(module, asdict(job), Path(directory), environment, timeout_s)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_tlt.checks.models import POLICY, check_policy, located
+from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import Recipe, compose, context_tokens, read_settings, select
-from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
-from verl_tlt.drafter.policy import NotHereError, active_share, is_name, read_model_config, tensor_files
+from verl_tlt.config import TLTConfig, dtype_name
+from verl_tlt.drafter.policy import NotHereError, active_share, first_line, is_name, read_model_config, tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import SchedulerClient, answered, fail_calls_when_dead
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -34,15 +34,11 @@ _TWICE = ("original/*", "consolidated*", "onnx/*")
 class Setup:
     """The parts of a recipe that its engine is made of."""
 
-    policy: str
-    """Local directory, or name on the hub."""
     tlt: TLTConfig
     rollout: DictConfig
-    """verl's `actor_rollout_ref.rollout` node."""
+    """verl's `actor_rollout_ref.rollout` node; its `max_model_len` is the longest sequence, in tokens."""
     model: DictConfig
-    """verl's `actor_rollout_ref.model` node."""
-    context: int
-    """Longest sequence, in tokens."""
+    """verl's `actor_rollout_ref.model` node; its `path` is a local directory, or a name on the hub."""
 
 
 def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
@@ -53,22 +49,11 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
     with open_dict(config), recipe.place():
         for key, value in (changes or {}).items():
             OmegaConf.update(config, key, value, force_add=True)
-        policy = config.actor_rollout_ref.model.path = located(str(select(config, POLICY, "")))
-        context = config.actor_rollout_ref.rollout.max_model_len = context_tokens(config)
-        if config.actor_rollout_ref.rollout.load_format == "dummy":  # no trainer sends it weights
-            config.actor_rollout_ref.rollout.load_format = "auto"
-    return Setup(
-        policy, read_settings(config), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, context
-    )
-
-
-def read_setup(recipe: Recipe) -> Setup:
-    """What a recipe's engine is made of; raises `TLTConfigError` where its policy is not on this machine."""
-    setup = set_up(recipe)
-    found = check_policy(setup.policy, setup.tlt.drafter.method)
-    if found.level != "ok":
-        raise TLTConfigError(found.sentence)
-    return setup
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        model.path, rollout.max_model_len = located(str(select(config, POLICY, ""))), context_tokens(config)
+        if rollout.load_format == "dummy":  # no trainer sends it weights
+            rollout.load_format = "auto"
+    return Setup(read_settings(config), rollout, model)
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:
@@ -87,9 +72,7 @@ def fetch_policy(policy: str | os.PathLike[str]) -> None:
     try:  # without a hub this is the cached folder, of which any part may be missing
         there = Path(snapshot_download(name, allow_patterns=list(_READ), ignore_patterns=list(_TWICE)))
     except (OSError, ValueError) as error:
-        raise NotHereError(
-            f"{name} is no folder here and could not be fetched: {str(error).splitlines()[0]}"
-        ) from error
+        raise NotHereError(f"{name} is no folder here and could not be fetched: {first_line(error)}.") from error
     _, owners = tensor_files(there, fetch=False)
     if missing := sorted(file for file in set(owners.values()) if not (there / file).is_file()):
         raise NotHereError(f"{name}: {missing[0]} is not in the local cache, and could not be fetched.")
@@ -159,7 +142,7 @@ async def start(
     def arguments(user: Mapping[str, Any]) -> dict[str, Any]:
         if drafter is None:
             return dict(more or {})
-        policy = read_model_config(setup.policy)
+        policy = read_model_config(setup.model.path)
         about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
         ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, **about)
         return {**ours, **(more or {})}
@@ -185,7 +168,7 @@ def write_drafter(setup: Setup, directory: Path) -> Path:
     from verl_tlt.drafter.checkpoint import stage
     from verl_tlt.trainer.run_setup import first_drafter
 
-    longest = setup.context + setup.tlt.speculation.longest
-    served = first_drafter(setup.tlt, setup.policy, dtype_name(setup.rollout.dtype), longest, None).served
+    longest = setup.rollout.max_model_len + setup.tlt.speculation.longest
+    served = first_drafter(setup.tlt, setup.model.path, dtype_name(setup.rollout.dtype), longest, None).served
     stage(served.config, served.weights, directory)
     return directory

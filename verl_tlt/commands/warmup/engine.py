@@ -206,7 +206,7 @@ async def _answer(engine: StandaloneEngine, job: GenerationJob, place: tuple[int
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        max_tokens=min(rollout.response_length, engine.setup.context - len(prompt)),
+        max_tokens=min(rollout.response_length, rollout.max_model_len - len(prompt)),
         ignore_eos=bool(rollout.get("ignore_eos", False)),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
