@@ -12,7 +12,7 @@ import copy
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +74,7 @@ class Shell(Words):
         """Directories that the script makes."""
         self.substituted: int | None = 0
         """Status of the last substitution, which is that of the assignment in which it is."""
-        self.assumed: list[str] = []
+        self.assumed: dict[str, None] = {}
         """Commands after which the script is read on as if they had gone well, which a run alone could tell."""
         self.tested = False
         """Whether the status of what is carried out is asked for, so that `set -e` ends nothing."""
@@ -148,13 +148,9 @@ class Shell(Words):
         if node.parent is not None and node.parent.type == "pipeline":
             return
         if status is None:
-            self._assume(where)
+            self.assumed[where] = None
         elif status:
             raise Stopped(f"{where} fails, and `set -e` ends it there")
-
-    def _assume(self, where: str) -> None:
-        if where not in self.assumed:
-            self.assumed.append(where)
 
     def _unknown(self, node: Node) -> int | None:
         return self._undecided([[node], []], self.cause(text_of(node)), loop=True)
@@ -245,7 +241,7 @@ class Shell(Words):
         starting = [body for body in bodies if any(MAIN in text_of(node) for node in body)]
         going_on = [body for body in bodies if not gives_up(body)]
         if only := next((some for some in (starting, going_on) if len(some) == 1 and not loop), None):
-            self._assume(reason)
+            self.assumed[reason] = None
             return self.sequence(only[0])
         if starting:
             raise Unreadable(f"{reason}, which decides how it starts {MAIN}")
@@ -318,34 +314,34 @@ class Shell(Words):
         """A command with the assignments before it, which hold for it alone."""
         spans = spans_of(node)
         count = next((i for i, (first, _) in enumerate(spans) if first.type != "variable_assignment"), len(spans))
-        after = (node.text or b"")[: spans[count][0].start_byte - node.start_byte] if count < len(spans) else b""
-        if count == len(spans) or re.search(rb"(?<!\\)\n\s*$", after):  # the parser joins some to the next line
-            for first, text in spans[:count]:
-                self._assign(first, text)
-            return self.call([field for _, text in spans[count:] for field in self.fields(text)])
-        words = [field for _, text in spans[count:] for field in self.fields(text)]
-        if not count:
+        assignments, rest = spans[:count], spans[count:]
+        between = (node.text or b"")[: rest[0][0].start_byte - node.start_byte] if rest else b""
+        alone = not rest or re.search(rb"(?<!\\)\n\s*$", between)  # the parser joins some to the next line
+        for first, text in assignments if alone else ():
+            self._assign(first, text)
+        words = [field for _, text in rest for field in self.fields(text)]
+        if alone or not assignments:
             return self.call(words)
         shell = self.forked()
-        shell.exported.update(shell._assign(first, text) for first, text in spans[:count])
+        shell.exported.update(shell._assign(first, text) for first, text in assignments)
         return shell.call(words)
 
     def call(self, words: Sequence[str]) -> int | None:
         """Carry out a simple command, already expanded."""
         if not words:
             return 0
-        name, rest = words[0], list(words[1:])
+        name = words[0]
         if name in self.functions or _NEEDS_RUNNING.match(" ".join(words) + " "):
             raise Unreadable(self.cause(" ".join(words)))
-        values = {name: self.variables.get(name) for name in self.exported}
-        environment = {name: value for name, value in values.items() if isinstance(value, str)}
+        environment = {n: value for n in self.exported if isinstance(value := self.variables.get(n), str)}
         if name != "exec" and (start := start_of(words, environment, self.directory, self.line)):
             self.starts.append(replace(start, assumed=(*self.assumed, *start.assumed)))
             return 0
         if name in _SUCCEED or name == "false":
             return int(name == "false")
-        own: Callable[[list[str]], int | None] | None = getattr(self, f"_run_{name}", None)
-        return own(rest) if own is not None else self._program_called(words)
+        own = getattr(self, f"_run_{name}", None)
+        status: int | None = own(list(words[1:])) if own is not None else self._program_called(words)
+        return status
 
     def _program_called(self, words: Sequence[str]) -> int | None:
         """A program: the few that print what is known are answered."""

@@ -87,12 +87,10 @@ def _through(words: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def parse(text: str, name: str) -> Node:
-    """The syntax tree of a script; a `TLTConfigError` where it is none, or the parser is not installed."""
-    try:
-        import tree_sitter_bash
-        from tree_sitter import Language, Parser
-    except ImportError:
-        raise TLTConfigError("Scripts are read with tree-sitter: pip install tree-sitter tree-sitter-bash.") from None
+    """The syntax tree of a script; a `TLTConfigError` where it is none."""
+    import tree_sitter_bash
+    from tree_sitter import Language, Parser
+
     if len(text) > LONGEST or re.search("[\0\ue000\ue001]", text):
         raise TLTConfigError(f"{name} is no shell script: it is over {LONGEST} characters long, or has odd ones.")
     root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node

@@ -107,38 +107,34 @@ class Words(ABC):
         return "".join(" " if piece is None else piece.text for piece in self.pieces(text))
 
     def pattern(self, text: str) -> str:
-        """A pattern as `fnmatch` has it: what is quoted has no wildcards."""
+        """A text as a pattern; one that `fnmatch` does not have cannot be read."""
         parts = [piece for piece in self.pieces(text) if piece is not None]
         if any(re.search(r"[@+!?*]\(", part.text) for part in parts if not part.quoted):
             raise Unreadable(self.cause(text))
-        return self.known("".join(glob.escape(part.text) if part.quoted else part.text for part in parts))
+        return self.known(_pattern(parts))
 
     def _split(self, pieces: Sequence[Piece | None]) -> list[str]:
-        found: list[str] = []
-        text, pattern, solid, ifs = "", "", False, str(self.variables.get("IFS", SPACES))
-
-        def end() -> None:
-            nonlocal text, pattern, solid
-            if solid:
-                there = glob.has_magic(pattern) and not MARK.search(pattern)
-                matches = glob.glob(pattern, root_dir=self.directory) if there else []
-                found.extend(sorted(matches) or [text])
-            text, pattern, solid = "", "", False
-
+        words: list[list[Piece]] = [[]]
+        ifs = str(self.variables.get("IFS", SPACES))
         for piece in pieces:
             if piece is None:
-                end()
+                words.append([])
             elif piece.quoted:
-                text, pattern, solid = text + piece.text, pattern + glob.escape(piece.text), True
+                words[-1].append(piece)
             elif ifs != SPACES and re.search(rf"[\s{'' if MARK.search(ifs) else re.escape(ifs)}]", piece.text):
-                text, pattern, solid = self.mark(self.cause("IFS")), "", True
+                words[-1] = [Piece(self.mark(self.cause("IFS")), True)]
             else:
-                for i, part in enumerate(re.split(r"[ \t\n]+", piece.text)):
-                    if i:
-                        end()
-                    text, pattern, solid = text + part, pattern + part, solid or bool(part)
-        end()
-        return found
+                first, *others = (Piece(text, False) for text in re.split(r"[ \t\n]+", piece.text))
+                words[-1].append(first)
+                words.extend([other] for other in others)
+        return [field for word in words for field in self._matched(word)]
+
+    def _matched(self, word: Sequence[Piece]) -> list[str]:
+        """The files that a word is a pattern of, or else the word; nothing where it is empty and has no quotes."""
+        text, pattern = "".join(piece.text for piece in word), _pattern(word)
+        if glob.has_magic(pattern) and not MARK.search(pattern):
+            return sorted(glob.glob(pattern, root_dir=self.directory)) or [text]
+        return [text] if text or any(piece.quoted for piece in word) else []
 
     def pieces(self, text: str, quoted: bool = False) -> list[Piece | None]:
         """A word taken apart and expanded; None separates words that are separate whatever they hold."""
@@ -281,6 +277,11 @@ class Words(ABC):
         if sign in _COMPARED:
             return bool(self.arithmetic(f"({first or 0}) {_COMPARED[sign]} ({text or 0})"))
         raise Unreadable(self.cause(text_of(node)))
+
+
+def _pattern(word: Sequence[Piece]) -> str:
+    """A word as a pattern of `fnmatch`, in which what is quoted has no wildcards."""
+    return "".join(glob.escape(piece.text) if piece.quoted else piece.text for piece in word)
 
 
 def _computed(node: ast.expr) -> int:
