@@ -287,5 +287,4 @@ def _need(command: str, *packages: str) -> None:
     """End in a sentence where a package is missing that only some commands need."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        typer.secho(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.", fg="red", err=True)
-        raise typer.Exit(1)
+        raise TLTError(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.")

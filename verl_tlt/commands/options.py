@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from typer import Argument, BadParameter, Context, Option
+from typer import Argument, BadParameter, CallbackParam, Context, Option
 from typer.models import OptionInfo
 
 from verl_tlt.errors import TLTError
@@ -137,18 +137,11 @@ class EvaluateOptions(EngineOptions):
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
 
 
-def number(value: float | None) -> float | None:
-    """Callback of an option: typer's limits let NaN pass."""
-    if value is not None and math.isnan(value):
-        raise BadParameter(f"{value} is no number.")
-    return value
-
-
-def finite(value: float | None) -> float | None:
-    """Callback of an option that cannot be unlimited."""
-    if value is not None and math.isinf(value):
+def finite(param: CallbackParam, value: float | None) -> float | None:
+    """Callback of an option: typer's limits let NaN pass, and infinite is only what is unlimited by default."""
+    if value is not None and not math.isfinite(value) and value != param.default:
         raise BadParameter(f"{value} is not a finite number.")
-    return number(value)
+    return value
 
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -161,7 +154,7 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
     for field in inspect.signature(options, eval_str=True).parameters.values():
         kind, info = typing.get_args(field.annotation)[:2]
         if float in (kind, *typing.get_args(kind)):
-            info.callback = number if field.default == UNLIMITED else finite
+            info.callback = finite
         open_ = completed and field.default is field.empty and isinstance(info, OptionInfo)
         parameters.append(field.replace(default=None) if open_ else field)
     parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)  # required ones first

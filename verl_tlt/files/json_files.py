@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl_tlt.errors import TLTError
+from verl_tlt.files.ownership import open_descriptor
 
 MOST_BYTES = 256 << 20
 """Bytes of one file; the largest that are read are tokenizers, of some 30 MB."""
@@ -29,12 +29,8 @@ class JSONFileError(TLTError, ValueError):
 
 
 def open_ordinary(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file to read; an OSError where it is none, a pipe or a device, which is not waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{os.fspath(path)} is no ordinary file")
-    return os.fdopen(descriptor, "rb")
+    """An ordinary file to read; an OSError where it is none."""
+    return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
 
 
 def read_lines(path: str | os.PathLike[str], longest: int = MOST_BYTES) -> Iterator[bytes]:

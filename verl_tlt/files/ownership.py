@@ -105,10 +105,9 @@ def _seal_key(make: bool) -> bytes | None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(path, mode=0o600) as file:
                 file.write(secrets.token_bytes(32))
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            found, key = os.fstat(descriptor), file.read(64)
-        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        with os.fdopen(open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found, key = os.fstat(file.fileno()), file.read(64)
+        private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
         return key if private and len(key) == 32 and other_owner(path) is None else None
     except (OSError, TLTError) as error:
         logger.info("No key to seal files with (%s): %s", KEY, error)
@@ -133,9 +132,13 @@ def check_private(directory: Path) -> None:
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:
-    """A descriptor that appends to an ordinary file, made if missing; OSError for a link, a pipe, a device."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o644)
+    """A descriptor that appends to an ordinary file, made if missing; an OSError for a link too."""
+    return open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+
+
+def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of an ordinary file; an OSError where it is none, a pipe or a device, which is not waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{os.fspath(path)} is no ordinary file")

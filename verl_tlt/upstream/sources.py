@@ -69,16 +69,17 @@ class SourceTree:
 
     def problem(self, symbol: Symbol) -> str | None:
         """How the release differs from what `symbol` says, in a few words; None: it does not."""
+        home, _, qualified = symbol.name.partition(":")
         if symbol.moved_to and self._module(symbol.moved_to) is not None:
-            symbol = replace(symbol, name=f"{symbol.moved_to}:{symbol.name.partition(':')[2]}", moved_to="")
-        module, _, qualified = symbol.name.partition(":")
-        if (found := self._module(module)) is None:
-            return f"there is no module {module}"
+            home = symbol.moved_to
+        if (found := self._module(home)) is None:
+            return f"there is no module {home}"
         node: ast.AST = found[1]
+        module = home
         for depth, part in enumerate(qualified.split(".") if qualified else []):
             inner = self._member(node, module, part) if depth else self.definition(module, part)
             if inner is None:
-                return f"{symbol.name.partition(':')[0]} has no {qualified}"
+                return f"{home} has no {qualified}"
             node, module = inner
         if wanted := symbol.takes.split():
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

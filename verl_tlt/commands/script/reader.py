@@ -68,9 +68,8 @@ def contents(script: str | os.PathLike[str]) -> str:
     with Path(script).open(errors="replace", newline="") as file:
         text = file.read(LONGEST + 1)
     if "\r\n" in text:
-        raise TLTConfigError(
-            f"{script} has Windows line ends, which bash takes for parts of words: run dos2unix on it."
-        )
+        wrong = "has Windows line ends, which bash takes for parts of words: run dos2unix on it."
+        raise TLTConfigError(f"{script} {wrong}")
     return text
 
 
@@ -103,9 +102,8 @@ def recipe_of(script: str, arguments: Sequence[str], start: Start, looked_at: se
     A `TLTConfigError` says that an argument of the script would be lost: one that is an override, or that the script
     has not looked at (None: that is not known).
     """
-    for argument in arguments:
-        lost = argument not in start.words and (looked_at is not None and argument not in looked_at)
-        if lost or (argument not in start.words and re.match(r"[+~]|[\w.@/]+=", argument)):
+    for argument in (argument for argument in arguments if argument not in start.words):
+        if (looked_at is not None and argument not in looked_at) or re.match(r"[+~]|[\w.@/]+=", argument):
             remedy = f'write "$@" after the other words that {MAIN} is given there'
             raise TLTConfigError(f"{script} does not hand {argument} on to {MAIN}: {remedy}.")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

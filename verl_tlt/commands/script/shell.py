@@ -12,7 +12,7 @@ import copy
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,28 +119,21 @@ class Shell(Words):
 
     # ------------------------------------------------------------------ structure
 
-    def sequence(self, nodes: Iterable[Node]) -> int | None:
-        """The status of the last of some commands."""
+    def sequence(self, nodes: Iterable[Node], asked: bool = False) -> int | None:
+        """The status of the last of some commands; where it is `asked` for, `set -e` ends nothing."""
         status: int | None = 0
+        outside = self.tested
         for node in nodes:
             if node.is_named and node.type != "comment":
                 self.line = node.start_point.row + 1
                 behind = node.next_sibling is not None and node.next_sibling.type == "&"
-                with self._asked() if behind else contextlib.nullcontext():
-                    status = getattr(self, f"_{node.type}", self._unknown)(node)
+                self.tested = outside or asked or behind
+                status = getattr(self, f"_{node.type}", self._unknown)(node)
                 status = 0 if behind else status
                 if "e" in self.options and not self.tested and (node.type in _FAIL or text_of(node).startswith("((")):
                     self._must_succeed(node, status)
+        self.tested = outside
         return status
-
-    @contextlib.contextmanager
-    def _asked(self) -> Iterator[None]:
-        """For a `with` block around what may fail without an end of the script."""
-        kept, self.tested = self.tested, True
-        try:
-            yield
-        finally:
-            self.tested = kept
 
     def _must_succeed(self, node: Node, status: int | None) -> None:
         """With `set -e`, end the script after a command that fails, and note one that may."""
@@ -186,14 +179,12 @@ class Shell(Words):
         return status
 
     def _negated_command(self, node: Node) -> int | None:
-        with self._asked():
-            status = self.sequence(node.named_children)
+        status = self.sequence(node.named_children, asked=True)
         return None if status is None else int(not status)
 
     def _list(self, node: Node) -> int | None:
         left, right = node.named_children[0], node.named_children[-1]
-        with self._asked():
-            status = self.sequence([left])
+        status = self.sequence([left], asked=True)
         if status is None:
             return self._undecided([[right], []], self.cause(text_of(left)))
         wants_success = any(child.type == "&&" for child in node.children)
@@ -207,8 +198,7 @@ class Shell(Words):
             then = next((i for i, c in enumerate(own) if c.type == "then"), 0)
             branches.append(([c for c in own[:then] if c.is_named], [c for c in own[then:] if c.is_named]))
         for i, (tests, body) in enumerate(branches):
-            with self._asked():
-                status = self.sequence(tests)
+            status = self.sequence(tests, asked=True)
             if status is None:
                 return self._undecided(
                     [*(body for _, body in branches[i:]), []], self.cause(" ".join(map(text_of, tests)))
@@ -356,9 +346,8 @@ class Shell(Words):
         if names[0] in ("dirname", "realpath") and len(plain) == 1:
             path = self.known(plain[0])
             whole = os.path.realpath(os.path.join(self.known(self.directory), path))
-            return self._print(
-                (whole if names[0] == "realpath" else os.path.dirname(path.rstrip("/") or "/") or ".") + "\n"
-            )
+            text = whole if names[0] == "realpath" else os.path.dirname(path.rstrip("/") or "/") or "."
+            return self._print(f"{text}\n")
         return self._print(None)
 
     # ------------------------------------------------------------------ the shell's own commands
