@@ -29,6 +29,7 @@ Value = str | list[str]
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#])(?:\[(@|[0-9]+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _HIDDEN = re.compile(r"""\\.|'[^']*'|"(\\.|[^"\\])*"|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`""", re.DOTALL)
+_CLOSED = re.compile(r"""\\.|'[^']*'|`(\\.|[^\\`])*`""", re.DOTALL)
 _BINARY: dict[type, Callable[[int, int], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: math.fmod,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -297,17 +298,12 @@ def _computed(node: ast.expr) -> int:
 
 def _skip(text: str, at: int, quoted: bool = False) -> int:
     """Where the quote, expansion or character ends that begins at `at`; an IndexError where it does not end."""
-    if text[at] == "\\":
-        return at + 2
-    if text[at] == "'" and not quoted:
-        return text.index("'", at + 1) + 1
+    if text[at] in "\\`" or (text[at] == "'" and not quoted):
+        if (closed := _CLOSED.match(text, at)) is None:
+            raise IndexError(text)
+        return closed.end()
     if text[at] == '"':
         return _until(text, at + 1, '"', quoted=True)
-    if text[at] == "`":
-        at += 1
-        while text[at] != "`":
-            at += 2 if text[at] == "\\" else 1
-        return at + 1
     if text.startswith("${", at):
         return _until(text, at + 2, "}", quoted)
     return _until(text, at + 2, ")") if text.startswith("$(", at) else at + 1
