@@ -222,10 +222,9 @@ class Leftovers:
 
     def remove(self) -> None:
         """Remove the folder and what was noted; call it when the processes have ended."""
-        outside = self._left_outside()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for path in outside:
+        for path in self._left_outside():
             path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _left_outside(self) -> list[Path]:
         new = {path for path in self._owned if _changed(path) >= self._since}
