@@ -73,8 +73,7 @@ class EngineOptions:
 
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
     recipe: Annotated[
-        list[str] | None,
-        Option(help="Your run's script, for policy, prompts and sampling; again: overrides."),
+        list[str] | None, Option(help="Your run's script, for policy, prompts and sampling; again: overrides.")
     ] = None
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"

@@ -19,13 +19,7 @@ from typing import Any
 from verl_tlt.checks.models import Finding, check_policy
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
-from verl_tlt.commands.doctor.standalone_engine import (
-    StandaloneEngine,
-    fetch_policy,
-    run_environment,
-    set_up,
-    start,
-)
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, fetch_policy, run_environment, set_up, start
 from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
