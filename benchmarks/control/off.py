@@ -26,6 +26,7 @@ from demo.toy.assets import build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.compare.result import pooled
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
+from verl_tlt.server.engine_calls import ask_scheduler
 
 ROOT = Path(__file__).parents[2]
 BATCHES = (1, 4, 16)
@@ -56,7 +57,7 @@ async def measure(setup: Setup, folder: Path, rounds: int) -> dict[int, Seconds]
         }
         if why := await engines[OFF].rpc("tlt_set_drafting", False):
             raise RuntimeError(why)
-        await engines[OFF].scheduler.call("control", drafting=False)
+        await ask_scheduler(engines[OFF].llm, "control", drafting=False)
         return {batch: await race(engines, batch, rounds) for batch in BATCHES}
 
 

@@ -20,6 +20,7 @@ from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.types import OFF
 
 if TYPE_CHECKING:
@@ -95,12 +96,12 @@ async def hold(engine: StandaloneEngine, arm: int) -> None:
     refusal = await engine.rpc("tlt_set_drafting", arm != OFF)
     assert refusal is None, refusal
     await engine.llm.reset_prefix_cache()
-    await engine.scheduler.call("control", drafting=arm != OFF, force_k=max(arm, 0))
+    await ask_scheduler(engine.llm, "control", drafting=arm != OFF, force_k=max(arm, 0))
 
 
 async def stats(engine: StandaloneEngine) -> EngineStats:
     """Of what the engine did since the last call."""
-    return from_plain(EngineStats, await engine.scheduler.call("stats", reset=True))
+    return from_plain(EngineStats, await ask_scheduler(engine.llm, "stats", reset=True))
 
 
 @asynccontextmanager
@@ -112,7 +113,7 @@ async def any_length(engine: StandaloneEngine) -> AsyncIterator[None]:
     async def draw() -> None:
         draws = random.Random(0)
         while True:
-            await engine.scheduler.call("control", force_k=draws.randint(0, K_MAX))
+            await ask_scheduler(engine.llm, "control", force_k=draws.randint(0, K_MAX))
 
     drawing = asyncio.create_task(draw())
     try:

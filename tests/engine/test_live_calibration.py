@@ -12,7 +12,7 @@ from tiny_engine import sampled
 from benchmarks.lossless.tiny_policy import V
 from verl_tlt.config import TLTConfig
 from verl_tlt.server.calibration import calibrate, plan_batches
-from verl_tlt.server.engine_calls import SchedulerClient
+from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -67,7 +67,7 @@ async def test_every_arm_is_measured_on_a_live_engine(live):
     assert max(live.sizes) == MAX_BATCH
     assert passes and all(passes)  # none while the OFF arm was measured
 
-    await SchedulerClient(live).call("control", points=table.to_list(), acceptance=[0.01, 0.01, 0.01])
+    await ask_scheduler(live, "control", points=table.to_list(), acceptance=[0.01, 0.01, 0.01])
     assert engine.scheduler.tlt.drafting
 
 

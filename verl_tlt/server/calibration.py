@@ -21,7 +21,7 @@ from uuid import uuid4
 from verl_tlt.drafter.policy import folder
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.server.engine_calls import SchedulerClient, answered
+from verl_tlt.server.engine_calls import answered, ask_scheduler
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
@@ -183,7 +183,7 @@ class _Prober:
     """Holds an engine at one draft length and reads its step times."""
 
     def __init__(self, engine: AsyncLLM, vocab_size: int) -> None:
-        self._engine, self._scheduler, self._vocab_size = engine, SchedulerClient(engine), vocab_size
+        self._engine, self._vocab_size = engine, vocab_size
         self._rng = random.Random(0)
         self._drafting: bool | None = None
 
@@ -198,22 +198,22 @@ class _Prober:
     async def seconds(self, length: int, batch: int) -> float | None:
         """Median seconds of the clean steps at exactly this batch and length; None if there was none."""
         await self._hold(length)
-        await self._scheduler.call("stats", reset=True)
+        await ask_scheduler(self._engine, "stats", reset=True)
         # A request may gain length + 1 tokens a step; all must still be there when enough steps have been seen.
         await self._decode(batch, 2 + STEPS * (max(length, 0) + 1))
-        stats = from_plain(EngineStats, await self._scheduler.call("stats", reset=True))
+        stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, batch)), None)
 
     async def release(self) -> None:
         await self._set_drafting(True)
-        await self._scheduler.call("control", drafting=True, force_k=None)
+        await ask_scheduler(self._engine, "control", drafting=True, force_k=None)
 
     async def _hold(self, length: int) -> bool:
         drafting = length != OFF
         if drafting != self._drafting and not await self._set_drafting(drafting):
             return False
         self._drafting = drafting
-        await self._scheduler.call("control", drafting=drafting, force_k=max(length, 0))
+        await ask_scheduler(self._engine, "control", drafting=drafting, force_k=max(length, 0))
         return True
 
     async def _set_drafting(self, enabled: bool) -> bool:

@@ -1,7 +1,7 @@
 """Calls to a vLLM engine, whose core is a process of its own: none waits for an engine that has died or hangs.
 
 vLLM's client can call any method of `EngineCore` by name, between two engine steps. `engine_core.scheduler` adds the
-method `tlt_call`, by which a `SchedulerClient` asks the scheduler there.
+method `tlt_call`, by which `ask_scheduler` reaches the scheduler there.
 """
 
 from __future__ import annotations
@@ -85,20 +85,17 @@ class SchedulerCallError(TLTError, RuntimeError):
     """The engine refused an operation or did not answer; the message says which and why."""
 
 
-class SchedulerClient:
-    """Calls the scheduler of one engine (`TLTScheduler.tlt_call` lists the operations)."""
+async def ask_scheduler(engine: AsyncLLM, operation: str, **arguments: Any) -> dict[str, Any]:
+    """The scheduler's answer to an operation of `TLTScheduler.tlt_call`; arguments are plain values.
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-
-    async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one operation; arguments are plain values. `SchedulerCallError`: refused, or none in time."""
-        asked = self._engine.engine_core.call_utility_async("tlt_call", operation, arguments)
-        try:
-            return dict(await answered(self._engine, f"answer {operation!r}", asked, SCHEDULER_S))
-        except EngineGone as error:
-            if self._engine.errored:
-                raise
-            raise SchedulerCallError(str(error)) from error
-        except Exception as error:  # vLLM raises `Exception` with what the engine said
-            raise SchedulerCallError(f"The engine refused {operation!r}: {error}") from error
+    `SchedulerCallError`: refused, or none in time.
+    """
+    asked = engine.engine_core.call_utility_async("tlt_call", operation, arguments)
+    try:
+        return dict(await answered(engine, f"answer {operation!r}", asked, SCHEDULER_S))
+    except EngineGone as error:
+        if engine.errored:
+            raise
+        raise SchedulerCallError(str(error)) from error
+    except Exception as error:  # vLLM raises `Exception` with what the engine said
+        raise SchedulerCallError(f"The engine refused {operation!r}: {error}") from error

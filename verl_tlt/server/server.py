@@ -31,7 +31,7 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
-from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, SchedulerClient, answered, fail_calls_when_dead
+from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.speculation.graph_rules import is_hybrid
@@ -206,9 +206,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     # ------------------------------------------------------------------ the drafter
 
     @property
-    def _tlt_scheduler(self) -> SchedulerClient | None:
-        """The scheduler of this server's engine; None: it is stock vLLM's, or the engine is another node's."""
-        return SchedulerClient(self.engine) if self._tlt_speculates and self.node_rank == 0 else None
+    def _tlt_has_scheduler(self) -> bool:
+        """Whether this server's engine has our scheduler: it is not stock vLLM's, nor another node's."""
+        return self._tlt_speculates and self.node_rank == 0
 
     def tlt_stage(self, drafter: DrafterFile) -> None:
         """Write a published drafter to this node's private directory; it is loaded at the next reload."""
@@ -220,31 +220,30 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         `EngineGone` where the engine died or hangs: the run ends with it, as stock verl's ends at a dead engine.
         """
-        scheduler = self._tlt_scheduler
-        if scheduler is None or self._tlt_staged is None:
+        if not self._tlt_has_scheduler or self._tlt_staged is None:
             return
         try:
-            await self._tlt_serve(self._tlt_staged, scheduler)
+            await self._tlt_serve(self._tlt_staged)
         except EngineGone as error:
             logger.error("replica %d cannot go on: %s", self.replica_rank, error)
             raise
         except Exception as error:  # all replicas wait for the weight sync that this is a part of
             logger.exception("replica %d cannot use drafter v%d", self.replica_rank, self._tlt_staged.version)
             self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
-            await self._tlt_set_drafting(scheduler, False)
+            await self._tlt_set_drafting(False)
 
-    async def _tlt_serve(self, staged: DrafterFile, scheduler: SchedulerClient) -> None:
+    async def _tlt_serve(self, staged: DrafterFile) -> None:
         start, source = time.perf_counter(), self.tlt.speculation.source
         if source != "eagle":
             try:
-                await scheduler.call("policy_changed")
+                await ask_scheduler(self.engine, "policy_changed")
             except SchedulerCallError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
         sent = mtp is not None and mtp.enable and mtp.enable_train  # verl trains the head, and sends it with the policy
         if source == "ngram" or sent:  # nothing to load
             self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
-            await self._tlt_set_drafting(scheduler, not self._tlt_drafting_disabled)
+            await self._tlt_set_drafting(not self._tlt_drafting_disabled)
             return
         refusal = await self._tlt_load(staged)
         served = replace(self._tlt_served, ok=refusal is None, error=refusal, reloads=self._tlt_served.reloads + 1)
@@ -253,7 +252,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         else:
             logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, refusal)
         self._tlt_served = served
-        await self._tlt_set_drafting(scheduler, served.ok and not self._tlt_drafting_disabled, served.acceptance)
+        await self._tlt_set_drafting(served.ok and not self._tlt_drafting_disabled, served.acceptance)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_load(self, staged: DrafterFile) -> str | None:
@@ -277,9 +276,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             return f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
         return None
 
-    async def _tlt_set_drafting(
-        self, scheduler: SchedulerClient, drafting: bool, acceptance: Sequence[float] = ()
-    ) -> None:
+    async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.
 
         Where the pass runs although it was to be off, or nobody knows, the engine at least drafts nothing.
@@ -287,7 +284,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         try:
             refusal = await self._tlt_switch_pass(drafting)
             running, force_k = drafting or refusal is not None, None if drafting and refusal is None else 0
-            await scheduler.call("control", drafting=running, force_k=force_k, acceptance=list(acceptance))
+            told = {"drafting": running, "force_k": force_k, "acceptance": list(acceptance)}
+            await ask_scheduler(self.engine, "control", **told)
             self._tlt_served = replace(self._tlt_served, drafting=running)
             if drafting and refusal is not None:
                 raise RuntimeError(refusal)
@@ -323,12 +321,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def tlt_stats(self) -> EngineStats:
         """The scheduler's sums since the last call; those of an engine that did nothing without speculation."""
-        scheduler = self._tlt_scheduler
-        if scheduler is None:
+        if not self._tlt_has_scheduler:
             return EngineStats()
-        await self._tlt_store(scheduler)
+        await self._tlt_store()
         try:
-            return from_plain(EngineStats, await scheduler.call("stats", reset=True))
+            return from_plain(EngineStats, await ask_scheduler(self.engine, "stats", reset=True))
         except Exception as error:
             logger.warning("replica %d: no engine statistics this step: %s", self.replica_rank, error)
             return EngineStats(failure=str(error))
@@ -342,11 +339,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         is used and nothing measured. Empty where nothing is known: with n-grams alone, which would look free in random
         prompts, or of an engine that dies of its first drafts and is started again without a drafter.
         """
-        scheduler = self._tlt_scheduler
-        if scheduler is None or self.tlt.speculation.source == "ngram":
+        if not self._tlt_has_scheduler or self.tlt.speculation.source == "ngram":
             return LatencyTable()
         try:
-            return await self._tlt_measure(scheduler, known)
+            return await self._tlt_measure(known)
         except Exception as error:
             if not (self.engine.errored or isinstance(error, EngineGone)) or self.nnodes > 1:
                 raise
@@ -358,7 +354,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_served = replace(self._tlt_served, weightless=True)
         return LatencyTable()
 
-    async def _tlt_measure(self, scheduler: SchedulerClient, known: LatencyTable | None) -> LatencyTable:
+    async def _tlt_measure(self, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
         lengths, vocab_size = started_lengths(self.engine), len(self.model_config.tokenizer)
         measures = self.tlt.speculation.calibrate
@@ -372,8 +368,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         elif measures and not covered:
             found = await calibrate(self.engine, lengths, batches, vocab_size)
         used = stored if covered or (stored.points and not measures) else found
-        await scheduler.call("control", points=used.to_list())
-        await scheduler.call("stats", reset=True)
+        await ask_scheduler(self.engine, "control", points=used.to_list())
+        await ask_scheduler(self.engine, "stats", reset=True)
         return found
 
     async def _tlt_stored(self) -> LatencyTable:
@@ -388,13 +384,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
         return found or LatencyTable()
 
-    async def _tlt_store(self, scheduler: SchedulerClient) -> None:
+    async def _tlt_store(self) -> None:
         """Keep what this engine learned for the next run; of several replicas only the first does."""
         directory, key = self.tlt.speculation.costs_dir, self._tlt_key
         if directory is None or key is None or self.replica_rank != 0:
             return
         try:
-            learned = await scheduler.call("learned")
+            learned = await ask_scheduler(self.engine, "learned")
             table = LatencyTable.from_list(learned["points"])
             await asyncio.to_thread(save_table, directory, key, table)
         except Exception as error:

@@ -14,7 +14,7 @@ from verl_tlt.drafter.digest import combined
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
-from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, SchedulerClient, answered, fail_calls_when_dead
+from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table
 from verl_tlt.speculation.types import OFF
@@ -67,7 +67,7 @@ async def test_an_engine_that_refuses_is_reported_and_raises_nothing(server, cap
 async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
     server._tlt_served, server._tlt_drafting_disabled = DrafterStatus(ok=True), False
     server.engine.collective_rpc = lambda **_: asyncio.sleep(0, [None])
-    await server._tlt_set_drafting(SchedulerClient(server.engine), True)
+    await server._tlt_set_drafting(True)
     status = await server.tlt_status()
     assert not status.ok and "refused 'control'" in status.error, "counted in tlt/reload_failures"
 
@@ -76,7 +76,7 @@ async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch)
     monkeypatch.setattr(engine_calls, "SCHEDULER_S", 0.05)
     engine = Engine(stats=lambda: asyncio.sleep(60))
     with pytest.raises(SchedulerCallError, match=r"did not answer 'stats' within 0\.05 s"):
-        await SchedulerClient(engine).call("stats")
+        await ask_scheduler(engine, "stats")
 
 
 async def test_calls_that_wait_for_an_engine_fail_when_it_dies_and_those_that_were_answered_do_not(monkeypatch):

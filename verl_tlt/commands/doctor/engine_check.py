@@ -24,6 +24,7 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key
+from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate, save_table
 from verl_tlt.speculation.types import OFF
 
@@ -88,7 +89,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
                 findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
         if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
-            await engine.scheduler.call("control", drafting=False)
+            await ask_scheduler(engine.llm, "control", drafting=False)
             off = await engine.wall_seconds(batches)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
         key = cost_key(engine.llm.vllm_config, setup.model.path, drafter)

@@ -16,7 +16,7 @@ from verl_tlt.checks.recipe import Recipe, compose, context_tokens, read_setting
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter.policy import NotHereError, active_share, first_line, is_name, read_model_config, tensor_files
 from verl_tlt.server import calibration, engine_arguments
-from verl_tlt.server.engine_calls import SchedulerClient, answered, fail_calls_when_dead
+from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.graph_rules import is_hybrid
 
@@ -83,7 +83,6 @@ class StandaloneEngine:
 
     def __init__(self, llm: AsyncLLM, drafter: Path | None, setup: Setup) -> None:
         self.llm, self.drafter, self.setup = llm, drafter, setup
-        self.scheduler = SchedulerClient(llm)
         self.vocab_size = int(llm.model_config.get_vocab_size())
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> None:
