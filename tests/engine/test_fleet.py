@@ -172,8 +172,6 @@ def assert_alike(fleet):
 
 
 def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
-    from verl_tlt.trainer.drafter_update import update_drafter
-
     watch = phase()
     wait_for(lambda: watch.planner.state("short") is watch.planner.state("brief") is State.TRAINING)
     assert set(fleet.inflight()) == {"long"}, "a replica that left is still in the balancer"
@@ -184,10 +182,10 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     assert all(s.error is None and s.result.steps > 0 for s in report.sessions)
     assert report.account.failures == 0
     assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
-    merged = update_drafter(fleet, CONFIG, report.sessions, 1, "bfloat16")
+    merged = update(fleet, report.sessions, 1)
     assert (merged.decision, merged.excluded) == ("kept", {})
     ray.get(fleet.spot_workers["short"].first().__ray_call__.remote(score_alone))
-    learned = update_drafter(fleet, CONFIG, [session(fleet, "short")], 1, "bfloat16")
+    learned = update(fleet, [session(fleet, "short")], 1)
     assert learned.decision == "published"
     assert learned.tau["candidate"] > learned.tau["served"]
     assert len(learned.acceptance) == 3
@@ -213,21 +211,28 @@ def test_to_ask_for_the_load_leaves_no_record_in_rays_store(fleet):
 
 
 def test_the_next_session_judges_and_its_own_work_waits(fleet):
-    from verl_tlt.trainer.drafter_update import update_drafter
-
     workers = [r.first() for r in fleet.spot_workers.values()]
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
-    merged = update_drafter(fleet, CONFIG, [session(fleet, "short")], 7, "bfloat16")
+    merged = update(fleet, [session(fleet, "short")], 7)
     assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
     candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).fingerprint
     scored = session(fleet, "short")
     assert scored.result.steps > 0 and scored.result.scores is not None
-    learned = update_drafter(fleet, CONFIG, [scored], 7, "bfloat16")
+    learned = update(fleet, [scored], 7)
     assert learned.decision == "published" and learned.drafter.fingerprint == candidate
     fleet.keep_as_served()
     assert_alike(fleet)
     agreed = ray.get(workers[0].versions.remote())
     assert any((value != agreed.served[name]).any() for name, value in agreed.candidate.items())
+
+
+def update(fleet, sessions, version):
+    """What becomes of these sessions, where a publication gets the number `version`."""
+    from verl_tlt.trainer.drafter_update import DrafterUpdates
+    from verl_tlt.trainer.step_log import StepLog
+
+    served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=version - 1)
+    return DrafterUpdates(fleet, CONFIG, served, "bfloat16", StepLog(None)).update(sessions)
 
 
 def session(fleet, name):
@@ -280,8 +285,6 @@ def test_a_session_that_raises_costs_its_replica_the_phase_and_nothing_else(flee
 
 
 def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_others(fleet, phase, recorded):
-    from verl_tlt.trainer.drafter_update import update_drafter
-
     restarts = fleet.spot_workers["short"].restarts
     move_on(fleet)
     watch = phase(short="deaf")
@@ -295,7 +298,7 @@ def test_a_worker_that_does_not_stop_is_killed_and_its_successor_joins_the_other
     assert by_replica["brief"].stop_latency_s < BOUND_S
     assert report.account.failures == 1
     # The others have moved on from the first drafter; one that starts there would merge and publish another version.
-    learned = update_drafter(fleet, CONFIG, report.sessions, 2, "bfloat16")
+    learned = update(fleet, report.sessions, 2)
     assert learned.drafter is not None
     assert_alike(fleet)
     fill(fleet, recorded, ["short"])

@@ -19,7 +19,7 @@ from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, HeldOutScores, MergeVerdict
 from verl_tlt.trainer.gate import Action, decide
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.waits import SYSTEM, CallFailed, Clock
+from verl_tlt.trainer.waits import CallFailed
 from verl_tlt.trainer.watch import EndedSession
 
 if TYPE_CHECKING:
@@ -51,88 +51,15 @@ class DrafterUpdate(MergeVerdict):
     """Why exporting or merging failed; empty: neither did."""
 
 
-def update_drafter(
-    fleet: Fleet,
-    config: TLTConfig,
-    sessions: Sequence[EndedSession],
-    version: int,
-    dtype: str,
-    clock: Clock = SYSTEM,
-) -> DrafterUpdate:
-    """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained.
-
-    A publication gets the number `version`, and is stored in the rollout's `dtype`. Either half may fail alone: what
-    was exported is published although the merge failed, and what was not merged is handed in again later.
-    """
-    start = clock.monotonic()
-    out = DrafterUpdate(reason=NOTHING)
-    scores = HeldOutScores.combined([s.result.scores for s in sessions if s.result.scores is not None])
-    if scores is not None:
-        try:
-            _judge(out, scores, fleet, config, version, dtype)
-        except CallFailed as error:
-            out.decision, out.acceptance = "kept", []
-            out.reason = out.failure = f"it could not be exported: {error}"
-    if out.decision != "reverted":  # else what the sessions trained on top of it is gone, too
-        try:
-            _merge(out, fleet, sessions)
-        except CallFailed as error:
-            out.failure = f"the merge failed: {error}"
-            out.reason = out.failure if out.reason == NOTHING else out.reason
-    if out.failure:
-        logger.warning("drafter update: %s", out.failure)
-    out.seconds = clock.monotonic() - start
-    return out
-
-
-def _merge(out: DrafterUpdate, fleet: Fleet, sessions: Sequence[EndedSession]) -> None:
-    workers = fleet.workers()
-    # A worker with several sessions in the step hands in what all of them changed.
-    trained = list(dict.fromkeys(s.replica for s in sessions if s.result.steps and s.replica in workers))
-    if not trained:
-        return
-    merged = fleet.merge(trained)
-    out.excluded = merged.excluded
-    for name, reason in out.excluded.items():
-        logger.info("the session of %s is not merged yet: %s", name, reason)
-    if out.reason == NOTHING:
-        out.reason = "merged, and the next session scores it" if merged.included else "every session was excluded"
-
-
-def _judge(
-    out: DrafterUpdate, scores: HeldOutScores, fleet: Fleet, config: TLTConfig, version: int, dtype: str
-) -> None:
-    """Fill in what becomes of the candidate, and have the workers revert or export it."""
-    action: Action = "publish"
-    if not config.gate.enable:
-        out.reason = "the gate is off"
-    elif not len(scores.positions):
-        out.reason = "no held-out sequences yet"
-        return
-    else:
-        verdict = decide(scores, config.gate, seed=version)
-        action, out.reason = verdict.action, verdict.reason
-        if verdict.interval is not None:
-            out.gain, out.gain_low = verdict.versus_served, verdict.interval[0]
-    out.decision, which = OUTCOMES[action]
-    if len(scores.positions):
-        out.acceptance, out.tau = scores.conditional(which), scores.taus()
-    if out.decision == "reverted" and which != "candidate":
-        fleet.revert(which)
-    # Serving the initial drafter again is a publication of its own; going back to the served one is not.
-    if action in ("publish", "revert_initial"):
-        out.drafter = fleet.export(version, dtype, out.acceptance)
-        if out.drafter is None:
-            fleet.revert("served")
-            out.decision, out.reason = "reverted", f"it holds numbers that are not finite as {dtype}"
-            out.acceptance = []
-
-
 class DrafterUpdates:
-    """The updates of a run, one at a time in a background thread, and which drafter the engines should serve."""
+    """The updates of a run, one at a time in a background thread, and which drafter the engines should serve.
+
+    Either half of an update may fail alone: what was exported is published although the merge failed, and what was not
+    merged is handed in again later. Drafters are stored in the rollout's `dtype`.
+    """
 
     def __init__(self, fleet: Fleet, config: TLTConfig, served: DrafterProvenance, dtype: str, log: StepLog) -> None:
-        self._fleet, self._config, self._dtype, self._log = fleet, config, dtype, log
+        self._fleet, self._gate, self._dtype, self._log = fleet, config.gate, dtype, log
         self.served = served
         """The drafter that engines should serve."""
         self.since = 0
@@ -142,10 +69,70 @@ class DrafterUpdates:
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
 
     def begin(self, sessions: Sequence[EndedSession]) -> None:
-        version, clock = self.served.version + 1, self._log.clock
-        self.under_way = self._pool.submit(
-            update_drafter, self._fleet, self._config, sessions, version, self._dtype, clock
-        )  # fmt: skip
+        self.under_way = self._pool.submit(self.update, sessions)
+
+    def update(self, sessions: Sequence[EndedSession]) -> DrafterUpdate:
+        """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained."""
+        clock = self._log.clock
+        start, out = clock.monotonic(), DrafterUpdate(reason=NOTHING)
+        scores = HeldOutScores.combined([s.result.scores for s in sessions if s.result.scores is not None])
+        if scores is not None:
+            try:
+                self._judge(out, scores)
+            except CallFailed as error:
+                out.decision, out.acceptance = "kept", []
+                out.reason = out.failure = f"it could not be exported: {error}"
+        if out.decision != "reverted":  # else what the sessions trained on top of it is gone, too
+            try:
+                self._merge(out, sessions)
+            except CallFailed as error:
+                out.failure = f"the merge failed: {error}"
+                out.reason = out.failure if out.reason == NOTHING else out.reason
+        if out.failure:
+            logger.warning("drafter update: %s", out.failure)
+        out.seconds = clock.monotonic() - start
+        return out
+
+    def _judge(self, out: DrafterUpdate, scores: HeldOutScores) -> None:
+        """Fill in what becomes of the candidate, and have the workers revert or export it."""
+        version, judged = self.served.version + 1, len(scores.positions) > 0
+        action: Action = "publish"
+        if judged:
+            out.tau = scores.taus()
+        if not self._gate.enable:
+            out.reason = "the gate is off"
+        elif not judged:
+            out.reason = "no held-out sequences yet"
+            return
+        else:
+            action, out.reason, interval = decide(scores, self._gate, seed=version)
+            if interval is not None:
+                out.gain, out.gain_low = out.tau["candidate"] / out.tau["served"] - 1.0, interval[0]
+        out.decision, which = OUTCOMES[action]
+        if judged:
+            out.acceptance = scores.conditional(which)
+        if out.decision == "reverted":
+            self._fleet.revert(which)
+        # Serving the initial drafter again is a publication of its own; going back to the served one is not.
+        if action in ("publish", "revert_initial"):
+            out.drafter = self._fleet.export(version, self._dtype, out.acceptance)
+            if out.drafter is None:
+                self._fleet.revert("served")
+                out.decision, out.reason = "reverted", f"it holds numbers that are not finite as {self._dtype}"
+                out.acceptance = []
+
+    def _merge(self, out: DrafterUpdate, sessions: Sequence[EndedSession]) -> None:
+        workers = self._fleet.workers()
+        # A worker with several sessions in the step hands in what all of them changed.
+        trained = list(dict.fromkeys(s.replica for s in sessions if s.result.steps and s.replica in workers))
+        if not trained:
+            return
+        merged = self._fleet.merge(trained)
+        out.excluded = merged.excluded
+        for name, reason in out.excluded.items():
+            logger.info("the session of %s is not merged yet: %s", name, reason)
+        if out.reason == NOTHING:
+            out.reason = "merged, and the next session scores it" if merged.included else "every session was excluded"
 
     def publish(self, step: int, within_s: float = 0.0) -> DrafterUpdate | None:
         """Publish what the update exported; None: it is late, and asked again in the next step."""

@@ -16,8 +16,7 @@ better, as at the start of a run, when the drafter learns fastest and little is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -44,14 +43,12 @@ MIN_PROMPTS = 7
 """Fewest prompts to judge by: fewer all favour one drafter of two alike with a chance above `ERROR` (2^-6 = 1.6 %)."""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     action: Action
     reason: str
-    versus_served: float
-    """The candidate's accept length relative to the served drafter's, minus one."""
     interval: tuple[float, float] | None
-    """Around `versus_served`; the truth lies beyond either end with a chance of `ERROR`. None: not judged."""
+    """Around (accept length of the candidate / of the served drafter) - 1; the truth lies beyond either end with a
+    chance of `ERROR`. None: not judged."""
 
 
 def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
@@ -63,20 +60,17 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
     interval: tuple[float, float] | None = None
 
     def decision(action: Action, reason: str) -> Decision:
-        reason = f"{reason} ({positions} positions of {prompts} held-out prompts)"
-        return Decision(action, reason, tau["candidate"] / tau["served"] - 1.0, interval)
+        return Decision(action, f"{reason} ({positions} positions of {prompts} held-out prompts)", interval)
 
     if not np.isfinite(scores.candidate).all():
         return decision(back, "the candidate's scores are not finite")
     if positions < config.min_tokens or prompts < MIN_PROMPTS:
         if tau[best] < NOTHING_TO_LOSE:
-            return decision(
-                "publish", f"unjudged: the {best} drafter was useless, with an accept length of {tau[best]:.2f}"
-            )
-        if positions >= FEWEST and tau["candidate"] >= tau[best] * (1.0 + FAR_BETTER):
-            return decision(
-                "publish", f"unjudged: {tau['candidate'] / tau[best] - 1.0:.0%} better than the {best} drafter"
-            )
+            useless = f"the {best} drafter was useless, with an accept length of {tau[best]:.2f}"
+            return decision("publish", f"unjudged: {useless}")
+        lead = tau["candidate"] / tau[best] - 1.0
+        if positions >= FEWEST and lead >= FAR_BETTER:
+            return decision("publish", f"unjudged: {lead:.0%} better than the {best} drafter")
         return decision("hold", "too little to judge")
 
     interval = relative_interval(scores, "served", error=ERROR, seed=seed)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.messages.training import HeldOutScores
-from verl_tlt.trainer.drafter_update import update_drafter
+from verl_tlt.messages.training import DrafterProvenance, HeldOutScores
+from verl_tlt.trainer.drafter_update import DrafterUpdates
+from verl_tlt.trainer.step_log import StepLog
 
 
 class Workers:
@@ -47,6 +48,7 @@ def scores(candidate, served, initial, sequences=40):
 def test_a_verdict_is_carried_out(chances, gate, decision, asked):
     workers, session = Workers(), SimpleNamespace(result=SimpleNamespace(scores=scores(*chances), steps=0), replica="a")
     config = TLTConfig.from_dict({"gate": {"enable": gate}})
-    update = update_drafter(workers, config, [session], 3, "float32")
+    served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=2)
+    update = DrafterUpdates(workers, config, served, "float32", StepLog(None)).update([session])
     assert (update.decision, workers.asked) == (decision, asked)
     assert (update.drafter is not None) == any(isinstance(one, tuple) for one in asked)
