@@ -111,21 +111,6 @@ class PhaseAccount:
     lost: int = 0
     """Times the load balancer no longer knew a replica that had not left it."""
 
-    def then(self, later: PhaseAccount) -> PhaseAccount:
-        """Two phases of one RL step as one: seconds and counts add up, `end` is the later one's."""
-
-        def total(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-            return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
-
-        return PhaseAccount(
-            bubble_s=total(self.bubble_s, later.bubble_s),
-            used_s=total(self.used_s, later.used_s),
-            stop_s=total(self.stop_s, later.stop_s),
-            failures=self.failures + later.failures,
-            end=later.end,
-            lost=self.lost + later.lost,
-        )
-
 
 class State(enum.Enum):
     """Where a replica stands; only a BUSY one is in the load balancer."""

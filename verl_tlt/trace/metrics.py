@@ -27,13 +27,13 @@ class StepObservations:
     rollout_s: float | None = None
     """Seconds in which the engines of `replicas` decoded."""
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
-    bubble_s: Mapping[str, float] = field(default_factory=dict)
+    bubble_s: dict[str, float] = field(default_factory=dict)
     """Seconds in which a replica had nothing to decode while another still decoded."""
-    bubble_trained_s: Mapping[str, float] = field(default_factory=dict)
+    bubble_trained_s: dict[str, float] = field(default_factory=dict)
     """The part of `bubble_s` in which the replica trained the drafter."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """Number of devices; 1 for a replica that is not listed."""
-    stop_latency_s: Mapping[str, float] = field(default_factory=dict)
+    stop_latency_s: dict[str, float] = field(default_factory=dict)
     """Seconds from the stop request to the answer."""
     sessions: list[Session] = field(default_factory=list)
     publish: Publish | None = None

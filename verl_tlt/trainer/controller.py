@@ -364,7 +364,7 @@ class Controller:
     def _say_if_idle(self) -> None:
         """A run for which TLT does nothing any more does not go on in silence."""
         off = len(self._failures.off)
-        self.log.off_replicas = off if self.spot else None
+        self.log.observed.spot_off_replicas = off if self.spot else None
         given_up = "spot training is given up on every replica" if off >= len(self.fleet.workers()) else ""
         random = "the drafter is a random one" if self._start.untrained and not self.updates.served.version else ""
         untrained = self._untrained or given_up

@@ -12,7 +12,6 @@ from typing import Any
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.failure_budget import MAX_FAILURES
-from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import MergeVerdict, TappedStates
@@ -60,32 +59,30 @@ class StepLog:
 
     def __init__(self, trace: TraceWriter, clock: Clock = SYSTEM) -> None:
         self.trace, self.clock, self.guard = trace, clock, Guard()
-        self.devices: dict[str, int] = {}
-        """By replica."""
-        self.off_replicas: int | None = None
-        """Replicas whose spot training is given up; None: nobody trains in this run."""
         self._rollout = "timing_s/gen"  # verl's name of the time in which engines decode
         self._disabled = ""
-        self._version = self._since = 0
-        self._begin()
+        self._begin(StepObservations(published_version=0, served_since=0))
 
-    def _begin(self) -> None:
-        self._observed = StepObservations()
-        self._failed_workers, self._off = 0, ""
-        self._account: PhaseAccount | None = None
+    def _begin(self, before: StepObservations) -> None:
+        self.observed = StepObservations(
+            devices=before.devices,
+            published_version=before.published_version,
+            served_since=before.served_since,
+            errors=self.guard.counts,
+        )
+        self._off = ""
         self._exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
         self.reloads: dict[str, Reload] = {}  # by replica
 
     def _charge(self, part: str, seconds: float) -> None:
-        overhead = self._observed.overhead
-        overhead[part] = overhead.get(part, 0.0) + seconds
+        _add(self.observed.overhead, {part: seconds})
 
     def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, Replica], facts: RunFacts) -> None:
         """Write the trace's first event; `step0` is the first RL step, which is not charged with the start."""
-        self._observed.overhead.clear()
+        self.observed.overhead.clear()
         if facts.rule.idle == "trainer":  # which waits for samples in `gen`, while engines decode all the time
             self._rollout = "timing_s/step"
-        self.devices = {name: max(1, len(info.ranks)) for name, info in replicas.items()}
+        self.observed.devices = {name: max(1, len(info.ranks)) for name, info in replicas.items()}
         standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
         for name in DISTRIBUTIONS:
@@ -122,13 +119,16 @@ class StepLog:
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
-        end = report.account.end
-        self._account = self._account.then(report.account) if self._account else report.account
-        start = report.first_dispatch or end
-        self.trace.emit("phase", step=step, name="rollout", start=start, end=end)
-        for replica, seconds in report.account.bubble_s.items():
+        account, observed = report.account, self.observed
+        _add(observed.bubble_s, account.bubble_s)
+        _add(observed.bubble_trained_s, account.used_s)
+        _add(observed.stop_latency_s, account.stop_s)
+        self.worker_failed(account.failures)
+        start = report.first_dispatch or account.end
+        self.trace.emit("phase", step=step, name="rollout", start=start, end=account.end)
+        for replica, seconds in account.bubble_s.items():
             if seconds > 0:
-                self.trace.emit("idle", step=step, replica=replica, start=end - seconds)
+                self.trace.emit("idle", step=step, replica=replica, start=account.end - seconds)
         self._exhausted |= {ended.replica: ended.result.outcome == "exhausted" for ended in report.sessions}
         self.trained(step, report.sessions)
 
@@ -138,11 +138,11 @@ class StepLog:
             facts = {**vars(ended), **vars(ended.result), "scores": None}
             del facts["result"]
             session = Session(**facts, t=self.clock.time(), step=step)
-            self._observed.sessions.append(session)
+            self.observed.sessions.append(session)
             self.trace.add(session)
 
     def worker_failed(self, times: int = 1) -> None:
-        self._failed_workers += times
+        self.observed.spot_failures = (self.observed.spot_failures or 0) + times
 
     def given_up(self, step: int, replica: str, wait: int, cause: str) -> None:
         """Spot training on a replica is given up for so many steps, after this last failure."""
@@ -158,16 +158,14 @@ class StepLog:
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
-        self._observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
+        self.observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
         return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
 
     def bubbles(self) -> list[Bubble]:
         """Of the replicas that trained in this step."""
-        account = self._account
-        if account is None:
-            return []
+        bubble_s, trained_s = self.observed.bubble_s, self.observed.bubble_trained_s
         each = self._exhausted.items()
-        return [Bubble(account.bubble_s.get(n, 0.0), account.used_s.get(n, 0.0), exhausted) for n, exhausted in each]
+        return [Bubble(bubble_s.get(n, 0.0), trained_s.get(n, 0.0), exhausted) for n, exhausted in each]
 
     def speculated(self, step: int, saved_s: float | None, disabled: str, off: str = "") -> None:
         """Seconds that TLT saved in this rollout, why speculation is disabled after it, and why nobody drafted in it.
@@ -175,7 +173,7 @@ class StepLog:
         The reasons are empty where it is not, and where somebody did.
         """
         self._off = off
-        self._observed.saved_s, self._observed.speculation_disabled = saved_s, bool(disabled)
+        self.observed.saved_s, self.observed.speculation_disabled = saved_s, bool(disabled)
         if disabled != self._disabled:
             self.trace.emit("stopped", step=step, cause=disabled)
         self._disabled = disabled
@@ -187,7 +185,7 @@ class StepLog:
 
     def published(self, step: int, learned: MergeVerdict, nbytes: int, version: int, since: int) -> None:
         """An update arrived in time; `nbytes` of weights go to each engine, which serves `version` since that step."""
-        self._version, self._since = version, since
+        self.observed.published_version, self.observed.served_since = version, since
         publish = Publish(
             **{field.name: getattr(learned, field.name) for field in dataclasses.fields(MergeVerdict)},
             t=self.clock.time(),
@@ -196,9 +194,9 @@ class StepLog:
             bytes=nbytes,
         )
         self.trace.add(publish)
-        before = self._observed.publish
+        before = self.observed.publish
         if publish.decision == "published" or before is None or before.decision != "published":
-            self._observed.publish = publish  # of several (a cold start has them) the last one that is served
+            self.observed.publish = publish  # of several (a cold start has them) the last one that is served
 
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
@@ -207,26 +205,23 @@ class StepLog:
             reload = Reload(**{**vars(s), "ok": ok}, t=self.clock.time(), step=step, replica=name)
             self.reloads[name] = reload
             self.trace.add(reload)
-        self._observed.reloads = list(self.reloads.values())
-        self._observed.served_version = min((s.version for s in statuses.values()), default=None)
-        self._observed.overhead["reload"] = max((r.seconds for r in self._observed.reloads), default=0.0)
-        self._version = wanted
+        self.observed.reloads = list(self.reloads.values())
+        self.observed.served_version = min((s.version for s in statuses.values()), default=None)
+        self.observed.overhead["reload"] = max((r.seconds for r in self.observed.reloads), default=0.0)
+        self.observed.published_version = wanted
 
     def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
         self.guard.count("trace", self.trace.failures - self.guard.counts["trace"])
-        observed, account = self._observed, self._account
-        observed.step, observed.rollout_s, observed.errors = step, metrics.get(self._rollout), self.guard.counts
-        observed.published_version, observed.served_since = self._version, self._since
-        observed.devices, observed.spot_off_replicas = self.devices, self.off_replicas
-        if account:
-            observed.bubble_s, observed.bubble_trained_s = account.bubble_s, account.used_s
-            observed.stop_latency_s = account.stop_s
-        if account or self._failed_workers:
-            observed.spot_failures = (account.failures if account else 0) + self._failed_workers
-        tlt = step_metrics(observed)
+        self.observed.step, self.observed.rollout_s = step, metrics.get(self._rollout)
+        tlt = step_metrics(self.observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything, off=self._off)
         print(step_line(everything, step), flush=True)
-        self._begin()
+        self._begin(self.observed)
         return tlt
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, seconds in more.items():
+        sums[name] = sums.get(name, 0.0) + seconds

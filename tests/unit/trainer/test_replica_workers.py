@@ -69,7 +69,7 @@ def test_buffers_add_up_and_one_that_can_train_is_enough():
 
 def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_of_its_bubble(tmp_path):
     log = StepLog(TraceWriter(tmp_path, "driver"))
-    log.devices = {"a": 4}
+    log.observed.devices = {"a": 4}
     account = PhaseAccount({"a": 10.0}, {"a": 10.0}, {}, 0, end=100.0)
     log.sampled(
         1, PhaseReport(account, [EndedSession("a", 90.0, 100.0, SessionResult.combined([LONG, SHORT, LONG, NOTHING]))])

@@ -3,10 +3,12 @@
 import dataclasses
 
 from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import TappedStates
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.step_log import StepLog
+from verl_tlt.trainer.watch import PhaseReport
 
 STATS = EngineStats(
     num_steps=4, num_generation_tokens=6, num_decode_tokens=6, num_passes=4, num_drafts=4,
@@ -56,3 +58,13 @@ def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowe
     metrics = log.finish(1, {})
     assert (metrics["tlt/overhead_tap_s"], metrics["tlt/overhead_sync_s"]) == (0.2, 0.4)
     assert metrics["tlt/overhead_s"] == sum((0.2, 0.4))
+
+
+def test_the_sampling_phases_of_a_step_add_up_and_the_next_step_begins_with_none(tmp_path):
+    log = StepLog(TraceWriter(tmp_path, "driver"))
+    log.sampled(1, PhaseReport(PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.25}, 1, 10.0)))
+    log.sampled(1, PhaseReport(PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"a": 0.25, "b": 0.375}, 4, 20.0)))
+    metrics = log.finish(1, {})
+    assert (metrics["tlt/bubble_s"], metrics["tlt/bubble_trained_s"]) == (7.0, 0.5)
+    assert (metrics["tlt/stop_latency_s"], metrics["tlt/spot_failures"]) == (0.5, 5.0)
+    assert not {"tlt/bubble_s", "tlt/stop_latency_s", "tlt/spot_failures"} & log.finish(2, {}).keys()
