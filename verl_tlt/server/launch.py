@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omegaconf import DictConfig
 from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class Launch(vLLMHttpServer):

@@ -16,29 +16,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
+from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFacts, SessionResult, TappedStates
+from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.merge import start_merge
 from verl_tlt.spot_worker.worker import SpotWorker
 from verl_tlt.trace.events import TRAINER_DEVICE
+from verl_tlt.trainer.run_setup import SpotPlan
 from verl_tlt.trainer.servers import Servers
 from verl_tlt.trainer.waits import CALL_S, SILENT_S, SYSTEM, Call, CallFailed, Deadline, Waits, answer
 
 if TYPE_CHECKING:
-    import numpy as np
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
-    from ray.util.placement_group import PlacementGroup
     from verl.single_controller.base import WorkerGroup
     from verl.single_controller.ray import RayResourcePool
     from verl.workers.rollout.llm_server import LLMServerManager
-
-    from verl_tlt.messages.rollout import DrafterFile
-    from verl_tlt.speculation.costs.tables import LatencyTable
-    from verl_tlt.trainer.run_setup import SpotPlan
 
 T = TypeVar("T")
 

@@ -14,16 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from verl_tlt.errors import TLTError
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
 
 T = TypeVar("T")
 
@@ -121,21 +118,18 @@ class Call(Generic[T]):
         self,
         references: Sequence[ObjectRef],
         combine: Callable[[list[Any]], T],
-        workers: Sequence[ActorHandle] = (),
+        workers: Sequence[ActorHandle],
         excused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.references, self._combine, self._workers, self.excused = references, combine, workers, excused
 
-    def _come(self, timeout_s: float) -> bool:
-        return not ray.wait(self.references, num_returns=len(self.references), timeout=timeout_s)[1]
-
     def result(self, timeout_s: float) -> T:
         """The answer, of all; `CallFailed` where one raised, died or is silent, once the others have answered."""
         deadline = Deadline(timeout_s)
-        while self._workers and deadline.left() > 0 and not self._come(min(ASK_S, deadline.left())):
+        while self._workers and deadline.left() > 0 and not _come(self.references, min(ASK_S, deadline.left())):
             signs, left = [worker.__ray_ready__.remote() for worker in self._workers], deadline.left()
-            silent = ray.wait(signs, num_returns=len(signs), timeout=min(SILENT_S - ASK_S, left))[1]
-            if silent and left >= SILENT_S - ASK_S and not self._come(0):
+            alive = _come(signs, min(SILENT_S - ASK_S, left))
+            if not alive and left >= SILENT_S - ASK_S and not _come(self.references, 0):
                 raise CallFailed(f"no sign of life within {SILENT_S:.0f} s", silent=True)
         answers, failures = [], []
         for reference in self.references:
@@ -149,13 +143,16 @@ class Call(Generic[T]):
         return self._combine(answers)
 
 
-@dataclass(frozen=True)
-class Failure:
+def _come(references: Sequence[ObjectRef], timeout_s: float) -> bool:
+    """Whether all have come within so many seconds."""
+    return not ray.wait(references, num_returns=len(references), timeout=timeout_s)[1]
+
+
+class Failure(NamedTuple):
     """A failure of one replica's spot workers outside a session."""
 
     replica: str
-    during: str
-    """What was waited for."""
+    during: str  # what was waited for
     replaced: bool
     """Its spot workers were: they died, were silent, or raised where that leaves them unlike the others."""
 
