@@ -25,7 +25,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.policy import active_share, read_model_config
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
@@ -220,20 +220,25 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         `EngineGone` where the engine died or hangs: the run ends with it, as stock verl's ends at a dead engine.
         """
-        if not self._tlt_has_scheduler or self._tlt_staged is None:
+        start, staged = time.perf_counter(), self._tlt_staged
+        if not self._tlt_has_scheduler or staged is None:
             return
         try:
-            await self._tlt_serve(self._tlt_staged)
+            await self._tlt_serve(staged)
         except EngineGone as error:
             logger.error("replica %d cannot go on: %s", self.replica_rank, error)
             raise
         except Exception as error:  # all replicas wait for the weight sync that this is a part of
-            logger.exception("replica %d cannot use drafter v%d", self.replica_rank, self._tlt_staged.version)
-            self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
-            await self._tlt_set_drafting(False)
+            known = isinstance(error, DrafterError)
+            said = str(error) if known else f"{type(error).__name__}: {error}"
+            where = self.replica_rank, staged.version
+            logger.error("replica %d cannot use drafter v%d: %s", *where, said, exc_info=None if known else error)
+            self._tlt_served = replace(self._tlt_served, ok=False, error=said)
+            await self._tlt_set_drafting(False, self._tlt_served.acceptance)
+        self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_serve(self, staged: DrafterFile) -> None:
-        start, source = time.perf_counter(), self.tlt.speculation.source
+        source = self.tlt.speculation.source
         if source != "eagle":
             try:
                 await ask_scheduler(self.engine, "policy_changed")
@@ -241,40 +246,29 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
         sent = mtp is not None and mtp.enable and mtp.enable_train  # verl trains the head, and sends it with the policy
-        if source == "ngram" or sent:  # nothing to load
-            self._tlt_served = replace(self._tlt_served, ok=True, version=staged.version)
-            await self._tlt_set_drafting(not self._tlt_drafting_disabled)
-            return
-        refusal = await self._tlt_load(staged)
-        served = replace(self._tlt_served, ok=refusal is None, error=refusal, reloads=self._tlt_served.reloads + 1)
-        if served.ok:
-            served = replace(served, version=staged.version, acceptance=staged.acceptance)
-        else:
-            logger.error("replica %d cannot use drafter v%d: %s", self.replica_rank, staged.version, refusal)
-        self._tlt_served = served
-        await self._tlt_set_drafting(served.ok and not self._tlt_drafting_disabled, served.acceptance)
-        self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
+        if source != "ngram" and not sent:
+            await self._tlt_load(staged)
+            self._tlt_served = replace(self._tlt_served, acceptance=staged.acceptance)
+        self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
+        await self._tlt_set_drafting(not self._tlt_drafting_disabled, self._tlt_served.acceptance)
 
-    async def _tlt_load(self, staged: DrafterFile) -> str | None:
-        """Have every rank load its node's file and compare fingerprints; what is wrong with it, or None."""
+    async def _tlt_load(self, staged: DrafterFile) -> None:
+        """Have every rank load its node's file and compare fingerprints; `DrafterError`: it is not what was published.
+
+        Whatever is raised, the engine still holds the policy, and can decode without a drafter.
+        """
         if self._tlt_served.reloads and not self._tlt_served.ok:  # the file may have been damaged where it lies
             await asyncio.to_thread(stage, staged.config, staged.weights, self._tlt_dir / "drafter")
-        try:
-            asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
-            results = await answered(self.engine, "load its drafter", asked)
-            replies = [from_plain(LoadReply, reply) for reply in results]
-            fingerprint = combined(reply.sums for reply in replies)
-        except EngineGone:
-            raise
-        except Exception as error:  # the engine still holds the policy: decode without a drafter
-            return f"{type(error).__name__}: {error}"
+        self._tlt_served = replace(self._tlt_served, reloads=self._tlt_served.reloads + 1)
+        asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
+        replies = [from_plain(LoadReply, reply) for reply in await answered(self.engine, "load its drafter", asked)]
+        fingerprint = combined(reply.sums for reply in replies)
         graphs = next((reply.full_graphs for reply in replies if reply.full_graphs is not None), None)
         self._tlt_served = replace(self._tlt_served, fingerprint=fingerprint, full_graphs=graphs)
         if bad := next((reply for reply in replies if not reply.ok), None):
-            return bad.error or "load failed"
+            raise DrafterError(bad.error or "load failed")
         if fingerprint != staged.fingerprint:
-            return f"fingerprint {fingerprint} differs from the published {staged.fingerprint}"
-        return None
+            raise DrafterError(f"fingerprint {fingerprint} differs from the published {staged.fingerprint}")
 
     async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.
