@@ -139,18 +139,16 @@ def find_probe(
     return None
 
 
-def at_best(
-    here: LoadEstimates, choice: int, tau: float, spread: float, sigma: float, optimism: float = OPTIMISM
-) -> float:
-    """Goodput of a draft length if accept length (`spread`) and latency (`sigma`) are so many deviations better."""
+def at_best(here: LoadEstimates, choice: int, tau: float, spread: float, sigma: float) -> float:
+    """Goodput of a draft length if accept length (`spread`) and latency (`sigma`) are `OPTIMISM` deviations better."""
     longer = choice > here.current
     # The acceptance of a shorter draft is known: it is part of what the longer one shows.
     vague = spread / tau if longer else 0.0
-    hope = tau / here.seconds[choice] * (1.0 + optimism * math.hypot(sigma, vague))
+    hope = tau / here.seconds[choice] * (1.0 + OPTIMISM * math.hypot(sigma, vague))
     if not longer:
         return hope
     # However uncertain its latency is, a longer draft is not expected to be cheaper than the current one.
-    return min(hope, (tau + optimism * spread) / min(here.seconds[choice], here.seconds[here.current]))
+    return min(hope, (tau + OPTIMISM * spread) / min(here.seconds[choice], here.seconds[here.current]))
 
 
 def _steps(load: Load, sigma: float, jitter: float) -> int:

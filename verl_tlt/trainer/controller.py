@@ -1,17 +1,7 @@
 """One RL run with TLT: what happens at each of verl's hooks, and what one step hands to the next.
 
-    sample_begin        watch for idle devices, and train the drafter there (`idle.replica_idle`)
-    more_prompts        replicas that have left are called back before more prompts are sent
-    sample_end          stop training (bounded), start merging in the background
-    warm_up             spot workers that replaced others load their kernels
-    cold_start          once in a run without a drafter: train one on all devices before RL goes on
-    log_probs_done      what the tap captured goes to the spot workers
-    save                write the drafter once the policy's checkpoint is on the disk
-    before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
-    after_sync          replicas that left rejoin; compare what the engines have loaded
-    metrics             the step's numbers
-
-Whatever fails in here costs speed only: the `Guard` contains it, and the step goes on as stock verl's.
+Its methods are in the order of a step. Whatever fails in here costs speed only: the `Guard` contains it, and the step
+goes on as stock verl's.
 """
 
 from __future__ import annotations
@@ -71,9 +61,8 @@ class Controller:
         self.guard, self._charged = self.log.guard, self.log.charged
         # The first of them try drafters and decode without; those on the trainer's devices may sleep meanwhile.
         replicas = sorted(fleet.replicas, key=lambda name: fleet.replicas[name].colocated)
-        self.speculation = SpeculationControl(
-            str(tlt.trace.dir), replicas, tlt.speculation, facts.shared, facts.active_share
-        )
+        switch_dir, shared = str(tlt.trace.dir), facts.shared
+        self.speculation = SpeculationControl(switch_dir, replicas, tlt.speculation, shared, facts.active_share)
         served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         self.updates = DrafterUpdates(fleet, tlt, served, facts.dtype, self.log)
         self._updated = 0  # the last RL step with an update of the policy
@@ -217,7 +206,7 @@ class Controller:
         with self._charged("end of sampling", "stop"):
             watch, self._watch = self._watch, None
             if watch is not None:
-                self._account(step, watch.finish(self.tlt.spot.stop_timeout_s))
+                self._account(step, watch.finish(self.tlt.spot.stop_timeout_s), in_bubbles=True)
         with self._charged("end of sampling", "statistics"):
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
@@ -233,15 +222,14 @@ class Controller:
             with self._charged("rejoin"):
                 self.fleet.rejoin(list(self.fleet.replicas))
 
-    def _account(self, step: int, report: PhaseReport, in_bubbles: bool = True) -> None:
+    def _account(self, step: int, report: PhaseReport, in_bubbles: bool) -> None:
         self.guard.count("watch", int(report.error is not None))
         self.guard.count("lost replica", report.account.lost)
         if in_bubbles:
             self.log.sampled(step, report)
             self._sessions += report.sessions
         else:
-            self.log.trained(step, report.sessions)
-            self.log.worker_failed(report.account.failures)
+            self.log.trained(step, report)
         self._trained |= bool(report.sessions)
         for session in report.sessions:
             self._tokens += session.result.tokens

@@ -7,7 +7,7 @@ calibration and the engines' statistics, and says what came of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from verl_tlt.config import SpeculationConfig
@@ -29,14 +29,9 @@ class SpeculationControl:
     """
 
     def __init__(
-        self,
-        directory: str,
-        replicas: Iterable[str],
-        config: SpeculationConfig,
-        shared: bool = False,
-        active_share: float = 1.0,
+        self, directory: str, replicas: list[str], config: SpeculationConfig, shared: bool, active_share: float
     ) -> None:
-        self.directory, self.replicas = directory, list(replicas)
+        self.directory, self.replicas = directory, replicas
         self.decision = RunDecision(self.replicas, config.policy, config.source, active_share)
         self.saving = self.decision.rollout.saving
         self.account = SavingsAccount(shared)

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
 from verl_tlt.trainer.run_setup import RunFacts
 from verl_tlt.trainer.servers import Replica
 from verl_tlt.trainer.waits import SYSTEM, Clock
-from verl_tlt.trainer.watch import EndedSession, PhaseReport
+from verl_tlt.trainer.watch import PhaseReport
 
 logger = logging.getLogger(__name__)
 
@@ -123,18 +123,18 @@ class StepLog:
         _add(observed.bubble_s, account.bubble_s)
         _add(observed.bubble_trained_s, account.used_s)
         _add(observed.stop_latency_s, account.stop_s)
-        self.worker_failed(account.failures)
         start = report.first_dispatch or account.end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=account.end)
         for replica, seconds in account.bubble_s.items():
             if seconds > 0:
                 self.trace.emit("idle", step=step, replica=replica, start=account.end - seconds)
         self._exhausted |= {ended.replica: ended.result.outcome == "exhausted" for ended in report.sessions}
-        self.trained(step, report.sessions)
+        self.trained(step, report)
 
-    def trained(self, step: int, sessions: Sequence[EndedSession]) -> None:
-        """These sessions are over, in bubbles or in a cold start."""
-        for ended in sessions:
+    def trained(self, step: int, report: PhaseReport) -> None:
+        """The sessions of a phase are over, in bubbles or in a cold start."""
+        self.worker_failed(report.account.failures)
+        for ended in report.sessions:
             facts = {**vars(ended), **vars(ended.result), "scores": None}
             del facts["result"]
             session = Session(**facts, t=self.clock.time(), step=step)

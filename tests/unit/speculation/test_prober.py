@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from verl_tlt.speculation import prober
 from verl_tlt.speculation.prober import LoadEstimates, ProbeBudget, at_best, find_probe
 from verl_tlt.speculation.types import Load
 
@@ -88,8 +89,11 @@ def at(current, seconds=(1.0, 1.0, 1.0), goodput=(1.0, 1.0, 1.0), reachable=3, b
         (2, (1.0, 0.6, 1.0), 1, 1.5, 0.3, 0.2, 1.0, 1.5 / 0.6 * 1.2),
     ],
 )
-def test_an_arm_may_be_as_good_as_its_estimates_may_be_wrong(current, seconds, arm, tau, spread, sigma, optimism, hope):
-    assert at_best(at(current, seconds), arm, tau, spread, sigma, optimism) == pytest.approx(hope)
+def test_an_arm_may_be_as_good_as_its_estimates_may_be_wrong(
+    monkeypatch, current, seconds, arm, tau, spread, sigma, optimism, hope
+):
+    monkeypatch.setattr(prober, "OPTIMISM", optimism)
+    assert at_best(at(current, seconds), arm, tau, spread, sigma) == pytest.approx(hope)
 
 
 def test_what_may_be_a_hundredth_better_is_probed_nearest_first_as_far_as_it_may():

@@ -17,7 +17,7 @@ UNKNOWN, RANDOM = (), (0.01, 0.01)
 
 def control(directory, shared=False, **settings):
     config = SpeculationConfig(**{"control_every": 0} | settings)
-    return SpeculationControl(str(directory), REPLICAS, config, shared)
+    return SpeculationControl(str(directory), REPLICAS, config, shared, active_share=1.0)
 
 
 def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(run_dir):

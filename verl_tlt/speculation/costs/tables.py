@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, ValidationError
 
 from verl_tlt.errors import TLTError, wrong_field
@@ -117,17 +118,12 @@ class LatencyTable:
 
 def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
     """Seconds at `batch` by sorted (batch, seconds): linear between them, the last slope beyond, flat below."""
-    low_batch, low = points[0]
-    if batch <= low_batch or len(points) == 1:
-        return low
-    for high_batch, high in points[1:]:
-        if batch <= high_batch:
-            break
-        if high_batch != points[-1][0]:
-            low_batch, low = high_batch, high
-    slope = (high - low) / (high_batch - low_batch)
+    batches, seconds = zip(*points, strict=True)
+    if batch <= batches[-1] or len(points) == 1:
+        return float(np.interp(batch, batches, seconds))
+    slope = (seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2])
     # Noise can make the last slope negative; a larger batch never takes less than the largest one measured.
-    return max(high if batch > high_batch else 0.0, low + slope * (batch - low_batch))
+    return float(seconds[-1] + max(0.0, slope) * (batch - batches[-1]))
 
 
 @dataclass(frozen=True)
