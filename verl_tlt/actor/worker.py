@@ -15,7 +15,7 @@ import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import TrainingWorker
 
 from verl_tlt.actor.adapters import Untapped, adapt
 from verl_tlt.actor.tap import (
@@ -67,8 +67,11 @@ class TLTTrainingWorker(TrainingWorker):
         tap.count(data, self.vocabulary)
 
 
-class TLTActorWorker(ActorRolloutRefWorker):
-    """Adds `tlt_setup`, `tlt_take` and the copying of verifier weights to verl's hybrid worker."""
+class TLTActorWorker(DetachActorWorker):
+    """Adds `tlt_setup`, `tlt_take` and the copying of verifier weights to verl's hybrid worker.
+
+    `separate_async` needs the one that can set the policy aside and take it back; it is the other modes' otherwise.
+    """
 
     actor_worker_cls = TLTTrainingWorker
     _tlt_capture: VerifierCapture | None = None
@@ -149,7 +152,3 @@ class TLTActorWorker(ActorRolloutRefWorker):
             del engine.get_per_tensor_param  # the instance attribute; the class's method shows again
             path = engine.model_config.local_path
             capture.finish((lambda: vars(VerifierWeights.from_policy_dir(path))) if adapter_alone else None)
-
-
-class TLTDetachActorWorker(TLTActorWorker, DetachActorWorker):
-    """The same for verl's worker of `separate_async`, which can set the policy aside and take it back."""

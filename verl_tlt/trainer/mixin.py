@@ -21,6 +21,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_tlt.messages.rollout import store_name
+from verl_tlt.server.client import TLTFullyAsyncLLMServerClient, TLTLLMServerClient
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transfer_queue import KVBatchMeta
     from verl.experimental.agent_loop import AgentLoopManager
-    from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+    from verl.workers.rollout.llm_server import LLMServerClient
 
 
 class TLTMixin(PPOTrainer):
@@ -50,15 +51,6 @@ class TLTMixin(PPOTrainer):
         RolloutReplicaRegistry.register("vllm", _tlt_replica)
         super().__init__(config)
 
-    def tlt_worker_class(self) -> type:
-        from verl_tlt.actor.worker import TLTActorWorker
-
-        return TLTActorWorker
-
-    def tlt_standalone(self) -> LLMServerManager | None:
-        """verl's manager of standalone replicas; None: there are none."""
-        return None
-
     def tlt_colocated_asleep(self) -> bool:
         """Whether the replicas on the trainer's devices sleep through weight syncs."""
         return False
@@ -66,10 +58,12 @@ class TLTMixin(PPOTrainer):
     # ------------------------------------------------------------------ set-up
 
     def _init_resource_pool_mgr(self) -> None:
+        from verl_tlt.actor.worker import TLTActorWorker
+
         super()._init_resource_pool_mgr()
         for role in (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(self.tlt_worker_class())
+                self.role_worker_mapping[role] = ray.remote(TLTActorWorker)
 
     def _setup(self) -> None:
         self._tlt_run = prepare(self.config, self._tlt_config, self.tlt_base_mode)
@@ -81,7 +75,8 @@ class TLTMixin(PPOTrainer):
 
     def on_init_end(self) -> None:
         (facts, start, spot), config = self._tlt_run, self.config
-        pool, standalone = self.resource_pool_manager.resource_pool_dict["global_pool"], self.tlt_standalone()
+        pool = self.resource_pool_manager.resource_pool_dict["global_pool"]
+        standalone = getattr(self, "standalone_server_manager", None)
         fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, spot, standalone)
         pending_work = BufferWatch(
             self.replay_buffer,
@@ -163,8 +158,6 @@ class TLTTrainerSync(TLTMixin, PPOTrainerSync):
     tlt_base_mode = "sync"
 
     def get_llm_client(self) -> LLMServerClient:
-        from verl_tlt.server.client import TLTLLMServerClient
-
         return self.llm_server_manager.get_client(client_cls=TLTLLMServerClient)
 
 
@@ -172,8 +165,6 @@ class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
     tlt_base_mode = "colocate_async"
 
     def get_llm_client(self) -> LLMServerClient:
-        from verl_tlt.server.client import TLTFullyAsyncLLMServerClient
-
         return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
 
 
@@ -189,14 +180,6 @@ class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
     """verl's trainer with partial rollouts on standalone replicas, with TLT; none leaves, so verl's own client."""
 
     tlt_base_mode = "separate_async"
-
-    def tlt_worker_class(self) -> type:
-        from verl_tlt.actor.worker import TLTDetachActorWorker
-
-        return TLTDetachActorWorker
-
-    def tlt_standalone(self) -> LLMServerManager:
-        return self.standalone_server_manager
 
     @upstream_change(
         "verl logs that no replica shares the trainer's devices",
