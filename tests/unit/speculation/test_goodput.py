@@ -8,7 +8,7 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100
 from benchmarks.simulate.oracles import TrueGoodput
 from benchmarks.simulate.workload import Workload, geometric
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.goodput import HOLD, GoodputPolicy
+from verl_tlt.speculation.policies import HOLD, GoodputPolicy
 from verl_tlt.speculation.prober import Probe
 from verl_tlt.speculation.types import OFF, Load, Step
 
