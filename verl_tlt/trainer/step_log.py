@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.failure_budget import MAX_FAILURES
@@ -23,6 +23,8 @@ from verl_tlt.trainer.waits import SYSTEM, Clock
 from verl_tlt.trainer.watch import PhaseReport
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E", Session, Publish, Reload)
 
 DISTRIBUTIONS = ("verl-tlt", "verl", "vllm", "torch", "ray", "transformers", "speculators")
 
@@ -76,6 +78,14 @@ class StepLog:
 
     def _charge(self, part: str, seconds: float) -> None:
         _add(self.observed.overhead, {part: seconds})
+
+    def _event(self, kind: type[E], step: int, *records: object, **more: object) -> E:
+        """Write an event of what these records have of its fields, and of more."""
+        names = {field.name for field in dataclasses.fields(kind)}
+        facts = {name: value for record in records for name, value in vars(record).items() if name in names}
+        event = kind(**facts | more, step=step, t=self.clock.time())
+        self.trace.add(event)
+        return event
 
     def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, Replica], facts: RunFacts) -> None:
         """Write the trace's first event; `step0` is the first RL step, which is not charged with the start."""
@@ -135,11 +145,7 @@ class StepLog:
         """The sessions of a phase are over, in bubbles or in a cold start."""
         self.worker_failed(report.account.failures)
         for ended in report.sessions:
-            facts = {**vars(ended), **vars(ended.result), "scores": None}
-            del facts["result"]
-            session = Session(**facts, t=self.clock.time(), step=step)
-            self.observed.sessions.append(session)
-            self.trace.add(session)
+            self.observed.sessions.append(self._event(Session, step, ended, ended.result, scores=None))
 
     def worker_failed(self, times: int = 1) -> None:
         self.observed.spot_failures = (self.observed.spot_failures or 0) + times
@@ -186,14 +192,7 @@ class StepLog:
     def published(self, step: int, learned: MergeVerdict, nbytes: int, version: int, since: int) -> None:
         """An update arrived in time; `nbytes` of weights go to each engine, which serves `version` since that step."""
         self.observed.published_version, self.observed.served_since = version, since
-        publish = Publish(
-            **{field.name: getattr(learned, field.name) for field in dataclasses.fields(MergeVerdict)},
-            t=self.clock.time(),
-            step=step,
-            version=version,
-            bytes=nbytes,
-        )
-        self.trace.add(publish)
+        publish = self._event(Publish, step, learned, version=version, bytes=nbytes)
         before = self.observed.publish
         if publish.decision == "published" or before is None or before.decision != "published":
             self.observed.publish = publish  # of several (a cold start has them) the last one that is served
@@ -201,10 +200,7 @@ class StepLog:
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
         for name, s in statuses.items():
-            ok = s.ok and s.version == wanted
-            reload = Reload(**{**vars(s), "ok": ok}, t=self.clock.time(), step=step, replica=name)
-            self.reloads[name] = reload
-            self.trace.add(reload)
+            self.reloads[name] = self._event(Reload, step, s, replica=name, ok=s.ok and s.version == wanted)
         self.observed.reloads = list(self.reloads.values())
         self.observed.served_version = min((s.version for s in statuses.values()), default=None)
         self.observed.overhead["reload"] = max((r.seconds for r in self.observed.reloads), default=0.0)
