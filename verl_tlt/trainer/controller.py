@@ -99,17 +99,15 @@ class Controller:
 
     # ------------------------------------------------------------------ the run's start
 
-    def before_first_sync(self, step: int, resume_from: Path | None) -> None:
-        """Start spot training before the first weight sync, which then brings the verifier weights.
-
-        `step` is the last finished RL step, `resume_from` the directory of a drafter's checkpoint.
-        """
+    def before_first_sync(self, step: int) -> None:
+        """Start spot training after `step`, before the first weight sync, which then brings the verifier weights."""
         logger.info("TLT starts from %s", self._start.origin)
         self._updated = step
         self._choose_who_drafts(step + 1)
         with self.guard("start of spot training"):
             if self.tlt.spot.enable:
-                untapped = self.fleet.start_spot(self._start.aux_layers, resume_from, self._tokens_to_choose > 0)
+                start, counts_tokens = self._start, self._tokens_to_choose > 0
+                untapped = self.fleet.start_spot(start.aux_layers, start.checkpoint, counts_tokens)
                 self.spot, self._untrained = untapped is None, untapped or ""
                 if untapped:
                     logger.warning("the drafter is not trained in this run, and used as it is: %s", untapped)

@@ -85,7 +85,7 @@ class TLTMixin(PPOTrainer):
         )
         trace = TraceWriter(str(spot.config.trace.dir), "trainer")
         self.tlt = Controller(spot.config, facts, start, fleet, trace, pending_work)
-        self.tlt.before_first_sync(self.global_steps, start.checkpoint)
+        self.tlt.before_first_sync(self.global_steps)
         super().on_init_end()
         if self.tlt.after_first_sync(self.global_steps):
             self.checkpoint_manager.sleep_replicas()  # as before every other sync: the trainer needs the memory

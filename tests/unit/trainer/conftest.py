@@ -62,11 +62,12 @@ def run(tmp_path, clock):
             provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared,
         )  # fmt: skip
         start = FirstDrafter(
-            FIRST, FIRST, (2, 4, 6), "a test", draft_vocab=draft_vocab, chosen=draft_vocab == 0, untrained=untrained
-        )
+            FIRST, FIRST, (2, 4, 6), "a test", draft_vocab=draft_vocab, chosen=draft_vocab == 0, untrained=untrained,
+            checkpoint=resume_from,
+        )  # fmt: skip
         trace = TraceWriter(str(tmp_path / "trace"), "trainer", clock.time)
         controller = Controller(tlt, facts, start, fleet, trace, PendingWork, clock)
-        controller.before_first_sync(0, resume_from)
+        controller.before_first_sync(0)
         fleet.sync()
         controller.after_first_sync(0)
         built.append((controller, fleet))
