@@ -15,7 +15,7 @@ beside which nobody drafted or trained are the measure: without TLT nobody train
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -137,9 +137,15 @@ class SavingsAccount:
             return there * interpolate(calibrated, batch) / interpolate(calibrated, nearest)
         return there if max(nearest / batch, batch / nearest) <= REACH else None
 
-    def _off_seconds_of(self, row: _Row) -> float | None:
-        found = self.off_seconds(row.interval.batch, row.interval.context, round(row.busy))
-        return None if found is None else row.interval.plain_steps * found
+    def _late(self, rows: Iterable[_Row]) -> tuple[float, float]:
+        """(Seconds by which these rows would have taken longer without drafts, their own), as far as that is known."""
+        late_s = compared_s = 0.0
+        for interval, busy, *_ in (row for row in rows if row.interval.seconds > 0 and not row.undisturbed):
+            off_s = self.off_seconds(interval.batch, interval.context, round(busy))
+            if off_s is not None:
+                late_s += interval.plain_steps * off_s - interval.seconds
+                compared_s += interval.seconds
+        return late_s, compared_s
 
     def _learn(self, rows: Sequence[_Row]) -> None:
         """Take over the steps of undisturbed intervals."""
@@ -158,33 +164,21 @@ class SavingsAccount:
         }
 
     def _saved_s(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
-        ends, spent_s, compared_s = [], 0.0, 0.0
-        for of_replica in rows.values():
-            late = 0.0
-            for row in (row for row in of_replica if row.interval.seconds > 0):
-                seconds = row.interval.seconds
-                off_s = seconds if row.undisturbed else self._off_seconds_of(row)
-                spent_s += seconds
-                if off_s is not None:
-                    compared_s += seconds
-                    late += off_s - seconds
-            ends.append((of_replica[-1].interval.end, late))
-        if compared_s < COVERED * spent_s:
+        late = [self._late(of_replica) for of_replica in rows.values()]
+        every = [row for of_replica in rows.values() for row in of_replica]
+        compared_s = sum(seconds for _, seconds in late) + _seconds(row for row in every if row.undisturbed)
+        if compared_s < COVERED * _seconds(every):
             return None
-        return max(end + late for end, late in ends) - max(end for end, _ in ends)
+        ends = [of_replica[-1].interval.end for of_replica in rows.values()]
+        return max(end + late_s for end, (late_s, _) in zip(ends, late, strict=True)) - max(ends)
 
     def _gain(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
         drafted = [row for of_replica in rows.values() for row in of_replica if not row.interval.off]
-        spent_s = off_s = compared_s = 0.0
-        for row in drafted:
-            spent_s += row.interval.seconds
-            found = self._off_seconds_of(row) if row.interval.seconds > 0 and row.training < UNMIXED else None
-            if found is not None:
-                off_s += found
-                compared_s += row.interval.seconds
-        if not off_s or compared_s < COVERED * spent_s:
+        late_s, compared_s = self._late(row for row in drafted if row.training < UNMIXED)
+        off_s = late_s + compared_s
+        if not off_s or compared_s < COVERED * _seconds(drafted):
             return None
-        return 1.0 - compared_s / off_s
+        return late_s / off_s
 
     def _rows(self, rollout: Mapping[str, Sequence[LoadInterval]], training: Times) -> dict[str, list[_Row]]:
         """Every interval of every replica with what went on beside it."""
@@ -199,6 +193,10 @@ class SavingsAccount:
             return _Row(i, max(1.0, busy.average(i)), drafting.average(i), trained.average(i))
 
         return {name: [row(i) for i in intervals] for name, intervals in rollout.items()}
+
+
+def _seconds(rows: Iterable[_Row]) -> float:
+    return sum(row.interval.seconds for row in rows)
 
 
 def _octave(context: float) -> int:
