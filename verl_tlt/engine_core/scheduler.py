@@ -352,7 +352,6 @@ class TLTScheduler(Scheduler):
             self.tlt.record(step)
 
     def shutdown(self) -> None:
-        """As vLLM's; the trace is written out."""
         self._tlt_learn()
         self.tlt.flush()
         super().shutdown()

@@ -60,7 +60,6 @@ def cost_key(config: VllmConfig, policy: str, drafter: Path | None = None) -> Ta
 
 
 def _runs_with(config: VllmConfig) -> str:
-    """The settings of an engine on which the time of a step depends."""
     model, compilation, lora = config.model_config, config.compilation_config, config.lora_config
     parallel = config.parallel_config
     mode = "NONE" if model.enforce_eager else getattr(compilation.cudagraph_mode, "name", "NONE")
@@ -170,7 +169,6 @@ async def decode(engine: AsyncLLM, prompt: Sequence[int], **sampling: Any) -> li
 
 
 def _table(measured: Mapping[tuple[int, int], float], lengths: Sequence[int]) -> LatencyTable:
-    """Seconds by (length, batch) as a table."""
     rows: dict[int, list[tuple[int, float]]] = {}
     for (length, batch), seconds in sorted(measured.items()):
         # A step in OFF is a part of one at K=0: where it took longer, it was held up.

@@ -47,7 +47,6 @@ class Launch(vLLMHttpServer):
         self.arguments = AsyncEngineArgs.from_cli_args(args)
 
     async def launched(self) -> AsyncLLM:
-        """The engine of one replica on this machine."""
         await self.launch_server()
         engine = AsyncLLM.from_engine_args(self.arguments)
         if (tokenizer := self.model_config.tokenizer) is not None:  # verl's, too: what may not be sampled

@@ -112,7 +112,6 @@ class StepControl:
             return 0
 
     def record(self, step: Step) -> None:
-        """Add one finished step to sums and trace, and have the policy learn from it."""
         self._sums.add(step)
         if self.trace is not None:
             self.trace.add(step)
@@ -150,7 +149,6 @@ class StepControl:
         logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
 
     def stats(self, reset: bool = False) -> EngineStats:
-        """Sums since the last reset."""
         self.flush()
         return self._sums.stats(reset, self.policy_error)
 

@@ -156,7 +156,6 @@ class Controller:
     # ------------------------------------------------------------------ sampling
 
     def sample_begin(self, step: int) -> None:
-        """A sampling phase begins: watch for idle devices."""
         with self._charged("hand-over"):
             if self._arriving:  # one whose workers got nothing has new ones, which hold nothing
                 arriving, self._arriving = self._arriving, {}

@@ -254,7 +254,6 @@ class Fleet(Servers):
         return [name for name, w in new.items() if not w.rehearsed and not (up and w.starting())]
 
     def warm_up(self, names: Collection[str]) -> dict[str, Call[list]]:
-        """Have these replicas' spot workers rehearse on their devices."""
         for name in names:
             self.spot_workers[name].rehearsed = True
         return {name: self.spot_workers[name].call("warm_up", list) for name in names}
