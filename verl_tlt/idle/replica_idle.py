@@ -1,8 +1,8 @@
 """When may idle devices train the drafter? A pure state machine: observations in, commands out.
 
-    BUSY ──LeaveBalancer──▶ DRAINING ──TrySleep──▶ IDLE ──StartTraining──▶ TRAINING ──StopTraining──▶ IDLE
-      ▲                        │ refused           (no answer: IDLE until the weight sync)             │
-      └────────Rejoin──────────┴───────────────── WakeUp and Rejoin: recalled ─────────────────────────┘
+    BUSY ──leave──▶ DRAINING ──try_sleep──▶ IDLE ──train──▶ TRAINING ──stop──▶ IDLE
+      ▲                │ refused            (no answer: IDLE until the weight sync)
+      └────rejoin──────┴────────────────── wake_up and rejoin: recalled ─────────┘
 
 The policy:
 * No replica leaves while work can still arrive: a pending request, an open agent loop, or a refill.
@@ -24,7 +24,7 @@ import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FIRST_RETRY_S = 0.5
 """Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
@@ -60,33 +60,19 @@ MODE_RULES = {
 """By `trainer.v1.trainer_mode`."""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
+    """What the fleet is to do with a replica; the planner is told what came of it by one of these methods.
+
+    leave       take it out of the load balancer: `left`, or `failed`
+    try_sleep   ask its server to close its gate and sleep: `slept`, `refused` (it still serves), or `failed`
+    train       start its spot worker: `training`, later `stopped` or `failed`
+    stop        stop its spot worker, which may have only just been started: `stopped` or `failed`
+    wake_up     ask the sleeping server to serve again with the weights it has: `awake`, or `failed`
+    rejoin      put it back into the load balancer
+    """
+
+    do: Literal["leave", "try_sleep", "train", "stop", "wake_up", "rejoin"]
     replica: str
-
-
-class LeaveBalancer(Command):
-    """Take the replica out of the load balancer; answer with `left`, or `failed`."""
-
-
-class TrySleep(Command):
-    """Ask the server to close its gate and sleep; answer with `slept`, `refused` (it still serves), or `failed`."""
-
-
-class StartTraining(Command):
-    """Start the replica's spot worker; answer with `training`, later `stopped` or `failed`."""
-
-
-class StopTraining(Command):
-    """Stop the replica's spot worker (it may have only just been started); answer with `stopped` or `failed`."""
-
-
-class WakeUp(Command):
-    """Ask the sleeping server to serve again with the weights it has; answer with `awake`, or `failed`."""
-
-
-class Rejoin(Command):
-    """Put the replica back into the load balancer."""
 
 
 def next_pause(pause: float, shortest: float, changed: bool) -> float:
@@ -198,10 +184,10 @@ class ReplicaIdlePlanner:
         for name, r in self._replicas.items():
             if r.state is State.BUSY and name not in inflight:  # the load balancer has lost it
                 self._lost += 1
-                commands.append(Rejoin(name))
+                commands.append(Command("rejoin", name))
             elif r.state is State.BUSY and self._may_leave(name, now):
                 r.state = State.DRAINING
-                commands.append(LeaveBalancer(name))
+                commands.append(Command("leave", name))
         return commands
 
     def left(self, replica: str) -> list[Command]:
@@ -211,7 +197,7 @@ class ReplicaIdlePlanner:
             return []  # the trainer puts all to sleep; back with the weight sync
         if self._more_may_arrive or not self._served:  # that has changed since it was told to leave
             return self._busy(replica)
-        return [TrySleep(replica)]
+        return [Command("try_sleep", replica)]
 
     def slept(self, replica: str) -> list[Command]:
         """The server holds no request and sleeps; too late for a session if sampling has ended."""
@@ -220,7 +206,7 @@ class ReplicaIdlePlanner:
         if self._ended is not None:
             return []
         r.started = True
-        return [StartTraining(replica)]
+        return [Command("train", replica)]
 
     def refused(self, replica: str, now: float) -> list[Command]:
         """The server answered BUSY and serves on: back into the balancer, asked again after a growing pause."""
@@ -267,8 +253,8 @@ class ReplicaIdlePlanner:
             if r.lost:  # to wait for it again and again would hold up every request
                 continue
             if r.state in (State.IDLE, State.TRAINING):
-                commands += [StopTraining(name)] if r.started else []
-                commands.append(WakeUp(name))
+                commands += [Command("stop", name)] if r.started else []
+                commands.append(Command("wake_up", name))
             else:
                 r.idle_since = None
         return commands
@@ -279,13 +265,13 @@ class ReplicaIdlePlanner:
         r.earlier_bubble_s, r.earlier_used_s = r.seconds(now, now)
         r.over, r.idle_since = True, None
         r.state = State.BUSY
-        return [Rejoin(replica)]
+        return [Command("rejoin", replica)]
 
     def end(self, now: float) -> list[Command]:
         """Sampling is over: stop every worker that was started. Nothing leaves or starts from here on."""
         if self._ended is None:
             self._ended = now
-        return [StopTraining(name) for name, r in self._replicas.items() if r.started]
+        return [Command("stop", name) for name, r in self._replicas.items() if r.started]
 
     def state(self, replica: str) -> State:
         return self._replicas[replica].state
@@ -323,7 +309,7 @@ class ReplicaIdlePlanner:
         r = self._replicas[replica]
         r.state = State.BUSY
         self._served = self._served or r.inflight > 0
-        return [Rejoin(replica)]
+        return [Command("rejoin", replica)]
 
     def _close(self, r: _Replica, now: float) -> None:
         """The session is over; the first ending counts."""
@@ -361,7 +347,7 @@ class TrainerIdlePlanner(ReplicaIdlePlanner):
         starting = [n for n, r in self._replicas.items() if n in self._workers and not (r.started or r.over)]
         for name in starting:
             self._replicas[name].started = True
-        return [StartTraining(name) for name in starting]
+        return [Command("train", name) for name in starting]
 
     def recall(self) -> list[Command]:
         """Nothing: these replicas serve no requests."""

@@ -158,7 +158,7 @@ class SamplingWatch:
         if load != self._written and now >= self._write_at:
             self._write_load(now)
         commands = self.planner.observe(now, load, work.pending, work.more)
-        for lost in [command.replica for command in commands if isinstance(command, idle.Rejoin)]:
+        for lost in [command.replica for command in commands if command.do == "rejoin"]:
             logger.warning("the load balancer had lost replica %s; it is put back", lost)
         self._do(commands)
         calls = {name: call for name, (call, _) in self.running.items()}
@@ -181,16 +181,16 @@ class SamplingWatch:
     def _carry_out(self, command: idle.Command) -> list[idle.Command]:
         """Returns what the planner asks for next."""
         name = command.replica
-        match command:
-            case idle.StartTraining():
+        match command.do:
+            case "train":
                 self.running[name] = (self.fleet.train(name), self._clock.time())
                 self.planner.training(name, self._clock.time())
-            case idle.Rejoin():
+            case "rejoin":
                 self.fleet.rejoin([name])
-            case idle.LeaveBalancer():
+            case "leave":
                 self.fleet.leave(name)
                 return self.planner.left(name)
-            case idle.TrySleep():
+            case "try_sleep":
                 try:
                     slept = self.fleet.try_sleep(name, keep_weights=self._recall)
                 except CallFailed as error:
@@ -200,7 +200,7 @@ class SamplingWatch:
                     self.planner.failed(name, self._clock.time())
                 else:
                     return self.planner.slept(name) if slept else self.planner.refused(name, self._clock.time())
-            case idle.WakeUp():
+            case "wake_up":
                 try:
                     self.fleet.wake_up(name)
                 except CallFailed as error:
@@ -234,8 +234,8 @@ class SamplingWatch:
             raise CallFailed(f"a look at the fleet took longer than {LOOK_S:.0f} s")
         try:
             commands = self.planner.recall()
-            self._stop([c.replica for c in commands if isinstance(c, idle.StopTraining)], stop_timeout_s)
-            self._do([c for c in commands if not isinstance(c, idle.StopTraining)])
+            self._stop([c.replica for c in commands if c.do == "stop"], stop_timeout_s)
+            self._do([c for c in commands if c.do != "stop"])
         finally:
             self._turn.release()
 

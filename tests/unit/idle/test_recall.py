@@ -2,16 +2,7 @@
 
 import pytest
 
-from verl_tlt.idle.replica_idle import (
-    LeaveBalancer,
-    Rejoin,
-    ReplicaIdlePlanner,
-    StartTraining,
-    State,
-    StopTraining,
-    TrySleep,
-    WakeUp,
-)
+from verl_tlt.idle.replica_idle import Command, ReplicaIdlePlanner, State
 
 
 @pytest.fixture
@@ -20,9 +11,9 @@ def planner():
     p = ReplicaIdlePlanner("abc", expected_requests=12, settle_s=0.1)
     p.observe(0.0, {"a": 4, "b": 4, "c": 4}, pending=0)
     p.observe(1.0, {"a": 0, "b": 3, "c": 2}, pending=0)
-    assert p.observe(1.2, {"a": 0, "b": 3, "c": 2}, pending=0) == [LeaveBalancer("a")]
-    assert p.left("a") == [TrySleep("a")]
-    assert p.slept("a") == [StartTraining("a")]
+    assert p.observe(1.2, {"a": 0, "b": 3, "c": 2}, pending=0) == [Command("leave", "a")]
+    assert p.left("a") == [Command("try_sleep", "a")]
+    assert p.slept("a") == [Command("train", "a")]
     p.training("a", 1.3)
     return p
 
@@ -30,15 +21,15 @@ def planner():
 @pytest.fixture
 def recalled(planner):
     """`a` serves again since 2.1."""
-    assert planner.recall() == [StopTraining("a"), WakeUp("a")]
+    assert planner.recall() == [Command("stop", "a"), Command("wake_up", "a")]
     planner.stopped("a", 2.0)
-    assert planner.awake("a", 2.1) == [Rejoin("a")]
+    assert planner.awake("a", 2.1) == [Command("rejoin", "a")]
     return planner
 
 
 def test_one_that_had_stopped_by_itself_only_wakes_up(planner):
     planner.stopped("a", 1.8)
-    assert planner.recall() == [WakeUp("a")]
+    assert planner.recall() == [Command("wake_up", "a")]
 
 
 def test_nobody_leaves_before_the_late_requests_can_have_arrived(planner):
@@ -68,8 +59,8 @@ def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
 
 def test_one_whose_session_failed_is_called_back_like_any_other(planner):
     planner.failed("a", 1.5)
-    assert planner.recall() == [WakeUp("a")]
-    assert planner.awake("a", 2.0) == [Rejoin("a")]
+    assert planner.recall() == [Command("wake_up", "a")]
+    assert planner.awake("a", 2.0) == [Command("rejoin", "a")]
 
 
 def test_the_bubble_before_a_recall_counts(recalled):

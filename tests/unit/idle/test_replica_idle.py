@@ -9,13 +9,9 @@ from verl_tlt.idle.replica_idle import (
     FIRST_RETRY_S,
     LONGEST_RETRY_S,
     PATIENCE,
-    LeaveBalancer,
-    Rejoin,
+    Command,
     ReplicaIdlePlanner,
-    StartTraining,
     State,
-    StopTraining,
-    TrySleep,
     next_pause,
 )
 
@@ -39,14 +35,14 @@ def settle(p, inflight, now=1.0, pending=0, **more):
 
 def loaded_and_leaving():
     p = loaded(planner())
-    assert settle(p, {"a": 0, "b": 3}) == [LeaveBalancer("a")]
+    assert settle(p, {"a": 0, "b": 3}) == [Command("leave", "a")]
     return p
 
 
 def trained(p, replica="a", now=2.0):
     """Take an idle replica all the way to TRAINING."""
-    assert p.left(replica) == [TrySleep(replica)]
-    assert p.slept(replica) == [StartTraining(replica)]
+    assert p.left(replica) == [Command("try_sleep", replica)]
+    assert p.slept(replica) == [Command("train", replica)]
     p.training(replica, now)
     return p
 
@@ -68,7 +64,7 @@ def test_half_the_fair_share_is_enough_and_counts_at_its_peak():
     p = planner(expected_requests=16)
     p.observe(0.0, {"a": 4, "b": 4}, pending=8)
     p.observe(0.1, {"a": 1, "b": 8}, pending=0)
-    assert settle(p, {"a": 0, "b": 3}) == [LeaveBalancer("a")]
+    assert settle(p, {"a": 0, "b": 3}) == [Command("leave", "a")]
 
 
 def test_before_dispatch_everybody_looks_idle_and_nobody_leaves():
@@ -82,14 +78,14 @@ def test_settle_time_restarts_with_every_request():
     p = loaded(planner(settle_s=0.25))
     for now, requests in ((7.0, 0), (7.125, 1), (7.5, 0), (7.625, 0)):
         assert p.observe(now, {"a": requests, "b": 3}, pending=0) == []
-    assert p.observe(7.75, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+    assert p.observe(7.75, {"a": 0, "b": 3}, pending=0) == [Command("leave", "a")]
 
 
 def test_settle_time_does_not_run_while_something_is_pending():
     p = loaded(planner())
     p.observe(1.0, {"a": 0, "b": 3}, pending=1)
     assert p.observe(1.5, {"a": 0, "b": 3}, pending=0) == []
-    assert p.observe(1.7, {"a": 0, "b": 3}, pending=0) == [LeaveBalancer("a")]
+    assert p.observe(1.7, {"a": 0, "b": 3}, pending=0) == [Command("leave", "a")]
 
 
 def test_the_last_serving_replica_never_leaves():
@@ -115,17 +111,17 @@ def test_a_draining_replica_does_not_count_as_the_busy_one():
 def test_leaving_is_called_off_when_the_world_changes_on_the_way_out(load, pending):
     p = loaded_and_leaving()
     p.observe(2.0, load, pending)
-    assert p.left("a") == [Rejoin("a")]
+    assert p.left("a") == [Command("rejoin", "a")]
     assert p.state("a") is State.BUSY
 
 
-@pytest.mark.parametrize(("back_first", "sent"), [(False, Rejoin("b")), (True, TrySleep("b"))])
+@pytest.mark.parametrize(("back_first", "sent"), [(False, Command("rejoin", "b")), (True, Command("try_sleep", "b"))])
 def test_one_that_comes_back_with_a_request_counts_as_working_at_once(back_first, sent):
     p = loaded(planner("abc", expected_requests=12), a=4, b=4, c=4)
-    assert settle(p, {"a": 0, "b": 0, "c": 2}) == [LeaveBalancer("a"), LeaveBalancer("b")]
+    assert settle(p, {"a": 0, "b": 0, "c": 2}) == [Command("leave", "a"), Command("leave", "b")]
     p.observe(2.0, {"a": 1, "b": 0, "c": 0}, pending=0)  # one had been on its way to a
     if back_first:
-        assert p.refused("a", 2.0) == [Rejoin("a")]
+        assert p.refused("a", 2.0) == [Command("rejoin", "a")]
     assert p.left("b") == [sent]
 
 
@@ -134,10 +130,10 @@ def test_refusals_back_off_exponentially_up_to_a_ceiling():
     load, now, pauses = {"a": 0, "b": 3}, 1.0, []
     p.observe(now, load, pending=0)
     now += 0.2
-    assert p.observe(now, load, pending=0) == [LeaveBalancer("a")]
+    assert p.observe(now, load, pending=0) == [Command("leave", "a")]
     for _ in range(7):
         p.left("a")
-        assert p.refused("a", now) == [Rejoin("a")]
+        assert p.refused("a", now) == [Command("rejoin", "a")]
         assert p.state("a") is State.BUSY
         asked = now
         while not p.observe(now, load, pending=0):
@@ -209,8 +205,8 @@ def test_a_look_after_the_end_moves_nobody_and_changes_no_account():
 def test_a_worker_that_was_only_just_started_is_stopped_too():
     p = loaded_and_leaving()
     p.left("a")
-    assert p.slept("a") == [StartTraining("a")]
-    assert p.end(2.0) == [StopTraining("a")]
+    assert p.slept("a") == [Command("train", "a")]
+    assert p.end(2.0) == [Command("stop", "a")]
     p.stopped("a", 2.1)
     p.training("a", 2.2)  # overtaken by the stop
     assert p.account(9.0).used_s["a"] == 0.0
@@ -227,12 +223,12 @@ def test_a_worker_that_finished_by_itself_is_not_stopped():
 def test_accounting_of_a_phase():
     p = loaded(planner(("a", "b", "c"), expected_requests=12), a=4, b=4, c=4)
     p.observe(10.0, {"a": 0, "b": 2, "c": 2}, pending=0)
-    assert p.observe(10.2, {"a": 0, "b": 2, "c": 2}, pending=0) == [LeaveBalancer("a")]
+    assert p.observe(10.2, {"a": 0, "b": 2, "c": 2}, pending=0) == [Command("leave", "a")]
     trained(p, "a", now=11.0)
     assert p.state("a") is State.TRAINING
     p.observe(14.0, {"b": 0, "c": 2}, pending=0)
     p.observe(20.0, {"b": 0, "c": 0}, pending=0)  # the last request is done; the trainer notices at 22
-    assert p.end(22.0) == [StopTraining("a")]
+    assert p.end(22.0) == [Command("stop", "a")]
     p.stopped("a", 22.25)
     assert p.state("a") is State.IDLE
     account = p.account(30.0)
@@ -270,7 +266,7 @@ def test_random_fleets_are_never_starved(seed):
         while commands:
             command = commands.pop(0)
             match command:
-                case LeaveBalancer(n):
+                case Command("leave", n):
                     assert pending == 0 and refill == 0
                     if rng.random() < 0.2:
                         running[n] += 1  # routed between the look and the removal
@@ -278,7 +274,7 @@ def test_random_fleets_are_never_starved(seed):
                     assert serving, "the last serving replica left"
                     assert any(running[o] for o in serving), "nobody with work was left behind"
                     commands += p.left(n)
-                case TrySleep(n):
+                case Command("try_sleep", n):
                     if rng.random() < 0.1:
                         p.failed(n, now)
                     elif running[n]:
@@ -287,12 +283,12 @@ def test_random_fleets_are_never_starved(seed):
                         asleep.add(n)
                         sleeps += 1
                         commands += p.slept(n)
-                case StartTraining(n):
+                case Command("train", n):
                     assert n in asleep
                     (p.failed if rng.random() < 0.1 else p.training)(n, now)
-                case StopTraining(n):
+                case Command("stop", n):
                     p.stopped(n, now)
-                case Rejoin(n):
+                case Command("rejoin", n):
                     assert n not in asleep
                     serving.add(n)
 
@@ -325,8 +321,8 @@ def test_random_fleets_are_never_starved(seed):
 
 def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
     p = loaded(planner())
-    assert p.observe(1.0, {"b": 4}, pending=0) == [Rejoin("a")]
-    assert p.observe(1.1, {"a": 0}, pending=0) == [Rejoin("b")]
+    assert p.observe(1.0, {"b": 4}, pending=0) == [Command("rejoin", "a")]
+    assert p.observe(1.1, {"a": 0}, pending=0) == [Command("rejoin", "b")]
     assert p.account(2.0).lost == 2
 
 

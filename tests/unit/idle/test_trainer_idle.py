@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tlt.idle.replica_idle import StartTraining, StopTraining, TrainerIdlePlanner
+from verl_tlt.idle.replica_idle import Command, TrainerIdlePlanner
 
 BUSY = {"standalone": 9}
 
@@ -14,7 +14,7 @@ def planner():
 
 def test_training_starts_once_the_wait_has_settled_and_only_once(planner):
     assert planner.observe(10.05, BUSY, pending=3) == []
-    assert planner.observe(10.2, BUSY, pending=3) == [StartTraining("a"), StartTraining("b")]
+    assert planner.observe(10.2, BUSY, pending=3) == [Command("train", "a"), Command("train", "b")]
     assert planner.observe(10.3, BUSY, pending=0) == []
 
 
@@ -28,7 +28,7 @@ def test_all_stop_when_the_samples_are_there(planner):
     planner.training("a", 10.2)
     planner.training("b", 10.3)
     planner.stopped("b", 11.0)
-    assert planner.end(12.0) == [StopTraining("a")]
+    assert planner.end(12.0) == [Command("stop", "a")]
     planner.stopped("a", 12.25)
     account = planner.account(13.0)
     assert account.bubble_s == pytest.approx({"a": 2.0, "b": 2.0})
@@ -38,7 +38,7 @@ def test_all_stop_when_the_samples_are_there(planner):
 
 def test_one_whose_buffer_is_not_worth_it_does_not_train():
     planner = TrainerIdlePlanner(["a", "b"], begin=8.0, settle_s=0.25, spot_workers=["b"])
-    assert planner.observe(8.25, BUSY, pending=0) == [StartTraining("b")]
+    assert planner.observe(8.25, BUSY, pending=0) == [Command("train", "b")]
 
 
 def test_a_failed_session_is_not_tried_again_in_this_wait(planner):
