@@ -385,6 +385,7 @@ class Controller:
                 calls = self._save(Path(str(self.tlt.drafter.save_dir)), self._updated)
                 self.fleet.waits.answers("final drafter", calls, SAVE_S, keep=True)
         self._count_failures(self._updated)
+        self.fleet.waits.close()
         with self.guard("end of the run"):
             self.fleet.close()
         self.updates.close()

@@ -134,10 +134,6 @@ class Fleet(Servers):
                 ray.wait(ready, num_returns=len(ready), timeout=START_S)
         return super().calibrate()
 
-    def close(self) -> None:
-        self.waits.close()
-        super().close()
-
     # ------------------------------------------------------------------ the actor
 
     def start_spot(
@@ -333,13 +329,12 @@ class Fleet(Servers):
         directory.parent.mkdir(parents=True, exist_ok=True)
         calls = {name: call for name, call in self._call_workers("steps").items() if not call.excused()}
         steps = self.waits.answers("save", calls, SILENT_S)
-        every = [(count, replica, i) for replica, counts in steps.items() for i, count in enumerate(counts)]
-        if not every:
+        held = {(replica, i): count for replica, counts in steps.items() for i, count in enumerate(counts)}
+        if not held:
             raise CallFailed("no spot worker is there to write the drafter")
-        _, replica, i = max(every, key=lambda one: one[0])
+        replica, i = max(held, key=held.__getitem__)
         workers = self.spot_workers[replica]
-        name = list(workers.handles)[i]
-        place = None if beside is None else str(beside.absolute())
+        name, place = list(workers.handles)[i], None if beside is None else str(beside.absolute())
         call = workers.handles[name].save.remote(str(directory.absolute()), provenance, place)
         return {replica: workers.sent({name: call}, lambda _: None)}
 

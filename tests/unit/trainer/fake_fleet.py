@@ -151,7 +151,6 @@ class FakeFleet:
         return self.costs
 
     def close(self) -> None:
-        self.waits.close()
         self._call("close")
 
     # actor and spot workers
