@@ -1,9 +1,8 @@
 """verl's vLLM server and replica with a drafter: the engine's settings, drafter reloads, leaving a rollout early.
 
 After every weight sync the drafter is loaded again from this node's staged file and compared by fingerprint: vLLM's
-sleep level 2 (verl's default) discards its weights, and verl sends only the policy's. An engine whose drafter cannot be
-trusted decodes with K=0 and says so. One that does not start with its drafter, or dies of it when it is calibrated, is
-started once more as stock verl starts it.
+sleep level 2 (verl's default) discards its weights, and verl sends only the policy's. An engine that does not start
+with its drafter, or dies of it when it is calibrated, is started once more as stock verl starts it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
   K=0 does not; that can be had for a whole rollout only, because the drafter's KV cache must have no holes.
 * After every rollout: whether speculation is disabled for the run, or enabled again after a probe (`RunDecision`).
 
-The draft length of each step is decided in the engine (`step_control.py`). Servers and trainer bring observations here
-and carry out what is decided.
+The draft length of each step is decided in the engine (`step_control.py`).
 """
 
 from __future__ import annotations

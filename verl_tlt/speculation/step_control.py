@@ -1,8 +1,7 @@
 """Speculation control of one engine: asks the policy for K, sums what came of it, answers the rollout server.
 
-vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one thread. An engine step waits for `choose`,
-which has little left to do: `record`, called while the model runs the following step, learns from the last one and lets
-the policy prepare its next choice.
+vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one thread. An engine step waits for `choose`
+alone: `record` is called while the model runs the next step, and has the policy prepare its next choice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Who decodes the coming rollout without drafts, and what TLT saved in the last one.
-
-The trainer's caller of `speculation.decision` and `speculation.savings`: brings them the switch from outside, the
-calibration and the engines' statistics, and says what came of it.
-"""
+"""Who decodes the coming rollout without drafts, and what TLT saved in the last one: decisions with their inputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The table of step costs: what calibration measures, what the policies start from, and what a run keeps on disk.
 
-On disk a table is one JSON file per hardware, model and vLLM version. One that cannot be read, or was written for
-something else, is left out with a warning, and replaced once the costs were measured again.
+On disk a table is one JSON file per hardware, model and vLLM version.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def save_table(directory: str | Path, key: TableKey, table: LatencyTable) -> Pat
 
 
 def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
-    """The stored table of `key`; None where there is none that can be used, which is logged."""
+    """The stored table of `key`; None where there is none that can be used, which is logged; it is replaced later."""
     path = Path(directory)
     try:
         path = table_path(directory, key)
