@@ -9,8 +9,7 @@ actor's forward takes noticeable time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import median
 
 LEFT = 0.2
@@ -27,15 +26,6 @@ COLD = 4
 into the smallest buffer."""
 REMEMBERED = 3
 """Number of steps whose costs count."""
-
-
-@dataclass(frozen=True)
-class Bubble:
-    seconds: float
-    trained_s: float
-    """Part of it in which its workers trained."""
-    exhausted: bool
-    """Its last session ended because its passes over the buffer were used up."""
 
 
 class TapBudget:
@@ -55,12 +45,18 @@ class TapBudget:
         """Of a step's time that so many tokens take; 0: nothing is known yet."""
         return tokens * median(self._costs) if self._costs else 0.0
 
-    def sampled(self, bubbles: Iterable[Bubble], token_bytes: float) -> None:
-        """A step's sampling is over: the bubbles of the replicas that trained, and bytes of one token's hidden states
-        (0: not known yet).
+    def sampled(
+        self,
+        bubble_s: Mapping[str, float],
+        trained_s: Mapping[str, float],
+        exhausted: Mapping[str, bool],
+        token_bytes: float,
+    ) -> None:
+        """A step's sampling is over: by replica its bubble, the part of it in which it trained, and, of those that
+        trained, whether the last session used up its passes; bytes of one token's hidden states (0: not known yet).
         """
-        long = [b for b in bubbles if b.seconds >= SHORTEST_S]
-        short_of_data = sum(b.exhausted and b.trained_s < (1 - LEFT) * b.seconds for b in long)
+        long = [name for name in exhausted if bubble_s.get(name, 0.0) >= SHORTEST_S]
+        short_of_data = sum(exhausted[n] and trained_s.get(n, 0.0) < (1 - LEFT) * bubble_s[n] for n in long)
         wanted = self._follows and bool(token_bytes) and 2 * short_of_data > len(long)
         if wanted and self._share(2 * self.tokens) <= TAP_SHARE:
             self.tokens = max(self.tokens, min(2 * self.tokens, int(self._max_bytes * STEP_SHARE / token_bytes)))

@@ -280,7 +280,9 @@ class Controller:
             return
         with self._charged("tap"):
             held = [s for s in self._buffers.values() if s.tokens]
-            self._tap.sampled(self.log.bubbles(), max((s.bytes / s.tokens for s in held), default=0.0))
+            bubble_s, trained_s = self.log.observed.bubble_s, self.log.observed.bubble_trained_s
+            token_bytes = max((s.bytes / s.tokens for s in held), default=0.0)
+            self._tap.sampled(bubble_s, trained_s, self.log.exhausted, token_bytes)
             start = self.clock.monotonic()
             taken = self.fleet.take(self._trains_next(step), self._tap.tokens)  # every rank puts what it has in a store
             handed_s = self.clock.monotonic() - start

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.idle.failure_budget import MAX_FAILURES
-from verl_tlt.idle.tap_budget import Bubble
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import MergeVerdict, TappedStates
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
@@ -73,7 +72,7 @@ class StepLog:
             errors=self.guard.counts,
         )
         self._off = ""
-        self._exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
+        self.exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
         self.reloads: dict[str, Reload] = {}  # by replica
 
     def _charge(self, part: str, seconds: float) -> None:
@@ -138,7 +137,7 @@ class StepLog:
         for replica, seconds in account.bubble_s.items():
             if seconds > 0:
                 self.trace.emit("idle", step=step, replica=replica, start=account.end - seconds)
-        self._exhausted |= {ended.replica: ended.result.outcome == "exhausted" for ended in report.sessions}
+        self.exhausted |= {ended.replica: ended.result.outcome == "exhausted" for ended in report.sessions}
         self.trained(step, report)
 
     def trained(self, step: int, report: PhaseReport) -> None:
@@ -166,12 +165,6 @@ class StepLog:
         """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
         self.observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
         return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
-
-    def bubbles(self) -> list[Bubble]:
-        """Of the replicas that trained in this step."""
-        bubble_s, trained_s = self.observed.bubble_s, self.observed.bubble_trained_s
-        each = self._exhausted.items()
-        return [Bubble(bubble_s.get(n, 0.0), trained_s.get(n, 0.0), exhausted) for n, exhausted in each]
 
     def speculated(self, step: int, saved_s: float | None, disabled: str, off: str = "") -> None:
         """Seconds that TLT saved in this rollout, why speculation is disabled after it, and why nobody drafted in it.

@@ -3,14 +3,17 @@
 import pytest
 
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.idle.tap_budget import Bubble, TapBudget
+from verl_tlt.idle.tap_budget import TapBudget
 
-RAN_OUT = Bubble(seconds=100.0, trained_s=10.0, exhausted=True)
-STOPPED = Bubble(seconds=100.0, trained_s=99.0, exhausted=False)
-BRIEF = Bubble(seconds=0.5, trained_s=0.1, exhausted=True)
+RAN_OUT, STOPPED, BRIEF = (100.0, 10.0, True), (100.0, 99.0, False), (0.5, 0.1, True)
+"""Bubbles: seconds, those in which the replica trained, and whether it ran out of data."""
 TOKEN = 28_672
 """Bytes of a 7B policy's hidden states at one position."""
 ROOM = 1_000_000 * TOKEN
+
+
+def by_replica(bubbles):
+    return [dict(enumerate(column)) for column in zip(*bubbles, strict=True)] or [{}, {}, {}]
 
 
 @pytest.mark.parametrize(
@@ -23,24 +26,24 @@ ROOM = 1_000_000 * TOKEN
         ([BRIEF], False),
         ([BRIEF, BRIEF, RAN_OUT], True),
         ([], False),
-        ([Bubble(100.0, 10.0, exhausted=False)], False),
-        ([Bubble(100.0, 81.0, exhausted=True)], False),
+        ([(100.0, 10.0, False)], False),
+        ([(100.0, 81.0, True)], False),
     ],
 )
 def test_it_doubles_where_most_ran_out_of_data_in_long_bubbles(bubbles, grows):
     budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
-    budget.sampled(bubbles, TOKEN)
+    budget.sampled(*by_replica(bubbles), TOKEN)
     assert budget.tokens == TOKENS_PER_STEP * (2 if grows else 1)
 
 
 def test_two_steps_fit_into_the_buffer():
     budget = TapBudget(TOKENS_PER_STEP, True, 50_000 * TOKEN)
-    budget.sampled([RAN_OUT], 0.0)
+    budget.sampled(*by_replica([RAN_OUT]), 0.0)
     assert budget.tokens == TOKENS_PER_STEP, "the size of a token is not known yet"
     for _ in range(10):
-        budget.sampled([RAN_OUT], TOKEN)
+        budget.sampled(*by_replica([RAN_OUT]), TOKEN)
     assert budget.tokens == 25_000
-    budget.sampled([RAN_OUT], 10 * TOKEN)
+    budget.sampled(*by_replica([RAN_OUT]), 10 * TOKEN)
     assert budget.tokens == 25_000, "it never shrinks for that"
 
 
@@ -48,7 +51,7 @@ def steps(budget, shares, bubbles=()):
     """Steps of 100 s in which the tap takes these shares of the time; the tokens after each."""
     found = []
     for share in shares:
-        budget.sampled(bubbles, TOKEN)
+        budget.sampled(*by_replica(bubbles), TOKEN)
         budget.tapped(share * 100.0, steps.now)
         steps.now += 100.0
         found.append(budget.tokens // TOKENS_PER_STEP)
@@ -61,7 +64,7 @@ steps.now = 0.0
 def test_the_tap_may_take_so_much_of_a_step_and_no_more():
     budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
     for _ in range(3):
-        budget.sampled([RAN_OUT], TOKEN)
+        budget.sampled(*by_replica([RAN_OUT]), TOKEN)
     assert steps(budget, [0.9]) == [8], "how long a step takes is not known yet"
     assert steps(budget, [0.0004, 0.0049]) == [8, 8]
     assert steps(budget, [0.0051] * 3)[-1] == 4, "more than a share of most steps"
@@ -77,7 +80,7 @@ def test_one_slow_step_decides_nothing_and_growth_goes_on_after_it():
 
 def test_it_grows_again_once_copies_take_less_and_not_beyond_the_limit():
     budget = TapBudget(TOKENS_PER_STEP, True, ROOM)
-    budget.sampled([RAN_OUT], TOKEN)
+    budget.sampled(*by_replica([RAN_OUT]), TOKEN)
     assert steps(budget, [0.0, *[0.02] * 4])[-1] == 1
     assert steps(budget, [0.003] * 4, [RAN_OUT])[-1] == 1, "twice the tokens would take 0.6 %"
     assert steps(budget, [0.002] * 3, [RAN_OUT])[-1] == 2
@@ -87,5 +90,5 @@ def test_a_size_that_was_set_is_not_touched():
     budget = TapBudget(100_000, False, ROOM)
     for step in range(3):
         budget.tapped(50.0, 100.0 * step)
-        budget.sampled([RAN_OUT], TOKEN)
+        budget.sampled(*by_replica([RAN_OUT]), TOKEN)
     assert budget.tokens == 100_000
