@@ -33,9 +33,8 @@ from stand_in_server import Server
 from verl_tlt.drafter import most_frequent
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, State
 from verl_tlt.messages.training import DrafterProvenance, TappedStates, TapReady
-from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.events import Session, TraceWriter
 from verl_tlt.trainer.waits import SILENT_S
-from verl_tlt.trainer.watch import EndedSession
 
 pytestmark = pytest.mark.engine
 
@@ -179,7 +178,7 @@ def test_idle_replicas_train_and_what_they_learned_is_published(fleet, phase):
     report = watch.finish(BOUND_S)
     assert report.error is None
     assert {s.replica for s in report.sessions} == {"short", "brief"}
-    assert all(s.error is None and s.result.steps > 0 for s in report.sessions)
+    assert all(s.error is None and s.steps > 0 for s in report.sessions)
     assert report.account.failures == 0
     assert report.account.used_s["short"] > 0.5 * report.account.bubble_s["short"]
     merged = update(fleet, report.sessions, 1)
@@ -217,7 +216,7 @@ def test_the_next_session_judges_and_its_own_work_waits(fleet):
     assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
     candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).fingerprint
     scored = session(fleet, "short")
-    assert scored.result.steps > 0 and scored.result.scores is not None
+    assert scored.steps > 0 and scored.scores is not None
     learned = update(fleet, [scored], 7)
     assert learned.decision == "published" and learned.drafter.fingerprint == candidate
     fleet.keep_as_served()
@@ -238,7 +237,8 @@ def update(fleet, sessions, version):
 def session(fleet, name):
     """One pass over its buffer."""
     begin = time.time()
-    return EndedSession(name, begin, time.time(), fleet.train(name).result(300))
+    result, end = fleet.train(name).result(300), time.time()
+    return Session(**vars(result), t=end, step=1, replica=name, start=begin, end=end)
 
 
 def test_late_requests_meet_the_whole_fleet(fleet, phase):
@@ -420,7 +420,7 @@ def test_a_checkpoint_has_the_optimizer_of_the_worker_that_trained_the_longest(f
     workers = [r.first() for r in fleet.spot_workers.values()]
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
     fill(fleet, recorded, ["brief"])
-    assert session(fleet, "brief").result.steps > 0
+    assert session(fleet, "brief").steps > 0
     trained = ray.get(workers[-1].__ray_call__.remote(optimizer_steps))
     directory = tmp_path / "global_step_1" / "tlt_drafter"
     calls = fleet.save(directory, DrafterProvenance("policy", "data", None, "hass", 1.0))

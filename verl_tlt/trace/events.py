@@ -108,8 +108,8 @@ class Session(SessionResult):
     stop_latency_s: float | None = None
     """Seconds from the stop request to the worker's answer."""
     error: str | None = None
-    scores: None = None
-    """The trace holds no scores."""
+    scores: Any = None
+    """For the gate; the trace holds none."""
 
 
 @dataclass(kw_only=True)

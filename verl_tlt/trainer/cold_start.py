@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from verl_tlt.trace.events import Session
 from verl_tlt.trainer.drafter_update import DrafterUpdate
 from verl_tlt.trainer.waits import Deadline
-from verl_tlt.trainer.watch import EndedSession
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ class ColdStart:
 def train_in_portions(
     rule: ColdStart,
     deadline: Deadline,
-    train: Callable[[float], Sequence[EndedSession]],
-    learn: Callable[[Sequence[EndedSession], float], DrafterUpdate | None],
+    train: Callable[[float], Sequence[Session]],
+    learn: Callable[[Sequence[Session], float], DrafterUpdate | None],
     saving: Saving,
 ) -> str:
     """Train until the rule, which has begun, has enough or the time is over; returns which, in words.
@@ -146,10 +146,10 @@ def train_in_portions(
     why = ""
     while not why and left() > 2 * rule.judging_s:
         sessions = train(min(rule.portion_s, left() - rule.judging_s))
-        rule.scored(max((session.result.judged_s for session in sessions), default=0.0))
-        stepped = any(session.result.steps for session in sessions)
+        rule.scored(max((session.judged_s for session in sessions), default=0.0))
+        stepped = any(session.steps for session in sessions)
         # Told to stop before its first step, it had enough to train on, and too little time.
-        if not stepped and not any(session.result.outcome == "stopped" for session in sessions):
+        if not stepped and not any(session.outcome == "stopped" for session in sessions):
             why = "no spot worker could train"
         elif (update := learn(sessions, max(late_s, left()))) is None:
             why = "a merge is late"

@@ -19,7 +19,7 @@ from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, TrainerIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.messages.training import BufferStats
-from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.events import Session, TraceWriter
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
 from verl_tlt.trainer.cold_start import SHORTEST_S, ColdStart, train_in_portions
@@ -28,7 +28,7 @@ from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import SILENT_S, SYSTEM, Call, Clock, Deadline
-from verl_tlt.trainer.watch import EndedSession, PendingWork, PhaseReport, SamplingWatch
+from verl_tlt.trainer.watch import PendingWork, PhaseReport, SamplingWatch
 
 if TYPE_CHECKING:
     from verl_tlt.trainer.spot_workers import Fleet
@@ -79,7 +79,7 @@ class Controller:
         buffer, cold = tlt.buffer, self._cold.wanted
         self._tap = TapBudget(buffer.first_tokens, buffer.tokens_per_step is None, buffer.max_bytes, cold)
         self._watch: SamplingWatch | None = None
-        self._sessions: list[EndedSession] = []
+        self._sessions: list[Session] = []
         self._ready = self._trained = False  # of the last sampling: a worker could train; one did
         self._buffers: dict[str, BufferStats] = {}
         self._arriving: dict[str, Call[BufferStats]] = {}
@@ -229,8 +229,8 @@ class Controller:
             self.log.trained(step, report)
         self._trained |= bool(report.sessions)
         for session in report.sessions:
-            self._tokens += session.result.tokens
-            if skipped := session.result.skipped:
+            self._tokens += session.tokens
+            if skipped := session.skipped:
                 logger.warning("%d micro-batches on %s were left out: not finite", skipped, session.replica)
             if session.error is not None:
                 self._failed(session.replica, step, session.error)
@@ -253,7 +253,7 @@ class Controller:
                 with self.log.phase("cold_start", step):
                     train_in_portions(self._cold, Deadline(seconds, self.clock), train, learn, saving)
 
-    def _train_together(self, step: int, seconds: float) -> Sequence[EndedSession]:
+    def _train_together(self, step: int, seconds: float) -> Sequence[Session]:
         if not (able := self._able(step)):
             return []
         planner = TrainerIdlePlanner(able, begin=self.clock.time(), settle_s=0.0, spot_workers=able)
@@ -265,7 +265,7 @@ class Controller:
         self._account(step, report, in_bubbles=False)
         return report.sessions
 
-    def _learn(self, step: int, sessions: Sequence[EndedSession], within_s: float) -> DrafterUpdate | None:
+    def _learn(self, step: int, sessions: Sequence[Session], within_s: float) -> DrafterUpdate | None:
         """Judge, merge and publish; None: it is late, and published with the weight sync."""
         self.updates.begin(sessions)
         with self.guard("publish"):

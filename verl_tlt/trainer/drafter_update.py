@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Literal
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, HeldOutScores, MergeVerdict
+from verl_tlt.trace.events import Session
 from verl_tlt.trainer.gate import Action, decide
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import CallFailed
-from verl_tlt.trainer.watch import EndedSession
 
 if TYPE_CHECKING:
     from verl_tlt.trainer.spot_workers import Fleet
@@ -68,14 +68,14 @@ class DrafterUpdates:
         """The update that is running, or has run and is not published yet; nobody trains meanwhile. None: neither."""
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
 
-    def begin(self, sessions: Sequence[EndedSession]) -> None:
+    def begin(self, sessions: Sequence[Session]) -> None:
         self.under_way = self._pool.submit(self.update, sessions)
 
-    def update(self, sessions: Sequence[EndedSession]) -> DrafterUpdate:
+    def update(self, sessions: Sequence[Session]) -> DrafterUpdate:
         """Judge what was merged before these sessions, export it if it is to be served, and merge what they trained."""
         clock = self._log.clock
         start, out = clock.monotonic(), DrafterUpdate(reason=NOTHING)
-        scores = HeldOutScores.combined([s.result.scores for s in sessions if s.result.scores is not None])
+        scores = HeldOutScores.combined([s.scores for s in sessions if s.scores is not None])
         if scores is not None:
             try:
                 self._judge(out, scores)
@@ -121,10 +121,10 @@ class DrafterUpdates:
                 out.decision, out.reason = "reverted", f"it holds numbers that are not finite as {self._dtype}"
                 out.acceptance = []
 
-    def _merge(self, out: DrafterUpdate, sessions: Sequence[EndedSession]) -> None:
+    def _merge(self, out: DrafterUpdate, sessions: Sequence[Session]) -> None:
         workers = self._fleet.workers()
         # A worker with several sessions in the step hands in what all of them changed.
-        trained = list(dict.fromkeys(s.replica for s in sessions if s.result.steps and s.replica in workers))
+        trained = list(dict.fromkeys(s.replica for s in sessions if s.steps and s.replica in workers))
         if not trained:
             return
         merged = self._fleet.merge(trained)

@@ -78,11 +78,11 @@ class StepLog:
     def _charge(self, part: str, seconds: float) -> None:
         _add(self.observed.overhead, {part: seconds})
 
-    def _event(self, kind: type[E], step: int, *records: object, **more: object) -> E:
-        """Write an event of what these records have of its fields, and of more."""
+    def _event(self, kind: type[E], step: int, record: object, **more: object) -> E:
+        """Write an event of what a record has of its fields, and of more."""
         names = {field.name for field in dataclasses.fields(kind)}
-        facts = {name: value for record in records for name, value in vars(record).items() if name in names}
-        event = kind(**facts | more, step=step, t=self.clock.time())
+        facts = {name: value for name, value in vars(record).items() if name in names}
+        event = kind(**facts | more | {"step": step, "t": self.clock.time()})
         self.trace.add(event)
         return event
 
@@ -137,14 +137,15 @@ class StepLog:
         for replica, seconds in account.bubble_s.items():
             if seconds > 0:
                 self.trace.emit("idle", step=step, replica=replica, start=account.end - seconds)
-        self.exhausted |= {ended.replica: ended.result.outcome == "exhausted" for ended in report.sessions}
+        self.exhausted |= {session.replica: session.outcome == "exhausted" for session in report.sessions}
         self.trained(step, report)
 
     def trained(self, step: int, report: PhaseReport) -> None:
         """The sessions of a phase are over, in bubbles or in a cold start."""
         self.worker_failed(report.account.failures)
-        for ended in report.sessions:
-            self.observed.sessions.append(self._event(Session, step, ended, ended.result, scores=None))
+        self.observed.sessions += report.sessions
+        for session in report.sessions:
+            self._event(Session, step, session, scores=None)
 
     def worker_failed(self, times: int = 1) -> None:
         self.observed.spot_failures = (self.observed.spot_failures or 0) + times

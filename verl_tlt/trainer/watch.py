@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt.idle import replica_idle as idle
 from verl_tlt.messages.training import SessionResult
-from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.events import Session, TraceWriter
 from verl_tlt.trainer.waits import SYSTEM, Call, CallFailed, Clock, Deadline
 from verl_tlt.upstream.changes import upstream_change
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FAILED = SessionResult("failed")
 ANSWER_S = 1.0
 """Bound in seconds of fetching the result of a session that has ended."""
 LOAD_LINE_S = 0.5e-3
@@ -87,21 +88,9 @@ class BufferWatch:
 
 
 @dataclass
-class EndedSession:
-    """A session that is over, on the trainer's clock (unix seconds)."""
-
-    replica: str
-    start: float
-    end: float
-    result: SessionResult = field(default_factory=lambda: SessionResult("failed"))
-    error: str | None = None
-    stop_latency_s: float | None = None
-
-
-@dataclass
 class PhaseReport:
     account: idle.PhaseAccount
-    sessions: list[EndedSession] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
     first_dispatch: float | None = None
     error: str | None = None
 
@@ -213,18 +202,22 @@ class SamplingWatch:
     def _collect(self, name: str, stop_latency_s: float | None = None) -> None:
         """Take the result of a session that has ended, however it ended."""
         call, start = self.running.pop(name)
-        ended = EndedSession(name, start, self._clock.time(), stop_latency_s=stop_latency_s)
-        self.report.sessions.append(ended)
+        times = {"start": start, "end": self._clock.time(), "stop_latency_s": stop_latency_s}
         try:
-            ended.result = call.result(ANSWER_S)
+            result = call.result(ANSWER_S)
         except CallFailed as error:
-            ended.error = str(error)
+            self._over(name, error=str(error), **times)
             logger.warning("spot training on %s failed: %s", name, error)
             if error.died:
                 self.fleet.restart([name])
             self.planner.failed(name, self._clock.time())
         else:
+            self._over(name, result, **times)
             self.planner.stopped(name, self._clock.time())
+
+    def _over(self, name: str, result: SessionResult = FAILED, **facts: Any) -> None:
+        session = Session(**vars(result), **facts, t=self._clock.time(), step=self.step, replica=name)
+        self.report.sessions.append(session)
 
     # ------------------------------------------------------------------ the trainer's thread
 
@@ -278,4 +271,4 @@ class SamplingWatch:
             logger.warning("spot training on %s failed: it %s", name, error)
             _, begin = self.running.pop(name)
             self.planner.failed(name, self._clock.time())
-            self.report.sessions.append(EndedSession(name, begin, self._clock.time(), error=error))
+            self._over(name, start=begin, end=self._clock.time(), error=error)

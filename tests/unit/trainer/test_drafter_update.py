@@ -46,7 +46,7 @@ def scores(candidate, served, initial, sequences=40):
     ids=["publish", "revert to served", "revert to initial", "hold", "gate off"],
 )
 def test_a_verdict_is_carried_out(chances, gate, decision, asked):
-    workers, session = Workers(), SimpleNamespace(result=SimpleNamespace(scores=scores(*chances), steps=0), replica="a")
+    workers, session = Workers(), SimpleNamespace(scores=scores(*chances), steps=0, replica="a")
     config = TLTConfig.from_dict({"gate": {"enable": gate}})
     served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=2)
     update = DrafterUpdates(workers, config, served, "float32", StepLog(None)).update([session])

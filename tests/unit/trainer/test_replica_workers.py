@@ -10,10 +10,10 @@ from ray import exceptions as errors
 
 from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
-from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trace.events import Session, TraceWriter
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.waits import CallFailed, answer
-from verl_tlt.trainer.watch import EndedSession, PhaseReport
+from verl_tlt.trainer.watch import PhaseReport
 
 LONG = SessionResult("stopped", steps=30, tokens=3000, epochs=1.5, seconds=10.0, loss=2.0)
 SHORT = SessionResult("exhausted", steps=10, tokens=1000, epochs=4.0, skipped=1, seconds=5.0, loss=1.0)
@@ -71,9 +71,8 @@ def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_
     log = StepLog(TraceWriter(tmp_path, "driver"))
     log.observed.devices = {"a": 4}
     account = PhaseAccount({"a": 10.0}, {"a": 10.0}, {}, 0, end=100.0)
-    log.sampled(
-        1, PhaseReport(account, [EndedSession("a", 90.0, 100.0, SessionResult.combined([LONG, SHORT, LONG, NOTHING]))])
-    )
+    result = SessionResult.combined([LONG, SHORT, LONG, NOTHING])
+    log.sampled(1, PhaseReport(account, [Session(**vars(result), t=100.0, step=1, replica="a", start=90.0, end=100.0)]))
     metrics = log.finish(1, {})
     assert metrics["tlt/bubble_used_frac"] == pytest.approx(2.5 / 4)
     assert metrics["tlt/bubble_s"] == metrics["tlt/bubble_trained_s"] == 10.0
