@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import ray
+from omegaconf import open_dict
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_separate_async
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
@@ -25,7 +26,7 @@ from verl_tlt.server.client import TLTFullyAsyncLLMServerClient, TLTLLMServerCli
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
-from verl_tlt.trainer.run_setup import claim, prepare
+from verl_tlt.trainer.run_setup import prepare
 from verl_tlt.trainer.servers import DrafterStore
 from verl_tlt.trainer.spot_workers import Fleet
 from verl_tlt.trainer.watch import BufferWatch
@@ -47,7 +48,8 @@ class TLTMixin(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         _log_to_stderr()
-        self._tlt_config = claim(config, self.tlt_base_mode)
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = self.tlt_base_mode  # verl's base classes know no other
         RolloutReplicaRegistry.register("vllm", _tlt_replica)
         super().__init__(config)
 
@@ -66,7 +68,7 @@ class TLTMixin(PPOTrainer):
                 self.role_worker_mapping[role] = ray.remote(TLTActorWorker)
 
     def _setup(self) -> None:
-        self._tlt_run = prepare(self.config, self._tlt_config, self.tlt_base_mode)
+        self._tlt_run = prepare(self.config, self.tlt_base_mode)
         _, start, _ = self._tlt_run
         name = store_name(ray.get_runtime_context().get_job_id())
         # Each server asks for it while it starts.

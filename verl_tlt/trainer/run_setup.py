@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
@@ -98,18 +98,12 @@ class RunFacts:
     hardware: str = ""
 
 
-def claim(config: DictConfig, base_mode: str) -> TLTConfig:
-    """Give verl's base classes the mode they know, and read TLT's settings from where the flag has put them."""
-    with open_dict(config):
-        config.trainer.v1.trainer_mode = base_mode
-    return TLTConfig.from_dict(OmegaConf.to_container(config.actor_rollout_ref.rollout.custom.tlt, resolve=True))
-
-
-def prepare(config: DictConfig, tlt: TLTConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter, SpotPlan]:
+def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter, SpotPlan]:
     """Build or load the first drafter (`first_drafter`), and gather what controller and fleet have to know."""
     from verl.utils.fs import copy_to_local
 
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    tlt = TLTConfig.from_dict(OmegaConf.to_container(rollout.custom.tlt, resolve=True))
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)

@@ -5,7 +5,7 @@ import pytest
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
-from verl_tlt.trainer.run_setup import MOST_HELD_OUT, claim, held_out_share, prepare, with_sizes
+from verl_tlt.trainer.run_setup import MOST_HELD_OUT, held_out_share, prepare, with_sizes
 
 GIB = 2**30
 
@@ -34,7 +34,7 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
         "ppo_trainer",
     )
     apply(config, read_settings(config))
-    facts, start, spot = prepare(config, claim(config, "sync"), "sync")
+    facts, start, spot = prepare(config, "sync")
     settings = spot.config
     assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
     assert (facts.requests, spot.device, start.checkpoint) == (8, device, None)
