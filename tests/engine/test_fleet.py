@@ -71,7 +71,7 @@ def started(names, devices, balancer=None, store=None, config=CONFIG):
     spot = SpotPlan(**worker_arguments(config=config))
     store = store and ray.remote(store).options(num_cpus=0).remote(spot.drafter)
     fleet = Fleet(manager, actor, store, RayResourcePool([world], max_colocate_count=2), spot)
-    assert fleet.start_spot((3, 5, 7), None) is None
+    assert fleet.start_spot((3, 5, 7), None, counts_tokens=False) is None
     return fleet
 
 

@@ -136,9 +136,7 @@ class Fleet(Servers):
 
     # ------------------------------------------------------------------ the actor
 
-    def start_spot(
-        self, aux_layers: Sequence[int], resume_from: Path | None, counts_tokens: bool = False
-    ) -> str | None:
+    def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None, counts_tokens: bool) -> str | None:
         """Install the tap and start spot workers; returns None, or one sentence why there is no tap.
 
         `counts_tokens`: the first rollout's tokens are counted, for `choose_tokens`.

@@ -155,9 +155,7 @@ class FakeFleet:
 
     # actor and spot workers
 
-    def start_spot(
-        self, aux_layers: Sequence[int], resume_from: Path | None, counts_tokens: bool = False
-    ) -> str | None:
+    def start_spot(self, aux_layers: Sequence[int], resume_from: Path | None, counts_tokens: bool) -> str | None:
         self._call("start_spot", tuple(aux_layers), resume_from, counts_tokens)
         self._spot = self.untapped is None
         return self.untapped
