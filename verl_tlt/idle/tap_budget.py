@@ -27,6 +27,9 @@ into the smallest buffer."""
 REMEMBERED = 3
 """Number of steps whose costs count."""
 
+Seconds = Mapping[str, float]
+"""By replica."""
+
 
 class TapBudget:
     """Tokens for each worker's buffer, of `max_bytes`, from one step: `first`, then as bubbles tell if it `follows`.
@@ -45,13 +48,7 @@ class TapBudget:
         """Of a step's time that so many tokens take; 0: nothing is known yet."""
         return tokens * median(self._costs) if self._costs else 0.0
 
-    def sampled(
-        self,
-        bubble_s: Mapping[str, float],
-        trained_s: Mapping[str, float],
-        exhausted: Mapping[str, bool],
-        token_bytes: float,
-    ) -> None:
+    def sampled(self, bubble_s: Seconds, trained_s: Seconds, exhausted: Mapping[str, bool], token_bytes: float) -> None:
         """A step's sampling is over: by replica its bubble, the part of it in which it trained, and, of those that
         trained, whether the last session used up its passes; bytes of one token's hidden states (0: not known yet).
         """

@@ -7,7 +7,7 @@ goes on as stock verl's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, TrainerIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.messages.training import BufferStats
-from verl_tlt.trace.events import Session, TraceWriter
+from verl_tlt.trace.events import Session
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
 from verl_tlt.trainer.cold_start import SHORTEST_S, ColdStart, train_in_portions
@@ -27,8 +27,8 @@ from verl_tlt.trainer.drafter_update import DrafterUpdate, DrafterUpdates
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.waits import SILENT_S, SYSTEM, Call, Clock, Deadline
-from verl_tlt.trainer.watch import PendingWork, PhaseReport, SamplingWatch
+from verl_tlt.trainer.waits import SILENT_S, Call, Deadline
+from verl_tlt.trainer.watch import AskPending, PendingWork, PhaseReport, SamplingWatch
 
 if TYPE_CHECKING:
     from verl_tlt.trainer.spot_workers import Fleet
@@ -47,18 +47,10 @@ class Controller:
     """One run of RL; `fleet` is everything outside this process."""
 
     def __init__(
-        self,
-        tlt: TLTConfig,
-        facts: RunFacts,
-        start: FirstDrafter,
-        fleet: Fleet,
-        trace: TraceWriter,
-        pending_work: Callable[[], PendingWork],
-        clock: Clock = SYSTEM,
+        self, tlt: TLTConfig, facts: RunFacts, start: FirstDrafter, fleet: Fleet, log: StepLog, pending_work: AskPending
     ) -> None:
-        self.tlt, self.facts, self.fleet, self.clock = tlt, facts, fleet, clock
-        self.log = StepLog(trace, clock)
-        self.guard, self._charged = self.log.guard, self.log.charged
+        self.tlt, self.facts, self.fleet, self.log, self.clock = tlt, facts, fleet, log, log.clock
+        self.guard, self._charged = log.guard, log.charged
         # The first of them try drafters and decode without; those on the trainer's devices may sleep meanwhile.
         replicas = sorted(fleet.replicas, key=lambda name: fleet.replicas[name].colocated)
         switch_dir, shared = str(tlt.trace.dir), facts.shared
@@ -69,7 +61,7 @@ class Controller:
         self._undrafted = ""  # why no engine can draft in this run; empty: one can
         self.spot = False
         """Spot workers are there, and the actor is tapped."""
-        self._start, self._trace, self._pending_work = start, trace, pending_work
+        self._start, self._pending_work = start, pending_work
         self._failures = FailureBudget()
         self._untrained = "spot training has not started"  # why nobody trains in this run; empty: it was set up
         self._said_idle = False
@@ -164,24 +156,18 @@ class Controller:
         self._count_failures(step)
         with self.guard("watch"):
             self._watch = SamplingWatch(
-                self.fleet, self._planner(step), self._pending_work, self.tlt.spot.poll_s, self._trace, step,
+                self.fleet, self._planner(step), self._pending_work, self.tlt.spot.poll_s, self.log.trace, step,
                 self.facts.rule.recall, self.clock,
             )  # fmt: skip
 
     def _planner(self, step: int) -> ReplicaIdlePlanner:
-        ready = self._able(step)
+        ready, settle_s = self._able(step), self.tlt.spot.settle_s
         self._ready = bool(ready)
         if self.facts.rule.idle == "trainer":  # whose devices' replicas, if there are any, are not the balancer's
-            return TrainerIdlePlanner(
-                list(self.fleet.spot_workers), begin=self.clock.time(), settle_s=self.tlt.spot.settle_s,
-                spot_workers=ready,
-            )  # fmt: skip
-        return ReplicaIdlePlanner(
-            list(self.fleet.replicas),
-            expected_requests=self.facts.requests,
-            settle_s=self.tlt.spot.settle_s,
-            spot_workers=ready,
-        )
+            names, begin = list(self.fleet.spot_workers), self.clock.time()
+            return TrainerIdlePlanner(names, begin=begin, settle_s=settle_s, spot_workers=ready)
+        names, requests = list(self.fleet.replicas), self.facts.requests
+        return ReplicaIdlePlanner(names, expected_requests=requests, settle_s=settle_s, spot_workers=ready)
 
     def _able(self, step: int) -> list[str]:
         """Replicas whose spot workers may train now and have enough to train on."""
@@ -258,7 +244,7 @@ class Controller:
             return []
         planner = TrainerIdlePlanner(able, begin=self.clock.time(), settle_s=0.0, spot_workers=able)
         watch = SamplingWatch(
-            self.fleet, planner, PendingWork, self.tlt.spot.poll_s, self._trace, step, clock=self.clock
+            self.fleet, planner, PendingWork, self.tlt.spot.poll_s, self.log.trace, step, clock=self.clock
         )  # fmt: skip
         watch.wait(seconds)
         report = watch.finish(self.tlt.spot.stop_timeout_s)

@@ -29,6 +29,7 @@ from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.run_setup import prepare
 from verl_tlt.trainer.servers import DrafterStore
 from verl_tlt.trainer.spot_workers import Fleet
+from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import BufferWatch
 from verl_tlt.upstream.changes import upstream_change
 
@@ -85,8 +86,8 @@ class TLTMixin(PPOTrainer):
             multi_turn=config.actor_rollout_ref.rollout.multi_turn.enable,
             wanted=config.data.train_batch_size // self.parameter_sync_step,
         )
-        trace = TraceWriter(str(spot.config.trace.dir), "trainer")
-        self.tlt = Controller(spot.config, facts, start, fleet, trace, pending_work)
+        log = StepLog(TraceWriter(str(spot.config.trace.dir), "trainer"))
+        self.tlt = Controller(spot.config, facts, start, fleet, log, pending_work)
         self.tlt.before_first_sync(self.global_steps)
         super().on_init_end()
         if self.tlt.after_first_sync(self.global_steps):

@@ -43,6 +43,9 @@ class PendingWork:
     """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
 
 
+AskPending = Callable[[], PendingWork]
+
+
 class BufferWatch:
     """The pending work, counted from verl's replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`).
 
@@ -106,7 +109,7 @@ class SamplingWatch:
         self,
         fleet: Fleet,
         planner: idle.ReplicaIdlePlanner,
-        pending_work: Callable[[], PendingWork],
+        pending_work: AskPending,
         poll_s: float,
         trace: TraceWriter,
         step: int,

@@ -12,6 +12,7 @@ from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.runtime_switch import TRACE_FILE
+from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import PendingWork
 
 
@@ -65,8 +66,8 @@ def run(tmp_path, clock):
             FIRST, FIRST, (2, 4, 6), "a test", draft_vocab=draft_vocab, chosen=draft_vocab == 0, untrained=untrained,
             checkpoint=resume_from,
         )  # fmt: skip
-        trace = TraceWriter(str(tmp_path / "trace"), "trainer", clock.time)
-        controller = Controller(tlt, facts, start, fleet, trace, PendingWork, clock)
+        log = StepLog(TraceWriter(str(tmp_path / "trace"), "trainer", clock.time), clock)
+        controller = Controller(tlt, facts, start, fleet, log, PendingWork)
         controller.before_first_sync(0)
         fleet.sync()
         controller.after_first_sync(0)
