@@ -53,10 +53,8 @@ def cost_key(config: VllmConfig, policy: str, drafter: Path | None = None) -> Ta
     shape = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     drafts = "n-grams" if drafter is None else f"drafter {_drafter_sizes(drafter)}"
     model = f"policy {shape} {drafts} {_runs_with(config)}"
-    parallel = config.parallel_config
-    return TableKey(
-        f"{device} x{parallel.tensor_parallel_size * parallel.pipeline_parallel_size}", model, installed("vllm") or ""
-    )
+    devices = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
+    return TableKey(f"{device} x{devices}", model, installed("vllm") or "")
 
 
 def _runs_with(config: VllmConfig) -> str:

@@ -173,9 +173,8 @@ class RunDecision:
         # More of their steps verified a draft than did not.
         ks = [(s, s.steps_by_draft_length.items()) for s in stats.values() if s.num_drafts]
         drafting = [s for s, steps in ks if sum(n if k > 0 else -n for k, n in steps) > 0]
-        accepted = accept_length(
-            sum(sum(s.num_accepted_tokens_per_pos) for s in drafting), sum(s.num_drafts for s in drafting)
-        )
+        drafts = sum(s.num_drafts for s in drafting)
+        accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in drafting), drafts)
         useless = self._has_drafter and accepted <= USELESS
         if self.cause:
             return self._after_probe(bool(drafting) and not useless, gain or 0.0)

@@ -60,13 +60,8 @@ class LatencyTable:
     @classmethod
     def calibrated(cls, rows: Mapping[int, Iterable[tuple[int, float]]]) -> LatencyTable:
         """A calibration's figures: (batch, seconds) by draft length, OFF included."""
-        return cls(
-            tuple(
-                LatencyPoint(batch, batch * CONTEXT_TOKENS, k, seconds, CALIBRATED_SAMPLES, True)
-                for k, row in rows.items()
-                for batch, seconds in sorted(row)
-            )
-        )
+        measured = [(batch, k, seconds) for k, row in rows.items() for batch, seconds in sorted(row)]
+        return cls(tuple(LatencyPoint(b, b * CONTEXT_TOKENS, k, s, CALIBRATED_SAMPLES, True) for b, k, s in measured))
 
     def lengths(self) -> tuple[int, ...]:
         """Draft lengths with a point, ascending, OFF included."""
