@@ -112,12 +112,13 @@ class LatencyTable:
 
 def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
     """Seconds at `batch` by sorted (batch, seconds): linear between them, the last slope beyond, flat below."""
-    batches, seconds = zip(*points, strict=True)
-    if batch <= batches[-1] or len(points) == 1:
-        return float(np.interp(batch, batches, seconds))
-    slope = (seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2])
+    high_batch, high = points[-1]
+    smaller = [point for point in points if point[0] < high_batch]
+    if batch <= high_batch or not smaller:
+        return float(np.interp(batch, *zip(*points, strict=True)))
+    low_batch, low = smaller[-1]
     # Noise can make the last slope negative; a larger batch never takes less than the largest one measured.
-    return float(seconds[-1] + max(0.0, slope) * (batch - batches[-1]))
+    return high + max(0.0, (high - low) / (high_batch - low_batch)) * (batch - high_batch)
 
 
 @dataclass(frozen=True)
