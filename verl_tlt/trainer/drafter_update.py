@@ -111,7 +111,7 @@ class DrafterUpdates:
         out.decision, which = OUTCOMES[action]
         if judged:
             out.acceptance = scores.conditional(which)
-        if out.decision == "reverted":
+        if out.decision == "reverted" and which != "candidate":
             self._fleet.revert(which)
         # Serving the initial drafter again is a publication of its own; going back to the served one is not.
         if action in ("publish", "revert_initial"):

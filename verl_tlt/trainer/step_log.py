@@ -78,7 +78,7 @@ class StepLog:
     def _charge(self, part: str, seconds: float) -> None:
         _add(self.observed.overhead, {part: seconds})
 
-    def _event(self, kind: type[E], step: int, record: object, **more: object) -> E:
+    def _event(self, kind: type[E], step: int, record: object, **more: Any) -> E:
         """Write an event of what a record has of its fields, and of more."""
         names = {field.name for field in dataclasses.fields(kind)}
         facts = {name: value for name, value in vars(record).items() if name in names}

@@ -205,7 +205,7 @@ class SamplingWatch:
     def _collect(self, name: str, stop_latency_s: float | None = None) -> None:
         """Take the result of a session that has ended, however it ended."""
         call, start = self.running.pop(name)
-        times = {"start": start, "end": self._clock.time(), "stop_latency_s": stop_latency_s}
+        times: dict[str, Any] = {"start": start, "end": self._clock.time(), "stop_latency_s": stop_latency_s}
         try:
             result = call.result(ANSWER_S)
         except CallFailed as error:

@@ -115,7 +115,8 @@ def interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
     high_batch, high = points[-1]
     smaller = [point for point in points if point[0] < high_batch]
     if batch <= high_batch or not smaller:
-        return float(np.interp(batch, *zip(*points, strict=True)))
+        batches, seconds = zip(*points, strict=True)
+        return float(np.interp(batch, batches, seconds))
     low_batch, low = smaller[-1]
     # Noise can make the last slope negative; a larger batch never takes less than the largest one measured.
     return high + max(0.0, (high - low) / (high_batch - low_batch)) * (batch - high_batch)
