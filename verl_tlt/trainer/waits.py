@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
@@ -107,6 +108,7 @@ def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
         raise
 
 
+@dataclass(frozen=True)
 class Call(Generic[T]):
     """The same call to one or several spot workers, which is under way; `combine` makes one answer of theirs.
 
@@ -114,20 +116,16 @@ class Call(Generic[T]):
     about who serves now.
     """
 
-    def __init__(
-        self,
-        references: Sequence[ObjectRef],
-        combine: Callable[[list[Any]], T],
-        workers: Sequence[ActorHandle],
-        excused: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.references, self._combine, self._workers, self.excused = references, combine, workers, excused
+    references: Sequence[ObjectRef]
+    combine: Callable[[list[Any]], T]
+    workers: Sequence[ActorHandle]
+    excused: Callable[[], bool] = lambda: False
 
     def result(self, timeout_s: float) -> T:
         """The answer, of all; `CallFailed` where one raised, died or is silent, once the others have answered."""
         deadline = Deadline(timeout_s)
-        while self._workers and deadline.left() > 0 and not _come(self.references, min(ASK_S, deadline.left())):
-            signs, left = [worker.__ray_ready__.remote() for worker in self._workers], deadline.left()
+        while self.workers and deadline.left() > 0 and not _come(self.references, min(ASK_S, deadline.left())):
+            signs, left = [worker.__ray_ready__.remote() for worker in self.workers], deadline.left()
             alive = _come(signs, min(SILENT_S - ASK_S, left))
             if not alive and left >= SILENT_S - ASK_S and not _come(self.references, 0):
                 raise CallFailed(f"no sign of life within {SILENT_S:.0f} s", silent=True)
@@ -140,7 +138,7 @@ class Call(Generic[T]):
         if failures:
             died, silent = any(error.died for error in failures), any(error.silent for error in failures)
             raise CallFailed(str(failures[0]), died, silent)
-        return self._combine(answers)
+        return self.combine(answers)
 
 
 def _come(references: Sequence[ObjectRef], timeout_s: float) -> bool:
