@@ -8,9 +8,9 @@ which may be on another node, then either finds TLT or stops. Settings travel in
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
+from dataclasses import replace
 
 from omegaconf import DictConfig, open_dict
 
@@ -56,22 +56,14 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     """Settings as the workers need them: absolute paths, and no spot training that nothing feeds or nobody serves."""
-    run_dir, drafter_path = read_run_dir(config), settings.drafter.path
-    trace_dir = settings.trace.dir or os.path.join(run_dir, "tlt_trace")
-    save_dir = settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter")
+    # Ray workers start in another directory.
+    run_dir, path = read_run_dir(config), settings.drafter.path
+    trace = replace(settings.trace, dir=absolute(settings.trace.dir or os.path.join(run_dir, "tlt_trace")))
+    save_dir = absolute(settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter"))
+    drafter = replace(settings.drafter, path=located(path) if path else None, save_dir=save_dir)
+    # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
     alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    spot = settings.spot.enable and not alone and not rules.untapped(config)
-    spot = spot and not rules.verl_trains_the_head(config, settings)
-    return dataclasses.replace(
-        settings,
-        # Ray workers start in another directory.
-        trace=dataclasses.replace(settings.trace, dir=absolute(trace_dir)),
-        drafter=dataclasses.replace(
-            settings.drafter,
-            path=located(drafter_path) if drafter_path else None,
-            save_dir=absolute(save_dir),
-        ),
-        spot=dataclasses.replace(settings.spot, enable=spot),
-        # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
-        speculation=dataclasses.replace(settings.speculation, calibrate=settings.speculation.calibrate and not alone),
-    )
+    speculation = replace(settings.speculation, calibrate=settings.speculation.calibrate and not alone)
+    trains = settings.spot.enable and not alone and not rules.untapped(config)
+    spot = replace(settings.spot, enable=trains and not rules.verl_trains_the_head(config, settings))
+    return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)

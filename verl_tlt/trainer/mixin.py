@@ -81,11 +81,9 @@ class TLTMixin(PPOTrainer):
         pool = self.resource_pool_manager.resource_pool_dict["global_pool"]
         standalone = getattr(self, "standalone_server_manager", None)
         fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, spot, standalone)
-        pending_work = BufferWatch(
-            self.replay_buffer,
-            multi_turn=config.actor_rollout_ref.rollout.multi_turn.enable,
-            wanted=config.data.train_batch_size // self.parameter_sync_step,
-        )
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
+        wanted = config.data.train_batch_size // self.parameter_sync_step
+        pending_work = BufferWatch(self.replay_buffer, multi_turn=multi_turn, wanted=wanted)
         log = StepLog(TraceWriter(str(spot.config.trace.dir), "trainer"))
         self.tlt = Controller(spot.config, facts, start, fleet, log, pending_work)
         self.tlt.before_first_sync(self.global_steps)

@@ -235,11 +235,8 @@ def with_sizes(
             rows *= 2
         share = MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes
         mb = max(mb, int(share / (1 + STEP_SHARE)) >> 20)
-    return replace(
-        tlt,
-        drafter=replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows),
-        buffer=replace(tlt.buffer, max_mb=tlt.buffer.max_mb or mb),
-    )
+    drafter = replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows)
+    return replace(tlt, drafter=drafter, buffer=replace(tlt.buffer, max_mb=tlt.buffer.max_mb or mb))
 
 
 def held_out_share(buffer: BufferConfig, prompts: int, workers: int) -> float:

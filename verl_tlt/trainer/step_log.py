@@ -65,12 +65,8 @@ class StepLog:
         self._begin(StepObservations(published_version=0, served_since=0))
 
     def _begin(self, before: StepObservations) -> None:
-        self.observed = StepObservations(
-            devices=before.devices,
-            published_version=before.published_version,
-            served_since=before.served_since,
-            errors=self.guard.counts,
-        )
+        self.observed = StepObservations(errors=self.guard.counts, devices=before.devices)
+        self.observed.published_version, self.observed.served_since = before.published_version, before.served_since
         self._off = ""
         self.exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
         self.reloads: dict[str, Reload] = {}  # by replica
