@@ -72,10 +72,8 @@ class Servers:
         width = max(1, world_size // max(1, len(colocated)))
         found = [(replica, range(i * width, (i + 1) * width)) for i, replica in enumerate(colocated)]
         found += [(replica, range(0)) for replica in standalone.get_replicas()] if standalone else []
-        self.replicas = {
-            r._server_address: Replica(r._server_address, ranks, r._server_handle, list(r.servers))
-            for r, ranks in found
-        }
+        made = [Replica(r._server_address, ranks, r._server_handle, list(r.servers)) for r, ranks in found]
+        self.replicas = {replica.name: replica for replica in made}
         self.balancer, self.store = (standalone or manager).global_load_balancer, store
         self.published: ObjectRef | None = None
         """The drafter that was published last; the driver owns the copy."""
