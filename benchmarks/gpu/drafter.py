@@ -25,7 +25,6 @@ from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib,
 from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape_of, texts
 from verl_tlt.drafter import (
     Batch,
-    DeviceResidency,
     DrafterMemory,
     DrafterTrainer,
     default_attention,
@@ -143,7 +142,7 @@ def residency(bench: Bench, name: str) -> dict[str, Any]:
     turns = []
     for _ in range(3):
         start = clock(bench.device)
-        with patch("verl_tlt.drafter.memory._copy", copy), DeviceResidency(memory, device):
+        with patch("verl_tlt.drafter.memory._copy", copy), memory.on(device):
             there, arrived = sum(crossed), clock(bench.device)
         back, home = sum(crossed) - there, clock(bench.device)
         crossed.clear()

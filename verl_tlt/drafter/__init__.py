@@ -26,7 +26,7 @@ _PUBLIC = {
     "data": ("TrainingSequence", "from_numpy16", "to_numpy16", "Batch", "align", "batches", "pack", "windows"),
     "capture": ("Library", "PolicyStates", "Text", "load_policy", "plan_epoch"),
     "train": ("DrafterTrainer", "StepResult", "TrainSummary", "train_until", "trainable_parameters"),
-    "memory": ("DeviceResidency", "DrafterMemory", "host_bytes", "session_bytes"),
+    "memory": ("DrafterMemory", "host_bytes", "session_bytes"),
     "evaluate": ("SequenceScore", "accept_length", "acceptance"),
     "check": ("check_drafter", "check_owner", "files_digest"),
     "digest": ("fingerprint",),

@@ -15,7 +15,7 @@ that training runs:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 
 from verl_tlt.drafter.data import ROW_BLOCK, Batch, TrainingSequence, check_tokens, grouped, pack
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.drafter.train import NoWaiting, mixed_precision
+from verl_tlt.drafter.train import run_passes
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -97,14 +97,14 @@ def acceptance(
     for sequence in sequences:
         check_tokens(sequence.tokens, model.verifier_vocab_size)
     device, scores = model.verifier_norm.weight.device, [combined_score((), max_draft) for _ in sequences]
-    if lm_head is not None:  # with CUDA the product is made in 16 bits anyway (`mixed_precision`)
+    if lm_head is not None:  # with CUDA the product is made in 16 bits anyway (`run_passes`)
         lm_head = lm_head.to(device, None if device.type == "cuda" else torch.float32)
     was_training = model.training
     model.eval()
     try:
         numbered = ((number, sequence) for number, sequence in enumerate(sequences) if sequence.rows > 0)
         for group in grouped(numbered, lambda item: item[1].rows, budget):
-            batch = pack(sequence for _, sequence in group).to(device)
+            batch = pack(sequence for _, sequence in group).to(device, torch.float32)
             batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
             loss = _AcceptanceLoss(model, batch, temperature, top_p, top_k, lm_head)
             overlap, recorded = loss.run(max_draft)  # [K, S] each
@@ -135,19 +135,10 @@ class _AcceptanceLoss:
 
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
         """(overlap, recorded), float64 [K, S]: sum_v min(p, q), and min(1, q/p) of the recorded token; 0 past it."""
-        batch = self.batch
-        with torch.no_grad(), mixed_precision(batch.input_ids.device), NoWaiting():
-            self.model(
-                hidden_states=batch.hidden_states.float(),
-                input_ids=batch.input_ids,
-                document_ids=batch.document_ids,
-                loss_mask=torch.ones_like(batch.loss_mask),
-                position_ids=batch.position_ids,
-                verifier_last_hidden_states=batch.last_hidden.float(),
-                ttt_steps=max_draft,
-                loss_config={"acceptance": (self, 1.0)},
-            )
-        both = torch.zeros(2, max_draft, batch.rows, dtype=torch.float64, device=batch.input_ids.device)
+        everywhere = replace(self.batch, loss_mask=torch.ones_like(self.batch.loss_mask))
+        with torch.no_grad():
+            run_passes(self.model, everywhere, max_draft, {"acceptance": (self, 1.0)})
+        both = torch.zeros(2, max_draft, self.batch.rows, dtype=torch.float64, device=self.batch.input_ids.device)
         for columns, rows in zip((self.overlap, self.recorded), both, strict=True):
             for column, row in zip(columns, rows, strict=True):
                 row[: len(column)] = column
@@ -176,18 +167,17 @@ class _AcceptanceLoss:
     def _policy(self, targets: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The policy's probabilities in B rows: on the draft vocabulary [B, DV] and at the tokens that came [B]."""
         tokens = self.batch.next_ids[0, rows]
-        if self.lm_head is None:
-            policy = _probabilities(targets, self.temperature, self.top_p, self.top_k)
-            return policy, self._at(policy, tokens)
-        hidden = self.model.verifier_norm(self.batch.last_hidden[0, rows].float())  # [B, H]
-        whole = (hidden @ self.lm_head.T).float()  # [B, V]
-        policy = _probabilities(whole, self.temperature, self.top_p, self.top_k)
+        if self.model.use_draft_vocab:
+            assert self.lm_head is not None
+            hidden = self.model.verifier_norm(self.batch.last_hidden[0, rows])  # [B, H]
+            targets = (hidden @ self.lm_head.T).float()  # [B, V]
+        policy = _probabilities(targets, self.temperature, self.top_p, self.top_k)
         chosen = policy.gather(1, tokens[:, None])[:, 0]
-        if not self.model.use_draft_vocab:
-            return policy, chosen
-        offsets = self.model.d2t
-        drafted = offsets + torch.arange(len(offsets), device=offsets.device)  # [DV]; a mask would have the host wait
-        return policy[:, drafted], chosen
+        if self.model.use_draft_vocab:
+            offsets = self.model.d2t
+            ids = offsets + torch.arange(len(offsets), device=offsets.device)  # [DV]; a mask would have the host wait
+            policy = policy[:, ids]
+        return policy, chosen
 
     def _at(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Entries [S] of `probabilities` [S, DV] at target ids [S]; 0 for tokens outside the draft vocabulary."""
@@ -229,8 +219,7 @@ def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarra
     drafts = np.zeros(stop + max_draft + 1)  # expected drafts that start at each row
     drafts[first] = 1.0
     for row in starts:
-        for m in range(max_draft):
-            drafts[row + m + 1] += drafts[row] * (reached[m, row] - reached[m + 1, row])
-        drafts[row + max_draft + 1] += drafts[row] * reached[max_draft, row]
+        ends = -np.diff(reached[:, row], append=0.0)  # [K+1] chance that m tokens are accepted
+        drafts[row + 1 : row + max_draft + 2] += drafts[row] * ends
     started = drafts[first:stop]
     return SequenceScore(positions=len(starts), drafts=float(started.sum()), accepted=survival[:, first:stop] @ started)

@@ -10,21 +10,19 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
-from verl_tlt.drafter.train import STATE
+from verl_tlt.drafter.train import STATE, DrafterTrainer
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
-
-    from verl_tlt.drafter.train import DrafterTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -183,50 +181,36 @@ class DrafterMemory:
         self._here = views(self.block, self.tensors)
         for tensor, here in zip(self.tensors, self._here, strict=True):
             here.copy_(tensor.data)
-        self.come_home()
+        self._live_in(self._here)
 
-    def come_home(self) -> None:
-        """Point every tensor at its place in the block again, without a copy; gradients are dropped."""
-        for tensor, here in zip(self.tensors, self._here, strict=True):
-            tensor.grad = None
-            tensor.data = here
-
-
-class DeviceResidency:
-    """Keeps a drafter and its optimizer on a device for a `with` block; unless it `trains`, nothing comes back."""
-
-    def __init__(self, memory: DrafterMemory, device: torch.device, *, trains: bool = True) -> None:
-        self._memory, self._device, self._trains = memory, device, trains
-        self._there = torch.empty(0)
-
-    def __enter__(self) -> None:
-        memory = self._memory
+    @contextmanager
+    def on(self, device: torch.device, *, trains: bool = True) -> Iterator[None]:
+        """Keep them on a device for a `with` block; unless the block `trains`, nothing is copied back."""
+        there = torch.empty(0)
         try:
-            source = memory.block if self._trains else memory.block[: memory.optimizer]
-            self._there = torch.empty_like(source, device=self._device)
-            _copy(self._there, source)
-            there = views(self._there, memory.tensors)
-            for tensor, moved in zip(memory.tensors, there, strict=False):  # fewer where the moments stay
-                tensor.data = moved
-        except BaseException:
-            self._leave()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        memory = self._memory
-        try:
-            if self._trains:
-                _copy(memory.block[memory.changing :], self._there[memory.changing :])
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+            source = self.block if trains else self.block[: self.optimizer]
+            there = torch.empty_like(source, device=device)
+            _copy(there, source)
+            self._live_in(views(there, self.tensors))
+            try:
+                yield
+            finally:
+                if trains:
+                    _copy(self.block[self.changing :], there[self.changing :])
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
         finally:
-            self._leave()
+            for tensor in self.tensors:
+                tensor.grad = None
+            self._live_in(self._here)
+            del there
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
 
-    def _leave(self) -> None:
-        self._memory.come_home()
-        self._there = torch.empty(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
+    def _live_in(self, places: Sequence[torch.Tensor]) -> None:
+        """Point the tensors at these places, without a copy; those behind the last one stay where they are."""
+        for tensor, place in zip(self.tensors, places, strict=False):
+            tensor.data = place
 
 
 def check_room(needed: int, free: int, total: int) -> None:
@@ -290,10 +274,5 @@ class TrainingDevice:
         if not self.is_accelerator:
             return nullcontext()
         check_room(session_bytes(trainer.model, rows, trainer.ttt_steps, scored), *self.memory())
-        if self._memory is None:
-            self.receive(trainer)
-        assert self._memory is not None
-        return self._resident(self._memory, trains)
-
-    def _resident(self, memory: DrafterMemory, trains: bool) -> AbstractContextManager[None]:
-        return DeviceResidency(memory, self.device, trains=trains)
+        self._memory = self._memory or DrafterMemory(trainer)
+        return self._memory.on(self.device, trains=trains)

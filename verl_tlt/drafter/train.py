@@ -271,18 +271,7 @@ class DrafterTrainer:
         from speculators.losses import resolve_loss_config
 
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
-        with mixed_precision(self.device), NoWaiting():
-            _, loss, metrics = self.model(
-                hidden_states=batch.hidden_states,
-                input_ids=batch.input_ids,
-                document_ids=batch.document_ids,
-                loss_mask=batch.loss_mask,
-                position_ids=batch.position_ids,
-                verifier_last_hidden_states=batch.last_hidden,
-                ttt_steps=passes or self.ttt_steps,
-                loss_config=resolve_loss_config(self._loss, kind),
-            )
-        return loss, metrics
+        return run_passes(self.model, batch, passes or self.ttt_steps, resolve_loss_config(self._loss, kind))
 
     def _state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         return ((name, self.optimizer.state[p]) for name, p in self.parameters.items())
@@ -304,10 +293,7 @@ class DrafterTrainer:
 
 
 def train_until(
-    trainer: DrafterTrainer,
-    batches: Iterable[Batch],
-    should_stop: Callable[[], bool],
-    max_tokens: float = math.inf,
+    trainer: DrafterTrainer, batches: Iterable[Batch], should_stop: Callable[[], bool], max_tokens: float = math.inf
 ) -> TrainSummary:
     """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
 
@@ -344,6 +330,24 @@ def train_until(
     )
 
 
+def run_passes(
+    model: Eagle3DraftModel, batch: Batch, passes: int, loss: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The training-time test of `speculators` over a batch in float32: (`loss` over all passes, its counts)."""
+    with mixed_precision(batch.input_ids.device), NoWaiting():
+        _, total, metrics = model(
+            hidden_states=batch.hidden_states,
+            input_ids=batch.input_ids,
+            document_ids=batch.document_ids,
+            loss_mask=batch.loss_mask,
+            position_ids=batch.position_ids,
+            verifier_last_hidden_states=batch.last_hidden,
+            ttt_steps=passes,
+            loss_config=loss,
+        )
+    return total, metrics
+
+
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
     """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
@@ -370,8 +374,7 @@ class _Figures:
 class NoWaiting(TorchFunctionMode):
     """Has the forward of `speculators` queue its work without a wait for the device: constants are filled in there.
 
-    Its accuracy counts select masked rows, whose number the host would have to know: here they become False
-    (`cond_acc_*`).
+    Its accuracy counts (`cond_acc_*`) select rows, whose number the host would have to know: here others become False.
     """
 
     def __torch_function__(

@@ -4,7 +4,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from verl_tlt.drafter import DrafterTrainer, TrainingSequence, pack
-from verl_tlt.drafter.train import NoWaiting
+from verl_tlt.drafter.train import run_passes
 
 
 class FusedLoss(torch.autograd.Function):
@@ -40,13 +40,8 @@ def kept_bytes(model, rows, passes):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autocast("cpu", torch.bfloat16), NoWaiting(), saved_tensors_hooks(note, lambda tensor: tensor):
-        model(
-            hidden_states=batch.hidden_states, input_ids=batch.input_ids, document_ids=batch.document_ids,
-            loss_mask=batch.loss_mask, position_ids=batch.position_ids,
-            verifier_last_hidden_states=batch.last_hidden, ttt_steps=passes,
-            loss_config={"fused": (FusedLoss.apply, 1.0)},
-        )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(note, lambda tensor: tensor):
+        run_passes(model, batch, passes, {"fused": (FusedLoss.apply, 1.0)})
     return sum(kept.values())
 
 

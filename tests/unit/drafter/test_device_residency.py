@@ -13,14 +13,12 @@ from tiny_policy import drafter_of, same_state
 from transformers import Qwen2Config
 
 from verl_tlt.drafter import (
-    DeviceResidency,
     DrafterMemory,
     DrafterTrainer,
     VerifierWeights,
     acceptance,
     build_drafter,
     drafter_config,
-    evaluate,
     halve_frozen,
     host_bytes,
     pack,
@@ -41,8 +39,7 @@ QWEN_7B = Qwen2Config(
 @pytest.fixture
 def in_16_bits(monkeypatch):
     """Matrix products as on CUDA."""
-    for module in (train, evaluate):
-        monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(train, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
 
 
 @pytest.fixture
@@ -109,7 +106,7 @@ def test_a_stop_moves_what_training_changed_and_nothing_else(in_16_bits, monkeyp
     optimizer = layout([t.nbytes for t in moments(trainer)])[1]
     at_home = homes(trainer)
     for _ in range(3):
-        with DeviceResidency(memory, AWAY):
+        with memory.on(AWAY):
             assert copied() == memory.block.nbytes
             assert not set(homes(trainer)) & set(at_home), "something stayed behind"
             embedding = trainer.model.embed_tokens.weight
@@ -117,7 +114,7 @@ def test_a_stop_moves_what_training_changed_and_nothing_else(in_16_bits, monkeyp
             trainer.step(pack(sequences))
         assert copied() == changing
         assert homes(trainer) == at_home
-    with DeviceResidency(memory, AWAY, trains=False):
+    with memory.on(AWAY, trains=False):
         assert copied() == memory.block.nbytes - optimizer
         acceptance(trainer.model, sequences, max_draft=2)
     assert copied() == 0
@@ -128,7 +125,7 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(policy, sequences):
         trainer = DrafterTrainer(drafter_of(policy, seed=3), ttt_steps=2)
         memory = DrafterMemory(trainer) if away else None
         for some in (sequences[:2], sequences[2:], sequences):
-            with DeviceResidency(memory, AWAY) if away else nullcontext():
+            with memory.on(AWAY) if away else nullcontext():
                 trainer.step(pack(some))
         return trainer.state()
 
@@ -136,7 +133,7 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(policy, sequences):
 
 
 def test_a_resumed_optimizer_stays_in_the_block(in_16_bits, trainer, memory, sequences):
-    with DeviceResidency(memory, AWAY):
+    with memory.on(AWAY):
         trainer.step(pack(sequences))
     saved, places = trainer.state(), [t.data_ptr() for t in moments(trainer)]
     trainer.start_over()
@@ -150,7 +147,7 @@ def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, drafter, sequen
     trainer.passes = 3
     plain = trainer._forward(trainer.feed()(pack(sequences)).arrived())[0]
     halve_frozen(drafter)
-    with DeviceResidency(DrafterMemory(trainer), AWAY):
+    with DrafterMemory(trainer).on(AWAY):
         result = trainer.step(pack(sequences))
     assert math.isfinite(result.loss) and not result.skipped
     assert result.loss == pytest.approx(float(plain), rel=0.02)
@@ -166,7 +163,7 @@ def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypat
         target.copy_(source)
 
     monkeypatch.setattr("verl_tlt.drafter.memory._copy", copy)
-    with pytest.raises(RuntimeError), DeviceResidency(memory, AWAY):
+    with pytest.raises(RuntimeError), memory.on(AWAY):
         trainer.step(pack(sequences))
         trainer._forward(trainer.feed()(pack(sequences)).arrived())[0].backward()
         raise RuntimeError("out of memory")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_learner, same, texts, train_and_merge, verifier_arrays
 
-from verl_tlt.drafter import evaluate, session_bytes, train
+from verl_tlt.drafter import session_bytes, train
 from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_worker import learner as spot_learner
@@ -34,7 +34,8 @@ class CountedDevice(TrainingDevice):
         return self.total - self.used, self.total
 
     @contextmanager
-    def _resident(self, memory, trains):
+    def resident(self, *arguments, **options):
+        stay = super().resident(*arguments, **options)
         self.visits += 1
         arriving = True
 
@@ -47,7 +48,7 @@ class CountedDevice(TrainingDevice):
                 self.back += target.nbytes
 
         try:
-            with patch("verl_tlt.drafter.memory._copy", copy), super()._resident(memory, trains):
+            with patch("verl_tlt.drafter.memory._copy", copy), stay:
                 arriving = False
                 yield
         finally:
@@ -61,8 +62,7 @@ def needs(learner, rows):
 @pytest.fixture
 def learner(tmp_path, monkeypatch):
     """Its device has room for a session and no more; matrix products are in 16 bits, as there."""
-    for module in (train, evaluate):
-        monkeypatch.setattr(module, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(train, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
     made = make_learner(tmp_path / "policy")
     made.training_device = CountedDevice(int(1.1 * needs(made, 64)))
     made.add(1, texts(40), verifier_arrays())
