@@ -53,7 +53,6 @@ def test_what_is_live_is_what_the_file_holds(engine, models):
         answer = engine.rpc("tlt_load_drafter", weights(models, name))
         assert answer["ok"]
         assert engine.live_drafter.shared_modules() == ("embed_tokens", "lm_head")
-        assert answer["fingerprint"] == engine.rpc("tlt_fingerprint")
         assert combined([answer["sums"]]) == fingerprint(load_file(weights(models, name)))
 
 
@@ -79,7 +78,7 @@ def test_weights_ruined_by_sleep_are_all_restored(engine, models):
             if id(parameter) not in shared:
                 parameter.fill_(7)
     assert engine.rpc("tlt_fingerprint") != fine
-    assert engine.rpc("tlt_load_drafter", weights(models, "good"))["fingerprint"] == fine
+    assert engine.rpc("tlt_load_drafter", weights(models, "good"))["ok"] and engine.rpc("tlt_fingerprint") == fine
     offsets = drafter.draft_id_to_target_id  # of a full vocabulary; vLLM has none from 0.31 on
     assert offsets is None or not offsets.any()
 

@@ -26,15 +26,12 @@ Sums = dict[str, tuple[str, list[int]]]
 """By fused group: dtype, and the four sums over some or all of its elements."""
 
 
-def fingerprint(
-    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], own_head: bool = False
-) -> str:
-    """Sixteen hex digits over a drafter's own weights, of a file or of vLLM's `named_parameters()`.
+def fingerprint(tensors: Mapping[str, torch.Tensor], own_head: bool = False) -> str:
+    """Sixteen hex digits over a drafter's own weights, by the names of a file or of vLLM's parameters.
 
     Embedding and head, the policy's, are left out; `own_head`: the head is the drafter's.
     """
-    named = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return combined([partial_sums(((name, tensor, 0) for name, tensor in named), own_head)])
+    return combined([partial_sums(((name, tensor, 0) for name, tensor in tensors.items()), own_head)])
 
 
 def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], own_head: bool = False) -> Sums:
@@ -96,7 +93,7 @@ def own_shards(
 
 def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
     held = into[group][1] if group in into else [0, 0, 0, 0]
-    into[group] = kind, [_wrap(a + b) for a, b in zip(held, sums, strict=True)]
+    into[group] = kind, (torch.tensor(held) + torch.tensor(sums)).tolist()  # wraps at 64 bits
 
 
 def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
@@ -106,14 +103,8 @@ def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:
     columns = bits.shape[-1] if bits.ndim else 1
     rows = bits.reshape(-1, max(1, columns))  # [R, C]
     weights = torch.arange(1, rows.shape[1] + 1, device=tensor.device) + columns_before  # [C]
-    total = [tensor.numel(), 0, 0, 0]
+    total = weights.new_zeros(3)
     for part in torch.split(rows, max(1, _CHUNK // max(1, columns))):
         bits = part.long()
-        found = (0, int(bits.sum()), int((bits * bits).sum()), int((bits * weights).sum()))
-        total = [_wrap(a + b) for a, b in zip(total, found, strict=True)]
-    return total
-
-
-def _wrap(value: int) -> int:
-    """As torch's int64 sums wrap."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+        total += torch.stack([bits.sum(), (bits * bits).sum(), (bits * weights).sum()])
+    return [tensor.numel(), *total.tolist()]

@@ -103,7 +103,6 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         return found
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor, in this process's memory."""
         import torch
 
         shape = self._entries[name].shape
@@ -118,9 +117,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     def _content(self, name: str) -> np.ndarray:
         entry = self._entries[name]
         self._type(name)  # a type that is not known is refused before its bytes are read
-        raw = np.empty(entry.end - entry.begin, np.uint8)
-        self._fill(raw, self._start + entry.begin)
-        return raw
+        return self._bytes(self._start + entry.begin, entry.end - entry.begin)
 
     def _type(self, name: str) -> str:
         kind = self._entries[name].kind
@@ -133,14 +130,10 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise ValueError(f"it has {size} bytes")
-        first = np.empty(8, np.uint8)
-        self._fill(first, 0)
-        length = int(first.view("<u8")[0])
+        length = int(self._bytes(0, 8).view("<u8")[0])
         if not 2 <= length <= min(size - 8, _MOST_HEADER):
             raise ValueError(f"its header would have {length} bytes")
-        text = np.empty(length, np.uint8)
-        self._fill(text, 8)
-        said = parse(text.tobytes())
+        said = parse(self._bytes(8, length).tobytes())
         metadata = dict(said.pop("__metadata__", None) or {})
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("its metadata is no text")
@@ -154,16 +147,17 @@ class TensorFile(AbstractContextManager["TensorFile"]):
             raise ValueError(f"it has {size} bytes, and its header speaks of {8 + length + end}")
         return 8 + length, metadata, entries
 
-    def _fill(self, raw: np.ndarray, offset: int) -> None:
-        """Read as many bytes as `raw` has room for."""
-        done = 0
+    def _bytes(self, offset: int, count: int) -> np.ndarray:
+        """uint8 [count], in this process's memory."""
+        raw, done = np.empty(count, np.uint8), 0
         try:
-            while done < len(raw):
-                if not (count := os.preadv(self._file.fileno(), [raw[done:].data], offset + done)):
+            while done < count:
+                if not (read := os.preadv(self._file.fileno(), [raw[done:].data], offset + done)):
                     raise self._broken("it became shorter while it was read")
-                done += count
+                done += read
         except OSError as error:
             raise self._broken(error) from error
+        return raw
 
     def _broken(self, why: object) -> DrafterError:
         return DrafterError(f"{self._name} is no complete safetensors file: {why}.")
@@ -189,13 +183,14 @@ def read_tensors(found: Mapping[str, Header]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of the first that holds NaN or infinity."""
-    return next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
+def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str | None:
+    """Name of the first that holds NaN or infinity, which is looked for on `device`, or where it is."""
+    numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+    return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
 
 
 def plain(name: str) -> str:
-    """A tensor's name in speculators' layout, from any; what vLLM stacked stays so, and an MTP head has no prefix."""
+    """A tensor's name in speculators' layout; what vLLM stacked stays so, and an MTP head has no prefix."""
     name = _MIMO.sub("mtp_layers.0.", name.removeprefix("model.").removeprefix("mtp."))
     return name.replace("midlayer.", "layers.0.")
 
@@ -209,5 +204,4 @@ def stacked(name: str) -> str:
 
 
 def is_stack(group: str) -> bool:
-    """Whether this is the plain name of a tensor that vLLM makes of several."""
     return any(stack in group for _, stack in _STACKED)

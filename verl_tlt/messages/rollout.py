@@ -138,8 +138,6 @@ class LoadReply:
 
     ok: bool  # False: the drafter is as it was, unless vLLM itself failed half way
     error: str | None = None
-    fingerprint: str = ""
-    """Of all that is live on this rank, buffers included; empty on a rank without a drafter."""
     sums: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     """Its part of the published weights' fingerprint (`drafter.digest.combined` joins all ranks')."""
     seconds: float = 0.0

@@ -84,11 +84,8 @@ class BrokenDrafts:
     first step after `drafter_loaded`: at the reload itself verl has not woken it up, and it is not mapped.
 
     A `RuntimeError` where this vLLM keeps a drafter's probabilities elsewhere: it would emit token 0 for such a draft.
-
-    Args:
-        runner: vLLM's V1 or V2 model runner.
-        switch_off: called when drafts were dropped, but not where the engine has several ranks. Each of those hears of
-            it at its own time, and in a pass that one of them leaves out the others wait for it.
+    `switch_off` is called when drafts were dropped, but not where the engine has several ranks: each of those hears of
+    it at its own time, and in a pass that one of them leaves out the others wait for it.
     """
 
     @upstream_change(

@@ -47,11 +47,9 @@ def _replace(logits, per_slot, per_step, slots, drafts, per_draft, broken, width
 def make_certain(logits: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     """Replace logits that are no distribution by those of a certain draft, in place; which ones, int32 [N, K].
 
-    Args:
-        logits: float [slots, K_max, V], of which rows of `slots` and of the first K steps are looked at. A row is
-            broken that holds NaN or infinity, or nothing above minus infinity.
-        slots: int [N].
-        drafts: int [N, K], what was drafted.
+    `logits`, float [slots, K_max, V], are looked at in the rows of `slots`, int [N], and in the first K steps;
+    `drafts`, int [N, K], is what was drafted. A row is broken that holds NaN or infinity, or nothing above minus
+    infinity.
     """
     broken = torch.empty(drafts.shape, dtype=torch.int32, device=logits.device)
     strides = logits.stride(0), logits.stride(1)

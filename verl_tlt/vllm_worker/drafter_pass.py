@@ -42,11 +42,9 @@ class NoProposals:
 
     def __init__(self, vllm_config: VllmConfig) -> None: ...
 
-    def load_model(self, target: torch.nn.Module) -> None:
-        """Nothing to load."""
+    def load_model(self, target: torch.nn.Module) -> None: ...
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_args: object, **_kwargs: object) -> list[list[int]]:
-        """An empty draft for each request."""
         return [[] for _ in sampled_token_ids]
 
 

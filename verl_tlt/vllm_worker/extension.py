@@ -86,11 +86,10 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             text = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
-        live, graphs = self.tlt_drafter.fingerprint(sums), captured_lengths(self.model_runner, self.tlt_lengths)
-        return asdict(LoadReply(ok=True, fingerprint=live, sums=sums, seconds=seconds, full_graphs=graphs))
+        graphs = captured_lengths(self.model_runner, self.tlt_lengths)
+        return asdict(LoadReply(ok=True, sums=sums, seconds=seconds, full_graphs=graphs))
 
     def tlt_fingerprint(self) -> str:
-        """Fingerprint of the drafter that is live here (`LiveDrafter.fingerprint`); empty without one."""
         return "" if self.tlt_drafter is None else self.tlt_drafter.fingerprint()
 
     def tlt_set_drafting(self, enabled: bool) -> str | None:

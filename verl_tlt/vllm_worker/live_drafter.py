@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.checkpoint import staged_weights
-from verl_tlt.drafter.digest import Sums, combined, own_shards, partial_sums
-from verl_tlt.drafter.tensor_file import TensorFile, stacked
+from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
+from verl_tlt.drafter.tensor_file import TensorFile, not_finite, stacked
 from verl_tlt.errors import DrafterError
 from verl_tlt.upstream.changes import upstream_change
 
@@ -45,8 +45,6 @@ class LiveDrafter:
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
         self._own_head = _has_own_head(Path(vllm_config.speculative_config.model))
-        self._finite: tuple[int, ...] | None = None
-        """The version of the file in which no number was found that is not finite."""
 
     def shared_modules(self) -> tuple[str, ...]:
         """Which of embedding and head are the policy's own (vLLM `_maybe_share_embeddings`, `_maybe_share_lm_head`)."""
@@ -55,19 +53,14 @@ class LiveDrafter:
         return tuple(part for part in ("embed_tokens", "lm_head") if any(part in name for name in parts))
 
     def load(self, file: Path | None) -> Sums:
-        """Write a file's weights into the drafter; the policy's own tensors are never written.
+        """Write a file's weights into the drafter; returns this rank's part of the fingerprint of what is live then.
 
-        Args:
-            file: safetensors in speculators' or vLLM's names, or in the policy's for its MTP head, beside its
-                config.json; None: what the server of this node staged. Under a pruned vocabulary the drafter's head is
-                cut from the policy that is live here, and the file's rows of an older one not read.
+        `file`: safetensors in speculators' or vLLM's names, or in the policy's for its MTP head, beside its
+        config.json; None: what the server of this node staged. The policy's own tensors are never written. Under a
+        pruned vocabulary the head is cut from the policy that is live here, and the file's rows are not read.
 
-        Returns:
-            this rank's part of the fingerprint of what is now live.
-
-        Raises:
-            DrafterError: the file does not fit, or could not be written, here or on another rank of the engine. It
-                says which: a drafter that was not written whole must not draft before it is loaded again.
+        A `DrafterError` where the file does not fit, or could not be written, here or on another rank of the engine: a
+        drafter that was not written whole must not draft before it is loaded again.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -86,14 +79,11 @@ class LiveDrafter:
 
     def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
         """What the file has for this rank, checked; `DrafterError` or whatever reading it raises."""
-        version = _version(file)
         tensors = _read(file, self.shared_modules())
         self._check(tensors, file)
-        if version != self._finite:
-            device = next(self.model.parameters()).device
-            if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
-                raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
-            self._finite = version
+        device = next(self.model.parameters()).device  # it is quicker there, and each rank looks at its part
+        if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
+            raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
         self._restore_buffers()
         return tensors
 
@@ -117,12 +107,9 @@ class LiveDrafter:
         device = next(self.model.parameters()).device
         return not tensor_model_parallel_all_reduce(torch.full((1,), float(not here), device=device)).any()
 
-    def fingerprint(self, weights: Sums | None = None) -> str:
-        """Fingerprint of all that is live on this rank, weights (as `load` summed them) and buffers."""
-        if weights is None:
-            parameters = self._own_parameters().items()
-            weights = partial_sums(((name, tensor, 0) for name, tensor in parameters), own_head=self._own_head)
-        return combined([weights, partial_sums((name, buffer, 0) for name, buffer in self._buffers().items())])
+    def fingerprint(self) -> str:
+        """Fingerprint of all that is live on this rank, weights and buffers."""
+        return fingerprint(self._own_parameters() | self._buffers(), own_head=self._own_head)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The drafter's buffers by name, persistent or not, the policy's among them."""
@@ -148,12 +135,7 @@ class LiveDrafter:
         return own
 
     def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-        """Compare names, and without tensor parallelism shapes, before anything is overwritten.
-
-        Raises:
-            DrafterError: a tensor is missing, unknown or of another shape; the map leaves the vocabulary; or the
-                live weights cannot be written at all.
-        """
+        """Compare names, and without tensor parallelism shapes, before anything is overwritten; a `DrafterError`."""
         elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
         live = {stacked(name): p for name, p in self._own_parameters().items() if name not in elsewhere}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
@@ -207,10 +189,7 @@ class LiveDrafter:
         return rows
 
     def _write_head(self, rows: torch.Tensor) -> None:
-        """Write `_policys_rows` into the drafter's head.
-
-        Under tensor parallelism ranks hold different rows of the two: they sum what they have, and each takes its part.
-        """
+        """Write `_policys_rows` into the drafter's head; ranks sum what they have, and each takes its part."""
         if self._shards > 1:
             from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 
@@ -238,10 +217,9 @@ def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
     removed_by="A vLLM that shares the embedding below its LoRA wrapper with a drafter.",
 )
 def unwrap_embedding(drafter: Eagle3LlamaForCausalLM) -> None:
-    """Give the drafter the policy's embedding without vLLM's LoRA wrapper, which expects the policy's batch.
+    """Give the drafter the policy's embedding without vLLM's LoRA wrapper.
 
-    A draft step has another batch. Call it before vLLM compiles the drafter: a module that is replaced later is not the
-    one that was compiled.
+    Call it before vLLM compiles the drafter: a module that is replaced later is not the one that was compiled.
     """
     embedding = drafter.model.embed_tokens
     drafter.model.embed_tokens = getattr(embedding, "base_layer", embedding)
@@ -251,20 +229,6 @@ def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dic
     """The drafter's buffers by name, without those of the policy (vLLM builds one rotary table for equal settings)."""
     theirs = {buffer.data_ptr() for buffer in policy.buffers()}
     return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in theirs}
-
-
-def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str | None:
-    """The first tensor that holds NaN or infinity, with which every draft would be token 0; looked for on `device`."""
-    numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
-    return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
-
-
-def _version(file: Path) -> tuple[int, ...] | None:
-    """What changes when a file is staged again; None: there is none."""
-    if not file.is_file():
-        return None
-    found = file.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ def as_vllm_holds_them(tensors, dtype):
         "lm_head.weight": torch.rand(48, 32),
     }
     own = rank_of({name: t.to(dtype) for name, t in tensors.items()}, 0, 1)
-    return list({**own, **others}.items())[::-1]
+    return dict(list({**own, **others}.items())[::-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -118,10 +118,9 @@ async def check_sleep(engine: StandaloneEngine) -> Finding:
         slept = "sleep kept it" if await engine.fingerprint() == before else "sleep discarded it"
     answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
     replies = [from_plain(LoadReply, answer) for answer in answers]
+    after = next((reply.error for reply in replies if reply.error), None) or await engine.fingerprint()
     if sleeps:
         await engine.llm.wake_up(tags=["kv_cache"])
-    error = next((reply.error for reply in replies if reply.error), None)
-    after = error or " ".join(reply.fingerprint for reply in replies if reply.fingerprint)
     if after != before or not before:
         return Finding("refuse", what, f"The drafter was not the same after a reload: {after or 'unknown'}.")
     reload = f"after a reload ({max(reply.seconds for reply in replies):.2f} s) its weights and buffers are as before"
