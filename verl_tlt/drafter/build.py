@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_tlt.drafter.policy import (
-    LONGEST_DRAFT,
     MTP,
     DrafterError,
     PolicyLike,
@@ -27,7 +26,7 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     unsupported,
 )
-from verl_tlt.drafter.schema import library_fields
+from verl_tlt.drafter.schema import layer_fields, library_fields
 
 BY_DOCUMENT = "tlt_by_document"
 """Attention over a packed row, one document at a time: for transformers' `_attn_implementation`, on a CPU.
@@ -73,19 +72,13 @@ def drafter_config(
         raise DrafterError(f"{shape.source}: model_type {shape.model_type!r} is not supported; {why}.")
     layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
     check_aux_layers(layers, shape.num_layers, "aux_layers")
+    fields = layer_fields(shape)
+    fields["intermediate_size"] = intermediate_size or shape.intermediate_size
+    fields["max_position_embeddings"] = max_position_embeddings or fields["max_position_embeddings"]
     layer = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=intermediate_size or shape.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         hidden_act="silu",  # the only one that vLLM's head has
-        rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=max_position_embeddings or shape.max_position_embeddings + LONGEST_DRAFT,
         rope_parameters=drafter_rope(shape.rope),
-        tie_word_embeddings=False,
+        **fields,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     )
     return Eagle3SpeculatorConfig(
@@ -273,37 +266,21 @@ def attend_by_document(
     k, v = (x[0].view(kv, 1, passes, rows, width) for x in (key, value))
     later = (q[:, :, None] * k[:, :, 1:]).sum(-1).transpose(2, 3)  # [kv, G, S, P-1] each position's own later keys
     parts = []
-    for begin, end, length in _documents(attention_mask[0, 0, :, :rows]):
-        here, count = slice(begin, end), (end - begin) // length
-        # Documents of one token (padding) are handled side by side; each attends to itself.
-        q_own, after = (_by_document(x[:, :, here], count) for x in (q, later))  # [kv, n, G, L, .]
-        k_own, v_own = (x[:, 0, 0, here].reshape(kv, count, length, width) for x in (k, v))
-        scores = (q_own.flatten(2, 3) @ k_own.transpose(2, 3)).view(kv, count, groups, length, length)
+    for begin, end in _documents(attention_mask[0, 0, :, :rows]):
+        here, length = slice(begin, end), end - begin
+        scores = (q[:, :, here].flatten(1, 2) @ k[:, 0, 0, here].transpose(1, 2)).view(kv, groups, length, length)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        weights = torch.cat([scores.masked_fill(future, -torch.inf), after], dim=-1).softmax(-1)
-        first = (weights[..., :length].flatten(2, 3) @ v_own).view(q_own.shape)
-        others = weights[..., length:].transpose(1, 2).flatten(2, 3)  # [kv, G, n * L, P-1]
-        own = first.transpose(1, 2).flatten(2, 3)  # [kv, G, n * L, head_dim]
+        weights = torch.cat([scores.masked_fill(future, -torch.inf), later[:, :, here]], dim=-1).softmax(-1)
+        first, others = weights[..., :length], weights[..., length:]
+        own = (first.flatten(1, 2) @ v[:, 0, 0, here]).view(kv, groups, length, width)
         parts.append(own + (others.transpose(2, 3)[..., None] * v[:, :, 1:, here]).sum(2))
     return torch.cat(parts, dim=2).flatten(0, 1).transpose(0, 1)[None], None
 
 
-def _by_document(values: torch.Tensor, count: int) -> torch.Tensor:
-    """[kv, G, n * L, .] as [kv, n, G, L, .]: each of `count` documents apart, with all heads that share its keys."""
-    kv, groups, rows, width = values.shape
-    return values.reshape(kv, groups, count, rows // count, width).transpose(1, 2)
-
-
-def _documents(mask: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(begin, end, length of each) of the documents in a bool [S, S] mask; one-token ones in a row are one entry."""
+def _documents(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """(begin, end) of the documents in a bool [S, S] mask."""
     index = torch.arange(len(mask), device=mask.device)
     starts = mask.int().argmax(dim=1)  # [S] the first position that each one attends to
     if not torch.equal(mask.sum(dim=1), index - starts + 1):
         raise ValueError(f"Attention {BY_DOCUMENT!r} needs a mask that is causal within whole documents.")
-    borders = [*sorted(set(starts.tolist())), len(mask)]
-    found: list[tuple[int, int, int]] = []
-    for begin, end in itertools.pairwise(borders):
-        length = end - begin
-        joins = length == 1 and bool(found) and found[-1][2] == 1
-        found.append((found.pop()[0] if joins else begin, end, length))
-    return found
+    return list(itertools.pairwise([*sorted(set(starts.tolist())), len(mask)]))

@@ -22,27 +22,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from verl_tlt.drafter.mtp_tensors import MIMO, QWEN3_5, mtp_layout
-from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, PolicyShape
-from verl_tlt.drafter.schema import library_fields
+from verl_tlt.drafter.policy import MTP, PolicyShape
+from verl_tlt.drafter.schema import layer_fields, library_fields
 
 
 def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
     """The config of the policy's head, all of it from the policy's own; a `DrafterError` where it has none."""
     gated = mtp_layout(shape).gated
-    fields: dict[str, Any] = dict(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=1,
-        layer_types=["full_attention"],
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=shape.max_position_embeddings + LONGEST_DRAFT,
-        rope_parameters=dict(shape.rope),
-        tie_word_embeddings=False,
-    )
+    fields = {**layer_fields(shape), "layer_types": ["full_attention"], "rope_parameters": dict(shape.rope)}
     layer = _qwen3_5().Qwen3_5TextConfig(**fields) if gated else Qwen2Config(**fields)
     # `norm_output`: what a pass returns is what the head reads, as `Eagle3DraftModel.forward` asks.
     return MTPSpeculatorConfig(

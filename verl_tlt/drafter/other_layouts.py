@@ -83,19 +83,18 @@ def check_kind(config: Fields, file: Path) -> None:
 
 def _layer(config: Fields, policy: PolicyShape) -> Fields:
     heads = config["num_attention_heads"]
-    as_is = ("vocab_size", "hidden_size", "intermediate_size", "layer_types", "mlp_bias", "rope_parameters")
+    as_is = (
+        "vocab_size", "hidden_size", "intermediate_size", "hidden_act", "rms_norm_eps", "layer_types", "mlp_bias",
+        "rope_parameters", "rope_scaling", "rope_theta",
+    )  # fmt: skip
     return {
         **{field: config[field] for field in as_is if field in config},
         "num_hidden_layers": config.get("num_hidden_layers", 1),
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "hidden_act": config.get("hidden_act", "silu"),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         # Often 2048, the length of their training texts; rotary positions are relative, so longer contexts work.
         "max_position_embeddings": max(config.get("max_position_embeddings", 0), policy.max_position_embeddings),
-        "rope_scaling": config.get("rope_scaling"),
-        "rope_theta": config.get("rope_theta", 10000.0),
         "attention_bias": bool(config.get("attention_bias", False)),
     }
 

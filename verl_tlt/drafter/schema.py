@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from verl_tlt.drafter.policy import DrafterError, Fields, PolicyShape, drafter_rope, rope_of
+from verl_tlt.drafter.policy import LONGEST_DRAFT, DrafterError, Fields, PolicyShape, drafter_rope, rope_of
 from verl_tlt.errors import wrong_field
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -148,9 +148,22 @@ def as_served(drafter: Drafter, policy: PolicyShape) -> Fields:
     fields["transformer_layer_config"] |= {"tie_word_embeddings": False, "mlp_bias": False}
     fields["transformer_layer_config"] |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     fields["transformer_layer_config"] |= {norm: True for norm in _LAYER_NORMS if fields[norm]}
-    return fields | {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_config": library_fields("eagle3", policy),
+    return fields | {"architectures": ["Eagle3Speculator"], "speculators_config": library_fields("eagle3", policy)}
+
+
+def layer_fields(policy: PolicyShape) -> Fields:
+    """What the config of a new drafter's one layer takes from its policy."""
+    return {
+        "vocab_size": policy.vocab_size,
+        "hidden_size": policy.hidden_size,
+        "intermediate_size": policy.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": policy.num_heads,
+        "num_key_value_heads": policy.num_kv_heads,
+        "head_dim": policy.head_dim,
+        "rms_norm_eps": policy.rms_norm_eps,
+        "max_position_embeddings": policy.max_position_embeddings + LONGEST_DRAFT,
+        "tie_word_embeddings": False,
     }
 
 
