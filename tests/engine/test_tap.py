@@ -8,7 +8,8 @@ import torch
 from actor import build_actor, check_states, free_port, make_batch, make_rows, whole_sequences
 
 from demo.toy.assets import SHIPPED_POLICY
-from verl_tlt.actor.adapters import Untapped, adapt
+from verl_tlt.actor.adapters import adapt
+from verl_tlt.errors import DrafterError
 
 pytestmark = pytest.mark.engine
 
@@ -122,5 +123,5 @@ def test_a_training_forward_is_not_tapped(actor):
 )
 def test_what_cannot_be_tapped_says_so(strategy, why):
     engine = SimpleNamespace(engine_config=SimpleNamespace(strategy=strategy), module=torch.nn.Linear(2, 2))
-    with pytest.raises(Untapped, match=why):
+    with pytest.raises(DrafterError, match=why):
         adapt(engine)

@@ -10,8 +10,9 @@ from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
 
-from verl_tlt.actor.adapters import Untapped, adapt
+from verl_tlt.actor.adapters import adapt
 from verl_tlt.drafter import from_numpy16
+from verl_tlt.errors import DrafterError
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("megatron.core")
@@ -140,5 +141,5 @@ def test_what_cannot_be_tapped_says_so(engine, why):
     config = SimpleNamespace(
         **{"strategy": "megatron", "dynamic_context_parallel": False, "use_megatron_fsdp": False, **engine}
     )
-    with pytest.raises(Untapped, match=why):
+    with pytest.raises(DrafterError, match=why):
         adapt(SimpleNamespace(engine_config=config, module=[torch.nn.Linear(2, 2)]))

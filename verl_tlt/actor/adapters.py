@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from verl_tlt.drafter import DrafterError
 from verl_tlt.drafter.capture import find_decoder
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import DrafterError
 from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
@@ -29,10 +28,6 @@ Around = Callable[["TensorDict", bool, Callable[[], object]], object]
 EngineAdapter: TypeAlias = "FSDPAdapter | MegatronAdapter"
 
 
-class Untapped(TLTError, ValueError):
-    """Hidden states cannot be copied from this engine or layout."""
-
-
 @dataclass(frozen=True)
 class TokenSpan:
     """Neighbouring tokens of one sequence that lie side by side on a rank's token axis."""
@@ -43,13 +38,13 @@ class TokenSpan:
 
 
 def adapt(engine: BaseEngine) -> EngineAdapter:
-    """The adapter for one of verl's engines; raises `Untapped` where there is none for it or its way to split work."""
+    """The adapter for one of verl's engines; a `DrafterError` where there is none for it or its way to split work."""
     strategy = engine.engine_config.strategy
     if strategy in ("fsdp", "fsdp2"):
         return FSDPAdapter(engine)
     if strategy == "megatron":
         return MegatronAdapter(engine)
-    raise Untapped(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
+    raise DrafterError(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
 
 
 class FSDPAdapter:
@@ -62,10 +57,7 @@ class FSDPAdapter:
         self._engine = engine
         module = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
         model = module.get_base_model() if hasattr(module, "peft_config") else module
-        try:
-            self._decoder = find_decoder(model, "actor_rollout_ref.model.path")
-        except DrafterError as error:
-            raise Untapped(str(error)) from error
+        self._decoder = find_decoder(model, "actor_rollout_ref.model.path")
         self.layers = len(self._decoder.layers)
         """Decoder layers of the policy."""
         self._slice = torch.distributed.get_rank(engine.ulysses_parallel_group) if engine.use_ulysses_sp else None
@@ -126,20 +118,20 @@ class MegatronAdapter:
         from verl.utils.megatron_utils import unwrap_model
 
         if engine.engine_config.dynamic_context_parallel:
-            raise Untapped(
+            raise DrafterError(
                 "actor_rollout_ref.actor.megatron.dynamic_context_parallel=True deals sequences out to ranks anew in "
                 "every step, and the hidden-state tap relies on their staying together."
             )
         if engine.engine_config.use_megatron_fsdp:
-            raise Untapped(
+            raise DrafterError(
                 "actor_rollout_ref.actor.megatron.use_megatron_fsdp=True shards layers in a way that the hidden-state "
                 "tap was never tried with."
             )
         chunks = [unwrap_model(chunk) for chunk in engine.module]
         if not all(hasattr(chunk, "decoder") for chunk in chunks):
-            raise Untapped(f"actor_rollout_ref.model.path is a {type(chunks[0]).__name__}, without a decoder.")
+            raise DrafterError(f"actor_rollout_ref.model.path is a {type(chunks[0]).__name__}, without a decoder.")
         if any(engine._get_context_parallel_layout(chunk) != "zigzag" for chunk in chunks):
-            raise Untapped("This policy's attention splits sequences over context-parallel ranks in another way.")
+            raise DrafterError("This policy's attention splits sequences over context-parallel ranks in another way.")
         self._engine = engine
         self._decoders = [chunk.decoder for chunk in chunks]
         config = chunks[0].config

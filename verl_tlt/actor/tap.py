@@ -49,8 +49,8 @@ class HiddenStateTap:
         self._host = LockedPool()  # holds what is taken
         self.seconds = 0.0
         self.errors = 0
-        self.counts_tokens = False
-        """The responses of the next batch are counted by token."""
+        self.counts_tokens = 0
+        """The policy's vocabulary where the responses of the next batch are counted by token; else 0."""
         self.token_counts: np.ndarray | None = None
         self._open: _MicroBatch | None = None  # the one that is being computed, if it is recorded
         for index, module in adapter.points():
@@ -63,13 +63,13 @@ class HiddenStateTap:
         self._host.reset()
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
 
-    def count(self, batch: TensorDict, vocabulary: int) -> None:
+    def count(self, batch: TensorDict) -> None:
         """Count the tokens of a batch's responses, once where that was asked for (`TappedStates.token_counts`)."""
         if self.counts_tokens:
             ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
             said = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
-            self.token_counts = torch.bincount(said.long(), minlength=vocabulary).cpu().numpy()
-            self.counts_tokens = False
+            self.token_counts = torch.bincount(said.long(), minlength=self.counts_tokens).cpu().numpy()
+            self.counts_tokens = 0
 
     def take(self) -> list[HiddenStateShard]:
         """What was recorded of the chosen rows on this rank, in row order, once all of it is on the host; disarms."""
@@ -95,7 +95,7 @@ class HiddenStateTap:
         if not any(row in self.chosen for row in rows):
             return forward()
         with self.contained():
-            self._open = _MicroBatch(self.adapter, self.dtype, micro_batch, rows, self.chosen)
+            self._open = _MicroBatch(self, micro_batch, rows)
         try:
             output = forward()
         finally:
@@ -125,19 +125,12 @@ class HiddenStateTap:
 class _MicroBatch:
     """The chosen tokens of one micro-batch, layer after layer: a layer's other tokens are free once it has run."""
 
-    def __init__(
-        self,
-        adapter: EngineAdapter,
-        dtype: torch.dtype,
-        micro_batch: TensorDict,
-        rows: Sequence[int],
-        chosen: Mapping[int, tuple[int, int]],
-    ) -> None:
-        self._adapter, self._dtype, self._batch = adapter, dtype, micro_batch
+    def __init__(self, tap: HiddenStateTap, micro_batch: TensorDict, rows: Sequence[int]) -> None:
+        self._adapter, self._dtype, self._batch = tap.adapter, tap.dtype, micro_batch
         ids = micro_batch["input_ids"]  # jagged [B, L_b]: prompt and response without padding
         self._offsets = ids.offsets().tolist()
         self._lengths = [b - a for a, b in itertools.pairwise(self._offsets)]
-        self._windows = {i: (row, *chosen[row]) for i, row in enumerate(rows) if row in chosen}
+        self._windows = {i: (row, *tap.chosen[row]) for i, row in enumerate(rows) if row in tap.chosen}
         self._spans: dict[int, list[TokenSpan]] = {}
         self._slices: dict[int, dict[int, torch.Tensor]] = {}  # by layer, then by place in the batch: [n, H]
 
@@ -203,18 +196,16 @@ def response_lengths(micro_batch: TensorDict) -> list[int]:
     return micro_batch["response_mask"].sum(-1).long().tolist()
 
 
-def select_for_tap(
-    lengths: Sequence[int], budget_tokens: int, rng: random.Random, window: int | None = None
-) -> list[int]:
+def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Random, window: int) -> list[int]:
     """Choose sequences to capture so that every length gets its share of the tokens, by systematic sampling.
 
     The expected captured tokens of a sequence are proportional to its length, up to all of it. Where the draw exceeds
     the budget, sequences chosen blindly are given up. Returns indices into `lengths` (tokens of prompt and response),
-    ascending; their costs min(length, window) sum to at most `budget_tokens`. `window` None: whole sequences.
+    ascending; their costs min(length, window) sum to at most `budget_tokens`.
     """
     if not lengths or budget_tokens <= 0:
         return []
-    longest = min(window or budget_tokens, budget_tokens)
+    longest = min(window, budget_tokens)
     order = list(range(len(lengths)))
     rng.shuffle(order)  # equal lengths: no preference for the first row
     order.sort(key=lambda i: -lengths[i])
@@ -232,17 +223,12 @@ def select_for_tap(
 
 
 def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
-    """Chances [N] proportional to `size`, at most 1, whose expected cost is the budget (or 1 where all fits)."""
-    low, high = 0.0, 1.0  # sizes are at least 1, so a factor of 1 chooses everything
+    """Chances [N], at most 1, proportional to `size`, which falls: their expected cost is the budget, or all fits."""
     if cost.sum() <= budget:
         return np.ones_like(cost)
-    for _ in range(60):  # bisection to the precision of a double
-        factor = (low + high) / 2
-        if (np.minimum(1.0, factor * size) * cost).sum() > budget:
-            high = factor
-        else:
-            low = factor
-    return np.minimum(1.0, low * size)
+    before = np.cumsum(cost) - cost
+    factor = (budget - before) / np.cumsum((size * cost)[::-1])[::-1]  # [N]: if those before are certain
+    return np.minimum(1.0, factor[np.argmax(factor * size <= 1)] * size)
 
 
 def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:

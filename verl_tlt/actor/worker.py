@@ -17,7 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
 
-from verl_tlt.actor.adapters import Untapped, adapt
+from verl_tlt.actor.adapters import adapt
 from verl_tlt.actor.tap import (
     ROW,
     HiddenStateTap,
@@ -29,6 +29,7 @@ from verl_tlt.actor.tap import (
 from verl_tlt.actor.verifier_capture import VerifierCapture
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, policy_shape
+from verl_tlt.errors import DrafterError
 from verl_tlt.messages.training import TappedStates, TapReady
 from verl_tlt.upstream.changes import upstream_change
 
@@ -43,15 +44,13 @@ class TLTTrainingWorker(TrainingWorker):
     tap_budget = 0
     tap_window = 0
     batches_tapped = 0
-    vocabulary = 0
 
     def infer_batch(self, data: TensorDict) -> TensorDict:
         """As verl's; `input_ids` in `data` are jagged [B, L_b]."""
         reference = tu.get(data, "no_lora_adapter", False)  # a LoRA actor also answers for the reference policy
-        if self.tap is None or reference or "input_ids" not in data:
-            return super().infer_batch(data)
-        with self.tap.contained():
-            self._choose(data, self.tap)
+        if self.tap is not None and not reference and "input_ids" in data:
+            with self.tap.contained():
+                self._choose(data, self.tap)
         return super().infer_batch(data)
 
     def _choose(self, data: TensorDict, tap: HiddenStateTap) -> None:
@@ -64,7 +63,7 @@ class TLTTrainingWorker(TrainingWorker):
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
         data[ROW] = torch.arange(len(lengths))
-        tap.count(data, self.vocabulary)
+        tap.count(data)
 
 
 class TLTActorWorker(DetachActorWorker):
@@ -84,14 +83,13 @@ class TLTActorWorker(DetachActorWorker):
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         try:
             adapter = adapt(self.actor.engine)
-        except Untapped as why:
+        except DrafterError as why:
             return TapReady(group=0, untapped=str(why))
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
         self.actor.tap_budget = config.buffer.first_tokens
         self.actor.tap_window = config.buffer.window
-        self.actor.tap.counts_tokens = counts_tokens
         policy = policy_shape(self.actor.engine.model_config.local_path)
-        self.actor.vocabulary = policy.vocab_size
+        self.actor.tap.counts_tokens = policy.vocab_size if counts_tokens else 0
         self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied, policy.norm_offset)
         self._tlt_capture.armed = self.rank in capture_ranks
         return TapReady(self.actor.engine.get_data_parallel_rank())
