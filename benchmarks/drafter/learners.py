@@ -15,7 +15,7 @@ def merge(learners: Sequence[SpotLearner], trained: Sequence[SpotLearner] | None
     """Merge what some of them trained (None: all), as spot workers do after their sessions."""
     merged = average_slice([learner.hand_in(1)[0] for learner in trained or learners], last=True)
     for learner in learners:
-        learner.adopt((merged,))
+        learner.adopt(merged)
     return merged.facts
 
 

@@ -7,18 +7,21 @@ on. The gate's scores need the training device, so a session begins with them, f
 from __future__ import annotations
 
 import math
+import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load
+from torch.utils._pytree import tree_leaves
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
@@ -40,6 +43,7 @@ from verl_tlt.drafter import (
     train_until,
 )
 from verl_tlt.drafter.memory import TrainingDevice
+from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     VERSIONS,
@@ -54,7 +58,6 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.disk_room import check_room, tensor_bytes
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
 from verl_tlt.spot_worker.scoring import (
     FEWEST_PROMPTS,
@@ -65,9 +68,6 @@ from verl_tlt.spot_worker.scoring import (
     tokens_to_judge,
 )
 from verl_tlt.spot_worker.versions import INITIAL, DrafterVersions, checksums
-
-if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
 
 
 class SpotLearner:
@@ -93,7 +93,9 @@ class SpotLearner:
         self.name, self.config, self.sampling, self.training_device = name, config, sampling, TrainingDevice(device)
         self._policy_dir = policy_dir
         d, b = config.drafter, config.buffer
-        self.model = self._load(drafter)
+        self.model = from_drafter_file(drafter.config, drafter.weights, default_attention(device))
+        if self.training_device.is_accelerator:
+            halve_frozen(self.model)
         new = drafter.untrained and published is None and versions is None
         self.trainer = DrafterTrainer(
             self.model, learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, ttt_steps=d.passes, loss=d.loss,
@@ -118,14 +120,6 @@ class SpotLearner:
         """The policy's, of which a pruned draft vocabulary has rows, and by which it is judged."""
         self._load_arrived()
         self.training_device.receive(self.trainer)
-
-    def _load(self, drafter: DrafterFile) -> Eagle3DraftModel:
-        """The model on the host, as it is trained on the device."""
-        attention = default_attention(self.training_device.device.type)
-        model = from_drafter_file(drafter.config, drafter.weights, attention)
-        if self.training_device.is_accelerator:
-            halve_frozen(model)
-        return model
 
     def _transition(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
         """An event of `DrafterVersions`; some come while a session runs in another thread."""
@@ -191,8 +185,7 @@ class SpotLearner:
     def train(self, should_stop: Callable[[], bool]) -> SessionResult:
         """One session: score the candidate if it was not yet, then train until told to stop or out of epochs.
 
-        `should_stop` is asked before each micro-batch and each portion that is scored. A `TLTError` where memory is
-        short.
+        `should_stop` is asked before each micro-batch and each scored portion. A `TLTError` where memory is short.
         """
         start = time.perf_counter()
         scores, judged_s = None, 0.0
@@ -226,7 +219,7 @@ class SpotLearner:
         return SessionResult(outcome, epochs=epoch, seconds=seconds, judged_s=judged_s, scores=scores, **alike)
 
     def _rows(self) -> tuple[int, int]:
-        """Most rows of a batch that is trained, and of one that is scored: sequences are scored whole."""
+        """Most rows of a batch that is trained, and of one that is scored, whose sequences are whole."""
         scored = max(PORTION, self.config.buffer.window)
         return self.training_device.rows(self.trainer, self.config.drafter.rows, scored), scored
 
@@ -258,15 +251,14 @@ class SpotLearner:
             facts = session_facts(self.name, self.unmerged_tokens, self.unmerged_steps, least)
             return hand_in(facts, self._average(), self.versions.candidate, slices)
 
-    def adopt(self, slices: tuple[MergedSlice, ...]) -> None:
+    def adopt(self, *slices: MergedSlice) -> None:
         """Move to the new candidate; a learner that is not in it keeps its own progress on top, if that is sound."""
         with self._turn():
             facts, base = slices[0].facts, self.versions.candidate
-            included = self.name in facts.included
             candidate = added(base, slices)
             if facts.included:
                 self._transition(lambda versions: versions.merged(candidate))
-            if included:
+            if self.name in facts.included:
                 self.trainer.move_average(candidate)
                 self.unmerged_steps = self.unmerged_tokens = 0
                 return
@@ -326,14 +318,14 @@ class SpotLearner:
     # ------------------------------------------------------------------ checkpoint
 
     def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
-        """Write the served drafter and the training state atomically under `directory`.
+        """Write the served drafter and the training state; others wait for the copy in memory, not for the disk.
 
-        Others wait for the copy in memory, not for the disk. A `DrafterError`, and no file, where the disk would have
-        no room for another checkpoint of the policy like the one `beside`.
+        A `DrafterError`, and no file, where the disk would have no room for another checkpoint like the one `beside`.
         """
         tensors, state = self.snapshot()
         if beside is not None:
-            check_room(Path(beside), Path(directory).name, tensor_bytes([tensors, state]))
+            needed = sum(leaf.nbytes for leaf in tree_leaves([tensors, state]) if isinstance(leaf, torch.Tensor))
+            check_room(Path(beside), Path(directory).name, needed)
         facts = {**asdict(provenance), "steps": state["steps"]}
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
 
@@ -361,3 +353,29 @@ class SpotLearner:
                 initial = {name: value.numpy() for name, value in state[INITIAL].items()}
             self._transition(lambda versions: replace(versions, candidate=candidate, initial=initial))
             return checksums(self.trainer, self.versions)
+
+
+def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
+    """Raise a `DrafterError` where a disk cannot take `needed` bytes, and then another checkpoint like this one.
+
+    One that verl still writes is taken to become as large as the largest beside it. `drafter`: name of its directory.
+    """
+    there = _policy_bytes(checkpoint, drafter)
+    policy = max([there, *(_policy_bytes(step, drafter) for step in checkpoint.parent.glob("global_step_*"))])
+    free = shutil.disk_usage(checkpoint).free
+    if free < needed + (policy - there) + policy:
+        raise DrafterError(
+            f"{checkpoint} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes "
+            f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {policy / 1e9:.3f} GB."
+        )
+
+
+def _policy_bytes(checkpoint: Path, drafter: str) -> int:
+    """Bytes of a checkpoint without its drafter; what is removed meanwhile counts as nothing."""
+    total = 0
+    for folder, folders, files in os.walk(checkpoint):
+        folders[:] = [name for name in folders if drafter not in name]
+        for name in files:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total

@@ -24,7 +24,7 @@ JUDGING_SHARE = 0.25
 def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:
     """How many held-out tokens the next session that scores looks at; `most` was the limit of the last one.
 
-    That one saw `tokens`, and `share` of its time went into scores; None: it was told to stop before it had all. It
+    That one saw `tokens` and spent `share` of its time on them; None: it was told to stop before it had all scores. It
     `ran_out` of epochs, or was stopped.
     """
     if share is None:
@@ -49,8 +49,7 @@ def score_versions(
     """Scores of the sequences by version, the same parameters scored only once; None when told to stop.
 
     The trainer's own weights are restored. `lm_head` is the policy's whole head, for a pruned draft vocabulary.
-    `should_stop` is asked before each portion, of no more tokens than a micro-batch in training but at least one
-    sequence, whole.
+    `should_stop` is asked before each portion: no more tokens than a micro-batch of `rows`, but a sequence at least.
     """
     portion = min(rows, PORTION)
     # Until something is published, the served drafter is the initial one.

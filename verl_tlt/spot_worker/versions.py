@@ -7,6 +7,7 @@ written to.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,15 +68,7 @@ class DrafterVersions:
 
     def copied(self) -> DrafterVersions:
         """On memory of its own: arrays out of Ray's object store are read-only and keep the whole object there."""
-        copies: dict[int, Parameters] = {}
-
-        def copy(parameters: Parameters) -> Parameters:
-            if id(parameters) not in copies:  # one version in two roles stays one
-                copies[id(parameters)] = {name: np.array(value) for name, value in parameters.items()}
-            return copies[id(parameters)]
-
-        exported = None if self.exported is None else copy(self.exported)
-        return DrafterVersions(copy(self.candidate), copy(self.served), copy(self.initial), exported, self.to_judge)
+        return copy.deepcopy(self)  # in which one version in two roles stays one
 
 
 def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:

@@ -95,15 +95,11 @@ def spoils_device(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        if _of_a_device(link) and not MEMORY.search(str(link)):
+        told = isinstance(link, RuntimeError) and LIBRARY.search(str(link))
+        if (told or isinstance(link, DEVICE_ERRORS)) and not MEMORY.search(str(link)):
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
-
-
-def _of_a_device(error: BaseException) -> bool:
-    told = isinstance(error, RuntimeError) and LIBRARY.search(str(error)) is not None
-    return isinstance(error, DEVICE_ERRORS) or (told and not isinstance(error, torch.OutOfMemoryError))
 
 
 @contextmanager
@@ -134,8 +130,9 @@ def _of_learner(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
 class SpotWorker:
     """Methods and arguments are those of `SpotLearner`; what differs is said here."""
 
-    warm_up, hand_in, save, resume = map(_of_learner, ("warm_up", "hand_in", "save", "resume"))
+    warm_up, hand_in, adopt = map(_of_learner, ("warm_up", "hand_in", "adopt"))
     revert, mark_exported, mark_published = map(_of_learner, ("revert", "mark_exported", "mark_published"))
+    save, resume = map(_of_learner, ("save", "resume"))
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         see_own_device()
@@ -187,9 +184,6 @@ class SpotWorker:
         """Average one slice of several workers, which arrives through the object store: (its facts, it)."""
         average = await _in_thread(average_slice, parts, last=last)
         return average.facts, average
-
-    async def adopt(self, *slices: MergedSlice) -> None:
-        await _in_thread(self.learner.adopt, slices)
 
     async def versions(self) -> DrafterVersions:
         """What all spot workers hold alike, for one that joins them."""

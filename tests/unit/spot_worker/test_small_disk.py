@@ -3,11 +3,12 @@
 import subprocess
 
 import pytest
+import torch
 from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
+from torch.utils._pytree import tree_leaves
 
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.training import DrafterProvenance
-from verl_tlt.spot_worker.disk_room import tensor_bytes
 
 FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0)
 PAGE = 4096
@@ -43,7 +44,8 @@ def learner(tmp_path):
 
 @pytest.fixture
 def drafter_bytes(learner):
-    return tensor_bytes(list(learner.snapshot()))
+    leaves = tree_leaves(list(learner.snapshot()))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def policys(disk, step, size=POLICY_BYTES):

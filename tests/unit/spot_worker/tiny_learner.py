@@ -60,7 +60,7 @@ def merge_learners(learners, trained=None, slices=3):
     parts = [learner.hand_in(slices) for learner in trained or learners]
     merged = tuple(average_slice(column, last=True) for column in zip(*parts, strict=True))
     for learner in learners:
-        learner.adopt(merged)
+        learner.adopt(*merged)
     return merged[0].facts
 
 
