@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_tlt.drafter import data
 from verl_tlt.drafter.policy import Model, check_aux_layers, policy_shape
@@ -44,8 +45,7 @@ class Decoder:
 def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
 
-    However deep it is inside a larger model, FSDP or LoRA. None or more than one is a `DrafterError` that begins with
-    `where`.
+    It may lie deep inside a larger model, FSDP or LoRA. None, or several, is a `DrafterError` that begins with `where`.
     """
     config = getattr(policy, "config", None)
     count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
@@ -110,10 +110,7 @@ class PolicyStates:
         for text in texts:
             if not 0 <= text.prompt_len <= (there := len(text.tokens)):
                 raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{there}, the tokens of the text.")
-        longest = max(len(text.tokens) for text in texts)
-        ids = torch.zeros(len(texts), longest, dtype=torch.int64)  # [B, L]
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text.tokens)] = torch.tensor(text.tokens)
+        ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # int64 [B, L]
         data.check_tokens(ids, self._vocabulary)
         self._decoder(input_ids=ids.to(self._device), use_cache=False)
         kept, self._kept = self._kept, {}

@@ -61,10 +61,7 @@ _VERIFIER = ("verifier_lm_head.", "verifier_norm.")
 
 
 def serving_tensors(
-    model: Eagle3DraftModel,
-    dtype: torch.dtype | None = None,
-    *,
-    without: Collection[str] = (),
+    model: Eagle3DraftModel, dtype: torch.dtype | None = None, *, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
     """What vLLM loads, by speculators' names, on the host: floats in `dtype`, else float32; `without` these names."""
     brings_head = model.use_draft_vocab or has_own_head(model)
@@ -104,7 +101,7 @@ def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3Draf
 def stage(config: str, weights: bytes, directory: Path) -> None:
     """Write `to_drafter_file`'s files into a private directory, from which this node's engine processes load them.
 
-    A reader finds the old drafter or the new one. A `TLTError` where the directory is another user's or open to others.
+    A `TLTError` where the directory is another user's or open to others.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory)
@@ -132,10 +129,9 @@ def save_drafter(
 ) -> Path:
     """Write the drafter so that `directory`, which is replaced whole, is complete or what it was before.
 
-    `provenance` are facts for `provenance.json` and the model card; a `TypeError` if they are no JSON. The tokenizer of
-    `policy` is noted, so that another is refused. `training_state` is `DrafterTrainer.state()`. `tensors` are an
-    earlier `serving_tensors`, so that training can go on meanwhile; None: the present weights. A `DrafterError` if one
-    is NaN or infinite.
+    `provenance`: facts for `provenance.json` and the model card; a `TypeError` if they are no JSON. `policy`: its
+    tokenizer is noted, so that another is refused. `training_state`: of `DrafterTrainer.state()`. `tensors`: an earlier
+    `serving_tensors`; None: the present weights. A `DrafterError` if one is NaN or infinite.
     """
     from safetensors.torch import save_file
 
@@ -231,8 +227,7 @@ def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
 def write_state(state: Mapping[str, object], file: Path) -> None:
     """Write nested mappings and lists of tensors and JSON values as safetensors; other values are a `TypeError`.
 
-    Tensors are named by their place in the state; the rest is JSON in the header, where tuples become lists and keys
-    text.
+    Tensors are named by their place; the rest is JSON in the header, where tuples become lists and keys text.
     """
     from safetensors.torch import save_file
 
@@ -348,9 +343,8 @@ def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
 def replaced(target: Path) -> Iterator[Path]:
     """Yield an empty directory beside `target`, which takes its name when the block ends and is removed when it raises.
 
-    Files are flushed to disk before that. A process killed inside the block leaves a `.NAME.new-*` that nothing reads;
-    one killed between the two renames that replace a directory leaves the old one as `.NAME.old-*`, and none with the
-    name. Where `target` is a link, it stays one, and what it points to is replaced.
+    A process killed inside the block leaves a `.NAME.new-*` that nothing reads; one killed between the two renames that
+    replace a directory leaves the old one as `.NAME.old-*`. Where `target` is a link, what it points to is replaced.
     """
     target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
     target.parent.mkdir(parents=True, exist_ok=True)

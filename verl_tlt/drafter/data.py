@@ -55,8 +55,7 @@ class TrainingSequence:
     """Tokens of the window that belong to the prompt: `tokens[prompt_len:]` is response."""
     aux: torch.Tensor
     """[L, 3H], any float (16 bits in buffers): the aux layers' inputs at t, side by side, in ascending layer order;
-    [L, 0] for a policy's MTP head, which reads `last` alone.
-    """
+    [L, 0] for a policy's MTP head, which reads `last` alone."""
     last: torch.Tensor
     """[L, H], any float: the last layer's output at t *before* the final norm; it predicts token t+1."""
     start: int = 0
@@ -153,8 +152,7 @@ class Batch:
     def for_passes(self, ttt_steps: int) -> Batch:
         """Without loss on the first `ttt_steps - 1` rows of each document: packing is exact without them.
 
-        Pass k is scored against the row k places on, so they would be scored against passes that began in another
-        document.
+        Pass k is scored k rows on: they would be scored against passes that began in another document.
         """
         ids = self.document_ids[0]  # [S]
         index = torch.arange(self.rows, device=ids.device)

@@ -1,9 +1,7 @@
 """A policy's own head for multi-token prediction (MTP) on disk: what it is called, and its tensors.
 
-The head is one decoder layer behind a projection of embedding and hidden state. A release has it among the policy's
-tensors; transformers leaves it out when it loads and saves the policy, so a trained policy has lost it. Needs no torch.
-
-Sources: vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py`, which load it by the names used here.
+A release has it among the policy's tensors; transformers leaves it out when it loads and saves the policy, so a trained
+policy has lost it. Names are those by which vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py` load it. Needs no torch.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     """Put a head into a policy's folder, where vLLM drafts with it by the method `mtp`; returns the file it is in.
 
     The policy's other tensors stay as they are; an older head is taken out. The head gets the dtype of the policy's
-    embedding. Each file is replaced whole. A `DrafterError` where the head is not one of this policy's shape, may be
-    another user's, or holds numbers that are not finite; or the folder is not one to write to.
+    embedding. A `DrafterError` where the head is not one of this policy's shape, may be another user's, or holds
+    numbers that are not finite; or the folder is not one to write to.
     """
     check_owner(head)
     directory = Path(policy)

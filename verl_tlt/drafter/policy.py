@@ -378,8 +378,7 @@ def rope_of(fields: Fields) -> Fields:
 def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
-    An image patch's three positions are equal for text. Factors for a part of each head, as Phi-4-mini's, fit no whole
-    one.
+    An image patch's three positions are equal for text. Factors for a part of a head (Phi-4-mini) fit no whole one.
     """
     left_out = ("type", "partial_rotary_factor")
     if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
