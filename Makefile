@@ -9,7 +9,7 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults demo demo-compare bench bench-control clean distclean
+.PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults test-real demo demo-compare bench bench-control bench-real clean distclean
 
 help:
 	@echo "make demo           a drafter is warmed up once, then GRPO with TLT on the toy task, a line per step, picture in demo-out/"
@@ -23,8 +23,10 @@ help:
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
+	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; 25 minutes)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, thirteen arms in turns (some three hours)"
 	@echo "make bench-control  draft-length policies against oracles and on a real engine"
+	@echo "make bench-real     a head for a real language model, and the comparison on it (a night; goes on after a kill)"
 	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"
 	@echo "make clean          remove what runs left behind; make distclean removes the environment too"
@@ -95,11 +97,20 @@ demo-compare: $(STAMP)
 test-faults: $(STAMP)
 	$(BIN)/python -m benchmarks.faults
 
+test-real: $(STAMP)
+	$(BIN)/python -m benchmarks.real_policy
+	$(BIN)/pytest tests/real
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.e2e --out demo-out/e2e.json
 
 bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control
+
+bench-real: $(STAMP)
+	$(BIN)/python -m benchmarks.real_policy
+	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --forced --rounds 3 --steps 5 --work demo-out/real-forced --out demo-out/real-forced.json
+	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out demo-out/real.json
 
 clean:
 	rm -rf demo-out outputs .cache build dist *.egg-info verl_cpu/build verl_cpu/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -4,11 +4,12 @@
     python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
     python -m benchmarks.e2e --forced --load large --control-every 0 --rounds 1 --steps 13 --arms tlt-fresh tlt
+    python -m benchmarks.e2e --policy real --cold-start 300 --work demo-out/real --out FILE
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
-The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`): `--toy` keeps it, and what making it
+The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`): `--keep` keeps it, and what making it
 took is in the result. Step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
 `--load large` has four times as many responses in a step.
 
@@ -16,7 +17,8 @@ took is in the result. Step costs are measured once before (`verl-tlt calibrate`
 arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
 rollouts, decoded without drafts, unless `--control-every` says otherwise: an arm is faster than its ratio here.
 
-The last command shows what a cold start costs and when it has paid for itself (`lead` in the result).
+The last command but one shows what a cold start costs and when it has paid for itself (`lead` in the result). The last
+one has a real language model in the toy's place (`benchmarks.real_policy`), and fewer arms.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
-from benchmarks.e2e.arms import COLD_START_S, LONGEST, Heads, arms
-from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, home_of, prepare
+from benchmarks.e2e.arms import COLD_START_S, LONGEST, arms
+from benchmarks.e2e.heads import NAMES, WARM, home_of, prepare
 from benchmarks.e2e.loads import LOADS, Load
+from benchmarks.e2e.subject import Subject, real, toy
 from benchmarks.gpu.parts import machine
-from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
+from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment
 from demo.machine import find_dtype, say_dtype
-from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.command import report, take_turns
@@ -55,11 +57,12 @@ ROOT = Path(__file__).parents[2]
 STALL_S = 900.0
 
 
-def calibrate(work: Path, assets: Assets, drafter: Path, load: Load) -> tuple[Path, Path]:
+def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
     """What engine steps cost here, measured unless it was before: as measured, and where arms go on learning it."""
     calibrated, costs = work / "calibrated", work / "costs"
     if not list(calibrated.glob("*.json")):
-        recipe = [str(RECIPE), f"tlt.speculation.max_draft_length={LONGEST}", *load.overrides]
+        longest = f"tlt.speculation.max_draft_length={subject.longest}"
+        recipe = [str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides]
         command = [
             str(Path(sys.executable).parent / "verl-tlt"),
             "calibrate",
@@ -68,31 +71,32 @@ def calibrate(work: Path, assets: Assets, drafter: Path, load: Load) -> tuple[Pa
             "--out",
             str(calibrated),
         ]
-        given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(drafter), "DTYPE": find_dtype()}
-        env = recipe_environment(work / "calibration", assets, 1, **given)
+        given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
+        env = recipe_environment(work / "calibration", subject.assets, 1, **given)
         subprocess.run(command, env=env, cwd=ROOT, check=True)
     if not costs.exists():
         shutil.copytree(calibrated, costs)
     return calibrated, costs
 
 
-def schedule(calibrated: Path, acceptance: Sequence[float], requests: int) -> list[list[int]]:
+def schedule(calibrated: Path, acceptance: Sequence[float], requests: int, longest: int = LONGEST) -> list[list[int]]:
     """vLLM's table of draft lengths by batch: the best ones for the measured costs and the drafter's acceptance."""
     (file,) = calibrated.glob("*.json")
     known = LatencyTable.from_list(json.loads(file.read_text())["points"])
-    return VllmTable(known, acceptance, range(LONGEST + 1), requests).schedule
+    return VllmTable(known, acceptance, range(longest + 1), requests).schedule
 
 
-def toy_recipe(work: Path, assets: Assets, load: Load, forced: bool) -> Recipe:
-    """The demo's recipe on these assets; `forced`: responses of given lengths on given replicas."""
+def recipe_of(work: Path, subject: Subject, load: Load, forced: bool) -> Recipe:
+    """The demo's recipe on this subject; `forced`: responses of given lengths on given replicas."""
+    assets = subject.assets
     given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     environment = recipe_environment(work / "recipe", assets, 1, TLT="1", DTYPE=find_dtype())
-    words = (*toy_overrides(assets), *load.overrides, NO_CLUSTER, *given)
+    words = (*subject.overrides, *subject.tlt, *load.overrides, NO_CLUSTER, *given)
     return read_script(RECIPE, words, environment)
 
 
 def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
-    """What is known of the heads that these arms start from, each made unless it is there."""
+    """What is known of the toy's heads that these arms start from, each made unless it is there."""
     told = " ".join(override for arm in chosen for override in arm.overrides)
     return {name: prepare(folder, name).facts for name in NAMES if str(home_of(folder, name)) in told}
 
@@ -127,7 +131,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
     parser.add_argument("--control-every", type=int, help="of TLT's arms with --forced; default: half of --steps")
     parser.add_argument("--cold-start", default=COLD_START_S, help="tlt.spot.cold_start_s of tlt-fresh; null: its rule")
-    parser.add_argument("--toy", type=Path, default=ROOT / ".cache" / "toy", help="where the drafter is kept")
+    parser.add_argument("--policy", choices=("toy", "real"), default="toy", help="real: SmolLM2-135M-Instruct")
+    parser.add_argument("--keep", type=Path, help="where the drafters are kept; default: .cache/toy, .cache/real")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -141,12 +146,12 @@ def main() -> None:
     options, console = read_options(), make_console()
     work = options.work.resolve()
     say(console, say_dtype(find_dtype()))
-    load, toy = LOADS[options.load], options.toy.resolve()
-    warm = prepare(toy, WARM)
-    assets = build_assets(work / "assets", width=demo_width(find_dtype()), train_rows=BENCH_PROMPTS, seed=BENCH_SEED)
-    calibrated, costs = calibrate(work, assets, warm.drafter, load)
-    table = schedule(calibrated, warm.acceptance, load.requests)
-    every = arms(Heads(*(home_of(toy, name) / "drafter" for name in NAMES)), table, costs, options.cold_start)
+    load, kept = LOADS[options.load], (options.keep or ROOT / ".cache" / options.policy).resolve()
+    subject = real(kept) if options.policy == "real" else toy(kept, work)
+    calibrated, costs = calibrate(work, subject, load)
+    table = schedule(calibrated, subject.warm.acceptance, load.requests, subject.longest)
+    every = arms(subject.heads, table, costs, options.cold_start, subject.longest)
+    every = {name: arm for name, arm in every.items() if not subject.arms or name in {STOCK, *subject.arms}}
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
@@ -154,14 +159,15 @@ def main() -> None:
         every_steps = options.steps // 2 if options.control_every is None else options.control_every
         control = f"tlt.speculation.control_every={every_steps}"
         chosen = [replace(arm, overrides=(*arm.overrides, control)) if arm.tlt else arm for arm in chosen]
-    known = {"load": options.load, "vllm_table": table, "drafters": drafters(toy, chosen)}
-    plan = make_plan(toy_recipe(work, assets, load, options.forced), options.steps, work)
+    found = {WARM: subject.warm.facts} if options.policy == "real" else drafters(kept, chosen)
+    known = {"policy": options.policy, "load": options.load, "vllm_table": table, "drafters": found}
+    plan = make_plan(recipe_of(work, subject, load, options.forced), options.steps, work)
     record = Record(work, plan.asked(chosen))
 
     def keep() -> None:
         if options.out:
             found = {**result(chosen, record, plan, options.forced), **known}
-            options.out.write_text(portable(found, {"WORK": work, "TOY": toy, "CLONE": ROOT}))
+            options.out.write_text(portable(found, {"WORK": work, "TOY": kept, "CLONE": ROOT}))
 
     try:
         take_turns(plan, chosen, options.rounds, record, console, STALL_S, keep)

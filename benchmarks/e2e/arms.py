@@ -41,19 +41,25 @@ class Heads:
 
 
 def arms(
-    heads: Heads, schedule: Sequence[Sequence[int]], costs: Path, cold_start: str = COLD_START_S
+    heads: Heads,
+    schedule: Sequence[Sequence[int]],
+    costs: Path,
+    cold_start: str = COLD_START_S,
+    longest: int = LONGEST,
 ) -> dict[str, Arm]:
     """All by name, `stock` first.
 
     `schedule` is that of `vllm-table`; `costs` is a folder of measured step costs, with which every arm of TLT starts;
-    `cold_start` is `tlt.spot.cold_start_s` of the arm without a drafter.
+    `cold_start` is `tlt.spot.cold_start_s` of the arm without a drafter; `longest` is the longest draft of TLT's arms
+    and of `vllm-table`.
     """
-    every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule)]
-    every += _of_tlt(heads.warm, costs, cold_start)
+    common = (f"tlt.speculation.costs_dir={costs}", f"tlt.speculation.max_draft_length={longest}")
+    every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule, longest)]
+    every += _of_tlt(heads.warm, common, cold_start)
     return {arm.name: arm for arm in every}
 
 
-def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
+def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]], longest: int) -> list[Arm]:
     """Stock verl, stock vLLM, and a drafter that nobody trains."""
     lost = (
         "vLLM's own speculation, K=3, with the warmed-up drafter and verl's defaults: its weights are discarded at "
@@ -62,16 +68,15 @@ def _of_vllm(heads: Heads, schedule: Sequence[Sequence[int]]) -> list[Arm]:
     by_batch = KEPT.format("by batch from a table of measured costs", WARMED)
     return [
         *(vllm_arm(f"vllm-{k}", KEPT.format(k, WARMED), str(heads.warm), k) for k in VLLM_LENGTHS),
-        vllm_arm("vllm-table", by_batch, str(heads.warm), LONGEST, schedule),
+        vllm_arm("vllm-table", by_batch, str(heads.warm), longest, schedule),
         vllm_arm("vllm-3-stale", KEPT.format(3, "a drafter made for an earlier policy"), str(heads.stale), 3),
         vllm_arm("vllm-3-random", KEPT.format(3, "a drafter of random weights"), str(heads.random), 3),
         vllm_arm("vllm-3-lost", lost, str(heads.warm), 3, lost=True),
     ]
 
 
-def _of_tlt(warm: Path, costs: Path, cold_start: str) -> list[Arm]:
+def _of_tlt(warm: Path, common: tuple[str, ...], cold_start: str) -> list[Arm]:
     """TLT with and without its parts; verl's defaults otherwise, sleep too."""
-    common = (f"tlt.speculation.costs_dir={costs}", f"tlt.speculation.max_draft_length={LONGEST}")
     begins = "a cold start if that pays" if cold_start == "null" else f"a cold start of {cold_start} s at most"
     no_spot, started = "tlt.spot.enable=false", f"tlt.drafter.path={warm}"
     parts = [

@@ -10,7 +10,7 @@ def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
     calibrated.mkdir()
     (calibrated / "warm.json").write_text("measured")
     for _ in range(2):
-        found, costs = calibrate(tmp_path, None, None, LOADS["small"])
+        found, costs = calibrate(tmp_path, None, LOADS["small"])
         (costs / "warm.json").write_text("learned")
         (costs / "fresh.json").write_text("learned")
     assert [path.read_text() for path in found.iterdir()] == ["measured"]

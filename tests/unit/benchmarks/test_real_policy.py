@@ -1,9 +1,12 @@
 """The real policy's prompts and reward, and what of it can be checked without the model."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from benchmarks.e2e.arms import Heads, arms
+from benchmarks.e2e.subject import REAL_ARMS
 from benchmarks.real_policy import policy, problems
 
 
@@ -30,3 +33,8 @@ def test_another_file_of_that_name_is_refused(tmp_path):
     (tmp_path / policy.WHEEL).write_bytes(b"another wheel")
     with pytest.raises(ValueError, match=f"SHA-256 .* not {policy.SHA256}"):
         policy._wheel(tmp_path)
+
+
+def test_its_arms_are_among_those_of_the_comparison():
+    heads = Heads(*[Path("/head")] * 3)
+    assert set(REAL_ARMS) < arms(heads, [], Path("/costs"), longest=5).keys()

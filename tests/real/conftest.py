@@ -1,0 +1,38 @@
+"""The real policy and a head for it; without the policy nothing here runs."""
+
+import pytest
+
+from benchmarks.real_policy.head import RECORD, real_head, warm_up
+from benchmarks.real_policy.job import PLACE, real_assets
+from verl_cpu.environment import CPU_ENGINE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpu_engines():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CPU_ENGINE.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def assets():
+    if not (PLACE / "policy").exists():
+        pytest.skip("`python -m benchmarks.real_policy` makes the policy, which is not here.")
+    return real_assets(PLACE)
+
+
+@pytest.fixture(scope="session")
+def warmed(assets, tmp_path_factory):
+    """A head of two optimizer steps, made by the command in a folder of its own."""
+    folder = tmp_path_factory.mktemp("warmed")
+    for name in ("policy", ".policy.recipe"):
+        (folder / name).symlink_to(PLACE / name)
+    facts = warm_up(folder, folder / "drafter", 24, ("--max-steps", "2"), from_it=False)
+    return folder / "drafter", facts
+
+
+@pytest.fixture(scope="session")
+def drafter(warmed):
+    """The head worth serving, where there is one, else the one of two steps."""
+    return real_head(PLACE).drafter if (PLACE / RECORD).exists() else warmed[0]

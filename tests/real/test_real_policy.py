@@ -1,0 +1,109 @@
+"""A pretrained language model with 49,152 tokens, a byte-level tokenizer and a chat template, through everything."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.lossless.__main__ import row_of
+from benchmarks.lossless.exact import Exact, Sampling
+from benchmarks.real_policy.head import DRAFT_VOCAB, RECORD, real_head
+from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE
+from benchmarks.real_policy.problems import compute_score
+from verl_cpu.environment import CPU_ENGINE
+from verl_tlt.commands.child_engine import run_job
+from verl_tlt.commands.warmup.evaluate import AGREE
+from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.drafter import fingerprint
+
+pytestmark = pytest.mark.timeout(1800)
+GREEDY, DRAWN, TOKENS, DRAWS = "greedy", "drawn", 12, 160
+TIED = 2e-3
+"""Log-probabilities so near to each other are tied: the kernels differ by less than a tenth of that, in float32."""
+
+
+@pytest.fixture(scope="module")
+def prompts(assets):
+    return [list(ids) for ids in read_prompts([assets.val], load_tokenizer(assets.policy), 256, limit=16).tokens]
+
+
+@pytest.fixture(scope="module")
+def engines(assets, drafter, prompts, tmp_path_factory):
+    """What vLLM decodes without drafts, and under verl-tlt with any K from 0 to 5 in any step, by setting."""
+    found = {}
+    settings = {GREEDY: asdict(Sampling(temperature=0.0)), DRAWN: asdict(Sampling())}
+    arguments = {
+        "model": str(assets.policy), "dtype": "float32", "seed": 0, "enforce_eager": True, "max_num_seqs": 32,
+        "max_model_len": 320, "logprobs_mode": "processed_logprobs", "disable_log_stats": False,
+    }  # fmt: skip
+    for name, head in (("stock", None), ("tlt", str(drafter))):
+        job = {
+            "arguments": arguments, "drafter": head, "draft_length": 5, "tlt": head is not None, "stops": {},
+            "prompts": prompts[:4], "draws": DRAWS // 4, "tokens": TOKENS,
+            "settings": settings if head else {GREEDY: settings[GREEDY]},
+        }  # fmt: skip
+        found[name] = run_job("benchmarks.lossless.child", job, tmp_path_factory.mktemp(name), CPU_ENGINE)
+    return found
+
+
+def test_the_warm_up_learns_from_answers_to_the_chat_template(warmed, assets):
+    head, facts = warmed
+    weights, config = load_file(head / "model.safetensors"), json.loads((head / "config.json").read_text())
+    assert config["draft_vocab_size"] == DRAFT_VOCAB == int(weights["t2d"].sum()) < len(weights["t2d"]) == 49_152
+    assert facts["responses"] == 24 and facts["steps"] == 2 and facts["accept_length"] >= 1.0
+    # The turn's end token ended responses, and the draft vocabulary has it.
+    assert facts["response_tokens"] < 24 * LONGEST_RESPONSE / 2
+    tokenizer = load_tokenizer(assets.policy)
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert weights["t2d"][tokenizer.eos_token_id]
+    row = pq.read_table(assets.train).to_pylist()[0]
+    text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\n") and text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert (
+        compute_score("", f"So it is {row['reward_model']['ground_truth']}.", row["reward_model"]["ground_truth"]) == 1
+    )
+
+
+def test_what_is_simulated_is_what_vllm_serves(warmed):
+    _, facts = warmed
+    made = real_head(PLACE).facts if (PLACE / RECORD).exists() else facts
+    assert abs(made["accept_length_simulated"] / made["accept_length_served"] - 1) <= AGREE
+
+
+def test_greedy_tokens_are_those_without_drafts_or_tied(engines, assets, prompts):
+    exact, differ = Exact(assets.policy), 0
+    for prompt, stock, ours in zip(prompts, *(engines[n][GREEDY]["responses"] for n in ("stock", "tlt")), strict=False):
+        for one, other in zip(stock, ours, strict=True):
+            a, b = one["tokens"], other["tokens"]
+            at = next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), None)
+            if at is not None:
+                differ += 1
+                pair = [exact.of_tokens(prompt, [*a[:at], token], None)[-1] for token in (a[at], b[at])]
+                assert abs(pair[0] - pair[1]) < TIED, f"{a[at]} and {b[at]} at token {at} are not tied: {pair}"
+    assert engines["tlt"][GREEDY]["accepted"] > 0
+    assert differ < 4
+
+
+def test_drawn_tokens_have_the_policys_distribution(engines, assets, prompts):
+    found = engines["tlt"][DRAWN]
+    row = row_of(("tlt", DRAWN), found, prompts[:4], Sampling(), Exact(assets.policy), TOKENS, None)
+    assert row.passes, row
+    assert row.accepted > 0 and row.logprob_error < 0.01
+
+
+def test_converted_it_drafts_with_the_same_weights(drafter, assets, tmp_path):
+    for source, target in ((drafter, "once"), (tmp_path / "once", "twice")):
+        words = ["convert", str(source), "--model", str(assets.policy), "--out", str(tmp_path / target)]
+        subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), *words], check=True)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
+    assert fingerprint(first) == fingerprint(second)
+    theirs = load_file(drafter / "model.safetensors")
+    assert all(torch.equal(first[name].float(), theirs[name].float()) for name in theirs)
+    assert np.isfinite(sum(float(value.float().sum()) for value in first.values()))
