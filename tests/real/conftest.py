@@ -22,17 +22,21 @@ def assets():
     return real_assets(PLACE)
 
 
+WARM_UP_STEPS = 24
+"""Optimizer steps of the tests' own head: enough that some of its drafts are accepted."""
+
+
 @pytest.fixture(scope="session")
 def warmed(assets, tmp_path_factory):
-    """A head of two optimizer steps, made by the command in a folder of its own."""
+    """A head of few optimizer steps, made by the command in a folder of its own."""
     folder = tmp_path_factory.mktemp("warmed")
     for name in ("policy", ".policy.recipe"):
         (folder / name).symlink_to(PLACE / name)
-    facts = warm_up(folder, folder / "drafter", 24, ("--max-steps", "2"), from_it=False)
+    facts = warm_up(folder, folder / "drafter", 24, ("--max-steps", str(WARM_UP_STEPS)), from_it=False)
     return folder / "drafter", facts
 
 
 @pytest.fixture(scope="session")
 def drafter(warmed):
-    """The head worth serving, where there is one, else the one of two steps."""
+    """The head worth serving, where there is one, else the one of few steps."""
     return real_head(PLACE).drafter if (PLACE / RECORD).exists() else warmed[0]
