@@ -99,7 +99,7 @@ test-faults: $(STAMP)
 
 test-real: $(STAMP)
 	$(BIN)/python -m benchmarks.real_policy
-	$(BIN)/pytest tests/real
+	$(BIN)/pytest -o faulthandler_timeout=3300 tests/real
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.e2e --out demo-out/e2e.json

@@ -1,18 +1,21 @@
 """GRPO of the real policy with two replicas: a kill after a saved step, and what the resumed run goes on with."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.real_policy.job import real_overrides
 from benchmarks.resume import held_by, saved
-from benchmarks.toy_job import FORCED, Job
+from benchmarks.toy_job import FORCED, Job, force_lengths
+from demo.toy.assets import Assets
 from verl_tlt.commands.report.reader import read_trace
 
 pytestmark = pytest.mark.timeout(3000)
-STEPS = 3
+KILLED, STEPS = 3, 4
 OVERRIDES = (
     FORCED,
+    f"actor_rollout_ref.rollout.router_config_path={Assets.router}",
     "+ray_kwargs.ray_init.address=local",
     "data.train_batch_size=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -28,12 +31,19 @@ OVERRIDES = (
 )
 
 
+def lengths(index: int) -> list[int]:
+    """One of a prompt's responses is long, on the first replica: in every step the second one runs dry."""
+    return [96 if sample < 2 and (index + sample) % 2 == 0 else 16 for sample in range(4)]
+
+
 @pytest.fixture(scope="module")
 def run(assets, tmp_path_factory):
-    """(trace, metrics by step, what the resumed job said, what was saved): killed in its last step, then resumed."""
-    out, metrics = tmp_path_factory.mktemp("real") / "run", {}
+    """(trace, metrics by step, what the resumed job said, what was saved): killed in a step, then resumed."""
+    folder, metrics = tmp_path_factory.mktemp("real"), {}
+    force_lengths(assets.train, folder / "train.parquet", lengths)
+    assets, out = replace(assets, train=folder / "train.parquet"), folder / "run"
     options = (*real_overrides(assets), *OVERRIDES)
-    for number, until in enumerate((STEPS, None)):
+    for number, until in enumerate((KILLED, None)):
         file = out / f"metrics-{number}.jsonl"
         environment = {"SAVE_FREQ": "1", "RESUME": "auto", "TLT": "1", "VERL_FILE_LOGGER_PATH": str(file)}
         job = Job(out, assets, STEPS, options, **environment)
