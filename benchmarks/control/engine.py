@@ -50,6 +50,8 @@ class Models:
     """Most requests that decode at once."""
     context: int = 1536
     """Tokens of a prompt with its response."""
+    block: int | None = None
+    """Tokens of a block of vLLM's prefix cache, where `remember` is to find one."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ class _AsyncView:
         return self._engine.llm.collective_rpc(method, args=args)
 
     async def reset_prefix_cache(self) -> None:
-        """The engine keeps none."""
+        self._engine.llm.reset_prefix_cache()
 
     async def generate(self, prompt: object, params: object, request_id: str) -> AsyncIterator[object]:
         """Decode together whatever was asked for at once; the first to ask is given its output, the others none."""
@@ -166,7 +168,8 @@ class _Engine:
         tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": models.longest, "policy": "goodput"}})
         self.llm = LLM(
             model=str(models.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
-            max_model_len=models.context, max_num_seqs=models.batch, enable_prefix_caching=False,
+            max_model_len=models.context, max_num_seqs=models.batch, block_size=models.block,
+            enable_prefix_caching=models.block is not None,
             distributed_executor_backend="uni",
             worker_extension_cls="verl_tlt.vllm_worker.extension.TLTWorkerExtension",
             **engine_kwargs(tlt, str(models.drafter), SimpleNamespace(enforce_eager=True), {}),
@@ -190,6 +193,15 @@ class _Engine:
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
+
+    def remember(self, prompts: Sequence[list[int]]) -> None:
+        """Compute these prompts, policy's and drafter's part, and forget all others.
+
+        Drains of them compute the last one or two blocks again (vLLM's `find_longest_cache_hit`, `use_eagle`).
+        """
+        self.llm.reset_prefix_cache()
+        self.use(f"{VLLM}1")
+        self.decode([(prompt, 1) for prompt in prompts])
 
     # ------------------------------------------------------------------ control
 

@@ -30,8 +30,9 @@ from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenanc
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 CALIBRATION_S = 600.0
-PROMPT_TOKENS = 40
-"""A longer prompt is cut to its end: to read it takes all arms equally long, and would hide what is compared."""
+BLOCK = 16
+"""Tokens of a block of the prefix cache, the fewest that vLLM takes on a CPU. A round's prompts are computed before its
+first drain: to read them takes all arms equally long, and would hide what is compared."""
 Prompts = Sequence[list[int]]
 """Token ids."""
 Found = dict[str, Any]
@@ -54,7 +55,7 @@ def given_models(policy: Path, drafter: Path, prompts: Path) -> tuple[Models, Pr
     if not acceptance:
         raise DrafterError(f"--drafter {drafter} does not say its acceptance, as a head of `verl-tlt warmup` does.")
     read = read_prompts([prompts], load_tokenizer(policy), sys.maxsize, least=1)
-    return Models(policy, drafter, list(acceptance)), [list(ids[-PROMPT_TOKENS:]) for ids in read.tokens]
+    return Models(policy, drafter, list(acceptance)), [list(ids) for ids in read.tokens]
 
 
 def against_fixed(
@@ -88,7 +89,7 @@ def against_fixed(
 def sized(models: Models, prompts: Prompts, drains: Sequence[Drain]) -> Models:
     """The models with an engine as large as these drains need."""
     context = max(map(len, prompts)) + max(drain.longest for drain in drains) + 4 * LONGEST
-    return replace(models, longest=LONGEST, batch=max(drain.requests for drain in drains), context=context)
+    return replace(models, longest=LONGEST, batch=max(drain.requests for drain in drains), context=context, block=BLOCK)
 
 
 def open_record(work: Path, models: Models) -> tuple[Path, Found]:
@@ -143,8 +144,9 @@ def _foresee(
         record["costs"] = engine.call("calibrate", budget_s=CALIBRATION_S, batches=batches)
     table = LatencyTable.from_list(record["costs"])
     for drain in drains:
-        lengths, prompt = [drain.lengths(turn) for turn in range(rounds)], sum(map(len, prompts)) // len(prompts)
-        expected = {"predicted": predict(table, models.acceptance, lengths, prompt), "rounds": []}
+        again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
+        lengths = [drain.lengths(turn) for turn in range(rounds)]
+        expected = {"predicted": predict(table, models.acceptance, lengths, again), "rounds": []}
         load = record["loads"].setdefault(str(drain), expected)
         least = load["predicted"]["goodput"]
         shown = ", ".join(f"{arm} {s:.1f} ({s / least:.2f}x)" for arm, s in load["predicted"].items())
@@ -160,6 +162,7 @@ def _round(engine: EngineProcess, drain: Drain, turn: int, prompts: Prompts) -> 
     chosen = [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
     seconds: dict[str, float] = {}
     told: Found = {}
+    engine.call("remember", prompts=chosen)
     for arm in rng.sample(ARMS, len(ARMS)):
         name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
         engine.call("use", name=name)

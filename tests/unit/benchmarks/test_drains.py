@@ -154,6 +154,8 @@ def test_rule_and_prediction_are_said_before_the_first_round(models):
     )
     assert [line.partition(":")[0] for line in lines[3:]] == ["3", "2"] and len(lines) == 5
     assert {*found["loads"]["2:5"]["predicted"]} == {*ARMS}
+    rounds = made[0].called[made[0].called.index("remember") :]
+    assert rounds.count("remember") == 2 and rounds.count("decode") == 2 * len(ARMS), "prompts are computed untimed"
     assert made[0].closed and made[0].models.batch == 3 and made[0].models.context >= 22
 
 
@@ -200,7 +202,7 @@ def test_a_head_that_does_not_say_its_acceptance_is_named(tmp_path):
         fixed.given_models(tmp_path, tmp_path, tmp_path / "prompts.jsonl")
 
 
-def test_a_given_head_says_its_acceptance_and_long_prompts_are_cut_to_their_end(tmp_path):
+def test_a_given_head_says_its_acceptance_and_prompts_are_read_whole(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "provenance.json").write_text(json.dumps({"acceptance": [0.5, 0.25]}))
     words = ["1", "2", "+"] * 30
@@ -208,4 +210,4 @@ def test_a_given_head_says_its_acceptance_and_long_prompts_are_cut_to_their_end(
     prompts.write_text("".join(json.dumps({"prompt": " ".join(text)}) + "\n" for text in (words, words[:5])))
     models, (long, short) = fixed.given_models(SHIPPED_POLICY, tmp_path, prompts)
     assert models.acceptance == [0.5, 0.25] and models.policy == SHIPPED_POLICY
-    assert len(long) == fixed.PROMPT_TOKENS > len(short) == 5 and long[:5] != short and long[-3:] == short[:3]
+    assert (len(long), len(short)) == (len(words), 5) and long[:5] == short
