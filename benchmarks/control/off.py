@@ -17,12 +17,10 @@ import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from benchmarks.e2e.__main__ import toy_recipe
-from benchmarks.e2e.heads import WARM, prepare
+from benchmarks.e2e.__main__ import recipe_of
 from benchmarks.e2e.loads import LOADS
+from benchmarks.e2e.subject import toy
 from benchmarks.stored import store
-from demo.machine import find_dtype
-from demo.toy.assets import build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.compare.result import pooled
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
@@ -79,11 +77,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "off.json")
     options = parser.parse_args()
     os.environ.update(CPU_ENGINE)
-    head = prepare(options.toy.resolve(), WARM)
     with tempfile.TemporaryDirectory(prefix="tlt-off-") as work:
-        assets = build_assets(Path(work), width=demo_width(find_dtype()), train_rows=1, val_rows=1)
-        recipe = toy_recipe(Path(work), assets, LOADS["small"], forced=False)
-        setup = set_up(recipe, {"tlt.drafter.path": str(head.drafter)})
+        subject = toy(options.toy.resolve(), Path(work))
+        recipe = recipe_of(Path(work), subject, LOADS["small"], forced=False)
+        setup = set_up(recipe, {"tlt.drafter.path": str(subject.warm.drafter)})
         found = asyncio.run(measure(setup, Path(work), options.rounds))
     store(options.out, {"batches": {str(batch): judged(seconds) for batch, seconds in found.items()}})
 
