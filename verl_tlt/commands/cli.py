@@ -26,7 +26,6 @@ try:
         finite,
         takes_options,
     )
-    from verl_tlt.commands.script.run import read_arguments
     from verl_tlt.files.ownership import check_writable
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
@@ -88,6 +87,7 @@ def doctor(
       verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
     """
     from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine
+    from verl_tlt.commands.script.run import read_arguments
 
     recipe = read_arguments(overrides or [], config_name, run_script)
     findings = diagnose(recipe)
@@ -131,6 +131,7 @@ def compare(options: CompareOptions) -> None:
     """
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.commands.compare.command import compare as run
+    from verl_tlt.commands.script.run import read_arguments
 
     run(read_arguments(options.recipe, options.config_name, options.run_script), options, make_console())
 
@@ -193,6 +194,7 @@ def calibrate(
     """
     from verl_tlt.commands.doctor.command import calibrate as run
     from verl_tlt.commands.doctor.command import cost_table
+    from verl_tlt.commands.script.run import read_arguments
 
     path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
     make_console().print(cost_table(costs))
