@@ -27,6 +27,13 @@ WITHOUT_A_DRAFTER = {
     **dict.fromkeys(("logits_processors", "return_sampling_mask"), "cannot be used with a drafter (vLLM refuses it)"),
 }  # fmt: skip
 """Engine arguments that go with no drafter, and why, as the middle of a sentence."""
+_IN_FULL = (
+    *OWN_ARGUMENTS, *WITHOUT_A_DRAFTER, "additional_config", "async_scheduling", "attention_backend",
+    "attention_config", "compilation_config", "config", "data_parallel_size", "decode_context_parallel_size",
+    "distributed_executor_backend", "dtype", "enable_prefix_caching", "enable_return_routed_experts", "enforce_eager",
+    "kv_transfer_config", "max_num_seqs",
+)  # fmt: skip
+"""What verl-tlt sets, reads or refuses. vLLM's parser takes the beginning of a name for it, and `no_` before."""
 
 
 def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
@@ -155,8 +162,11 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
         yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."
         return
     for key in user:
-        if key == "config" or not str(key).isidentifier():
-            yield f"{WHERE}.{key} hides arguments from verl-tlt; write each as a key of its own, with underscores."
+        beginning = str(key).removeprefix("no_")
+        hides = any(name.startswith(beginning) for name in _IN_FULL if name != key)
+        if key == "config" or hides or not str(key).isidentifier():
+            own = "write each as a key of its own, in full and with underscores"
+            yield f"{WHERE}.{key} hides arguments from verl-tlt; {own}."
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
             yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."

@@ -122,6 +122,8 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
         ({"spec_tokens": 3}, "vllm.spec_tokens is set by verl-tlt itself"),
         ({"async-scheduling": True}, "vllm.async-scheduling hides arguments from verl-tlt; write each as a key of"),
         ({"config": "vllm.yaml"}, "vllm.config hides arguments from verl-tlt"),
+        ({"spec_tok": 3}, "vllm.spec_tok hides arguments from verl-tlt; write each as a key of its own, in full and"),
+        ({"no_async_scheduling": True}, "vllm.no_async_scheduling hides arguments from verl-tlt"),
     ],
 )
 def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
