@@ -279,11 +279,20 @@ class TLTScheduler(Scheduler):
             self.tlt_ngram.propose(self.requests, draft_token_ids.req_ids, k)
             self._tlt_waited_s += time.perf_counter() - waiting
 
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """As vLLM's, which cuts the rows."""
+        rows = [list(row) for row in draft_token_ids.draft_token_ids]
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        self._tlt_grammar.note_marks(scheduler_output, draft_token_ids.req_ids, rows)
+
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
         self._tlt_learn()
         self._tlt_load.refresh(self.running, scheduler_output.num_scheduled_tokens)
-        return super().get_grammar_bitmask(self._tlt_grammar.marked(scheduler_output))
+        grammar = super().get_grammar_bitmask(self._tlt_grammar.marked(scheduler_output))
+        return self._tlt_grammar.with_first_forbidden(grammar)
 
     # ------------------------------------------------------------------ after the step
 

@@ -66,3 +66,32 @@ def test_drafts_stay_cut_until_a_step_had_structured_output():
     kept.marked(step(structured=False))  # of a pipeline's other half
     kept.keep_whole(requests, drafts(a=[5, 6]))
     assert requests["a"].spec_token_ids == [5, 6]
+
+
+def told(*allowed, of):
+    """What vLLM 0.32 says to its V2 runner."""
+    return SimpleNamespace(structured_output_request_ids=list(of), num_acceptable_drafts=list(allowed))
+
+
+def test_the_v2_runner_verifies_the_first_forbidden_draft_if_it_is_known():
+    kept = after_structured_output()
+    requests = {"cut": request([5]), "allowed": request([5, 6]), "unknown": request([])}
+    kept.keep_whole(requests, drafts(cut=[5, 6, 7], allowed=[5, 6], unknown=[-1, -1]))
+    first = kept.with_first_forbidden(told(1, 2, 0, of=requests))
+    assert first.num_acceptable_drafts == [2, 2, 0]
+    kept.keep_whole(requests, drafts(cut=[5]))  # nothing is cut from the next one
+    assert kept.with_first_forbidden(told(1, of=["cut"])).num_acceptable_drafts == [1]
+
+
+def test_asynchronous_scheduling_marks_drafts_in_the_step():
+    kept, rows = GrammarDrafts(), {"cut": [5, 6, 7], "allowed": [5, 6], "unknown": [-1, -1], "undrafted": [8]}
+    kept.note_marks(step(cut=[5, -1, -1], allowed=[5, 6], unknown=[-1, -1]), list(rows), list(rows.values()))
+    found = kept.with_first_forbidden(told(1, 2, 0, 0, of=rows))
+    assert found.num_acceptable_drafts == [2, 2, 0, 0]
+    assert kept.with_first_forbidden(told(1, of=["cut"])).num_acceptable_drafts == [1], "of that step alone"
+
+
+def test_a_release_that_is_told_nothing_of_them_is_left_alone():
+    output = SimpleNamespace(structured_output_request_ids=["a"])
+    assert GrammarDrafts().with_first_forbidden(output) is output
+    assert GrammarDrafts().with_first_forbidden(None) is None
