@@ -113,6 +113,17 @@ def test_drafts_are_read_by_what_the_scheduler_asks_to_verify(release):
     assert "num_draft_tokens = num_logits - NUM_NEW_SAMPLED_TOKENS" in kernel and "if num_draft_tokens > 0:" in kernel
 
 
+def test_an_mtp_head_drafts_as_an_eagle_head_does(release):
+    if release.version and tuple(map(int, release.version.split(".")[:2])) < DRAFTS_WHAT_IS_ASKED:
+        pytest.skip("runs on the other releases: verl-tlt leaves this one's V2 runner off")
+    eagle, mtp = (
+        next(n for n in release.tree(f"{V2}/spec_decode/{name}/speculator.py").body if isinstance(n, ast.ClassDef))
+        for name in ("eagle", "mtp")
+    )
+    assert ast.dump(eagle.bases[0]) == ast.dump(mtp.bases[0])
+    assert {n.name for n in functions(mtp)} & {"propose", "sample_draft", "_prefill", "_generate_draft"} == set()
+
+
 def test_they_are_verified_with_the_logits_of_their_slot_and_step(release):
     """What `BrokenDrafts` replaces: a buffer of all slots, which the kernels index by slot and step."""
     if release.version and tuple(map(int, release.version.split(".")[:2])) < DRAFTS_WHAT_IS_ASKED:

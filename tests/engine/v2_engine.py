@@ -10,36 +10,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
-
-import triton.language as tl
-from triton.backends import backends
-from triton.language.extra import libdevice
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-backends["cpu"] = SimpleNamespace(driver=None, compiler=None)  # else vLLM's CPU backend sees no Triton
-libdevice.log1p = lambda x: tl.log(x + 1.0)  # the interpreter has none
+import interpreted  # noqa: F401
 
 REQUESTS, TOKENS = 4, 16
 SAMPLED = {"temperature": 1.0, "seed": 7}
 LIMITS = {"max_model_len": 64, "max_num_seqs": REQUESTS, "max_num_batched_tokens": 64}
-
-
-def masked(access, at):
-    """The interpreter's own, for masks that NumPy made numbers of."""
-
-    def run(builder, *args):
-        mask = args[at]
-        args = (*args[:at], TensorHandle(mask.data.astype(bool), mask.dtype), *args[at + 1 :])
-        return access(builder, *args)
-
-    return run
-
-
-InterpreterBuilder.create_masked_load = masked(InterpreterBuilder.create_masked_load, 1)
-InterpreterBuilder.create_masked_store = masked(InterpreterBuilder.create_masked_store, 2)
 
 
 def expected(target):
@@ -110,6 +86,7 @@ if __name__ == "__main__":
     utils.set_death_signal = lambda: None
     *paths, method, any_k = sys.argv[1:]
     models = dict(zip(("target", "good"), map(Path, paths), strict=True))
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     engines = SharedEngines(models)
     with engines("good", method=method, enable_sleep_mode=True, **LIMITS) as engine:
         passes = []
