@@ -47,7 +47,7 @@ try() {
   export PYTHONPATH=$PWD/.cache/releases/$1:$PWD
   "$VENV/bin/pytest" -p no:cacheprovider -n 2 --dist loadfile -m "not heavy" "${engine[@]}" || failed=1
   "$VENV/bin/pytest" -p no:cacheprovider tests/e2e/test_grpo.py -k "$GRPO" || failed=1
-  if [ "$1" = 0.32.0 ]; then "$VENV/bin/pytest" -p no:cacheprovider tests/engine/test_v2_runner.py || failed=1; fi
+  if [ "$1" = 0.32.0 ]; then "$VENV/bin/pytest" -p no:cacheprovider tests/engine/test_v2_*.py || failed=1; fi
   return $failed
 }
 

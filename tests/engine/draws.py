@@ -35,13 +35,15 @@ def exact_models(models) -> dict[str, Exact]:
     return {family: Exact(models[f"{family}-small-target"]) for family in ("qwen3", "llama")}
 
 
-def draw(engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, seeded: bool = False) -> list[np.ndarray]:
-    """`draws` outputs [draws, TOKENS] of each prompt, `n` of each request, all of them in flight together; what ends
+def draw(
+    engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, seeded: bool = False, tokens: int = TOKENS
+) -> list[np.ndarray]:
+    """`draws` outputs [draws, tokens] of each prompt, `n` of each request, all of them in flight together; what ends
     early is filled up. `seeded`: every request has a seed of its own.
     """
-    params = [parameters(sampling, TOKENS, n=n, seed=i if seeded else None) for i in range(draws // n)]
+    params = [parameters(sampling, tokens, n=n, seed=i if seeded else None) for i in range(draws // n)]
     found = drawn(engine.llm, PROMPTS, params)
-    return [filled([one.token_ids for one in completions], TOKENS) for completions in found]
+    return [filled([one.token_ids for one in completions], tokens) for completions in found]
 
 
 def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple[float, float]:

@@ -15,11 +15,11 @@ import pytest
 from benchmarks.lossless.tiny_policy import V
 
 
-def run_script(name: str, *arguments: Path | str) -> Any:
+def run_script(name: str, *arguments: Path | str, timeout: float = 600) -> Any:
     """What a script beside this file prints as JSON, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(Path(__file__).with_name(name)), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
