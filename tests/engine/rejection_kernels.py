@@ -45,9 +45,11 @@ def outputs(target, drafter, probs, generator):
 
 def dropped(probs):
     """As our worker hands them on."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
     runner = SimpleNamespace(
-        device=torch.device("cpu"), drafter=None, sample_tokens=None, _get_spec_decode_draft_probs=lambda _: probs
-    )
+        device=torch.device("cpu"), vllm_config=config, drafter=None, sample_tokens=None,
+        _get_spec_decode_draft_probs=lambda _: probs,
+    )  # fmt: skip
     BrokenDrafts(runner, lambda: None)
     return runner._get_spec_decode_draft_probs(None)
 
