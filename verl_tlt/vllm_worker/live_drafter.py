@@ -45,6 +45,8 @@ class LiveDrafter:
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
         self._own_head = _has_own_head(Path(vllm_config.speculative_config.model))
+        self._finite: tuple[int, ...] | None = None
+        """The version of the file in which no number was found that is not finite."""
 
     def shared_modules(self) -> tuple[str, ...]:
         """Which of embedding and head are the policy's own (vLLM `_maybe_share_embeddings`, `_maybe_share_lm_head`)."""
@@ -79,11 +81,14 @@ class LiveDrafter:
 
     def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
         """What the file has for this rank, checked; `DrafterError` or whatever reading it raises."""
+        version = _version(file)
         tensors = _read(file, self.shared_modules())
         self._check(tensors, file)
-        device = next(self.model.parameters()).device  # it is quicker there, and each rank looks at its part
-        if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
-            raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
+        if version != self._finite:
+            device = next(self.model.parameters()).device  # it is quicker there, and each rank looks at its part
+            if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
+                raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
+            self._finite = version
         self._restore_buffers()
         return tensors
 
@@ -229,6 +234,14 @@ def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dic
     """The drafter's buffers by name, without those of the policy (vLLM builds one rotary table for equal settings)."""
     theirs = {buffer.data_ptr() for buffer in policy.buffers()}
     return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in theirs}
+
+
+def _version(file: Path) -> tuple[int, ...] | None:
+    """What changes when a file is staged again; None: there is none."""
+    if not file.is_file():
+        return None
+    found = file.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
