@@ -33,13 +33,15 @@ InterpreterBuilder.create_masked_store = masked(InterpreterBuilder.create_masked
 
 
 def narrow(execute):
-    """The interpreter's own, with kernels that read no wider piece of a vocabulary than there is: it computes what they
-    mask too."""
+    """The interpreter's own, with kernels that read hardly more than the vocabulary: it computes what they mask too.
+
+    Something is always masked, for NumPy has no argmax of numbers that are all NaN.
+    """
 
     def run(executor, *args, **kwargs):
         vocab = dict(zip(executor.arg_names, args, strict=False)).get("vocab_size")
         if vocab is not None and kwargs.get("BLOCK_SIZE", 0) > vocab:
-            kwargs["BLOCK_SIZE"] = max(32, 1 << (vocab - 1).bit_length())  # 32: of a grammar's bits
+            kwargs["BLOCK_SIZE"] = max(32, 1 << vocab.bit_length())  # 32: of a grammar's bits
         return execute(executor, *args, **kwargs)
 
     return run
