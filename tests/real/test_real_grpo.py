@@ -12,7 +12,8 @@ from demo.toy.assets import Assets
 from verl_tlt.commands.report.reader import read_trace
 
 pytestmark = pytest.mark.timeout(3000)
-KILLED, STEPS = 3, 4
+KILLED, STEPS = 3, 5
+"""The resumed run has nothing to train on in its first step, merges in its second, and publishes in its third."""
 OVERRIDES = (
     FORCED,
     f"actor_rollout_ref.rollout.router_config_path={Assets.router}",
