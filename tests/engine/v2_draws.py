@@ -6,13 +6,12 @@ directories of the policy and of a drafter of it, the drafter's method, and how 
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import interpreted  # noqa: F401
 from draws import ENUMERATED, HOT, PROMPTS, STRUCTURED, draw, drawn, parameters
-from v2_engine import sync
+from v2_engine import started, sync
 
 from benchmarks.lossless.exact import Sampling
 
@@ -73,18 +72,11 @@ def accept_one_too_many(engine):
 
 
 if __name__ == "__main__":
-    from shared_engines import SharedEngines
-    from verl.workers.rollout.vllm_rollout import utils
-
-    utils.set_death_signal = lambda: None
-    *paths, method, draws = sys.argv[1:]
-    models = dict(zip(("target", "good"), map(Path, paths), strict=True))
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    engines = SharedEngines(models)
-    with engines("good", method=method, enable_sleep_mode=method == "mtp", **LIMITS) as engine:
+    target, good, method, draws = sys.argv[1:]
+    with started(target, good, method, enable_sleep_mode=method == "mtp", **LIMITS) as engine:
         assert type(engine.runner).__mro__[1].__module__ == "vllm.v1.worker.gpu.model_runner"
         if method == "mtp":
-            sync(engine, models["good"])
+            sync(engine, Path(good))
         found = {"any K": observe(engine, draws), "told": tell(engine)}
         if method == "eagle3":
             forbidden = count_forbidden(engine)
@@ -92,5 +84,4 @@ if __name__ == "__main__":
             found["a grammar"]["forbidden"] = sum(forbidden)
             accept_one_too_many(engine)
             found["one too many"] = observe(engine, draws, "longest")
-    engines.close()
     print(json.dumps(found))

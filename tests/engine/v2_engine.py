@@ -9,6 +9,7 @@ the K that it is asked for.
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import interpreted  # noqa: F401
@@ -77,22 +78,29 @@ def replace_nothing(engine):
     engine.patch.setattr(speculator, "propose", drafts_of_nan)
 
 
-if __name__ == "__main__":
+@contextmanager
+def started(target, good, method, **arguments):
+    """An engine of a policy and a drafter, by their directories, on vLLM's V2 model runner."""
     from shared_engines import SharedEngines
     from verl.workers.rollout.vllm_rollout import utils
 
+    utils.set_death_signal = lambda: None
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    engines = SharedEngines({"target": Path(target), "good": Path(good)})
+    with engines("good", method=method, **arguments) as engine:
+        yield engine
+    engines.close()
+
+
+if __name__ == "__main__":
     from verl_tlt.vllm_worker import draft_probabilities
 
-    utils.set_death_signal = lambda: None
-    *paths, method, any_k = sys.argv[1:]
-    models = dict(zip(("target", "good"), map(Path, paths), strict=True))
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    engines = SharedEngines(models)
-    with engines("good", method=method, enable_sleep_mode=True, **LIMITS) as engine:
+    target, good, method, any_k = sys.argv[1:]
+    with started(target, good, method, enable_sleep_mode=True, **LIMITS) as engine:
         passes = []
         engine.runner.speculator.model.register_forward_hook(lambda *_: passes.append(1))
         found = {
-            "transformers": {"tokens": expected(models["target"])},
+            "transformers": {"tokens": expected(target)},
             "K=0": observe(engine, passes, draft_length=0),
             "drafting": observe(engine, passes),
             **({"any K": observe(engine, passes, policy="rand")} if any_k == "any K" else {}),
@@ -102,16 +110,15 @@ if __name__ == "__main__":
             "runner": type(engine.runner).__mro__[1].__module__,
         }
         engine.runner._dummy_run(8)
-        sync(engine, models["good"])
+        sync(engine, Path(good))
         found["after a sync"] = observe(engine, passes)
         ruin(engine)
         found["NaN"] = observe(engine, passes, **SAMPLED)
-        sync(engine, models["good"])
+        sync(engine, Path(good))
         found["after NaN and a sync"] = observe(engine, passes)
         ruin(engine)
         engine.patch.setattr(draft_probabilities, "BROKEN_MARK", "of which the scheduler does not hear")
         found["NaN in every step"] = observe(engine, passes, **SAMPLED)
         replace_nothing(engine)
         found["NaN that nobody replaces"] = observe(engine, passes, **SAMPLED)
-    engines.close()
     print(json.dumps(found))

@@ -51,7 +51,16 @@ def test_rows_are_finished_steps(tmp_path):
     assert read_rows(file) == {1: {"timing_s/step": 2.0}}
     rows[1]["data"]["sample"] = "one\u2028two\u0085three"  # what ends a line for `str.splitlines` alone
     file.write_text(json.dumps(rows[1], ensure_ascii=False) + "\n")
-    assert read_rows(file) == {1: {"timing_s/step": 2.0}}
+    assert read_rows(file) == {1: rows[1]["data"]}
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"step": 1}', '{"data": {"timing_s/step": 2.0}}', '{"step": 1, "data": 7}']
+)
+def test_a_damaged_line_of_metrics_is_named_with_its_file(tmp_path, line):
+    (file := tmp_path / "turn-1.jsonl").write_text(f"{line}\n")
+    with pytest.raises(CompareError, match=r"turn-1\.jsonl holds a line that is no row of metrics"):
+        read_rows(file)
 
 
 def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path, monkeypatch):

@@ -54,21 +54,16 @@ class RunMetrics:
 
 def read_metrics(path: Path) -> RunMetrics:
     """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
+    steps: dict[int, dict[str, float]] = {}
     try:
         if (size := os.stat(path).st_size) > MOST_LOG_BYTES:
             raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
-        return _summary(read_steps(path), f"--metrics {path}")
+        for line in read_lines(path, LONGEST_LINE):
+            if (found := _of_line(line.decode(errors="replace"))) is not None:
+                steps.setdefault(found[0], {}).update(found[1])
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
-
-
-def read_steps(path: Path) -> dict[int, dict[str, float]]:
-    """verl's metrics by RL step, from its metrics file or console log; lines without any are left out."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in read_lines(path, LONGEST_LINE):
-        if (found := _of_line(line.decode(errors="replace"))) is not None:
-            steps.setdefault(found[0], {}).update(found[1])
-    return steps
+    return _summary(steps, f"--metrics {path}")
 
 
 def _of_line(line: str) -> tuple[int, dict[str, float]] | None:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from verl_tlt.commands.advise.run_metrics import read_steps
 from verl_tlt.commands.compare.plan import STEP, Arm, Plan, quoted
 from verl_tlt.commands.compare.record import CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
+from verl_tlt.files.json_files import open_ordinary, parse
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
@@ -90,8 +90,15 @@ def keep_only(home: Path, checkpoint: Path | None) -> None:
 
 def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
     """What verl's `file` logger has of finished RL steps, by step."""
-    rows = read_steps(metrics) if metrics.exists() else {}
-    return {step: row for step, row in rows.items() if "timing_s/step" in row}
+    if not metrics.exists():
+        return {}
+    with open_ordinary(metrics) as file:
+        lines = file.read().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
+    try:
+        rows = [parse(line) for line in lines]
+        return {row["step"]: row["data"] for row in rows if "timing_s/step" in row["data"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error
 
 
 def accepted(lines: Iterable[str]) -> float | None:
