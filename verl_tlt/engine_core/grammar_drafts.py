@@ -27,7 +27,7 @@ class GrammarDrafts:
 
     def __init__(self) -> None:
         self._allowed: dict[str, int] = {}
-        self._forbidden: set[str] = set()  # requests whose first token that is not allowed is known
+        self._forbidden: set[str] = set()  # requests whose first forbidden draft is known, until the step is handed on
         self._structured = False  # a request of any step so far; with pipelines the latest step may be another one
 
     def keep_whole(self, requests: Mapping[str, Request], drafts: DraftTokenIds) -> None:
@@ -45,6 +45,7 @@ class GrammarDrafts:
             self._note(name, row, self._allowed.get(name, len(row)))
         for name in self._allowed.keys() - requests.keys():
             del self._allowed[name]
+        self._forbidden &= requests.keys()
 
     def note_marks(self, output: SchedulerOutput, names: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
         """Asynchronous scheduling: which of the drafts (`rows`) vLLM has just marked in the step that verifies them."""
@@ -58,10 +59,12 @@ class GrammarDrafts:
 
     def with_first_forbidden(self, output: GrammarOutput | None) -> GrammarOutput | None:
         """Have the V2 model runner verify the first forbidden draft too: nothing behind it can be reached."""
-        if output is not None and (allowed := getattr(output, "num_acceptable_drafts", None)) is not None:
-            names = output.structured_output_request_ids
+        if output is None:
+            return None
+        names = output.structured_output_request_ids
+        if (allowed := getattr(output, "num_acceptable_drafts", None)) is not None:
             output.num_acceptable_drafts = [n + (x in self._forbidden) for n, x in zip(allowed, names, strict=True)]
-            self._forbidden.difference_update(names)
+        self._forbidden.difference_update(names)
         return output
 
     def marked(self, output: SchedulerOutput) -> SchedulerOutput:

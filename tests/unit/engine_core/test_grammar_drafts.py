@@ -95,3 +95,12 @@ def test_a_release_that_is_told_nothing_of_them_is_left_alone():
     output = SimpleNamespace(structured_output_request_ids=["a"])
     assert GrammarDrafts().with_first_forbidden(output) is output
     assert GrammarDrafts().with_first_forbidden(None) is None
+
+
+def test_nothing_is_kept_of_requests_that_are_gone_or_were_handed_on():
+    kept = after_structured_output()
+    kept.keep_whole({"done": request([]), "next": request([])}, drafts(done=[1, 2], next=[1, 2]))
+    kept.with_first_forbidden(SimpleNamespace(structured_output_request_ids=["next"]))  # a release without the count
+    kept.keep_whole({"next": request([1, 2])}, drafts(next=[1, 2]))
+    found = kept.with_first_forbidden(told(0, 0, of=["done", "next"]))
+    assert found.num_acceptable_drafts == [0, 0], "a request may come back by the same name"
