@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.e2e.heads import Head, cpu_seconds, evaluated
 from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
+from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
 from benchmarks.toy_job import RECIPE, recipe_environment
 from demo.machine import find_dtype
@@ -52,15 +53,17 @@ def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
     """Make the head of the responses to so many prompts, or go on with one that was made of fewer."""
     drafter, record = folder / "drafter", folder / RECORD
     made = json.loads(record.read_text()) if record.exists() else []
+    if not made and drafter.exists():  # the call that made it ended before it was measured
+        made.append(measured(folder))
+        record.write_text(json.dumps(made, indent=1))
     if not made or made[-1]["prompts"] < prompts:
-        made.append(warm_up(folder, drafter, prompts, options, from_it=bool(made)))
+        took = warm_up(folder, drafter, prompts, options, from_it=bool(made))
+        made.append({**took, **measured(folder)})
         record.write_text(json.dumps(made, indent=1))
 
 
 def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], from_it: bool) -> dict[str, Any]:
-    """Run the command as a user of the recipe does, from a random head or `from_it`, and measure what it made."""
-    from verl_tlt.drafter import provenance
-
+    """Run the command as a user of the recipe does, from a random head or `from_it`; what it was asked, and took."""
     assets, fresh = real_assets(folder, WARM_SEED), folder / "fresh"
     recipe = [word for one in (RECIPE, *real_overrides(assets)) for word in ("--recipe", str(one))]
     start = ("--drafter", str(drafter)) if from_it else ("--draft-vocab", str(DRAFT_VOCAB))
@@ -69,16 +72,24 @@ def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], f
     env = recipe_environment(folder, assets, 1, DTYPE=find_dtype(), TLT="0", **CPU_ENGINE)
     began, spent = time.monotonic(), cpu_seconds()
     subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), "warmup", *places, *asked], env=env, check=True)
-    took = {"seconds": round(time.monotonic() - began), "cpu_seconds": round(cpu_seconds() - spent)}
     shutil.rmtree(drafter, ignore_errors=True)
     fresh.rename(drafter)
-    made, how = provenance(drafter), {"draft_length": DRAFT_LENGTH, "response_length": LONGEST_RESPONSE}
-    found = evaluated(folder, assets.policy, prompts=None, limit=24, **how)
+    return {
+        "options": [word for word in asked if word != str(drafter)],
+        "seconds": round(time.monotonic() - began),
+        "cpu_seconds": round(cpu_seconds() - spent),
+    }
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What the head says of itself, and its accept length on held-out prompts: simulated, and served by stock vLLM."""
+    from verl_tlt.drafter import provenance
+
+    made, how = provenance(folder / "drafter"), {"draft_length": DRAFT_LENGTH, "response_length": LONGEST_RESPONSE}
+    found = evaluated(folder, make_policy(folder), prompts=None, limit=24, **how)
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
     return {
-        "prompts": prompts,
-        "options": [word for word in asked if word != str(drafter)],
-        **took,
+        "prompts": made["prompts_used"],
         **{name: made[name] for name in said},
         "accept_length": made["tau_sim"],
         "accept_length_simulated": round(found.simulated.accept_length, 4),
