@@ -1,7 +1,5 @@
 """`python -m demo`, from a clone of the repository: what `make demo` runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`python -m demo`: policy and drafter, a run, summary, pictures, what to do next; and the run against stock verl."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

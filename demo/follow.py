@@ -1,7 +1,5 @@
 """Reads files that others are still writing: each poll returns what is new, complete lines only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

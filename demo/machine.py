@@ -3,8 +3,6 @@
 A processor without bf16 products converts every factor back and forth: it takes 2 to 8 times as long as in fp32.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterable

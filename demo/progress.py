@@ -1,7 +1,5 @@
 """What a run is doing at this moment, in words, from its trace and its output. Pure: fed with lines and events."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, RunStarted, Step

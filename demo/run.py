@@ -1,7 +1,5 @@
 """One GRPO run of the demo's recipe as a child process: started, watched, and taken down whatever happens."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the toy relies on in verl, besides what the plugin does; `used_by` is a file below `demo/`."""
 
-from __future__ import annotations
-
 from verl_tlt.upstream.sources import Symbol, by_file
 
 DEMO = by_file(

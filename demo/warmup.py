@@ -1,7 +1,5 @@
 """The demo's warmed-up drafter: made once by `verl-tlt warmup`, with progress, and kept for the next call."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ verl validates it and the doctor judges it. With `--run` the recipe then really 
 the toy policy: the overrides below are appended to an unchanged recipe as a user would append them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ is a defect that upstream would mend, so there is no patch for it: it is a stand
 holds such an engine, and only while the engine's own methods run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

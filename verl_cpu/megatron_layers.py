@@ -4,8 +4,6 @@ verl's Megatron engine takes its layers from Transformer Engine, which needs CUD
 here, so that a bridge finds the weights it knows. Imported once megatron-core is.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ Engine, bridge, schedules, optimizer, collectives and checkpoints stay verl's, m
 `verl_shims`, each function is applied after the module it changes was imported; nothing here imports megatron-core.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -4,8 +4,6 @@ verl asks its platform for everything that differs between accelerators (verl/pl
 `num_gpus=N` although there is none, so verl's placement groups and accelerator ids work unchanged.
 """
 
-from __future__ import annotations
-
 import os
 import types
 from collections.abc import Iterator

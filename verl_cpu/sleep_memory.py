@@ -9,8 +9,6 @@ torch's CPU allocator cannot be replaced from Python. So tensors are moved once 
 all Python tensors that look at one, so that tied weights and views stay tied.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

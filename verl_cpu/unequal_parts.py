@@ -1,7 +1,5 @@
 """Collectives of parts that differ in length, which NCCL has and gloo has not: experts get as many tokens as come."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

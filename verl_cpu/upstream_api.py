@@ -1,7 +1,5 @@
 """What the CPU platform relies on in verl and vLLM, besides what verl-tlt does; `used_by` is a file of this folder."""
 
-from __future__ import annotations
-
 from verl_tlt.upstream.sources import Symbol, by_file
 
 CPU = by_file(

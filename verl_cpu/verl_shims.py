@@ -4,8 +4,6 @@ Every shim is applied after the module it changes was imported, so importing ver
 nothing to a verl that has its patch.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

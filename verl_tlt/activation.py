@@ -6,8 +6,6 @@ which may be on another node, then either finds TLT or stops. Settings travel in
 `actor_rollout_ref.rollout.custom.tlt`, because verl hands workers and servers that node and nothing of `trainer`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

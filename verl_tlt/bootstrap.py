@@ -1,7 +1,5 @@
 """Bootstrap intervals: what was measured is drawn anew, with replacement, and a figure of it computed each time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from statistics import NormalDist

@@ -4,8 +4,6 @@ Their message is one sentence that names the key or the file: commands print it 
 starts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

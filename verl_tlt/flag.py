@@ -3,8 +3,6 @@
 Read in the driver of every verl run, with TLT or without: standard library only, and the config stays as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from verl_tlt import MODE_PREFIX

@@ -10,8 +10,6 @@ told by a parser of ours that the response asked for `calculate`. Used by `.defa
 `actor_rollout_ref.rollout.multi_turn.format=toy`, to run a multi-turn recipe with the toy policy.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m demo.toy.assets OUT` writes what the demo runs on and prints the paths; the same call again finds them there.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

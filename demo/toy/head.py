@@ -1,7 +1,5 @@
 """A drafter for the toy, made as the docs recommend: `verl-tlt warmup` on the policy's own responses."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The toy's verifiable reward, in the form of verl's `reward.custom_reward_function`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from demo.toy.task import is_correct

@@ -7,8 +7,6 @@ responses as under verl's, only always the same ones. Used by
 `actor_rollout_ref.rollout.router_config_path=<router.yaml>`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer

@@ -5,8 +5,6 @@ to be measured. Every arm of a comparison uses this class: `trainer.v1.sampler.c
 and `.name=FastPollReplayBuffer`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync

@@ -18,8 +18,6 @@ remove.
 Only the standard library: the reward, the tokenizer, training and the tests all read this file.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

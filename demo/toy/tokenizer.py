@@ -1,7 +1,5 @@
 """The toy's tokenizer in Hugging Face form: one word, one of 64 tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers

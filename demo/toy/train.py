@@ -5,8 +5,6 @@ the order; two runs on the same kind of machine give the same file. Training sto
 reinforcement learning has something to learn.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Iterator

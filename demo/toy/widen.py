@@ -9,8 +9,6 @@ small. (Random weights behind a zeroed output give the same outputs at first and
 Files become files: building the models would import transformers, which takes longer than everything else here.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

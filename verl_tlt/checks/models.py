@@ -4,8 +4,6 @@ Of a name on the hub only the config is fetched. What cannot be looked up is sai
 have it.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Literal

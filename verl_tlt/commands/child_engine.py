@@ -5,8 +5,6 @@ The parent calls `run_job`, which starts `python -m MODULE DIRECTORY`; that modu
 `job.json` is what the child is asked, `answer.json` what it answers, `engine.log` what it printed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

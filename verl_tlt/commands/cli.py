@@ -1,7 +1,5 @@
 """`verl-tlt`: one command per module, each importing what it needs only when it runs."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Any

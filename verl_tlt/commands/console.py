@@ -1,7 +1,5 @@
 """The terminal that commands print to."""
 
-from __future__ import annotations
-
 import os
 
 from rich.console import Console

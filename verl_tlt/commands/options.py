@@ -1,7 +1,5 @@
 """Options of the commands: fields of dataclasses, from which the command line is made."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

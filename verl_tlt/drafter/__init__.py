@@ -12,8 +12,6 @@ caller did wrong raises `DrafterError`, a `TLTError` and `ValueError` that names
 Letters in shapes: B sequences, L tokens of one, T of a packed batch, H the policy's hidden size, V its vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

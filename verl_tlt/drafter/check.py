@@ -4,8 +4,6 @@ Every mismatch is one sentence that names file and field, because vLLM's own ans
 deep in a worker, or silence and an accept length of 1.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ group, which stacking along the first dimension does not change: equal means tha
 in this dtype, to the bit. Sums of parts add up, so the ranks of a tensor-parallel engine each sum their own shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -8,8 +8,6 @@ that it hands on is normed.
 Sources: vLLM's `qwen3_5_mtp.py`, `mimo_mtp.py`, and `llm_base_proposer.py` (`propose`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

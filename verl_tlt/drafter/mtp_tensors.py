@@ -4,8 +4,6 @@ A release has it among the policy's tensors; transformers leaves it out when it 
 policy has lost it. Names are those by which vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py` load it. Needs no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_tlt.drafter.policy import (

@@ -1,7 +1,5 @@
 """Put a trained MTP head back into its policy's folder, where vLLM looks for it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

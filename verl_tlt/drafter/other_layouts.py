@@ -7,8 +7,6 @@ Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; SpecForge `specforge/modeling/d
 ModelOpt `export/plugins/hf_spec_export.py`; SGLang `set_eagle3_layers_to_capture`; vLLM `llama_eagle3.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Drafter and policy are built on the meta device, which keeps no numbers; of the policy's weights only headers are read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

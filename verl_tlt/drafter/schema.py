@@ -4,8 +4,6 @@ Other fields are dropped: what is staged for vLLM is made of these alone, so a f
 another model, a quantization or a dtype. A value that means another network than the one served layer is refused.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

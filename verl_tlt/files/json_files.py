@@ -3,8 +3,6 @@
 It may be a pipe that never ends, a device, larger than the memory, or nested until a reader's stack overflows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

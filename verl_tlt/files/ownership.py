@@ -8,8 +8,6 @@ A mount may show every file as everybody's and refuse `chmod` (gcsfuse, blobfuse
 known by its seal (`seal`), and a user may say that such a mount is trusted (`TRUSTED_MOUNT`).
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import hmac

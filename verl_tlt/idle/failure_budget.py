@@ -1,7 +1,5 @@
 """Which replicas' spot workers may be tried now, after failures."""
 
-from __future__ import annotations
-
 from verl_tlt.speculation.decision import FIRST_WAIT, LONGEST_WAIT
 
 MAX_FAILURES = 3

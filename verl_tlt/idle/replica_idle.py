@@ -18,8 +18,6 @@ answers are method calls from one thread at a time, with times in seconds from a
 commands to carry out next, so that none waits for the next look. `trainer.watch` carries them out.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -6,8 +6,6 @@ bubble left, as far as two steps fit into the buffer; and they are halved again,
 actor's forward takes noticeable time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from statistics import median

@@ -4,8 +4,6 @@ Ray pickles them as they are. vLLM's RPC and JSON carry plain values only: there
 and the receiver `from_plain`, and no other code sees a dict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Records between the trainer, the rollout servers, their schedulers and vLLM's workers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

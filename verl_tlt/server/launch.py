@@ -1,7 +1,5 @@
 """vLLM's engine as verl's rollout server starts it, but without Ray, trainer and HTTP: for the commands."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ sleep level 2 (verl's default) discards its weights, and verl sends only the pol
 with its drafter, or dies of it when it is calibrated, is started once more as stock verl starts it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@ A step at K informs every shorter draft as well. Positions beyond the K in use a
 measured ratio to the position before. Age is counted in drafts or request-steps, so that any batch is treated alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@
 The draft length of each step is decided in the engine (`step_control.py`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 

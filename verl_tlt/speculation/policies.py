@@ -7,8 +7,6 @@ loss of staying adds up to the price of a change, and not again within a few ste
 threshold in every step costs more than either side of it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from verl_tlt.speculation.acceptance import AcceptanceEstimate, expected_accept_lengths

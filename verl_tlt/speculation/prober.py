@@ -4,8 +4,6 @@ A draft length is a candidate only if it could beat the one in use, given how un
 the budget allows the goodput that the attempt will probably cost. Near neighbours come first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

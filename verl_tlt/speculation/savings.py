@@ -12,8 +12,6 @@ Where replicas share a machine's processors, a step is compared with steps besid
 beside which nobody drafted or trained are the measure: without TLT nobody trains during the rollout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise

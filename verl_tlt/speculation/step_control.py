@@ -4,8 +4,6 @@ vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one threa
 alone: `record` is called while the model runs the next step, and has the policy prepare its next choice.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Sums over an engine's steps since they were last asked for, which the server does once per RL step."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter, defaultdict, deque

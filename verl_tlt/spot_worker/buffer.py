@@ -3,8 +3,6 @@
 Hidden states take 28-64 KB a token for 7B-70B policies, hence bytes are capped and the oldest sequence goes first.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import math

@@ -4,8 +4,6 @@ What it learned is the difference between the average of its recent weights and 
 on. The gate's scores need the training device, so a session begins with them, for the candidate merged before it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """Scores for the gate: several versions of a drafter on the same held-out sequences, until told to stop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -5,8 +5,6 @@ that kind below. Engine steps are the exception: a scheduler writes thousands of
 `engine-<replica>.jsonl` without a kind (`speculation.step_control.StepTrace`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -3,8 +3,6 @@
 What could not be measured gets no key, so a dashboard shows a gap, never a NaN or a zero.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ from; the drafter in `global_step_N/tlt_drafter` is written between the two. Whe
 the drafters of the others go with them.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import shutil

@@ -6,8 +6,6 @@ drafter would save more seconds than it takes. It trains in portions, each judge
 when what more of them would add saves less than they take. Merge, gate and publication are those of every session.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from itertools import zip_longest

@@ -14,8 +14,6 @@ most. So does too little to judge hold, unless the served drafter is hardly ever
 better, as at the start of a run, when the drafter learns fastest and little is held out yet.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

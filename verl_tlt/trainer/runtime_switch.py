@@ -4,8 +4,6 @@ It lies in the trace directory, because whoever watches a run has that directory
 Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who decodes the coming rollout without drafts, and what TLT saved in the last one: decisions with their inputs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

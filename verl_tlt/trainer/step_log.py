@@ -1,7 +1,5 @@
 """What happens in one RL step, as trace events and metrics; and TLT's own failures, which cost speed, not the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import logging

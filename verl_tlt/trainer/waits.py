@@ -7,8 +7,6 @@ replaced meanwhile, is *excused*: it is left out and kept. The seconds are charg
 the controller's hooks waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

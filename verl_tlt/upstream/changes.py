@@ -4,8 +4,6 @@ docs/upstream_changes.py reads the decorators from the source; patches/README.md
 and vLLM load by name (scheduler, worker extension, trainers) are no changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

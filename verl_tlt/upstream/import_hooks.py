@@ -4,8 +4,6 @@ verl loads plugins while it is half imported itself. Importing its trainers or v
 circular or, in processes that never need them, wasteful. Standard library only.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ Looked at are the sources of the installed release, or of an unpacked wheel. Not
 on a machine that could not run them.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Which releases verl-tlt works with, and what is installed here. Reads metadata only: imports none of them."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.metadata
 import importlib.util

@@ -3,8 +3,6 @@
 Torch has no such operation: which rows it is, the device alone knows, and a masked fill reads and writes all of them.
 """
 
-from __future__ import annotations
-
 import torch
 from vllm.triton_utils import tl, triton
 

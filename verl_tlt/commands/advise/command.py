@@ -1,7 +1,5 @@
 """`verl-tlt advise`: reads a recipe and what a run of it showed, simulates, judges, and prints what decides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich import box

@@ -1,7 +1,5 @@
 """Yes, no, or what it depends on: rules over a run's numbers. The first that applies answers, and names its number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

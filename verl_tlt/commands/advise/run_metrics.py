@@ -5,8 +5,6 @@ They are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) 
 checkpoint are left out where there are others: they take longer than those that follow.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

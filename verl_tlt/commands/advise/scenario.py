@@ -5,8 +5,6 @@ accepted, and what an engine step and a drafter's pass take beyond reading their
 says is assumed, and every assumption is listed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`verl-tlt compare`: takes the turns that are left, and says what all of them together tell."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

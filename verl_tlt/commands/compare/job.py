@@ -1,7 +1,5 @@
 """One turn of one arm: its job goes on from its last checkpoint for some steps, and ends, with all it started."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

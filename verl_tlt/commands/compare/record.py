@@ -1,7 +1,5 @@
 """What the turns of a comparison measured, kept in a file that a comparison called again goes on with."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -5,8 +5,6 @@ sums: all of stock's seconds over all of the arm's. Lengths are sampled, so an a
 per token divides each side by the tokens that it wrote. Its interval comes from drawing the pairs anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@
 program (`child_engine`). A CPU (`--cpu`) has no device context.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`verl-tlt report`: the page and the picture of a traced run."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path

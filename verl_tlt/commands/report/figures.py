@@ -1,7 +1,5 @@
 """Draws a traced run with matplotlib: the charts of the page, and `picture.png`."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence

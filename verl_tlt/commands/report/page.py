@@ -3,8 +3,6 @@
 The template escapes whatever a trace says; charts are images, in which a browser runs nothing either.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A run by RL step: a row per step from its metrics, stock verl's too, and the parts of each step from its trace."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

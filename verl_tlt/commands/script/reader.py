@@ -3,8 +3,6 @@
 `run_script` is for a script that cannot be read: bash carries it out with a stand-in for every program.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -4,8 +4,6 @@ The stand-ins are functions of the shell, which print nothing. Whatever else bas
 program for it, sends no signal, opens no socket and raises no limit. What the script redirects into files is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -8,8 +8,6 @@ Three factors:
 * the machine's pace, one factor for all cells: a busy or throttled machine slows every draft length alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
