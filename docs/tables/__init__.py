@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tables.control import changing, control_by_batch, drain, fixed, foreign, off, oracles, race
-from tables.drafter import learning, merging, study
+from tables.drafter import learning, merging, real_head, study
 from tables.front import expectations, headlines
 from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
@@ -46,7 +46,7 @@ TABLES: dict[str, Callable[[], str]] = {
                   learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
                   mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
                   end_to_end_stale, cold_start, cold_start_small, cold_start_rule,
-                  cold_start_turns, off, race)
+                  cold_start_turns, off, race, real_head)
 }  # fmt: skip
 
 

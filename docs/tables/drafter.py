@@ -1,7 +1,7 @@
 """Tables about the drafter: what training it brings and costs."""
 
-from __future__ import annotations
-
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from tables.page import load, percent, rows
@@ -52,6 +52,22 @@ def learning() -> str:
     body = [[f"`{name}`", *cells(corpora["toy"].get(name)), *cells(corpora["prose"].get(name))] for name in names]
     head = ("seeds", "accept length half-way / at the end", "times as fast as `base`")
     return rows(("Recipe", f"toy: {head[0]}", *head[1:], f"prose: {head[0]}", *head[1:]), body)
+
+
+def real_head() -> str:
+    """How far the head of a language model got, check by check of its warm-ups, and what its engine counts."""
+    body, before = [], {"tokens": 0, "seconds": 0.0}
+    for call in load("real_policy")["head"]:
+        checks = [check for check in call["checks"] if check["tokens"]]
+        chosen = {round(i * (len(checks) - 1) / min(5, len(checks) - 1)) for i in range(6)} if len(checks) > 1 else {0}
+        for check in (checks[i] for i in sorted(chosen)):
+            tokens, minutes = before["tokens"] + check["tokens"], (before["seconds"] + check["seconds"]) / 60
+            body.append([f"{call['responses']}", f"{tokens:,}", f"{minutes:.0f}", f"{check['tau']:.2f}", "", ""])
+        first = list(accumulate(call["acceptance"], mul))
+        body[-1][3:] = [f"{1 + sum(first[:k]):.2f}" for k in (5, 3)] + [f"{call['accept_length_served']:.2f}"]
+        before = {key: before[key] + call["checks"][-1][key] for key in before}
+    head = ("responses", "tokens trained on", "minutes", "accept length at K=5", "at K=3", "served by stock vLLM, K=5")
+    return rows(head, body)
 
 
 def merging() -> str:

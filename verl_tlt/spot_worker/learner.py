@@ -349,7 +349,7 @@ class SpotLearner:
             initial = self.versions.initial
             if INITIAL in state:
                 initial = {name: value.numpy() for name, value in state[INITIAL].items()}
-            self._transition(lambda versions: replace(versions, candidate=candidate, initial=initial))
+            self._transition(lambda versions: versions.resumed(candidate, initial))
             return checksums(self.trainer, self.versions)
 
 

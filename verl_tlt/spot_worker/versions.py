@@ -36,9 +36,9 @@ class DrafterVersions:
     | `export()`: it is about to be published | | | the candidate | |
     | `published()` | | the exported one, or else the candidate | none | no, unless the candidate is newer |
     | `reverted(which)`: it is given up | the served or the initial one | | none | no |
+    | `resumed(candidate, initial)`, a checkpoint's | the checkpoint's | | | yes, unless it is the served one |
 
-    `initial` never changes. A run begins with one version in all three roles; a resumed run takes over `candidate` and
-    `initial` from its checkpoint.
+    `initial` never changes but when a run is resumed. A run begins with one version in all three roles.
     """
 
     candidate: Parameters  # the newest one: the served one, or one that was merged since
@@ -62,6 +62,10 @@ class DrafterVersions:
 
     def reverted(self, which: Literal["served", "initial"]) -> DrafterVersions:
         return replace(self, candidate=self.of(which), exported=None, to_judge=False)
+
+    def resumed(self, candidate: Parameters, initial: Parameters) -> DrafterVersions:
+        ahead = any(not np.array_equal(value, self.served[name]) for name, value in candidate.items())
+        return replace(self, candidate=candidate, initial=initial, to_judge=ahead)
 
     def of(self, which: str) -> Parameters:
         return {name: getattr(self, name) for name in VERSIONS}[which]

@@ -46,6 +46,13 @@ def test_it_goes_on_with_everything_the_gate_and_the_optimizer_knew(learner, tmp
     assert same(other.versions.candidate, learner.versions.initial)
 
 
+def test_a_candidate_that_is_ahead_is_judged_in_the_first_session(learner, tmp_path):
+    other, _ = resumed(learner, tmp_path)
+    other.add(2, texts(60), verifier_arrays())
+    assert other.train(lambda: False).scores is not None
+    assert other.train(lambda: False).scores is None, "once"
+
+
 def test_its_checksums_are_those_of_the_files(learner, tmp_path):
     _, found = resumed(learner, tmp_path)
     directory = tmp_path / "global_step_3" / "tlt_drafter"
@@ -62,3 +69,4 @@ def test_one_that_never_published_has_one_reference(tmp_path):
     other, found = resumed(learner, tmp_path)
     assert found.served == found.initial == found.candidate
     assert same(other.versions.initial, learner.versions.initial)
+    assert not other.versions.to_judge, "it is the served one"
