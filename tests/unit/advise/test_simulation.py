@@ -97,8 +97,6 @@ def test_what_a_draft_of_seven_costs_a_request_alone(policy, devices, ratio):
     assert cost.seconds(1, 0, 7) / cost.seconds(1, 0, OFF) == pytest.approx(ratio, abs=0.1)
 
 
-# ---------------------------------------------------------------------- whole runs
-
 RUN = {
     "engine": EngineSpec(steady(QWEN3_8B_H100)), "replicas": 4, "requests": 64, "lengths": LogNormal(800, 1.0, 8192),
     "acceptance": (0.8, 0.75, 0.7), "steps": 2,

@@ -93,8 +93,6 @@ def test_the_lower_end_counts_not_the_ratio():
     assert over["vllm-k3"][0] > 1.05 > over["vllm-k3"][1] and "not said" in verdict(over, 8)
 
 
-# ---------------------------------------------------------------------- going on
-
 TWO = (Drain.parse("3:4-6:1x20"), Drain.parse("2:5"))
 
 

@@ -14,14 +14,7 @@ from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup.command import _save
 from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate, report
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
-from verl_tlt.drafter import (
-    DrafterError,
-    build_drafter,
-    fingerprint,
-    load_drafter,
-    save_drafter,
-    serving_tensors,
-)
+from verl_tlt.drafter import DrafterError, build_drafter, fingerprint, load_drafter, save_drafter, serving_tensors
 from verl_tlt.drafter.evaluate import DraftCounts
 
 
