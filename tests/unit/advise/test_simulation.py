@@ -68,9 +68,8 @@ def test_requests_that_differ_in_acceptance_end_later():
 def test_requests_that_the_kv_cache_does_not_hold_wait():
     """With room for all nothing changes; with room for a quarter of them it takes much longer."""
     spec, lengths = EngineSpec(STEADY, max_batch=64), np.full(64, 1000)
-    whole, ample, tight = (
-        decode(replace(spec, kv_tokens=tokens), lengths, 100) for tokens in (np.inf, 64 * 1300, 16 * 1100)
-    )
+    rooms = (np.inf, 64 * 1300, 16 * 1100)
+    whole, ample, tight = (decode(replace(spec, kv_tokens=tokens), lengths, 100) for tokens in rooms)
     assert ample.seconds == whole.seconds and tight.seconds > 1.5 * whole.seconds
     assert max(whole.seconds_by_batch) == 64 and sum(s for b, s in tight.seconds_by_batch.items() if b > 32) < 2.0
     assert decode(replace(spec, kv_tokens=10), lengths[:3], 100).seconds_by_batch.keys() == {1}
