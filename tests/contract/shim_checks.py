@@ -4,8 +4,6 @@ One process tries everything, since importing verl and vLLM takes longer than al
 JSON for each, [name, what was found].
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -65,8 +65,7 @@ def test_forced_lengths_reach_the_sampling_parameters_by_copy():
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [({}, "needs extra_info.forced_lengths"), ({"forced_lengths": [5]}, "has 1 lengths: too few")],
+    ("row", "message"), [({}, "needs extra_info.forced_lengths"), ({"forced_lengths": [5]}, "has 1 lengths: too few")]
 )
 def test_rows_without_enough_lengths_are_refused(row, message):
     with pytest.raises(ValueError, match=message):

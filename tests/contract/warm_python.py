@@ -6,8 +6,6 @@ is a fork from there: verl itself, its plugins and whatever the command does sta
 and NAME.err beside it, its exit status to NAME.status.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -4,8 +4,6 @@
 apart from it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

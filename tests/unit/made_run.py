@@ -4,8 +4,6 @@ What the tests need to know of it is returned with the directory, so that they c
 what the code under test computed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

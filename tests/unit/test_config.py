@@ -115,8 +115,7 @@ def test_yaml_reads_a_bare_off_as_false():
 
 
 @pytest.mark.parametrize(
-    ("spelled", "name"),
-    [("auto", "bfloat16"), ("float", "float32"), ("float16", "float16"), ("torch.half", "float16")],
+    ("spelled", "name"), [("auto", "bfloat16"), ("float", "float32"), ("float16", "float16"), ("torch.half", "float16")]
 )
 def test_dtypes_have_one_spelling(spelled, name):
     assert dtype_name(spelled) == name

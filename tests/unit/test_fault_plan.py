@@ -41,24 +41,23 @@ def table():
 EVERY = (*FAULTS, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
 
 
-@pytest.mark.parametrize("target", [t for fault in EVERY for t in fault.targets] + list(BOUNDS))
-def test_what_a_fault_names_exists(target):
+def named_by(target, look=getattr):
     pytest.importorskip("vllm")
     module, _, path = target.partition(":")
     found = importlib.import_module(module)
     for name in path.split("."):
-        found = inspect.getattr_static(found, name)
-    assert found is not None
+        found = look(found, name)
+    return found
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_what_a_bound_of_the_plan_names_exists(bound):
+    assert named_by(bound, inspect.getattr_static) is not None
 
 
 @pytest.mark.parametrize(("action", "target"), sorted({(f.action, t) for f in EVERY for t in f.targets}))
 def test_an_action_takes_whatever_its_function_takes(action, target):
-    pytest.importorskip("vllm")
-    module, _, path = target.partition(":")
-    found = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    takes, kinds = inspect.signature(found).parameters.values(), inspect.Parameter
+    takes, kinds = inspect.signature(named_by(target)).parameters.values(), inspect.Parameter
     plain = [p.name for p in takes if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     named = {p.name: None for p in takes if p.kind is kinds.KEYWORD_ONLY}
     inspect.signature(getattr(actions, action)).bind("original", *plain, **named)
@@ -148,11 +147,17 @@ def test_what_is_not_as_it_should_be_is_said(changes, complaint):
 @pytest.mark.parametrize(("seconds", "right"), [(0.1, False), (2.0, True), (30.0, False)])
 def test_what_a_step_waited_for_is_charged_and_bounded(seconds, right):
     fault = dataclasses.replace(FAULT, waits=(1.5, 4.0))
-    steps = {
-        step: {**metrics, "tlt/overhead_s": seconds if step == 3 else 0.1} for step, metrics in seen().steps.items()
-    }
+    waited = {1: 0.1, 2: 0.1, 3: seconds}
+    steps = {step: {**metrics, "tlt/overhead_s": waited[step]} for step, metrics in seen().steps.items()}
     evidence = seen(steps=steps)
     assert ("tlt/overhead_s" in " ".join(judge.wrong(fault, judge.row(fault, evidence), evidence))) is not right
+
+
+def carried_out(folder, code, **more):
+    """What a process prints that finds its plan in this folder."""
+    (folder / "plan").write_text("{}")
+    env = {**os.environ, "TLT_FAULTS": str(folder), "PYTHONPATH": str(ROOT), **more}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
 
 INJECTED = """
@@ -181,17 +186,9 @@ for step in (2, 3, 4):
     ids=["in time", "later", "after another"],
 )
 def test_a_fault_strikes_one_call_of_its_step_or_of_the_next_that_has_any(tmp_path, steps, other, struck):
-    (tmp_path / "plan").write_text("{}")
     (tmp_path / "fired-another").write_text(f"{other} 1\n")
-    env = {**os.environ, "TLT_FAULTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", INJECTED.replace("(2, 3, 4)", steps)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["armed", f"{struck} 1 a fault was injected"]
+    said = carried_out(tmp_path, INJECTED.replace("(2, 3, 4)", steps))
+    assert said.splitlines() == ["armed", f"{struck} 1 a fault was injected"]
     assert (tmp_path / "fired-a-fault-count").read_text().split()[0] == str(struck)
 
 
@@ -206,12 +203,9 @@ print(int(injector._claim(note, int(os.environ["STEP"]), fault)))
 
 
 def test_a_fault_of_several_sessions_strikes_one_replicas_workers_one_after_the_other(tmp_path):
-    (tmp_path / "plan").write_text("{}")
     said = []
     for step in (3, 4, 5, 5, 7, 9):  # a process each: in even steps it is the other replica's turn
-        env = {**os.environ, "TLT_FAULTS": str(tmp_path), "PYTHONPATH": str(ROOT), "STEP": str(step)}
-        done = subprocess.run([sys.executable, "-c", SESSIONS], env=env, capture_output=True, text=True, check=True)
-        said.append(done.stdout.split()[-1])
+        said.append(carried_out(tmp_path, SESSIONS, STEP=str(step)).split()[-1])
     assert said == ["1", "0", "1", "1", "0", "0"]
 
 

@@ -88,9 +88,6 @@ def test_what_everybody_may_write_to_and_what_is_no_file_counts_for_nothing(tmp_
     assert other_owner(tmp_path / "pipe") == f"{tmp_path / 'pipe'} is no ordinary file"
 
 
-# ---------------------------------------------------------------------- what reads
-
-
 def test_the_switch_of_another_user_is_not_obeyed(everybodys, give_away):
     run = planted(everybodys, give_away, SWITCH_FILE, "speculation: off\n")
     with pytest.raises(SwitchError, match=rf"{SWITCH_FILE} is not obeyed: .* belongs to user 54321"):
@@ -209,9 +206,6 @@ def test_where_permissions_tell_nothing_is_sealed(tmp_path):
     assert not (write_drafter(tmp_path) / SEAL).exists()
 
 
-# ---------------------------------------------------------------------- what is staged
-
-
 def test_a_drafter_is_staged_and_loaded_in_private(tmp_path, monkeypatch):
     directory = tmp_path / "drafter"
     monkeypatch.setenv(STAGE_DIR, str(directory))
@@ -266,9 +260,6 @@ def test_sweeping_leaves_what_another_user_named_like_ours(everybodys, give_away
     assert (everybodys / "tlt-theirs" / OWNER).exists() and (tmp_path / "precious" / OWNER).exists()
 
 
-# ---------------------------------------------------------------------- what is written
-
-
 def test_a_trace_is_not_written_through_a_link(tmp_path, caplog):
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
@@ -296,9 +287,6 @@ def test_what_is_opened_to_append_is_new_or_ordinary(tmp_path):
     assert oct((tmp_path / "new").stat().st_mode & 0o777 & ~0o022) == "0o644"
     with pytest.raises(OSError):
         open_to_append(tmp_path)
-
-
-# ---------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize("part", ["../../etc/passwd", "/etc/passwd", "..", "a\0b", "~/x", "$(x)"])

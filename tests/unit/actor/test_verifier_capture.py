@@ -29,8 +29,9 @@ def policy(tied=False, seed=0):
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def sync(capture, params):
-    """A weight sync in which the rank streams `params`; what arrives at the other end."""
+def sync(capture, params, armed=True):
+    """A weight sync in which the rank streams `params`; what arrives at the other end. `armed` None: as it was left."""
+    capture.armed = capture.armed if armed is None else armed
     arrived = list(capture.tee(iter(params.items())))
     capture.finish(None)
     return arrived
@@ -38,7 +39,6 @@ def sync(capture, params):
 
 def test_a_norm_that_adds_one_to_its_weight_arrives_as_what_it_multiplies_by():
     capture = VerifierCapture(torch.float16, stored, norm_offset=1.0)
-    capture.armed = True
     params = policy()
     assert all(sent is params[name] for name, sent in sync(capture, params)), "the rollout gets the policy's own"
     arrived = capture.take().reference
@@ -65,8 +65,7 @@ def test_one_rank_of_a_node_copies_and_every_worker_has_a_source(workers, nodes,
     captures = [VerifierCapture(torch.bfloat16, stored) for _ in nodes]
     params = policy()
     for rank, capture in enumerate(captures):
-        capture.armed = rank in sources.values()
-        arrived = sync(capture, params)
+        arrived = sync(capture, params, armed=rank in sources.values())
         assert [name for name, _ in arrived] == list(params)
         assert all(tensor is params[name] for name, tensor in arrived), "the sync itself is as stock"
     found = [capture.take() for capture in captures]
@@ -93,7 +92,6 @@ def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
     capture = VerifierCapture(torch.bfloat16, stored)
     places = []
     for seed in range(2):
-        capture.armed = True
         with Crossing() as crossing:
             sync(capture, policy(seed=seed))
         assert {dtype for dtype, _ in crossing.seen} == {torch.bfloat16}
@@ -103,14 +101,13 @@ def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
         places.append({part: tensor.data_ptr() for part, tensor in capture._host.items()})
     assert places[0] == places[1]
     assert capture.take().reference is None, "nothing is handed over twice"
-    sync(capture, policy())
+    sync(capture, policy(), armed=None)
     assert capture.take().reference is None, "each sync is asked for anew"
 
 
 @pytest.mark.parametrize("streams", [1, 2], ids=["once", "under both names"])
 def test_tied_embeddings_cross_and_are_stored_once(streams):
     capture = VerifierCapture(torch.bfloat16, lambda arrays: arrays, tied=True)
-    capture.armed = True
     params = policy(tied=True)
     with Crossing() as crossing:
         sync(capture, params | {"lm_head.weight": params["model.embed_tokens.weight"]} if streams == 2 else params)
@@ -128,9 +125,7 @@ def test_the_sync_does_not_wait_for_the_object_store_and_the_next_one_overwrites
         return len(kept)
 
     capture = VerifierCapture(torch.bfloat16, slowly)
-    capture.armed = True
     sync(capture, policy(seed=0))  # would not return
-    capture.armed = True
     second = threading.Thread(target=sync, args=(capture, policy(seed=1)))
     second.start()
     read.set()
@@ -146,11 +141,10 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
 
     capture = VerifierCapture(torch.bfloat16, full)
     for params in (policy(), policy() | {"model.embed_tokens.weight": "not a tensor"}):
-        capture.armed = True
         assert len(sync(capture, params)) == 5
         found = capture.take()
         assert (found.reference, found.errors) == (None, 1)
-    capture._put, capture.armed = stored, True
+    capture._put = stored
     sync(capture, policy())
     found = capture.take()
     assert found.errors == 0 and found.seconds > 0
@@ -163,10 +157,8 @@ def test_an_object_store_that_hangs_holds_nobody_up(monkeypatch):
     capture = VerifierCapture(torch.bfloat16, lambda _: go_on.wait(60))
     try:
         for again in (False, True):  # asked for the copy, and about to make the next one
-            capture.armed = True
             sync(capture, policy())
             if again:
-                capture.armed = True
                 assert len(sync(capture, policy())) == len(policy())
             found = capture.take()
             assert found.reference is None and found.errors == 1

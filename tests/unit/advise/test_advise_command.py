@@ -114,23 +114,22 @@ def test_a_run_with_another_response_limit_is_refused(metrics):
     code, said = advise(*RECIPE, "--metrics", cut)
     assert code == 1 and "cut its responses at 7000 tokens, and the recipe has data.max_response_length=8192." in said
     assert said.count("\n") == 1
-    assert advise(*RECIPE, "--metrics", metrics(**{"response_length/clip_ratio": 1 / 32}))[0] == 0
 
 
 def test_the_longest_of_each_step_is_not_taken_for_cut(metrics):
     """verl counts the step's longest response as clipped, wherever it ends."""
     counted = advise(*RECIPE, "--metrics", metrics(**{"response_length/clip_ratio": 1 / 32}))
-    assert counted == advise(*RECIPE, "--metrics", metrics())
+    assert counted == advise(*RECIPE, "--metrics", metrics()) and counted[0] == 0
 
 
 def test_what_does_not_fit_into_the_kv_cache_waits():
     large = [*RECIPE, "data.train_batch_size=256", f"{ROLLOUT}.tensor_model_parallel_size=1"]
-    wide, narrow = (advise(*large, f"{ROLLOUT}.gpu_memory_utilization=0.8", "--gpu", gpu) for gpu in ("H200", "L40S"))
-    assert wide[0] == narrow[0] == 0
-    room, less = (
-        int(re.search(r"cache of an engine +([\d,]+)", said[1])[1].replace(",", "")) for said in (wide, narrow)
-    )
-    assert room > 4 * less and wide[1] != narrow[1]
+    rooms = []
+    for gpu in ("H200", "L40S"):
+        code, said = advise(*large, f"{ROLLOUT}.gpu_memory_utilization=0.8", "--gpu", gpu)
+        assert code == 0
+        rooms.append(int(re.search(r"cache of an engine +([\d,]+)", said)[1].replace(",", "")))
+    assert rooms[0] > 4 * rooms[1]
     code, said = advise(*RECIPE, f"{ROLLOUT}.tensor_model_parallel_size=1", "--parameters", "70")
     assert code == 1 and "70.0B parameters leave no room for a KV cache on 1 such GPUs" in said
 
@@ -165,16 +164,10 @@ def test_a_policys_shape_is_that_of_its_config(tmp_path):
 @pytest.mark.parametrize("acceptance", ["0.8", "0.8,0.75,0.7"])
 def test_acceptance_that_was_extended_is_said(acceptance):
     positions = acceptance.count(",") + 1
-    assert (
-        f"acceptance beyond position {positions}: 0.{acceptance[-1]}0 as there"
-        in advise(*RECIPE, "--acceptance", acceptance)[1]
-    )
+    said = f"acceptance beyond position {positions}: 0.{acceptance[-1]}0 as there"
+    assert said in advise(*RECIPE, "--acceptance", acceptance)[1]
     assert "acceptance beyond" not in advise(*RECIPE, "--acceptance", ",".join([acceptance] * 8))[1]
     assert "acceptance beyond" not in advise(*RECIPE)[1]
-
-
-def test_the_verdict_comes_first():
-    assert advise(*RECIPE)[1].startswith("Does it pay? ")
 
 
 def test_the_pages_example_is_what_the_command_prints():

@@ -68,9 +68,8 @@ def test_requests_that_differ_in_acceptance_end_later():
 def test_requests_that_the_kv_cache_does_not_hold_wait():
     """With room for all nothing changes; with room for a quarter of them it takes much longer."""
     spec, lengths = EngineSpec(STEADY, max_batch=64), np.full(64, 1000)
-    whole, ample, tight = (
-        decode(replace(spec, kv_tokens=tokens), lengths, 100) for tokens in (np.inf, 64 * 1300, 16 * 1100)
-    )
+    rooms = (np.inf, 64 * 1300, 16 * 1100)
+    whole, ample, tight = (decode(replace(spec, kv_tokens=tokens), lengths, 100) for tokens in rooms)
     assert ample.seconds == whole.seconds and tight.seconds > 1.5 * whole.seconds
     assert max(whole.seconds_by_batch) == 64 and sum(s for b, s in tight.seconds_by_batch.items() if b > 32) < 2.0
     assert decode(replace(spec, kv_tokens=10), lengths[:3], 100).seconds_by_batch.keys() == {1}
@@ -96,8 +95,6 @@ def test_what_a_draft_of_seven_costs_a_request_alone(policy, devices, ratio):
     cost = step_cost(find_shape(policy)[0], GPUS["H100"], devices, eager=False, guess=StepGuess(2.0, 0.06e-3, 0.3e-3))
     assert cost.seconds(1, 0, 7) / cost.seconds(1, 0, OFF) == pytest.approx(ratio, abs=0.1)
 
-
-# ---------------------------------------------------------------------- whole runs
 
 RUN = {
     "engine": EngineSpec(steady(QWEN3_8B_H100)), "replicas": 4, "requests": 64, "lengths": LogNormal(800, 1.0, 8192),

@@ -93,8 +93,6 @@ def test_the_lower_end_counts_not_the_ratio():
     assert over["vllm-k3"][0] > 1.05 > over["vllm-k3"][1] and "not said" in verdict(over, 8)
 
 
-# ---------------------------------------------------------------------- going on
-
 TWO = (Drain.parse("3:4-6:1x20"), Drain.parse("2:5"))
 
 
@@ -149,9 +147,8 @@ def race(models, rounds, lives=10**6, seconds=1e9):
 
 def test_rule_and_prediction_are_said_before_the_first_round(models):
     found, lines = race(models, 1)
-    assert (
-        lines[0].startswith("Rule: ") and lines[1].startswith("3:4-6:1x20: predicted") and "2:5: predicted" in lines[2]
-    )
+    assert lines[0].startswith("Rule: ")
+    assert lines[1].startswith("3:4-6:1x20: predicted") and "2:5: predicted" in lines[2]
     assert [line.partition(":")[0] for line in lines[3:]] == ["3", "2"] and len(lines) == 5
     assert {*found["loads"]["2:5"]["predicted"]} == {*ARMS}
     rounds = made[0].called[made[0].called.index("remember") :]

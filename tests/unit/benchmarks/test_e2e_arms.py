@@ -8,11 +8,12 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
-from benchmarks.e2e.__main__ import drafters, portable
+from benchmarks.e2e.__main__ import calibrate, drafters, portable, schedule
 from benchmarks.e2e.arms import Heads, arms
 from benchmarks.e2e.loads import LOADS
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
+from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, save_table
 
 PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
 REPLICAS = 2
@@ -100,3 +101,27 @@ def test_a_result_names_no_folder_of_the_machine(tmp_path):
     work = tmp_path / "demo-out" / "e2e"
     kept = portable({"overrides": [f"a={work / 'costs'}", f"b={tmp_path / 'file'}"]}, {"WORK": work, "CLONE": tmp_path})
     assert json.loads(kept) == {"overrides": ["a=WORK/costs", "b=CLONE/file"]}
+
+
+def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
+    calibrated = tmp_path / "calibrated"
+    calibrated.mkdir()
+    (calibrated / "warm.json").write_text("measured")
+    for _ in range(2):
+        found, costs = calibrate(tmp_path, None, LOADS["small"])
+        (costs / "warm.json").write_text("learned")
+        (costs / "fresh.json").write_text("learned")
+    assert [path.read_text() for path in found.iterdir()] == ["measured"]
+    assert sorted(path.read_text() for path in costs.iterdir()) == ["learned", "learned"]
+
+
+def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
+    seconds = {-1: 0.010, 0: 0.011, 3: 0.013, 7: 0.016}
+    points = [
+        LatencyPoint(batch, 100 * batch, k, s * (1 + batch * (k + 1) / 60), calibrated=True)
+        for k, s in seconds.items()
+        for batch in (1, 4, 16, 32)
+    ]
+    save_table(tmp_path, TableKey("cpu", "toy", "0"), LatencyTable(tuple(points)))
+    table = schedule(tmp_path, [0.8] * 7, LOADS["small"].requests)
+    assert table[0][0] == 1 and table[-1][1] == 32 and table[0][2] > table[-1][2]

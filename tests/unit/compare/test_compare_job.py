@@ -94,9 +94,8 @@ def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
 
 
 def test_a_failure_names_cause_and_log_and_shows_its_end(tmp_path):
-    (log := tmp_path / "turn-1.log").write_text(
-        "\n".join([*map(str, range(30)), "ValueError: x", "\x1b[31mbye" + "!" * 999])
-    )
+    logged = [*map(str, range(30)), "ValueError: x", "\x1b[31mbye" + "!" * 999]
+    (log := tmp_path / "turn-1.log").write_text("\n".join(logged))
     what, where, *lines = failure("It failed.", log).splitlines()
     assert what == "It failed. Cause: ValueError: x" and str(log) in where
     assert lines[0] == "    17" and lines[-1].startswith("    bye!") and len(lines[-1]) < 320

@@ -49,9 +49,8 @@ def test_stock_has_nothing_of_tlt_and_tlt_has_it_all(tmp_path, given):
 
 def test_a_top_level_config_that_has_the_flag_is_stock_without_it(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, /tlt@_global_: default, _self_]\n")
-    plan = make_plan(
-        Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine")), 4, tmp_path
-    )
+    recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
+    plan = make_plan(recipe, 4, tmp_path)
     assert not flag.wanted(composed(plan, Arm(STOCK, "", False))) and flag.wanted(composed(plan, arm_of(TLT)))
 
 

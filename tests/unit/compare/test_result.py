@@ -51,9 +51,6 @@ def test_one_measurement_is_all_there_is():
     assert pooled([(3.0, 2.0)], over) == [1.5, 1.5, 1.5]
 
 
-# ---------------------------------------------------------------------- pooled
-
-
 def step(turn, number, rollout_s, rest_s=5.0, tokens=1000.0):
     return Step(turn, number, rollout_s + rest_s, rollout_s, tokens, tokens / 4, reward=0.5)
 
@@ -121,9 +118,6 @@ def test_a_step_without_what_is_compared_is_refused_by_name():
         read_step(0, 7, {"timing_s/step": 9.0})
 
 
-# ---------------------------------------------------------------------- sentences
-
-
 def even(turn, number, step_s, prompt=20.0):
     return Step(turn, number, step_s, step_s / 2, 1000.0, 300.0, reward=0.5, prompt=prompt)
 
@@ -176,9 +170,6 @@ def test_steps_with_other_prompts_are_counted():
     stock = [even(0, 2, 10.0), even(0, 3, 10.0, prompt=31.0)]
     assert other_prompts(stock, stock) == 0
     assert other_prompts(stock, [even(0, 2, 9.0), even(0, 3, 9.0)]) == 1
-
-
-# ---------------------------------------------------------------------- all together
 
 
 ARMS = named_arms(["tlt", "vllm-3", "vllm-7"], "/a/drafter")

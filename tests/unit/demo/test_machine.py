@@ -46,8 +46,6 @@ AVX2 = "fpu sse4_2 fma avx avx2 f16c bmi2"
 )
 def test_the_dtype_is_the_one_the_processor_multiplies(tmp_path, flags, dtype):
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(
-        f"processor\t: 0\nmodel name\t: Some CPU: fast\nflags\t\t: {flags}\nbugs\t\t: spectre_v1\n\n" * 2
-    )
+    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: A CPU: fast\nflags\t\t: {flags}\nbugs\t\t: spectre_v1\n\n" * 2)
     assert find_dtype(cpuinfo) == dtype
     assert find_dtype(tmp_path / "nowhere") == "float32"

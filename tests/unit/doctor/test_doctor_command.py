@@ -21,13 +21,14 @@ from verl_tlt.upstream.versions import look_first_in
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
 
 
+def places(recipe):
+    """Overrides that name its data and its policy."""
+    data = [f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")]
+    return *data, f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}"
+
+
 def test_a_recipe_is_judged_with_the_environment(recipe):
-    files = (
-        f"data.train_files={recipe.data.train_files}",
-        f"data.val_files={recipe.data.train_files}",
-        f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
-        "trainer.device=cpu",
-    )
+    files = (*places(recipe), "trainer.device=cpu")
     assert {f.level for f in diagnose(Recipe((*FLAG, *files)))} == {"ok"}
     refused = [f.what for f in diagnose(Recipe((*FLAG, *files, "+tlt.spot.typo=1"))) if f.level == "refuse"]
     assert refused == ["settings"]
@@ -66,8 +67,7 @@ def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, tmp_
 
 
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):
-    policy = f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}"
-    said = CliRunner().invoke(app, ["calibrate", "--cpu", policy, "+tlt=default"])
+    said = CliRunner().invoke(app, ["calibrate", "--cpu", places(recipe)[-1], "+tlt=default"])
     assert said.exit_code == 1 and said.output.strip() == (
         "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only."
     )
@@ -124,8 +124,7 @@ def test_the_last_line_answers_and_the_exit_status_means_it(levels, overrides, s
 def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, monkeypatch):
     """On a node without a GPU, where others may have them; `--cpu` says what to do."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    files = [f"data.train_files={recipe.data.train_files}", f"data.val_files={recipe.data.train_files}"]
-    words = [*EIGHT, *files, f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}"]
+    words = [*EIGHT, *places(recipe)]
     done = CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"})
     assert done.exit_code == 3, done.output
     assert done.output.splitlines()[-1].endswith("trainer.n_gpus_per_node=8 ask for 8 GPUs, and none are seen here.")

@@ -11,14 +11,7 @@ import torch
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.command import cost_table
-from verl_tlt.commands.doctor.engine_check import (
-    Answer,
-    EngineJob,
-    check_sleep,
-    judge_costs,
-    keep_costs,
-    run_job,
-)
+from verl_tlt.commands.doctor.engine_check import Answer, EngineJob, check_sleep, judge_costs, keep_costs, run_job
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain

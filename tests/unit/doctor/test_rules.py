@@ -110,8 +110,7 @@ def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {f"{ROLLOUT}.min_p": 0.0}, *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS)],
+    "changes", [{}, {f"{ROLLOUT}.min_p": 0.0}, *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS)]
 )
 def test_what_is_set_but_has_no_effect_is_no_reason(findings, changes):
     assert levels(findings(changes)) == {}
@@ -197,9 +196,6 @@ def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, 
     assert levels(findings({f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2})) == {}
 
 
-# ---------------------------------------------------------------------- engine arguments
-
-
 def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
     pytest.importorskip("vllm")
     found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4})[f"{ROLLOUT}.engine_kwargs"]
@@ -255,9 +251,6 @@ def test_fields_of_a_policy_that_are_of_another_kind_are_named(findings, recipe,
     (tmp_path / "config.json").write_text(json.dumps(fields))
     found = findings({"actor_rollout_ref.model.path": str(tmp_path)})
     assert f"config.json: {field} must be " in found["actor_rollout_ref.model.path"].sentence
-
-
-# ---------------------------------------------------------------------- files
 
 
 def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
@@ -319,9 +312,6 @@ def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings, drafter, 
 def test_an_unresolvable_key_is_named(findings, key):
     with pytest.raises(TLTConfigError, match=f"{key} cannot be read"):
         findings({key: "${no.such.key}"})
-
-
-# ---------------------------------------------------------------------- packages
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,7 @@ import torch
 from tiny_policy import FAMILIES, VOCAB, drafter_of, make_policy, observe, verifier_weights
 from vllm_by_hand import Reference, passes
 
-from verl_tlt.drafter import (
-    DrafterTrainer,
-    TrainingSequence,
-    align,
-    batches,
-    drafter_config,
-    pack,
-    refresh_verifier_weights,
-    windows,
-)
+from verl_tlt.drafter import DrafterTrainer, align, batches, drafter_config, pack, refresh_verifier_weights, windows
 from verl_tlt.drafter.build import instantiate
 from verl_tlt.drafter.data import grouped
 
@@ -151,13 +142,3 @@ def test_the_loss_falls_on_responses_whose_next_tokens_are_recorded(sequences):
     assert longest.loss_rows(draft=3) == range(2, 26)
     assert not longest.window(0, 4).loss_rows() and not longest.window(0, 3).loss_rows()
     assert longest.window(10, 13).loss_rows() == range(0, 1)
-
-
-def test_what_cannot_be_packed_is_refused(sequences):
-    whole = sequences[3]
-    with pytest.raises(ValueError, match="no sequence"):
-        pack([])
-    with pytest.raises(ValueError, match="at least 2"):
-        pack([whole.window(0, 1)])
-    with pytest.raises(ValueError, match="4 aux"):
-        TrainingSequence(whole.tokens, 3, whole.aux[:4], whole.last)

@@ -164,11 +164,8 @@ def test_tokens_of_the_warm_up_weigh_what_its_learning_rate_does(drafter, sequen
 
 def test_prompts_alone_teach_nothing(drafter, sequences):
     prompt = sequences[1].window(0, 8)
-    trainer = DrafterTrainer(drafter)
-    with pytest.raises(ValueError, match="No row of this batch has a loss"):
-        trainer.step(pack([prompt]))
     with pytest.raises(ValueError, match="in a row"):
-        train_until(trainer, itertools.repeat(pack([prompt])), lambda: False)
+        train_until(DrafterTrainer(drafter), itertools.repeat(pack([prompt])), lambda: False)
 
 
 def test_parameters_travel_as_numpy(policy, drafter, sequences):

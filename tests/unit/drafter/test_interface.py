@@ -77,6 +77,7 @@ MISTAKES = {
     ),
     "no response": (lambda policy, drafter: DrafterTrainer(drafter).step(pack([sequence([1, 2, 3], 3)])), "has a loss"),
     "nothing to pack": (lambda policy, drafter: pack([]), "no sequence to pack"),
+    "a token alone": (lambda policy, drafter: pack([sequence([1], 1)]), "at least 2"),
     "a model for its shape": (lambda policy, drafter: policy_shape(policy), "not from a Qwen3ForCausalLM"),
     "a model for its policy": (lambda policy, drafter: build_drafter(policy), "not from a Qwen3ForCausalLM"),
     "a model for its folder": (lambda policy, drafter: VerifierWeights.from_policy_dir(policy), "not from a Qwen3"),

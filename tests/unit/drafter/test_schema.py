@@ -62,7 +62,8 @@ def refusal(directory, policy_dir):
     return sentence
 
 
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ROPES, ROPE = f"{LAYER}rope_parameters", {"rope_type": "default", "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}
 
 
 @pytest.mark.parametrize(
@@ -82,23 +83,15 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
         (f"{LAYER}num_key_value_heads", 0),
         (f"{LAYER}intermediate_size", 10**30),
         (f"{LAYER}max_position_embeddings", True),
-        (f"{LAYER}rope_parameters", [1]),
-        (f"{LAYER}rope_parameters", ROPE | {"rope_type": "fope"}),
-        (f"{LAYER}rope_parameters", ROPE | {"rope_theta": float("inf")}),
-        (f"{LAYER}rope_parameters", ROPE | {"rope_theta": "1e4"}),
-        (f"{LAYER}rope_parameters", ROPE | {"partial_rotary_factor": 0.5}),
-        (f"{LAYER}rope_parameters", ROPE | {"rope_type": "llama3", "factor": 8.0}),
-        (f"{LAYER}rope_parameters", ROPE | {"rope_type": "linear", "factor": 1e5}),
-        (
-            f"{LAYER}rope_parameters",
-            ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**9},
-        ),
-        (
-            f"{LAYER}rope_parameters",
-            ROPE
-            | {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}
-            | {"original_max_position_embeddings": 64},
-        ),
+        (ROPES, [1]),
+        (ROPES, ROPE | {"rope_type": "fope"}),
+        (ROPES, ROPE | {"rope_theta": float("inf")}),
+        (ROPES, ROPE | {"rope_theta": "1e4"}),
+        (ROPES, ROPE | {"partial_rotary_factor": 0.5}),
+        (ROPES, ROPE | {"rope_type": "llama3", "factor": 8.0}),
+        (ROPES, ROPE | {"rope_type": "linear", "factor": 1e5}),
+        (ROPES, ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**9}),
+        (ROPES, ROPE | LONGROPE | {"original_max_position_embeddings": 64}),
         ("eagle_aux_hidden_state_layer_ids", [1, "2", 3]),
         ("draft_vocab_size", 2.5),
         ("target_hidden_size", 64),
@@ -137,7 +130,7 @@ def test_a_table_of_positions_is_as_long_as_the_engine_needs(whole, policy, poli
     write(whole, f"{LAYER}max_position_embeddings", 3_000_000_000)  # 192 GB of RoPE table
     served = load_drafter(whole, policy_dir, min_context=200).config.transformer_layer_config
     assert served.max_position_embeddings == policy.config.max_position_embeddings + 16
-    write(whole, f"{LAYER}rope_parameters", ROPE | {"rope_type": "dynamic", "factor": 2.0})
+    write(whole, ROPES, ROPE | {"rope_type": "dynamic", "factor": 2.0})
     assert "positions" in refusal(whole, policy_dir)
 
 

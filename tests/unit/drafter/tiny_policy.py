@@ -3,13 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_tlt.drafter import (
-    TrainingSequence,
-    VerifierWeights,
-    aux_layers_for,
-    build_drafter,
-    refresh_verifier_weights,
-)
+from verl_tlt.drafter import TrainingSequence, VerifierWeights, aux_layers_for, build_drafter, refresh_verifier_weights
 
 VOCAB = 48
 SHAPE = dict(

@@ -84,11 +84,9 @@ def test_it_agrees_with_looking_at_everybody(seed):
         for r in running:
             if r in decoding:
                 gain = rng.randrange(1, 5)
-                r.num_computed_tokens, r.num_tokens, grown = (
-                    r.num_computed_tokens + gain,
-                    r.num_tokens + gain,
-                    grown + gain,
-                )
+                r.num_computed_tokens += gain
+                r.num_tokens += gain
+                grown += gain
             else:
                 r.num_computed_tokens = min(r.num_computed_tokens + 64, r.num_tokens)
                 r.is_prefill_chunk = r.num_computed_tokens < r.num_tokens

@@ -99,9 +99,8 @@ def test_a_draft_length_has_one_colour_in_all_charts(trace, ax):
 def test_draft_lengths_are_shares_of_engine_steps(trace):
     bars = figures.draft_lengths(trace)
     assert set(bars) <= {"OFF", *(f"K={k}" for k in range(6))}
-    assert [sum(column) for column in zip(*(values for _, values in bars.values()), strict=True)] == pytest.approx(
-        [1] * 6
-    )
+    columns = zip(*(values for _, values in bars.values()), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx([1] * 6)
     assert len({figures.k_color(k, 7) for k in range(-2, 8)}) == 10, "every draft length has its own colour"
 
 

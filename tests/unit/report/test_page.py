@@ -74,20 +74,13 @@ def test_the_page_says_what_ran_where_and_when(tmp_path):
 def test_steps_that_did_not_draft_say_why(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1)
-    for step, off in (
-        (1, "held-out accept length 1.00: next to nothing is accepted"),
-        (2, "pays from 1.31 on"),
-        (3, ""),
-    ):
+    useless = "held-out accept length 1.00: next to nothing is accepted"
+    for step, off in ((1, useless), (2, "pays from 1.31 on"), (3, "")):
         writer.emit("phase", step=step, name="rollout", start=10.0 * step, end=10.0 * step + 2)
         writer.emit("step", step=step, metrics={"timing_s/step": 3.0}, off=off)
     page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
     assert "OFF in 2 of 3 steps, last in step 2: pays from 1.31 on." in page.words
-    cells = [
-        page.words.index(word)
-        for word in ("no drafts, since", "held-out accept length 1.00: next to nothing is accepted")
-    ]
-    assert cells == sorted(cells)
+    assert page.words.index("no drafts, since") < page.words.index(useless)
 
 
 def test_the_page_holds_the_numbers(page, made_run):
@@ -135,14 +128,10 @@ def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, wo
         writer.emit("stopped", step=29, replica="b", cause="")
     writer.emit("step", step=4, metrics={"tlt/spot_off_replicas": 1.0})
     trace = read_trace(tmp_path)
-    told = (
-        ""
-        if works_again
-        else ("Spot training was given up on 1 of 2 replicas (replica 1), last in step 12: out of memory.")
-    )
-    assert given_up(trace) == told
+    told = "Spot training was given up on 1 of 2 replicas (replica 1), last in step 12: out of memory."
+    assert given_up(trace) == ("" if works_again else told)
     page = Page(write_page(tmp_path / "r.html", trace)).text
-    if told:
+    if not works_again:
         assert page.index("Unknown whether TLT paid") < page.index(told) < page.index("RL step 4")
     assert "speculation was" not in page
 
@@ -150,13 +139,8 @@ def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, wo
 def test_what_a_cold_start_was_expected_to_save_and_what_it_did_is_told(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     cold = {"tlt/cold_start_expected_s": 40.0, "tlt/cold_start_steps": 3.0, "tlt/overhead_cold_start_s": 24.2}
-    for step, metrics in (
-        (3, cold),
-        (4, {"tlt/saved_s": 6.0}),
-        (5, {}),
-        (6, {"tlt/saved_s": 7.5}),
-        (7, {"tlt/saved_s": 99.0}),
-    ):
+    later = [{"tlt/saved_s": 6.0}, {}, {"tlt/saved_s": 7.5}, {"tlt/saved_s": 99.0}]
+    for step, metrics in enumerate([cold, *later], 3):
         writer.emit("phase", step=step, name="rollout", start=0.0, end=2.0)
         writer.emit("step", step=step, metrics=metrics)
     told = "step 3 took 24 s and was expected to save 40 s by step 6; by TLT&#39;s own account 3 steps saved 14 s."
@@ -238,11 +222,6 @@ def test_page_and_picture_are_where_they_are_wanted(made_run, tmp_path):
     done = CliRunner().invoke(app, ["report", str(made_run.directory), "--out", str(tmp_path / "here")])
     assert done.exit_code == 0, done.output
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"report.html", "picture.png"}
-
-
-def test_no_trace_is_one_sentence(tmp_path):
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert (done.exit_code, done.output.count("\n")) == (1, 1) and str(tmp_path) in done.output
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

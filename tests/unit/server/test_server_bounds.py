@@ -190,6 +190,14 @@ async def test_a_request_whose_admission_hangs_keeps_its_server(server, monkeypa
     assert server._resume_event.is_set() and not server._rejecting, "the gate is open again"
 
 
+def stand_in_for_ray(monkeypatch, get):
+    """A store of drafters that answers by `get`."""
+    store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    alike = SimpleNamespace(get_actor=lambda name: store, get=get, get_runtime_context=lambda: context)
+    monkeypatch.setattr(module, "ray", alike)
+
+
 def test_a_first_drafter_that_does_not_come_ends_the_start(server, monkeypatch):
     ray = pytest.importorskip("ray")
     asked = {}
@@ -199,10 +207,7 @@ def test_a_first_drafter_that_does_not_come_ends_the_start(server, monkeypatch):
         raise ray.exceptions.GetTimeoutError("no answer")
 
     monkeypatch.setattr(module, "STORE_S", BOUND_S)
-    store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
-    context = SimpleNamespace(get_job_id=lambda: "01000000")
-    alike = SimpleNamespace(get_actor=lambda name: store, get=get, get_runtime_context=lambda: context)
-    monkeypatch.setattr(module, "ray", alike)
+    stand_in_for_ray(monkeypatch, get)
     server.config = SimpleNamespace(checkpoint_engine=None)
     with pytest.raises(ray.exceptions.GetTimeoutError):
         server._preprocess_engine_kwargs({})
@@ -217,13 +222,7 @@ def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stoc
     monkeypatch.setattr(OutputProcessor, "process_outputs", stock)
     for name in ("TLT_REPLICA", module.STAGE_DIR, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
-    store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
-    context = SimpleNamespace(get_job_id=lambda: "01000000")
-    monkeypatch.setattr(
-        module,
-        "ray",
-        SimpleNamespace(get_actor=lambda name: store, get=lambda *_, **__: None, get_runtime_context=lambda: context),
-    )
+    stand_in_for_ray(monkeypatch, lambda *_, **__: None)
     monkeypatch.setattr(module, "engine_kwargs", lambda *_, **__: {})
     monkeypatch.setattr(module, "read_model_config", lambda _: {})
     monkeypatch.setattr(TLTvLLMHttpServer, "tlt_stage", lambda *_: None)

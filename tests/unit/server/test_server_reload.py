@@ -81,12 +81,16 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
     assert told[-1]["drafting"] is False
 
 
-async def test_what_nobody_thought_of_stops_the_drafting_and_not_the_weight_sync(tmp_path, monkeypatch):
+@pytest.mark.parametrize("refusals", [(None, None), (None, "V2 cannot")], ids=["", "a pass that cannot be skipped"])
+async def test_what_nobody_thought_of_stops_the_drafting_and_not_the_weight_sync(tmp_path, monkeypatch, refusals):
     monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_load", lambda self, staged: {}["no such key"])
-    workers = Workers(FINE)
+    workers = Workers(FINE, refusals)
     status, told = await reload(tmp_path, workers)
-    assert not status.ok and "no such key" in status.error and not status.drafting
-    assert workers.asked[-1] == ("tlt_set_drafting", False) and told[-1]["drafting"] is False
+    assert not status.ok and "no such key" in status.error and workers.asked[-1] == ("tlt_set_drafting", False)
+    if any(refusals):
+        assert told[-1]["force_k"] == 0, "its drafts would be verified"
+    else:
+        assert not status.drafting and told[-1]["drafting"] is False
 
 
 @pytest.mark.parametrize(("method", "trains"), [("mtp", True), ("mtp", False), ("eagle3", True)])
@@ -121,12 +125,6 @@ async def test_a_refused_drafter_whose_pass_cannot_be_skipped_drafts_nothing(tmp
     status, told = await reload(tmp_path, Workers(bad, refusals))
     assert not status.ok and "lacks fc.weight" in status.error
     assert told[-1]["force_k"] == 0, "its drafts would be verified"
-
-
-async def test_what_nobody_thought_of_and_a_pass_that_cannot_be_skipped_draft_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_load", lambda self, staged: {}["no such key"])
-    _, told = await reload(tmp_path, Workers(FINE, (None, "V2 cannot")))
-    assert told[-1]["force_k"] == 0
 
 
 async def test_an_engine_that_refuses_the_pass_it_is_to_run_drafts_nothing_and_says_so(tmp_path):

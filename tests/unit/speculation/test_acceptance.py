@@ -55,9 +55,6 @@ def test_steps_without_drafts_teach_nothing():
     assert estimate.conditional == before
 
 
-# ---------------------------------------------------------------- in numbers
-
-
 def spread(p, votes):
     """Standard deviation of the belief after so many votes, the prior's among them."""
     p = (p * votes + 0.5) / (votes + 1.0)

@@ -87,9 +87,8 @@ def test_the_limit_is_that_of_the_resolved_config():
     def limit(eager=False, mode="FULL_AND_PIECEWISE", largest=510):
         compilation = SimpleNamespace(max_cudagraph_capture_size=largest, cudagraph_mode=SimpleNamespace(name=mode))
         model = SimpleNamespace(enforce_eager=eager)
-        return token_limit(
-            SimpleNamespace(compilation_config=compilation, model_config=model, num_speculative_tokens=3)
-        )
+        named = {"compilation_config": compilation, "model_config": model, "num_speculative_tokens": 3}
+        return token_limit(SimpleNamespace(**named))
 
     assert limit() == 508
     assert limit(eager=True) == limit(mode="NONE") == limit(largest=None) == 0

@@ -20,9 +20,13 @@ def proposed(index, request, length=3, least=0.0):
     return found.tokens if found else None
 
 
-def respond(index, request, tokens, prompt=PROMPT):
+def running(index, request, tokens, prompt=PROMPT):
     index.begin(request, prompt)
     index.extend(request, tokens)
+
+
+def respond(index, request, tokens, prompt=PROMPT):
+    running(index, request, tokens, prompt)
     index.end(request)
 
 
@@ -49,8 +53,7 @@ def test_a_running_sibling_is_quoted_as_far_as_it_got(index):
 
 
 def test_a_response_quotes_itself_and_its_prompt(index):
-    index.begin("a", [7, 8, 9, 10, 11, *PROMPT])
-    index.extend("a", [1, 2, 3, 4, 1, 2, 3])
+    running(index, "a", [1, 2, 3, 4, 1, 2, 3], [7, 8, 9, 10, 11, *PROMPT])
     assert proposed(index, "a") == [4, 1, 2]
     index.extend("a", [7, 8, 9])
     assert proposed(index, "a", 2) == [10, 11]
@@ -60,8 +63,7 @@ def test_the_longest_match_wins_and_then_the_latest(index):
     respond(index, "a", [1, 2, 3, 4, 10])
     respond(index, "b", [9, 2, 3, 4, 20])
     respond(index, "c", [8, 2, 3, 4, 30])
-    index.begin("d", PROMPT)
-    index.extend("d", [1, 2, 3, 4])
+    running(index, "d", [1, 2, 3, 4])
     found = index.propose("d", 1)
     assert found.tokens == [10]
     assert found.matched == min(LONGEST, len(PROMPT) + 4)
@@ -72,8 +74,7 @@ def test_the_longest_match_wins_and_then_the_latest(index):
 
 def test_other_prompts_are_not_quoted(index):
     respond(index, "a", [1, 2, 3, 4])
-    index.begin("b", [60, 61, 62, 63])
-    index.extend("b", [1, 2, 3])
+    running(index, "b", [1, 2, 3], [60, 61, 62, 63])
     assert proposed(index, "b") is None
 
 
@@ -88,11 +89,9 @@ def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
 
 
 def test_responses_across_a_policy_change_share_their_rollout(index):
-    index.begin("a", PROMPT)
-    index.extend("a", [1, 2, 3, 4])
+    running(index, "a", [1, 2, 3, 4])
     index.new_policy()  # partial rollouts: "a" still runs
-    index.begin("b", PROMPT)
-    index.extend("b", [1, 2, 3])
+    running(index, "b", [1, 2, 3])
     assert proposed(index, "b", 1) == [4]
 
 
@@ -113,8 +112,7 @@ def test_memory_is_bounded_and_counted_about_right():
 
 def test_requests_that_run_are_never_forgotten_but_followed_no_further():
     index = NgramIndex(max_bytes=60 * NGRAM_BYTES)
-    index.begin("a", PROMPT)
-    index.extend("a", [1, 2, 3, 4])
+    running(index, "a", [1, 2, 3, 4])
     index.extend("a", range(100, 200))
     index.extend("a", [1, 2, 3])
     assert proposed(index, "a") is None
@@ -125,8 +123,7 @@ def test_requests_that_run_are_never_forgotten_but_followed_no_further():
 
 def test_matches_that_fail_lose_trust_and_a_new_policy_restores_it(index):
     respond(index, "a", [1, 2, 3, 4])
-    index.begin("b", PROMPT)
-    index.extend("b", [70, 71, 72, 1, 2, 3])
+    running(index, "b", [70, 71, 72, 1, 2, 3])
     found = index.propose("b", 1, least=0.5)
     assert found.matched == SHORTEST
     for _ in range(8):
@@ -150,8 +147,7 @@ def test_only_the_latest_places_of_an_ngram_are_looked_at(index, others, found):
     respond(index, "a", [1, 2, 3, 4, 10])
     for sibling in range(others):
         respond(index, f"b{sibling}", [9, 2, 3, 4, 20])
-    index.begin("c", PROMPT)
-    index.extend("c", [1, 2, 3, 4])
+    running(index, "c", [1, 2, 3, 4])
     assert proposed(index, "c", 1) == [found]
 
 
@@ -159,8 +155,7 @@ def test_only_the_latest_places_of_an_ngram_are_looked_at(index, others, found):
 def test_as_much_as_is_allowed_is_kept_and_no_byte_more(spare, kept):
     def follow(index):
         respond(index, "a", [1, 2, 3, 4])
-        index.begin("b", [60, 61, 62, 63])
-        index.extend("b", [5, 6, 7])
+        running(index, "b", [5, 6, 7], [60, 61, 62, 63])
         return index
 
     index = follow(NgramIndex(follow(NgramIndex(1 << 20)).bytes + spare))
@@ -170,8 +165,7 @@ def test_as_much_as_is_allowed_is_kept_and_no_byte_more(spare, kept):
 def test_a_match_is_compared_up_to_the_longest_and_trusted_by_its_length(index):
     said = list(range(100, 100 + 2 * LONGEST))
     respond(index, "a", [*said, 7])
-    index.begin("b", PROMPT)
-    index.extend("b", said)
+    running(index, "b", said)
     assert index.propose("b", 1).matched == LONGEST and Trust().of(LONGEST) == 1.0
     for _ in range(4):
         index.trust.learn(LONGEST, False)
@@ -182,6 +176,5 @@ def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
     respond(index, "a", [1, 2, 3, 10])
     index.new_policy()
     respond(index, "b", [1, 2, 3, 20])
-    index.begin("c", PROMPT)
-    index.extend("c", [1, 2, 3])
+    running(index, "c", [1, 2, 3])
     assert proposed(index, "c", 1) == [20]

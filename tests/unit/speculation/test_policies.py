@@ -15,11 +15,8 @@ TABLE = LatencyTable(tuple(LatencyPoint(b, b * 500, k, 0.01 * (1 + 0.1 * k), 5) 
 
 
 def step(drafted, verified=0, batch=4):
-    accepted = tuple(batch for _ in range(verified))
-    produced = batch * (1 + verified)
-    return Step(
-        batch, batch * 500, drafted, verified, batch if verified else 0, accepted, produced, 0.01, drafted == verified
-    )
+    drafts, accepted, produced = batch if verified else 0, (batch,) * verified, batch * (1 + verified)
+    return Step(batch, batch * 500, drafted, verified, drafts, accepted, produced, 0.01, drafted == verified)
 
 
 @pytest.mark.parametrize("name", POLICIES)

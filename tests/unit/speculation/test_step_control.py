@@ -204,13 +204,9 @@ def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
 
 def test_the_calibration_is_stored_as_it_was_told():
     control = StepControl(Remembers(), LIMITS)
-    control.control(
-        points=points({-1: [[1, 0.010], [8, 0.012]], 0: [[1, 0.011], [8, 0.013]], 3: [[1, 0.02], [8, 0.03]]})
-    )
-    record(
-        control,
-        *[step(drafted=OFF, **UNDRAFTED, batch=1, kv_tokens=32)] * 50,
-    )
+    told = {-1: [[1, 0.010], [8, 0.012]], 0: [[1, 0.011], [8, 0.013]], 3: [[1, 0.02], [8, 0.03]]}
+    control.control(points=points(told))
+    record(control, *[step(drafted=OFF, **UNDRAFTED, batch=1, kv_tokens=32)] * 50)
     stored = LatencyTable.from_list(control.learned()["points"]).calibration()
     costs = {(p.draft_length, p.batch): p.seconds for p in stored.points}
     assert costs[OFF, 1] == 0.010 and costs[3, 8] == 0.03

@@ -39,9 +39,6 @@ def filled(lengths, *, step=1, held_out=0.0, prompt_len=0, **caps):
     return buffer
 
 
-# ---------------------------------------------------------------- caps and ages
-
-
 def test_bytes_are_capped_and_the_oldest_go_first():
     cap = 6 * 15 * BYTES + 1
     buffer = Buffer(max_bytes=cap, keep_steps=8, held_out=0.0)
@@ -82,9 +79,6 @@ def test_ready_counts_training_tokens_only():
     assert buffer.ready(stats.train_tokens)
     assert not buffer.ready(stats.train_tokens + 1)
     assert not filled([]).ready(0)
-
-
-# ---------------------------------------------------------------- held out
 
 
 def test_held_out_is_a_fixed_share_and_never_sampled():
@@ -168,9 +162,6 @@ def test_one_that_does_not_fit_lets_no_shorter_older_one_in():
         buffer.add(step, 0, named(step, length))
     assert [names(buffer.held_out(tokens)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
     assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
-
-
-# ---------------------------------------------------------------- drawing
 
 
 def test_a_pass_draws_every_row_once_at_its_true_position():

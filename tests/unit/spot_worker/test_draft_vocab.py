@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
-from tiny_learner import CONFIG, HIDDEN, POLICY, VOCABULARY, RolloutSampling, texts, train_and_merge, verifier_arrays
+from tiny_learner import CONFIG, FACTS, HIDDEN, POLICY, SAMPLING, VOCABULARY, texts, train_and_merge, verifier_arrays
 from tiny_learner import merge_learners as merged
 
 from verl_tlt.drafter import build_drafter, check_drafter, load_drafter, save_drafter
-from verl_tlt.messages.training import DrafterProvenance, VerifierArrays
+from verl_tlt.messages.training import VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.trainer.run_setup import first_drafter
 
 SIZE = 8
 CHOSEN = np.array([1, 2, 5, 7, 11, 13, 20, 23])
 PRUNED = replace(CONFIG, drafter=replace(CONFIG.drafter, vocab=SIZE))
-FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0)
 
 
 @pytest.fixture
@@ -38,8 +37,7 @@ def start(tmp_path):
 @pytest.fixture
 def learner_of(tmp_path):
     def build(drafter, name="a", device="cpu", **more):
-        sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-        return SpotLearner(name, PRUNED, str(tmp_path / "policy"), drafter, sampling, device, **more)
+        return SpotLearner(name, PRUNED, str(tmp_path / "policy"), drafter, SAMPLING, device, **more)
 
     return build
 

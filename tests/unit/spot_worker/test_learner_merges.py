@@ -77,9 +77,8 @@ def test_what_a_worker_hands_in_of_its_first_session(tmp_path, head):
     learner.add(1, texts(60), verifier_arrays())
     learner.train(lambda: False)
     weights, start = learner.trainer.parameters_numpy(), learner.versions.candidate
-    moved, handed = (
-        sum(float(np.sum((of[key] - start[key]) ** 2)) for key in start) ** 0.5 for of in (weights, now(learner))
-    )
+    there = (weights, now(learner))
+    moved, handed = (sum(float(np.sum((of[key] - start[key]) ** 2)) for key in start) ** 0.5 for of in there)
     assert handed > 0.5 * moved if head == "new" else 0.0 < handed < 0.25 * moved
 
 

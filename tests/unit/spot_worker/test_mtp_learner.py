@@ -4,11 +4,11 @@ import pytest
 import torch
 from mtp_policy import SHAPE, make_mtp_policy
 from safetensors.torch import load
-from tiny_learner import merge_learners, same
+from tiny_learner import FACTS, SAMPLING, merge_learners, same
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import PolicyStates, Text, VerifierWeights, load_drafter, load_policy, to_numpy16
-from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, VerifierArrays
+from verl_tlt.messages.training import VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.versions import checksums
 from verl_tlt.trainer.run_setup import first_drafter
@@ -20,8 +20,6 @@ CONFIG = TLTConfig.from_dict(
         "spot": {"max_epochs": 6.0},
     }
 )
-SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
 
 
 @pytest.fixture(scope="module", params=["mimo", "qwen3_5"])

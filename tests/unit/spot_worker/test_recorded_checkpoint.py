@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tiny_learner import CONFIG, RolloutSampling, texts, verifier_arrays
+from tiny_learner import CONFIG, SAMPLING, texts, verifier_arrays
 
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.trainer.checkpoints import saved_drafter
@@ -39,8 +39,7 @@ def test_the_run_starts_with_what_was_served(step_dir, start):
 
 
 def test_its_learner_goes_on_with_every_version_and_the_optimizer(step_dir, start):
-    sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-    learner = SpotLearner("a", CONFIG, str(step_dir.parent / "policy"), start.trainable, sampling, "cpu")
+    learner = SpotLearner("a", CONFIG, str(step_dir.parent / "policy"), start.trainable, SAMPLING, "cpu")
     resumed = learner.resume(str(saved_drafter(step_dir)))
     assert asdict(resumed) == json.loads((RECORDED / "resumed.json").read_text())
     saved = load_file(step_dir / "tlt_drafter" / "model.safetensors")

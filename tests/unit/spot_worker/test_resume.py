@@ -3,15 +3,12 @@ references."""
 
 import pytest
 from safetensors.torch import load_file
-from tiny_learner import CONFIG, RolloutSampling, make_learner, same, texts, train_and_merge, verifier_arrays
+from tiny_learner import CONFIG, FACTS, SAMPLING, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import load_training_state
-from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.versions import checksum, checksums, moments
 from verl_tlt.trainer.run_setup import first_drafter
-
-FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
 
 
 @pytest.fixture
@@ -30,8 +27,7 @@ def resumed(learner, tmp_path):
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     learner.save(str(directory), FACTS)
     start = first_drafter(CONFIG, str(tmp_path / "policy"), "bfloat16", 64, directory.parent)
-    sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-    other = SpotLearner("a", CONFIG, str(tmp_path / "policy"), start.trainable, sampling, "cpu")
+    other = SpotLearner("a", CONFIG, str(tmp_path / "policy"), start.trainable, SAMPLING, "cpu")
     return other, other.resume(str(directory))
 
 

@@ -4,13 +4,11 @@ import subprocess
 
 import pytest
 import torch
-from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
+from tiny_learner import FACTS, make_learner, texts, train_and_merge, verifier_arrays
 from torch.utils._pytree import tree_leaves
 
 from verl_tlt.errors import DrafterError
-from verl_tlt.messages.training import DrafterProvenance
 
-FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0)
 PAGE = 4096
 POLICY_BYTES = 64 * PAGE
 

@@ -7,12 +7,15 @@ import torch
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence
-from verl_tlt.messages.training import RolloutSampling, VerifierArrays
+from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import average_slice
 from verl_tlt.trainer.run_setup import first_drafter
 
 HIDDEN, VOCABULARY = 32, 24
+SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
+"""Of a checkpoint: version, RL step, acceptance and tokens come last."""
 POLICY = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -28,7 +31,7 @@ def learner_arguments(directory):
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(POLICY))
     start = first_drafter(CONFIG, str(directory), "bfloat16", 64, None)
-    return "a", CONFIG, str(directory), start.trainable, RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+    return "a", CONFIG, str(directory), start.trainable, SAMPLING
 
 
 def make_learner(directory, device="cpu", **more):

@@ -196,16 +196,3 @@ def test_every_metric_is_documented():
     names = {re.sub(r"errors_\w+$", "errors_<what>", name) for name in names}
     page = Path(verl_tlt.__file__).parents[1] / "docs" / "metrics.md"
     assert names == set(re.findall(r"^\| `(tlt/[^`]+)` \|", page.read_text(), flags=re.MULTILINE))
-
-
-def test_the_lines_of_the_quickstart_begin_as_those_of_the_recorded_steps():
-    root = Path(verl_tlt.__file__).parents[1]
-    turns = json.loads((root / "benchmarks" / "results" / "cold_start.json").read_text())["turns"]
-    steps = {step["step"]: step for turn in turns if turn["arm"] == "tlt-fresh" for step in turn["steps"]}
-    shown = re.findall(r"^step (\d+) .*$", (root / "docs" / "quickstart.md").read_text(), flags=re.MULTILINE)
-    assert len(shown) == 3
-    for number in map(int, shown):
-        step = steps[number]
-        named = {"critic/score/mean": "reward", "timing_s/gen": "rollout_s", "tlt/accept_length": "accept_length"}
-        line = step_line({metric: step[field] for metric, field in named.items()}, number)
-        assert line in (root / "docs" / "quickstart.md").read_text().splitlines()

@@ -22,6 +22,18 @@ def clock():
 
 
 @pytest.fixture
+def took(clock):
+    """Seconds that a call takes."""
+
+    def measure(call, *args):
+        begin = clock.now
+        call(*args)
+        return clock.now - begin
+
+    return measure
+
+
+@pytest.fixture
 def run_dir(tmp_path):
     """A run's trace directory."""
     path = tmp_path / "checkpoints" / "tlt_trace"

@@ -48,11 +48,22 @@ def rest_of_step(controller, fleet, step, wait=True, step_s=2.0):
     return controller.metrics(step, {"timing_s/gen": 1.0, "timing_s/step": step_s})
 
 
+def rl_step(controller, fleet, step, seconds=0.0):
+    """A whole step, whose sampling goes on for so long after `b` ran dry. Returns the metrics."""
+    with sampling(controller, fleet, step):
+        fleet.clock.sleep(seconds)
+    return rest_of_step(controller, fleet, step)
+
+
+def trained_step(controller, fleet, step):
+    """One in whose sampling somebody trains. Returns the metrics."""
+    train(controller, fleet, step)
+    return rest_of_step(controller, fleet, step)
+
+
 def fill_buffers(controller, fleet):
     """A first step, whose log-probs fill the buffers."""
-    with sampling(controller, fleet, 1):
-        pass
-    return rest_of_step(controller, fleet, 1)
+    return rl_step(controller, fleet, 1)
 
 
 def called(fleet, method):

@@ -11,18 +11,6 @@ from verl_tlt.trainer import controller, waits, watch
 from verl_tlt.trainer.waits import CallFailed
 
 
-@pytest.fixture
-def took(clock):
-    """Seconds that a call takes."""
-
-    def measure(call, *args):
-        begin = clock.now
-        call(*args)
-        return clock.now - begin
-
-    return measure
-
-
 def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run, clock, took):
     run_, fleet = run()
     fleet.hand_over = lambda step, taken: {"a": FakeCall(clock)}
@@ -152,6 +140,7 @@ def test_a_worker_that_is_killed_counts_once_in_whatever_phase(filled, clock, ph
             fleet.broken["session of b"] = dead
     with sampling(run_, fleet, 2):
         clock.sleep(LOOKS_S)
+        assert bool(fleet.restarts) == (phase in ("hand-over", "session")), "as soon as it is found dead"
     run_.save(2)
     run_.saved(2)
     counted = [rest_of_step(run_, fleet, step).get("tlt/spot_failures", 0) for step in (2, 3)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_fleet import FakeFleet
-from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, sampling, train
+from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, rl_step, sampling, train, trained_step
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.config import TOKENS_PER_STEP
@@ -90,8 +90,7 @@ def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(fil
 def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(filled, acceptance, overflows):
     controller, fleet = filled()
     fleet.candidate_acceptance, fleet.overflows = acceptance, overflows
-    train(controller, fleet, 2)
-    metrics = rest_of_step(controller, fleet, 2)
+    metrics = trained_step(controller, fleet, 2)
     assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
     assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1 and metrics["tlt/errors"] == 0
 
@@ -100,27 +99,23 @@ def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(filled,
 def test_a_publication_that_fails_costs_itself_and_nothing_else(filled, method):
     controller, fleet = filled()
     fleet.broken[method] = CallFailed("no answer within 120 s")
-    train(controller, fleet, 2)
-    metrics = rest_of_step(controller, fleet, 2)
+    metrics = trained_step(controller, fleet, 2)
     assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
     assert metrics["tlt/drafter_version"] == 0 and called(fleet, "merge") == [(("b",),)]
     fleet.broken.clear()
-    train(controller, fleet, 3)
-    assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
+    assert trained_step(controller, fleet, 3)["tlt/drafter_version"] == 1
     assert controller.guard.counts == {"publish": 1}
 
 
 def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(filled):
     controller, fleet = filled()
     fleet.broken["merge"] = CallFailed("no answer within 120 s")
-    train(controller, fleet, 2)
-    metrics = rest_of_step(controller, fleet, 2)
+    metrics = trained_step(controller, fleet, 2)
     assert metrics["tlt/drafter_version"] == 1 == len(fleet.staged) and controller.guard.counts == {"publish": 1}
     assert controller.updates.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01)
     fleet.broken.clear()
     for step in (3, 4):  # merged in the third step, judged in the fourth
-        train(controller, fleet, step)
-        assert rest_of_step(controller, fleet, step)["tlt/drafter_version"] == step - 2
+        assert trained_step(controller, fleet, step)["tlt/drafter_version"] == step - 2
     assert controller.guard.counts == {"publish": 1}
 
 
@@ -179,12 +174,9 @@ def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(run, 
     assert "spot training on b is given up for 16 steps" in said.text and "RayTaskError: again" in said.text
     fleet.broken.clear()
     for step in range(17, 33):
-        with sampling(controller, fleet, step):
-            fleet.clock.sleep(LOOKS_S)
-        rest_of_step(controller, fleet, step)
+        rl_step(controller, fleet, step, LOOKS_S)
     assert len(called(fleet, "train")) == MAX_FAILURES + 1
-    train(controller, fleet, 33)
-    assert rest_of_step(controller, fleet, 33)["tlt/spot_off_replicas"] == 0
+    assert trained_step(controller, fleet, 33)["tlt/spot_off_replicas"] == 0
     assert "spot training on b, which was given up, works again" in said.text
 
 
@@ -217,23 +209,11 @@ def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, clock
     assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected
 
 
-def test_a_worker_that_died_in_its_session_is_restarted(filled):
-    controller, fleet = filled()
-    fleet.broken["session of b"] = CallFailed("RayActorError: gone", died=True)
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: fleet.restarts == ["b"])
-    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1
-
-
 def test_lines_that_the_trace_loses_are_counted(filled, tmp_path):
     (tmp_path / "trace").write_text("a file, where the trace's directory would be")
     controller, fleet = filled()
-    with sampling(controller, fleet, 2):
-        fleet.clock.sleep(LOOKS_S)
-    lost = rest_of_step(controller, fleet, 2)["tlt/errors_trace"]
-    with sampling(controller, fleet, 3):
-        fleet.clock.sleep(LOOKS_S)
-    assert rest_of_step(controller, fleet, 3)["tlt/errors_trace"] > lost > 1
+    lost = rl_step(controller, fleet, 2, LOOKS_S)["tlt/errors_trace"]
+    assert rl_step(controller, fleet, 3, LOOKS_S)["tlt/errors_trace"] > lost > 1
 
 
 def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
@@ -354,8 +334,7 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
     controller, fleet = filled()
     controller.save(1)
     assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
-    train(controller, fleet, 2)
-    rest_of_step(controller, fleet, 2)
+    trained_step(controller, fleet, 2)
     controller.finish()
     assert called(fleet, "close") == [()]
     directory, provenance = fleet.saved[-1]
@@ -387,9 +366,7 @@ def test_the_first_rollout_chooses_the_tokens_that_are_drafted(run):
     assert called(fleet, "choose_tokens") == [], "nothing was counted"
     fleet.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
     for step in (2, 3):
-        with sampling(controller, fleet, step):
-            pass
-        rest_of_step(controller, fleet, step)
+        rl_step(controller, fleet, step)
     ((ids,),) = called(fleet, "choose_tokens")
     assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
 
@@ -409,9 +386,7 @@ def test_the_trace_says_of_each_step_why_nobody_drafted_in_it(filled, tmp_path):
     controller, fleet = filled()
     write_switch(tmp_path / "trace", speculation=False)
     controller.before_sync(1)
-    with sampling(controller, fleet, 2):
-        pass
-    rest_of_step(controller, fleet, 2)
+    rl_step(controller, fleet, 2)
     off = read_trace(tmp_path / "trace").off
     assert "next to nothing is accepted" in off[1] and "switched off" in off[2] and len(off) == 2
 
@@ -473,9 +448,7 @@ def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_
 def test_tokens_a_second_are_of_the_time_in_which_engines_decode(run, mode, seconds):
     controller, fleet = run(mode=mode, names=("a", "b", "c"), standalone=("c",) if mode == "separate_async" else ())
     fleet.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
-    with sampling(controller, fleet, 1):
-        pass
-    assert rest_of_step(controller, fleet, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
+    assert rl_step(controller, fleet, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
 
 
 def test_validation_is_not_the_next_rollouts(filled):

@@ -13,10 +13,6 @@ from verl_tlt.trainer.runtime_switch import (
 )
 
 
-def test_without_a_file_everything_is_on(tmp_path):
-    assert read_switch(tmp_path) == RuntimeSwitch(speculation=True, spot=True)
-
-
 def test_switches_are_written_one_by_one_and_read_back(run_dir):
     write_switch(run_dir, speculation=False)
     assert write_switch(run_dir, spot=False, speculation=None) == RuntimeSwitch(False, False) == read_switch(run_dir)

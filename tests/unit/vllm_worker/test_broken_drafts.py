@@ -74,12 +74,13 @@ def test_one_of_several_ranks_tells_it_and_switches_nothing_off_by_itself():
 
 
 def test_under_async_scheduling_the_news_are_inside_of_what_is_returned():
-    runner = Runner(torch.full((1, 2), NAN))
-    inner = SimpleNamespace()
-    runner.sample_tokens = lambda _: (
-        runner._get_spec_decode_draft_probs(None),
-        SimpleNamespace(_model_runner_output=inner),
-    )[1]
+    runner, inner = Runner(torch.full((1, 2), NAN)), SimpleNamespace()
+
+    def sample_tokens(_):
+        runner._get_spec_decode_draft_probs(None)
+        return SimpleNamespace(_model_runner_output=inner)
+
+    runner.sample_tokens = sample_tokens
     BrokenDrafts(runner, lambda: None)
     runner.sample_tokens(None)
     assert vars(inner) == {BROKEN_MARK: 1}

@@ -55,9 +55,7 @@ def answered(answers):
     def write(work, samples=1):
         folder = work / "responses"
         folder.mkdir(parents=True)
-        rows = [
-            {"prompt": i, "sample": s, "tokens": tokens} for i, tokens in enumerate(answers) for s in range(samples)
-        ]
+        rows = [{"prompt": i, "sample": s, "tokens": said} for i, said in enumerate(answers) for s in range(samples)]
         (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     return write

@@ -51,47 +51,43 @@ def slow_scores(monkeypatch):
     return now
 
 
-def run_of(monkeypatch, options, console):
-    """The warm-up's training run, once it has ended."""
-    runs = []
-    monkeypatch.setattr(command, "_save", lambda o, p, r, run: runs.append(run) or o.out)
-    warmup(options, console)
-    return runs[0]
+@pytest.fixture
+def ended(policy_dir, prompts_file, tmp_path, answered, slow_scores, monkeypatch):
+    """A warm-up with such scores: (its training run, what it printed)."""
+
+    def run(samples, **more):
+        runs, said = [], io.StringIO()
+        options = WarmupOptions(
+            model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24, device="cpu",
+            objective="eagle", samples=samples, **more,
+        )  # fmt: skip
+        answered(options.work, samples)
+        monkeypatch.setattr(command, "_save", lambda o, p, r, run: runs.append(run) or o.out)
+        warmup(options, Console(file=said, width=200))
+        return runs[0], said.getvalue()
+
+    return run
 
 
 @pytest.mark.parametrize("budget", [{"epochs": 1}, {"epochs": 9, "max_minutes": 5.0}], ids=str)
-def test_a_large_vocabularys_scores_do_not_take_the_run(
-    policy_dir, prompts_file, tmp_path, answered, slow_scores, monkeypatch, budget
-):
+def test_a_large_vocabularys_scores_do_not_take_the_run(ended, slow_scores, monkeypatch, budget):
     monkeypatch.setattr(train, "FREE_TOKENS", 100)
     monkeypatch.setattr(train, "PROBE_TOKENS", 30)
-    options = WarmupOptions(
-        model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24, batch_tokens=128,
-        device="cpu", objective="eagle", samples=6, **budget,
-    )  # fmt: skip
-    answered(options.work, samples=6)
-    said = io.StringIO()
-    run = run_of(monkeypatch, options, Console(file=said, width=200))
+    run, said = ended(samples=6, batch_tokens=128, **budget)
     spent = run.progress
     assert 0.03 < spent.check_seconds / (spent.seconds + spent.check_seconds) < CHECK_SHARE + 0.03  # with the probe
     assert spent.checks[0]["step"] == 0 and spent.checks[-1]["step"] == run.trainer.steps
     if "max_minutes" in budget:
         assert spent.seconds + spent.check_seconds == pytest.approx(300.0, abs=30.0), "checks are minutes too"
     longest = max(b - a for a, b in zip([0.0, *stamps(said)], [*stamps(said), slow_scores[0]], strict=True))
-    assert longest < 0.25 * slow_scores[0], said.getvalue()
+    assert longest < 0.25 * slow_scores[0], said
 
 
 def stamps(said):
     """Seconds at which a line was printed."""
-    return [float(line.split(" after ")[1].split()[0]) for line in said.getvalue().splitlines() if " after " in line]
+    return [float(line.split(" after ")[1].split()[0]) for line in said.splitlines() if " after " in line]
 
 
-def test_while_text_is_scored_it_says_so(policy_dir, prompts_file, tmp_path, answered, slow_scores, monkeypatch):
-    options = WarmupOptions(
-        model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24, batch_tokens=64,
-        device="cpu", objective="eagle", samples=4, epochs=1,
-    )  # fmt: skip
-    answered(options.work, samples=4)
-    said = io.StringIO()
-    run_of(monkeypatch, options, Console(file=said, width=200))
-    assert "held-out tokens scored after" in said.getvalue()
+def test_while_text_is_scored_it_says_so(ended):
+    _, said = ended(samples=4, batch_tokens=64, epochs=1)
+    assert "held-out tokens scored after" in said

@@ -14,14 +14,7 @@ from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup.command import _save
 from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate, report
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
-from verl_tlt.drafter import (
-    DrafterError,
-    build_drafter,
-    fingerprint,
-    load_drafter,
-    save_drafter,
-    serving_tensors,
-)
+from verl_tlt.drafter import DrafterError, build_drafter, fingerprint, load_drafter, save_drafter, serving_tensors
 from verl_tlt.drafter.evaluate import DraftCounts
 
 
@@ -66,9 +59,8 @@ def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file
 def test_held_out_are_prompts_in_the_form_of_the_warm_up(policy_dir, tmp_path, prompt_lines):
     rows = [json.dumps({"question": [{"role": "user", "content": line}]}) for line in prompt_lines]
     (tmp_path / "p.jsonl").write_text("\n".join(rows))
-    form = PromptForm(
-        "question", {"chat_template": "{{ messages[0].content }} {{ 'w46' if thinking }}", "thinking": True}
-    )
+    template = "{{ messages[0].content }} {{ 'w46' if thinking }}"
+    form = PromptForm("question", {"chat_template": template, "thinking": True})
     known = read_prompts([tmp_path / "p.jsonl"], load_tokenizer(policy_dir), 100, form=form)
     facts = {"prompts": [str(tmp_path / "p.jsonl")], "prompts_sha256": known.digest, "prompt_form": asdict(form)}
     own = save_drafter(build_drafter(policy_dir), tmp_path / "own", facts)
@@ -98,10 +90,9 @@ def test_the_engine_is_given_what_the_checks_let_through(drafter, policy_dir, pr
         raise InterruptedError
 
     monkeypatch.setattr("verl_tlt.commands.warmup.engine.generate", engine)
+    options = EvaluateOptions(drafter=drafter, model=policy_dir, prompts=[prompts_file], response_length=24)
     with pytest.raises(InterruptedError):
-        evaluate(
-            EvaluateOptions(drafter=drafter, model=policy_dir, prompts=[prompts_file], response_length=24), Console()
-        )
+        evaluate(options, Console())
 
 
 def test_a_drafter_that_learned_nothing_is_not_written(policy_dir, prompts_file, tmp_path):

@@ -50,6 +50,9 @@ def test_equal_prompts_count_once_and_long_ones_are_left_out(tokenizer, tmp_path
     assert len(read_prompts([tmp_path / "p.txt"], tokenizer, 20, limit=17).tokens) == 17
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -62,12 +65,8 @@ def test_equal_prompts_count_once_and_long_ones_are_left_out(tokenizer, tmp_path
         ("p.jsonl", '{"prompt": [1, 2]}', "prompt 1 is neither text nor a list of messages"),
         ("p.jsonl", '{"prompt": "w1 \\ud83d"}', "half a surrogate pair"),
         ("p.json", '[{"prompt": "w1 \\ude00 w2"}]', "half a surrogate pair"),
-        (
-            "p.jsonl",
-            '{"prompt": "w1"}\n' + "[" * 100_000 + "]" * 100_000,
-            "file after prompt 1: it is nested deeper than",
-        ),
-        ("p.json", "[" * 100_000 + "]" * 100_000, "it is nested deeper than"),
+        ("p.jsonl", '{"prompt": "w1"}\n' + DEEP, "file after prompt 1: it is nested deeper than"),
+        ("p.json", DEEP, "it is nested deeper than"),
         ("p.json", '[{"prompt": "w1"}, {"prompt": 3}]', "prompt 2 is neither text nor a list of messages"),
         ("p.json", '{"data": [{"prompt": "w1"}]}', "prompt 1 has no field `prompt`."),
         ("p.parquet", "not parquet", "is not a readable .parquet file"),

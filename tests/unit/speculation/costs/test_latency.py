@@ -20,11 +20,17 @@ def measure(model, batch, k, steps, rng, context=1000, sigma=0.03, cost=true):
         model.observe(batch, batch * context, k, cost(batch, batch * context, k) * rng.lognormal(0.0, sigma))
 
 
+def measured(batches, arms, steps, seed):
+    """A model that has measured so many steps of each arm at each batch."""
+    model, rng = LatencyModel(ARMS), np.random.default_rng(seed)
+    for batch in batches:
+        for k in arms:
+            measure(model, batch, k, steps, rng)
+    return model
+
+
 def test_it_knows_what_it_measured():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(0)
-    for batch in (256, 64, 16, 4, 1):
-        for k in (0, 1, 3):
-            measure(model, batch, k, 24, rng)
+    model = measured((256, 64, 16, 4, 1), (0, 1, 3), 24, seed=0)
     for batch in (256, 64, 16, 4, 1):
         for k in (1, 3):
             seconds, at_zero = (model.seconds(batch, batch * 1000, arm) for arm in (k, 0))
@@ -34,10 +40,7 @@ def test_it_knows_what_it_measured():
 
 
 def test_three_arms_at_some_batches_predict_the_others():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(1)
-    for batch in (128, 32, 8, 2):
-        for k in (0, 1, 3):
-            measure(model, batch, k, 10, rng)
+    model = measured((128, 32, 8, 2), (0, 1, 3), 10, seed=1)
     for batch, k in ((64, 1), (64, 3), (16, 2), (4, 3), (1, 1), (8, 5), (2, 5)):
         assert model.seconds(batch, batch * 1000, k) == pytest.approx(true(batch, batch * 1000, k), rel=0.15)
 
@@ -51,9 +54,7 @@ def test_it_follows_the_context():
 
 
 def test_latency_rises_with_k_where_nothing_was_measured():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(3)
-    measure(model, 32, 0, 6, rng)
-    measure(model, 32, 3, 6, rng)
+    model = measured((32,), (0, 3), 6, seed=3)
     for batch in (1, 8, 32, 200):
         seconds = model.predict(batch, batch * 1000)
         assert seconds == sorted(seconds)
@@ -102,18 +103,12 @@ def test_a_table_seeds_it_and_is_outvoted():
 
 
 def test_off_is_an_arm_of_its_own():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(7)
-    for batch in (1, 16, 64):
-        measure(model, batch, 0, 8, rng)
-        measure(model, batch, OFF, 8, rng)
+    model = measured((1, 16, 64), (0, OFF), 8, seed=7)
     assert model.seconds(16, 16000, OFF) == pytest.approx(true(16, 16000, OFF), rel=0.03)
 
 
 def test_what_it_learned_survives_as_a_table():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(9)
-    for batch in (1, 4, 16, 64):
-        for k in (0, 1, 3):
-            measure(model, batch, k, 12, rng)
+    model = measured((1, 4, 16, 64), (0, 1, 3), 12, seed=9)
     again = LatencyModel(ARMS, table=LatencyTable.from_list(model.to_table().to_list()))
     for batch in (1, 4, 16, 64):
         assert again.seconds(batch, batch * 1000, 1) == pytest.approx(model.seconds(batch, batch * 1000, 1), rel=0.03)
@@ -171,9 +166,7 @@ def test_a_load_of_nothing_has_a_latency_as_any_other_once_anything_was_measured
 
 
 def test_one_stall_does_not_condemn_a_draft_length():
-    rng, model = np.random.default_rng(4), LatencyModel(ARMS)
-    for k in (0, 3):
-        measure(model, 16, k, 40, rng)
+    model = measured((16,), (0, 3), 40, seed=4)
     expected = model.seconds(64, 64000, 3)
     model.observe(64, 64000, 3, 4.0 * expected)
     assert model.seconds(64, 64000, 3) < 1.05 * expected
@@ -194,8 +187,7 @@ def test_a_guess_between_measured_lengths_is_worth_a_look_and_gone_with_the_firs
 
 
 def test_the_farther_a_measurement_the_less_is_known():
-    model, rng = LatencyModel(ARMS), np.random.default_rng(11)
-    measure(model, 16, 3, 24, rng)
+    model = measured((16,), (3,), 24, seed=11)
     arm = 1 + ARMS.index(3)
     for loads in ([(16, 1000), (32, 1000), (64, 1000)], [(16, 1000), (16, 4000), (16, 16000)]):
         vague = [model.uncertainty(batch, batch * context)[arm] for batch, context in loads]

@@ -34,9 +34,7 @@ def test_a_recorded_table_of_an_earlier_release_still_loads(tmp_path):
     (recorded,) = (Path(__file__).parents[3] / "data/recorded/costs").glob("*.json")
     shutil.copyfile(recorded, tmp_path / recorded.name)
     key = TableKey(
-        "NVIDIA H100 80GB HBM3 x1",
-        "policy 0123456789ab bfloat16 graphs of all drafts drafter 1024x32000",
-        "0.28.0",
+        "NVIDIA H100 80GB HBM3 x1", "policy 0123456789ab bfloat16 graphs of all drafts drafter 1024x32000", "0.28.0"
     )
     table = load_table(tmp_path, key)
     assert table is not None
@@ -117,9 +115,6 @@ def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
         save_table(tmp_path, KEY, LatencyTable(()))
     assert load_table(tmp_path, KEY) == TABLE
     assert len(list(tmp_path.iterdir())) == 1
-
-
-# ---------------------------------------------------------------------- points
 
 
 @pytest.mark.parametrize(
