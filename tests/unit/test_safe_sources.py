@@ -67,3 +67,16 @@ def test_hidden_states_are_not_written_to_a_disk():
     names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
     writes = {"open", "fdopen", "write", "write_text", "write_bytes", "save_file", "tofile"}
     assert len(names) > 100 and not names & writes and not any("temp" in name.lower() for name in names)
+
+
+OFFENCES = (
+    "import pickle", "from http.server import HTTPServer", "torch.load(file)", "np.load(file)", "eval(text)",
+    "safe_open(file, 'pt')",
+    "subprocess.run(words, shell=True)", "yaml.load(text, Loader=yaml.Loader)", "server.bind('tcp://*:5555')",
+    "AutoModel.from_pretrained(path, trust_remote_code=True)",
+)  # fmt: skip
+HARMLESS = "model.eval()", "run(words)", "from_pretrained(path, trust_remote_code=False)", "yaml.safe_load(text)"
+
+
+def test_the_test_sees_an_offence():
+    assert all(list(offences(source)) for source in OFFENCES) and not any(list(offences(s)) for s in HARMLESS)
