@@ -11,8 +11,6 @@ were trained, the drafter the whole chain began with. All of it must be of the s
 The work folder keeps the chain: called again, the command goes on with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 Response lengths can be forced (`FORCED`), so that a replica runs dry long before another in nearly every step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

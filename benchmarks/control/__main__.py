@@ -10,8 +10,6 @@ A fixed part that was killed goes on when called again. A part that is not run k
 those of finished studies. Wall-clock timings mean something only on an idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ decode the same tokens. `table` and `goodput` are told the calibration and the d
 `goodput` learns it keeps for the load. Rounds are kept in a folder, and a command that was killed goes on after them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -8,8 +8,6 @@ same prompts once, another first every round, so that the machine's pace meets a
 all rounds, with its 95 % interval.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

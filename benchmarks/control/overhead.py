@@ -13,8 +13,6 @@ now there is not what control costs. Single runs, interruptions included, are re
 scheduler takes for a step (`vllm_us_p50`), which tells a fast machine from a slow one.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

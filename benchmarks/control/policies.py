@@ -3,8 +3,6 @@
 An engine takes one through `additional_config.tlt.policy_factory`, for example `benchmarks.control.policies:bandit`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

@@ -7,8 +7,6 @@ behind; `cold` is goodput without either, and `of 5 seeds` its worst result over
 `table` is told both as well, with every load calibrated. The others have no use for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Spot learners outside a run, which own their device: merged and scored at once instead of during sessions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from verl_tlt.drafter import SequenceScore, TrainingSequence

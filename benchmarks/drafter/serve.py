@@ -9,8 +9,6 @@ as the run; it is told what a run would tell it, K is its choice, and so is whet
 the engine with its drafter off.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

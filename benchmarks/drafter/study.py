@@ -16,8 +16,6 @@ that long responses are made of, with as many tokens. The frozen drafter stays a
 learned offline, before the run, as many tokens more of its start's text as the online one sees during the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

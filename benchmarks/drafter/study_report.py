@@ -7,8 +7,6 @@ draft lengths that `goodput` chose and with steps without a draft; speed is toke
 by run, sums over its steps, and the interval is over runs, by Student's t.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

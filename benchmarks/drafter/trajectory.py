@@ -9,8 +9,6 @@ on-policy update follows (group-normalised advantages, token-mean loss, no KL te
 also yields the hidden states that a tap would have kept. It may be interrupted at any time; the same command goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -21,8 +21,6 @@ The last command but one shows what a cold start costs and when it has paid for 
 one has a real language model in the toy's place (`benchmarks.real_policy`), and fewer arms.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

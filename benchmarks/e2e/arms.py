@@ -14,8 +14,6 @@ cache would stay in its memory during training. A drafter is also kept by vLLM 0
 (`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

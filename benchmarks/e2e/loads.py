@@ -1,7 +1,5 @@
 """How much an engine has to do at once: the recipe's few responses, or many."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from benchmarks.toy_job import SAMPLES

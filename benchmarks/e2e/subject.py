@@ -1,7 +1,5 @@
 """What a comparison trains: the toy, or a real language model (`benchmarks.real_policy`), with recipe and heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -11,8 +11,6 @@ status 1.
 `--only` makes a short run of the faults whose names hold one of the texts, and writes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """One GRPO run of the toy with faults armed, to its end: what it wrote, and what it left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

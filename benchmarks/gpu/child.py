@@ -1,7 +1,5 @@
 """The process of one part of `benchmarks.gpu`."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What steps of an engine of real shape cost, and what it leaves to a training session while it sleeps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -13,8 +13,6 @@
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

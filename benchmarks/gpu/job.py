@@ -12,8 +12,6 @@
 Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand in (`verl_cpu`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ of a session whose process is killed.
 Policy, draft vocabulary and micro-batches are those of a 7B run by default.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time

@@ -9,8 +9,6 @@ have. It learns from the task's demonstrations, which the policy imitates, with 
 RL. Both stay in DIR for the next call; the drafter's acceptance on held-out text is printed and kept beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

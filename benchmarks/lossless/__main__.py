@@ -4,8 +4,6 @@ Responses are drawn under each setting, and every token is judged by Hugging Fac
 which knows nothing of vLLM, drafts or TLT. One row per engine and setting. See README.md here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

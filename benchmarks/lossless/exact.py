@@ -5,8 +5,6 @@ outputs against their probabilities, enumerated by a tree over all of them: it s
 tokens, and nothing beyond; it needs a small vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

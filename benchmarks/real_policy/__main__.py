@@ -7,8 +7,6 @@
 `--measure` has vLLM answer that many training prompts once, at temperature 1, and says how many answers are right.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -8,8 +8,6 @@ every row of the head: of the whole vocabulary three times as much as the layer 
 of runs. A call with more prompts goes on from the head before.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ noise and stalls; requests that wait join as places free up and make a step uncl
 noise, which hits every policy alike.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Step costs of simulated hardware: a roofline with CUDA graphs, measured tables, a price of changing K."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
