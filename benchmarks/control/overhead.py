@@ -1,7 +1,5 @@
 """What control costs: CPU time that verl-tlt adds to an engine step of 256 requests, without running a model.
 
-    python -m benchmarks.control.overhead [--batch N] [--steps N] [--runs N]
-
 vLLM's real scheduler under ours, with a made worker that accepts drafts at random and a made clock that advances as a
 8B model on an H100 would, so that the policy sees believable latencies and chooses among several K. Counted is the CPU
 time of this thread in our code only, less what the same measurement says of a scheduler that extends the same methods
@@ -13,9 +11,7 @@ now there is not what control costs. Single runs, interruptions included, are re
 scheduler takes for a step (`vllm_us_p50`), which tells a fast machine from a slow one.
 """
 
-import argparse
 import gc
-import json
 import os
 import tempfile
 import time
@@ -30,8 +26,6 @@ import numpy as np
 ARMS = (0, 1, 2, 3, 5, 7)
 ACCEPTANCE = 0.6
 PROMPT = 16
-
-
 METHODS = ("schedule", "update_from_output", "update_draft_token_ids", "get_grammar_bitmask")
 """Of vLLM's scheduler, which ours extend."""
 
@@ -253,16 +247,3 @@ def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[i
                 spent.append((1e6 * waited, 1e6 * meanwhile, 1e6 * vllm))
     gc.unfreeze()
     return lengths, spent
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--runs", type=int, default=5, help="of all steps")
-    options = parser.parse_args()
-    print(json.dumps(measure(options.batch, options.steps, options.runs), indent=1))
-
-
-if __name__ == "__main__":
-    main()
