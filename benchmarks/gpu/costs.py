@@ -1,15 +1,13 @@
 """What steps of an engine of real shape cost, and what it leaves to a training session while it sleeps."""
 
 import asyncio
-import json
 import os
 import re
-import subprocess
-import sys
+from itertools import count
 from typing import Any
 
 from benchmarks.gpu.engines import hold, shaped_engine, stats
-from benchmarks.gpu.parts import NEEDS_CUDA, Bench, device_memory
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, attempt, device_memory
 from verl_tlt.commands.child_engine import LOG
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.server.engine_arguments import started_lengths
@@ -88,17 +86,13 @@ async def beside(bench: Bench) -> dict[str, Any]:
 
 
 def _session(bench: Bench, note: Any) -> dict[str, Any]:
-    """The part `stop` of `benchmarks.gpu.drafter` in processes of its own; memory is noted while it goes on."""
-    report = bench.directory / "beside.json"
-    command = [sys.executable, "-m", "benchmarks.gpu.drafter", "--parts", "stop", "--out", str(report)]
-    command += ["--budget", str(SESSION_S), *(["--tiny"] if bench.tiny else [])]
-    child = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
-    turn = 0
-    while child.poll() is None:
-        try:
-            child.wait(5.0)
-        except subprocess.TimeoutExpired:
-            turn += 1
-            note(f"in the session, {5 * turn} s")
-    found: dict[str, Any] = json.loads(report.read_text())["parts"]["stop"]
-    return found
+    """The part `stop` of `benchmarks.gpu.drafter`; memory is noted while it goes on."""
+    from benchmarks.gpu.drafter import PARTS
+
+    seconds = count(1)
+
+    def tell() -> None:
+        if (second := next(seconds)) % 5 == 0:
+            note(f"in the session, {second} s")
+
+    return attempt("benchmarks.gpu.drafter", "stop", PARTS["stop"], bench.tiny, bench.directory, SESSION_S, tell)

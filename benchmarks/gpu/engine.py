@@ -27,10 +27,10 @@ from benchmarks.gpu.engines import (
     hold,
     in_worker,
     overwrite,
+    prompts,
     sample,
     stats,
-    task_prompts,
-    toy_engine,
+    tiny_engine,
 )
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from verl_tlt.messages import from_plain
@@ -39,12 +39,12 @@ from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
 
 BEGINNING = [1]
-"""Of any text: the policy is in doubt about every token after it, while it knows the answer to a task for sure."""
+"""One prompt for all draws."""
 
 
 async def sleep(bench: Bench) -> dict[str, Any]:
     """Acceptance before the sleep and after the reload, in verl's order; whether sleep lost weights or buffers."""
-    async with toy_engine(bench) as engine:
+    async with tiny_engine(bench) as engine:
         assert engine.drafter is not None
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine)}
@@ -68,13 +68,13 @@ async def nan(bench: Bench) -> dict[str, Any]:
 
     Such a file is refused; this one goes wrong while it is live. The worker should notice and drop its drafts.
     """
-    async with toy_engine(bench) as engine:
+    async with tiny_engine(bench) as engine:
         await hold(engine, OFF)
-        without = await sample(engine, task_prompts(16), 64)
+        without = await sample(engine, prompts(16), 64)
         await hold(engine, K_MAX)
         filled = await in_worker(engine, overwrite, float("nan"), "fc.weight")
         await stats(engine)
-        tokens = await sample(engine, task_prompts(16), 64)
+        tokens = await sample(engine, prompts(16), 64)
         done = await stats(engine)
         return {
             "filled": filled,
@@ -96,16 +96,16 @@ async def distribution(bench: Bench) -> dict[str, Any]:
     The first token comes with the prompt, the others are drafted. The halves show what the test says of equals.
     """
     draws, tokens = (300, 4) if bench.tiny else (4000, 4)
-    async with toy_engine(bench) as engine:
-        prompts = [BEGINNING] * draws
+    async with tiny_engine(bench) as engine:
+        alike = [BEGINNING] * draws
         await hold(engine, OFF)
-        plain = await sample(engine, prompts, tokens)
+        plain = await sample(engine, alike, tokens)
         await hold(engine, K_MAX)
         await stats(engine)
-        drafted = await sample(engine, prompts, tokens)
+        drafted = await sample(engine, alike, tokens)
         done = await stats(engine)
         async with any_length(engine):
-            drawn = await sample(engine, prompts, tokens)
+            drawn = await sample(engine, alike, tokens)
         varied = await stats(engine)
     return {
         "draws": draws,
@@ -124,13 +124,13 @@ async def lora(bench: Bench) -> dict[str, Any]:
     of verl, which leaves such a policy's weights on the host; and what it samples with drafts and without.
     """
     draws, tokens = (300, 4) if bench.tiny else (4000, 4)
-    async with toy_engine(bench, enable_lora=True, max_lora_rank=8, max_loras=1) as engine:
+    async with tiny_engine(bench, enable_lora=True, max_lora_rank=8, max_loras=1) as engine:
         assert engine.drafter is not None
-        with_it, prompts = adapter(bench), [BEGINNING] * draws
+        with_it, alike = adapter(bench), [BEGINNING] * draws
         file = str(engine.drafter / "model.safetensors")
         await engine.rpc("tlt_load_drafter", file)  # as with a run's first weight sync
         await hold(engine, OFF)
-        plain = await sample(engine, prompts, tokens, with_it)
+        plain = await sample(engine, alike, tokens, with_it)
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine, with_it)}
         await engine.llm.sleep(level=1)
@@ -138,7 +138,7 @@ async def lora(bench: Bench) -> dict[str, Any]:
         reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", file))
         await engine.llm.wake_up(tags=["kv_cache"])
         found |= {"reload_error": reply.error, "accepted_after": await accepted(engine, with_it)}
-        drafted = await sample(engine, prompts, tokens, with_it)
+        drafted = await sample(engine, alike, tokens, with_it)
     return {**found, "drafted_against_plain": compare(drafted, plain)}
 
 

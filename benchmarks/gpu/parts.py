@@ -99,7 +99,15 @@ def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse
             options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def attempt(module: str, name: str, part: Part, tiny: bool, scratch: Path, left_s: float) -> dict[str, Any]:
+def attempt(
+    module: str,
+    name: str,
+    part: Part,
+    tiny: bool,
+    scratch: Path,
+    left_s: float,
+    tell: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """What a part found, under `found`; or why there is nothing, under `needs`, `skipped` or `error`."""
     if part.cuda_only and tiny:
         return {"needs": "CUDA"}
@@ -108,7 +116,7 @@ def attempt(module: str, name: str, part: Part, tiny: bool, scratch: Path, left_
     environment = {**(CPU_ENGINE if tiny else {}), **part.environment}
     job = {"module": module, "part": name, "tiny": tiny}
     try:
-        return {"found": run_job("benchmarks.gpu.child", job, scratch / name, environment, left_s)}
+        return {"found": run_job("benchmarks.gpu.child", job, scratch / name, environment, left_s, tell)}
     except ChildEngineError as error:
         return {"error": str(error)}
 
