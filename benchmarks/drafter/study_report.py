@@ -7,7 +7,6 @@ draft lengths that `goodput` chose and with steps without a draft; speed is toke
 by run, sums over its steps, and the interval is over runs, by Student's t.
 """
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -18,8 +17,8 @@ import numpy as np
 import scipy.stats
 
 from benchmarks.drafter.serve import NONE
-from benchmarks.drafter.study import CONFIG, SESSION_STEPS, STARTS
-from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES
+from benchmarks.drafter.study import CONFIG, SESSION_STEPS, STARTS, lines_of
+from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES, STEPS, read_options
 from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 
@@ -29,11 +28,6 @@ LATE = 0.7
 """The summary compares all served steps, and those in the last three tenths of the run."""
 
 Row = dict[str, Any]
-
-
-def lines_of(file: Path) -> list[Row]:
-    """Rows of a file with one JSON object a line."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def accept_length(rows: Iterable[Row]) -> float:
@@ -118,18 +112,13 @@ def decisions(out: Path, seeds: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = read_options(__doc__, json={"type": Path, "required": True})
     rows = [row for seed in options.seeds for row in lines_of(options.out / f"served-{seed}.jsonl")]
     reward = rewards(options.out, options.seeds)
-    steps = min(map(len, reward["by_step"]))
     found = {
         "machine": machine(),
         "dtype": find_dtype(),
-        "steps": steps,
+        "steps": STEPS,
         "seeds": options.seeds,
         "reward": reward,
         **decisions(options.out, options.seeds),
@@ -137,7 +126,7 @@ def main() -> None:
             "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "policy_learning_rate": LEARNING_RATE,
             "session_micro_batches": SESSION_STEPS, "tlt": CONFIG.to_dict(),
         },
-        "summary": summary(rows, steps),
+        "summary": summary(rows, STEPS),
         "served": rows,
     }  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)

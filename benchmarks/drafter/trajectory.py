@@ -1,12 +1,12 @@
 """Records what the policy of a GRPO run looked like at every step, so that many drafters can be tried on the same run.
 
-    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4] [--steps 65]
+    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4]
 
 Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
 arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: the
 policy's current weights write the responses, the toy's own reward judges them, one
 on-policy update follows (group-normalised advantages, token-mean loss, no KL term). The forward pass of the update
-also yields the hidden states that a tap would have kept. It may be interrupted at any time; the same command goes on.
+also yields the hidden states that a tap would have kept. Called again, the command leaves out the runs that are whole.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import os
 import random
 import shutil
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ DTYPE = find_dtype()
 """Of the update's products: whichever is the faster one here."""
 Text = tuple[list[int], int]
 """Token ids of a prompt and its response, and the prompt's length."""
-SAVE_STATE, KEEP_POLICY = 5, 8
-"""Steps between states to resume from, and between policies kept for a real engine."""
+STEPS, KEEP_POLICY = 65, 8
+"""Of a run; and steps between policies kept for a real engine."""
+SEEDS = (0, 1, 2, 3, 4)
 
 
 @torch.no_grad()
@@ -126,17 +127,12 @@ def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:
 
 def capture(policy: Taught, texts: list[Text]) -> list[TrainingSequence]:
     """Every text with its hidden states, without an update."""
-    found = _capture(policy, texts, list(range(len(texts))))
-    return [found[i] for i in range(len(texts))]
-
-
-def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int, TrainingSequence]:
     found: dict[int, TrainingSequence] = {}
-    for rows in micro_batches(texts, numbers):
+    for rows in micro_batches(texts, list(range(len(texts)))):
         with torch.no_grad():
             policy.logits(padded(texts, rows))
         found |= {i: policy.captured(texts[i], r) for r, i in enumerate(rows)}
-    return found
+    return [found[i] for i in range(len(texts))]
 
 
 def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[TrainingSequence]:
@@ -146,7 +142,8 @@ def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[Train
     advantages = ((groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-6)).ravel()  # [N]
     total = sum(len(tokens) - prompt_len for tokens, prompt_len in texts)
     taught = [i for i in range(len(texts)) if advantages[i]]  # a group of equal rewards teaches nothing
-    found = _capture(policy, texts, [i for i in range(len(texts)) if not advantages[i]])
+    alike = [i for i in range(len(texts)) if not advantages[i]]
+    found = dict(zip(alike, capture(policy, [texts[i] for i in alike]), strict=True))
     for rows in micro_batches(texts, taught):
         tokens = padded(texts, rows)
         logp = policy.logits(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T-1]
@@ -187,69 +184,62 @@ def load_step(file: Path) -> tuple[list[TrainingSequence], VerifierArrays, np.nd
     return sequences, weights, arrays["rewards"]
 
 
+def prompts_of(problems: Sequence[task.Problem]) -> list[list[int]]:
+    """Token ids of each problem's prompt."""
+    return [[task.TOKEN_ID[t] for t in task.prompt_tokens(problem)] for problem in problems]
+
+
 def judge(problem: task.Problem, text: Text) -> float:
     words = [task.TOKENS[i] for i in text[0][text[1] :]]
     return compute_score("toy_addition", " ".join(words), " ".join(task.answer_tokens(problem)))
 
 
-def record(directory: Path, seed: int, steps: int) -> None:
-    """One run of `steps` GRPO steps, from wherever an earlier call was interrupted."""
-    directory.mkdir(parents=True, exist_ok=True)
-    policy, state = Taught(start_policy(directory.parent)), directory / "state.pt"
-    first = 0
-    if state.exists():
-        held = torch.load(state, weights_only=True)
-        policy.model.load_state_dict(held["model"])
-        policy.optimizer.load_state_dict(held["optimizer"])
-        first = held["step"]
-    for step in range(first, steps):
-        begin = time.perf_counter()
-        if step % SAVE_STATE == 0:
-            held = {"model": policy.model.state_dict(), "optimizer": policy.optimizer.state_dict(), "step": step}
-            torch.save(held, state.with_suffix(".tmp"))
-            os.replace(state.with_suffix(".tmp"), state)
+def record(directory: Path, seed: int) -> None:
+    """One GRPO run below its directory; one that was cut off begins anew."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    policy = Taught(start_policy(directory.parent))
+    for step in range(STEPS):
         if step % KEEP_POLICY == 0:
             keep_policy(policy, directory / f"policy-{step:03d}")
         rng = random.Random(f"{seed} {step}")
         problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(PROMPTS)]
-        prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(p)] for p in problems]
-        texts = sample(policy.model, prompts, SAMPLES, rng.randrange(2**31))
-        written = time.perf_counter()
+        texts = sample(policy.model, prompts_of(problems), SAMPLES, rng.randrange(2**31))
         rewards = np.array([judge(problems[i // SAMPLES], text) for i, text in enumerate(texts)])
         weights = policy.verifier_weights()  # before the update: those of the policy that wrote the responses
         sequences = update(policy, texts, rewards)
         save_step(directory / f"step-{step:03d}.npz", sequences, weights, rewards)
-        row = {
-            "step": step,
-            "reward": float(rewards.mean()),
-            "tokens": sum(len(t) - p for t, p in texts),
-            "generate_s": round(written - begin, 2),
-            "step_s": round(time.perf_counter() - begin, 2),
-        }
+        row = {"seed": seed, "step": step, "reward": float(rewards.mean())}
         with (directory / "log.jsonl").open("a") as log:
-            log.write(json.dumps({"seed": seed, **row}) + "\n")
+            log.write(json.dumps(row) + "\n")
         print(row, flush=True)
-    keep_policy(policy, directory / f"policy-{steps:03d}")
+    keep_policy(policy, directory / f"policy-{STEPS:03d}")
 
 
 def keep_policy(policy: Taught, directory: Path) -> None:
     """The policy as a directory that vLLM loads."""
-    shutil.rmtree(directory, ignore_errors=True)
     copy = Taught(SHIPPED_POLICY)  # of the same shapes
     copy.model.load_state_dict(policy.model.state_dict())
     save_policy(copy.model, directory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_options(about: str, **more: Any) -> argparse.Namespace:
+    """What all commands of the study take; `more` is an option of this one."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=65)
-    options = parser.parse_args()
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    for name, given in more.items():
+        parser.add_argument(f"--{name}", **given)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options(__doc__)
     torch.set_num_threads(1)
     print(say_dtype(DTYPE))
     for seed in options.seeds:
-        record(options.out / f"seed-{seed}", seed, options.steps)
+        if not (options.out / f"seed-{seed}" / f"policy-{STEPS:03d}").exists():
+            record(options.out / f"seed-{seed}", seed)
 
 
 if __name__ == "__main__":
