@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
-from benchmarks.e2e.arms import COLD_START_S, LONGEST, arms
+from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Load, arms
 from benchmarks.e2e.heads import NAMES, WARM, home_of, prepare
-from benchmarks.e2e.loads import LOADS, Load
 from benchmarks.e2e.subject import Subject, real, toy
 from benchmarks.gpu.parts import machine
 from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment

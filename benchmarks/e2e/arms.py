@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.toy_job import SAMPLES
 from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
@@ -26,6 +27,35 @@ KEPT = "vLLM's own speculation, K={}, with {}, kept because the engines never sl
 WARMED = "the warmed-up drafter"
 COLD_START_S = "60"
 """What a run of some hundred such steps would give its cold start by itself; a turn of a dozen would have none."""
+
+
+@dataclass(frozen=True)
+class Load:
+    prompts: int
+    """Of a step, each with `SAMPLES` responses; two replicas share them."""
+    requests: int
+    """Most that an engine decodes at once: `max_num_seqs`."""
+
+    @property
+    def responses(self) -> int:
+        """Of a step."""
+        return self.prompts * SAMPLES
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of the recipe: one update a step, whatever its size."""
+        return (
+            f"data.train_batch_size={self.prompts}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={self.prompts}",
+            f"actor_rollout_ref.rollout.max_num_seqs={self.requests}",
+        )
+
+
+LOADS = {
+    "small": Load(prompts=6, requests=32),
+    "large": Load(prompts=24, requests=64),
+}
+"""`small` begins with 12 responses an engine, `large` with 48, where drafts pay less."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """Parts of a benchmark that are run one by one, so that one that fails costs nothing but itself.
 
-Each part has a process of its own (`benchmarks.gpu.child`): an error that leaves a device unusable, memory that is not
-given back and a part that hangs stay with it, and peaks of memory are its own. The report is written after each part.
-It begins with the machine, since figures without it say nothing.
+Each part has a process of its own, with this module as its command: an error that leaves a device unusable, memory that
+is not given back and a part that hangs stay with it, and peaks of memory are its own. The report is written after each
+part. It begins with the machine, since figures without it say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
+import inspect
 import json
 import os
 import platform
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.commands.child_engine import ChildEngineError, run_job
+from verl_tlt.commands.child_engine import ChildEngineError, run_job, serve_job
 from verl_tlt.upstream.versions import installed
 
 if TYPE_CHECKING:
@@ -116,7 +119,7 @@ def attempt(
     environment = {**(CPU_ENGINE if tiny else {}), **part.environment}
     job = {"module": module, "part": name, "tiny": tiny}
     try:
-        return {"found": run_job("benchmarks.gpu.child", job, scratch / name, environment, left_s, tell)}
+        return {"found": run_job("benchmarks.gpu.parts", job, scratch / name, environment, left_s, tell)}
     except ChildEngineError as error:
         return {"error": str(error)}
 
@@ -198,3 +201,14 @@ def planned_gib(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0
     from verl_tlt.drafter import session_bytes
 
     return round(session_bytes(model, rows, passes, scored) / 2**30, 2)
+
+
+def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The process of one part."""
+    part: Part = importlib.import_module(asked["module"]).PARTS[asked["part"]]
+    answer = part.work(Bench(asked["tiny"], directory))
+    return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+
+
+if __name__ == "__main__":
+    serve_job(_work)

@@ -1,7 +1,7 @@
 """What the end-to-end benchmark measures before its arms."""
 
 from benchmarks.e2e.__main__ import calibrate, schedule
-from benchmarks.e2e.loads import LOADS
+from benchmarks.e2e.arms import LOADS
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, save_table
 
 
