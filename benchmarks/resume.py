@@ -185,15 +185,8 @@ def judge(want: Saved, past: dict[str, Any], step0: int, held: list[Resumed], re
 
 
 def held_by(said: str) -> list[Resumed]:
-    """What each spot worker says it goes on with."""
     found = [dict(re.findall(r"(\w+)='?([0-9a-f]+)'?", fields)) for fields in WENT_ON.findall(said)]
     return [Resumed(**{**one, "steps": int(one["steps"])}) for one in found]
-
-
-def last_event(file: Path) -> str:
-    """What the killed job wrote down last, and for which step."""
-    record = json.loads(file.read_text().splitlines()[-1])
-    return " ".join(str(record[key]) for key in ("kind", "name", "step", "step0") if key in record)
 
 
 class Chain:
@@ -237,7 +230,6 @@ class Chain:
             "step0": run.step0 if run else None,
             "killed_in": target.phase if target else None,
             "delay_s": round(target.delay_s, 2) if target else None,
-            "last_event": last_event(self.run / "trace" / "trainer.jsonl"),
             "saved": int(tracker.read_text()) if tracker.exists() else 0,
             "seconds": round(time.time() - began, 1),
         }
@@ -291,7 +283,6 @@ class Chain:
 
 @interruptible()
 def main() -> None:
-    """Go on with the chain until it is long enough."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resumptions", type=int, default=20, help="those that get as far as to be judged")
     parser.add_argument("--seed", type=int, default=0)

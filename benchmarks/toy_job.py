@@ -78,7 +78,7 @@ class Job:
     """
 
     def __init__(self, out: Path, assets: Assets, steps: int, overrides: Sequence[str], **environment: str) -> None:
-        self.out, self.log, self.started = out, out / "verl.log", time.time()
+        self.out, self.log = out, out / "verl.log"
         out.mkdir(parents=True, exist_ok=True)
         self._said = self.log.stat().st_size if self.log.exists() else 0
         self._trace = TraceTail(out / "trace")

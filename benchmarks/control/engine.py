@@ -22,11 +22,7 @@ from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import RolloutDecision
 from verl_tlt.speculation.types import Load, Policy
 
-ENVIRONMENT = CPU_ENGINE | {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Set it before torch and vLLM are imported."""
 VLLM = "vllm-k"
 """Before a draft length: an arm under vLLM's own scheduler."""
@@ -52,7 +48,6 @@ class Models:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Every draft length."""
         return tuple(range(self.longest + 1))
 
 
@@ -60,8 +55,6 @@ class VllmTable(Policy):
     """vLLM's own way to vary K: a static table by batch size, here the best one for a calibration and an acceptance."""
 
     def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
-        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
         best = named("table", tuple(arms))
         best.set_latency(known)
         best.set_acceptance(acceptance)
@@ -73,12 +66,9 @@ class VllmTable(Policy):
                 self.schedule[-1][1] = size
             else:
                 self.schedule.append([size, size, k])
-        self._lookup = build_dynamic_sd_schedule_lookup(
-            [tuple(row) for row in self.schedule], vllm_max_batch_size=batch, vllm_num_speculative_tokens=arms[-1]
-        )
 
     def choose(self, load: Load) -> int:
-        return int(self._lookup[load.batch]) if load.batch else 0
+        return next((k for low, high, k in self.schedule if low <= load.batch <= high), 0)
 
 
 class _AsyncView:
@@ -108,8 +98,6 @@ class _AsyncView:
 
 
 class Engine:
-    """The engine, and what can be asked of it."""
-
     def __init__(self, models: Models) -> None:
         os.environ.update(ENVIRONMENT)
         import torch
@@ -206,7 +194,6 @@ class Engine:
     # ------------------------------------------------------------------ what a run changes
 
     def publish(self, drafter: Path) -> None:
-        """Serve another drafter, by its file."""
         loaded = self.llm.collective_rpc("tlt_load_drafter", args=(str(drafter),))[0]
         if not loaded["ok"]:
             raise ValueError(loaded["error"])

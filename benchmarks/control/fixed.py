@@ -23,6 +23,7 @@ from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
+from verl_tlt.files.ownership import replacing
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 CALIBRATION_S = 600.0
@@ -105,11 +106,9 @@ def published(record: Found) -> Found:
 
 
 def _keep(file: Path, record: Found) -> None:
-    """Write the record, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(record, indent=1))
-    draft.replace(file)
+    with replacing(file) as whole:
+        whole.write(json.dumps(record, indent=1).encode())
 
 
 def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[Drain], rounds: int, say: Say) -> None:

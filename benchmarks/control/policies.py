@@ -105,7 +105,6 @@ class EmaPolicy(Policy):
         self._held = 0
 
     def choose(self, load: Load) -> int:
-        """The current tier of the batch's range."""
         where = _range(load.batch)
         return self._tiers[where][self._level[where]]
 

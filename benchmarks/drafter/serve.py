@@ -13,29 +13,25 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import Engine, Models
-from benchmarks.drafter.study import STARTS, read_acceptance
-from benchmarks.drafter.trajectory import KEEP_POLICY, MAX_RESPONSE, SAMPLES, STEPS, load_step, read_options
+from benchmarks.drafter.study import SERVED_EVERY, STARTS
+from benchmarks.drafter.trajectory import MAX_RESPONSE, SAMPLES, file_of, lines_of, policy_of, read_options, texts_of
+from benchmarks.lossless.tiny_policy import build_drafter_dir
 from demo.machine import find_dtype
 from demo.toy import task
 from demo.toy.assets import SHIPPED_POLICY, build_assets, demo_width
 from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen
-from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
-from verl_tlt.drafter.policy import policy_shape
+from verl_tlt.drafter import provenance
 
 NONE = "none"
 REAL_LAYERS = (1, 3, 5)
 """Inputs of the wide policy's layers that are the inputs of the small one's 1, 2, 3."""
 ANSWERS = 2
 """Responses to each of a step's prompts: a share of its group, since every arm answers them all."""
-
-
-SERVED_EVERY = 2 * KEEP_POLICY
-"""RL steps between two that are served."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +57,12 @@ def arms(out: Path, seed: int, step: int) -> Iterator[Arm]:
         yield Arm(start, "extra", begun.with_name(f"{begun.name}-extra"))
 
 
-def prompts_of(out: Path, seed: int, step: int) -> list[list[int]]:
-    """Token ids of a step's prompts, each as often as it is answered."""
-    sequences, _, _ = load_step(out / f"seed-{seed}" / f"step-{step:03d}.npz")
-    return [s.tokens[: s.prompt_len].tolist() for s in sequences[::SAMPLES] for _ in range(ANSWERS)]
-
-
 def engine_toy(scratch: Path) -> Models:
     """A policy and a drafter of the shapes that are served, for the engine to begin with."""
     assets = build_assets(scratch, width=demo_width(find_dtype()), train_rows=1, val_rows=1)
     small = json.loads((SHIPPED_POLICY / "config.json").read_text())
-    shape = replace(policy_shape(assets.policy), intermediate_size=small["intermediate_size"])
-    drafter = build_drafter(shape, aux_layers=REAL_LAYERS, seed=0)
-    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(assets.policy))
-    save_drafter(drafter, scratch / "drafter", {})
+    like_small = {"aux_layers": REAL_LAYERS, "intermediate_size": small["intermediate_size"]}
+    build_drafter_dir(scratch / "drafter", assets.policy, informed=False, **like_small)
     return Models(assets.policy, scratch / "drafter", [])
 
 
@@ -90,25 +78,26 @@ def serve(out: Path, seeds: list[int]) -> None:
             for arm in arms(out, seed, 0):
                 engine.add_arm(arm.control, table)
             rows: list[dict[str, Any]] = []
-            for step in range(0, STEPS, SERVED_EVERY):
-                wide = Path(scratch) / f"wide-{seed}-{step}"
-                widen(out / f"seed-{seed}" / f"policy-{step:03d}", wide, width)
+            for row in lines_of(file_of(out, seed))[::SERVED_EVERY]:
+                wide = Path(scratch) / f"wide-{seed}-{row['step']}"
+                widen(policy_of(out, seed, row["step"]), wide, width)
                 engine.load_policy(wide)
-                found = list(_step(engine, out, seed, step))
+                prompts = [list(text.tokens[: text.prompt_len]) for text in texts_of(row)[::SAMPLES]]
+                found = list(_step(engine, out, seed, row["step"], prompts * ANSWERS))
                 rows += found
                 told = ", ".join(f"{row['start']} {row['arm']} {row['accept_length']:.2f}" for row in found)
-                print(f"seed {seed}, step {step}: {told}", flush=True)
+                print(f"seed {seed}, step {row['step']}: {told}", flush=True)
             (out / f"served-{seed}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def _step(engine: Engine, out: Path, seed: int, step: int) -> Iterator[dict[str, Any]]:
-    prompts, order = prompts_of(out, seed, step), list(arms(out, seed, step))
+def _step(engine: Engine, out: Path, seed: int, step: int, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    order = list(arms(out, seed, step))
     random.Random(f"{seed} {step}").shuffle(order)
     for arm in order:
         if arm.drafter is not None:
             engine.publish(arm.drafter / "model.safetensors")
         engine.use(arm.control)
-        drafting = arm.drafter is not None and engine.sync(arm.control, read_acceptance(arm.drafter))
+        drafting = arm.drafter is not None and engine.sync(arm.control, provenance(arm.drafter)["acceptance"])
         spent = engine.decode([(prompt, MAX_RESPONSE) for prompt in prompts], stop=[task.TOKEN_ID[task.EOS]])
         stats = engine.stats(arm.control)
         yield {

@@ -17,8 +17,8 @@ import numpy as np
 import scipy.stats
 
 from benchmarks.drafter.serve import NONE
-from benchmarks.drafter.study import CONFIG, SESSION_STEPS, STARTS, lines_of
-from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES, STEPS, read_options
+from benchmarks.drafter.study import CONFIG, SESSION_STEPS, STARTS
+from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES, STEPS, file_of, lines_of, read_options
 from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 
@@ -66,7 +66,6 @@ def compare(rows: list[Row], start: str, pair: tuple[str, str], figure: str, fir
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval."""
     student = scipy.stats.t.ppf(0.975, len(values) - 1)
     return float(np.mean(values)), float(student * scipy.stats.sem(values))
 
@@ -90,7 +89,7 @@ def summary(rows: list[Row], steps: int) -> dict[str, Any]:
 
 def rewards(out: Path, seeds: list[int], window: int = 10) -> dict[str, Any]:
     """Mean reward of the first and last steps of each run, and how far it rose."""
-    runs = [[row["reward"] for row in lines_of(out / f"seed-{seed}" / "log.jsonl")] for seed in seeds]
+    runs = [[row["reward"] for row in lines_of(file_of(out, seed))] for seed in seeds]
     ends = [(float(np.mean(run[:window])), float(np.mean(run[-window:]))) for run in runs]
     return {
         "by_step": [[round(reward, 4) for reward in run] for run in runs],

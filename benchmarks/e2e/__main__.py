@@ -60,14 +60,8 @@ def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
     if not list(calibrated.glob("*.json")):
         longest = f"tlt.speculation.max_draft_length={subject.longest}"
         recipe = [str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides]
-        command = [
-            str(Path(sys.executable).parent / "verl-tlt"),
-            "calibrate",
-            *recipe,
-            "--cpu",
-            "--out",
-            str(calibrated),
-        ]
+        program = Path(sys.executable).parent / "verl-tlt"
+        command = [str(program), "calibrate", *recipe, "--cpu", "--out", str(calibrated)]
         given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
         env = recipe_environment(work / "calibration", subject.assets, 1, **given)
         subprocess.run(command, env=env, cwd=ROOT, check=True)
@@ -99,10 +93,8 @@ def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
 
 
 def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dict[str, Any]:
-    here = machine()
     return {
-        "machine": here,
-        "commit": here["commit"],
+        "machine": machine(),
         "dtype": find_dtype(),
         "lengths": "forced" if forced else "sampled",
         "runs": max((len(record.of(arm.name)) for arm in arms), default=0),

@@ -38,7 +38,6 @@ class Load:
 
     @property
     def responses(self) -> int:
-        """Of a step."""
         return self.prompts * SAMPLES
 
     @property
@@ -51,10 +50,7 @@ class Load:
         )
 
 
-LOADS = {
-    "small": Load(prompts=6, requests=32),
-    "large": Load(prompts=24, requests=64),
-}
+LOADS = {"small": Load(prompts=6, requests=32), "large": Load(prompts=24, requests=64)}
 """`small` begins with 12 responses an engine, `large` with 48, where drafts pay less."""
 
 
@@ -69,11 +65,7 @@ class Heads:
 
 
 def arms(
-    heads: Heads,
-    schedule: Sequence[Sequence[int]],
-    costs: Path,
-    cold_start: str = COLD_START_S,
-    longest: int = LONGEST,
+    heads: Heads, schedule: Sequence[Sequence[int]], costs: Path, cold_start: str = COLD_START_S, longest: int = LONGEST
 ) -> dict[str, Arm]:
     """All by name, `stock` first.
 

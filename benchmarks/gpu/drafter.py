@@ -26,15 +26,7 @@ import torch
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, device_memory, main, peak_gib, planned_gib, seconds
 from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape_of, texts, verifier_weights
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import (
-    Batch,
-    DrafterMemory,
-    DrafterTrainer,
-    default_attention,
-    fingerprint,
-    pack,
-    to_numpy16,
-)
+from verl_tlt.drafter import Batch, DrafterMemory, DrafterTrainer, default_attention, fingerprint, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner

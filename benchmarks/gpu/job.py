@@ -46,7 +46,6 @@ def sync(bench: Bench) -> dict[str, Any]:
 
 
 def nan(bench: Bench) -> dict[str, Any]:
-    """Three steps, in the second of which one engine's drafter computes NaN."""
     (armed := bench.directory / "armed").mkdir(parents=True, exist_ok=True)
     faults = arm(armed, [replace(NAN_LIVE, step=1)])
     return job(bench, steps=3, replicas=min(2, len(device_memory())) if bench.cuda else 1, wide=1, **faults)

@@ -39,8 +39,6 @@ SHOWN_FLAGS = ("avx", "amx", "sve", "bf16")
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part runs."""
-
     tiny: bool
     """Toy sizes on the CPU."""
     directory: Path
@@ -52,14 +50,11 @@ class Bench:
 
     @property
     def cuda(self) -> bool:
-        """Whether this is the real thing."""
         return not self.tiny
 
 
 @dataclass(frozen=True)
 class Part:
-    """One question to the machine."""
-
     work: Callable[[Bench], Any]
     """What it finds out: a dict that JSON takes, or a coroutine of one."""
     least_s: float
@@ -176,7 +171,6 @@ def clock(device: str) -> float:
 
 
 def seconds(device: str, calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """What each call takes, one after the other."""
     taken = []
     for call in calls:
         start = clock(device)

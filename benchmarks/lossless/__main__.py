@@ -44,8 +44,6 @@ SABOTAGE = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one engine and setting."""
-
     engine: str
     setting: str
     responses: int

@@ -22,7 +22,6 @@ class TrueGoodput(Policy):
         self._truth: Truth | None = None
 
     def see(self, truth: Truth) -> None:
-        """Take in the truth about the coming step."""
         self._truth = truth
 
     def choose(self, load: Load) -> int:
