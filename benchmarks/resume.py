@@ -26,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks.stored import store
-from benchmarks.toy_job import FORCED, Job, make_assets
+from benchmarks.toy_job import FORCED, QUICK_TO_LEARN, Job, make_assets
 from demo.toy.assets import Assets
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
@@ -44,15 +44,9 @@ OVERRIDES = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.max_model_len=560",
     "trainer.max_actor_ckpt_to_keep=2",
-    "tlt.speculation.policy=fixed",
-    "tlt.speculation.fixed=2",
+    *QUICK_TO_LEARN,
     "tlt.speculation.calibrate=false",
     "tlt.speculation.costs_dir=null",
-    "tlt.drafter.intermediate_size=null",
-    "tlt.drafter.warmup_steps=5",
-    "tlt.drafter.batch_tokens=512",
-    "tlt.buffer.min_tokens=300",
-    "tlt.spot.min_merge_steps=2",
     "tlt.gate.min_tokens=64",
 )
 PHASES = ("save", "session", "merge", "publish", "start", "save", "rollout", "sync", "session", "update")

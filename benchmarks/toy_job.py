@@ -26,6 +26,16 @@ SAMPLES = 4
 FORCED = "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length"
 """Override of the jobs whose responses are as long as their prompts' rows say (`demo.toy.agent`)."""
 
+QUICK_TO_LEARN = (
+    "tlt.speculation.policy=fixed",
+    "tlt.speculation.fixed=2",
+    "tlt.drafter.intermediate_size=null",
+    "tlt.drafter.warmup_steps=5",
+    "tlt.drafter.batch_tokens=512",
+    "tlt.buffer.min_tokens=300",
+    "tlt.spot.min_merge_steps=2",
+)
+"""Overrides of TLT by which something is trained and merged in nearly every step of a small job."""
 NO_CLUSTER = "+ray_kwargs.ray_init.address=local"
 """Override by which a job starts a Ray of its own, whatever cluster there is."""
 

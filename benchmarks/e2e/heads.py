@@ -143,13 +143,11 @@ def _served(home: Path, policy: Path) -> float:
 
 
 def _untrained(policy: Path, target: Path) -> dict[str, Any]:
-    from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
+    from benchmarks.lossless.tiny_policy import build_drafter_dir
 
     layers = AUX_LAYERS[demo_width(find_dtype())]
-    drafter = build_drafter(policy, aux_layers=layers, intermediate_size=INTERMEDIATE, seed=0)
-    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(policy))
-    save_drafter(drafter, target, {"made for": "benchmarks", "steps": 0})
-    return {"made_by": "random weights, seed 0"}
+    build_drafter_dir(target, policy, informed=False, aux_layers=layers, intermediate_size=INTERMEDIATE)
+    return {"made_by": "random weights"}
 
 
 def _earlier_policy(target: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, device_memory, main, peak_gib, planned_gib, seconds
+from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, planned_gib, seconds
 from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape_of, texts, verifier_weights
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Batch, DrafterMemory, DrafterTrainer, default_attention, fingerprint, pack, to_numpy16
@@ -178,25 +178,21 @@ def successor(bench: Bench) -> dict[str, Any]:
     stage, seconds to warm up there, and from the word to the end of the first session.
     """
     memory: dict[str, Any] = {}
-
-    def note(stage: str) -> None:
-        memory[stage] = device_memory() if bench.cuda else NEEDS_CUDA
-
     spawn = multiprocessing.get_context("spawn")
     trains = spawn.Event()
     victim = spawn.Process(target=_train_for_ever, args=(bench, trains), daemon=True)
-    note("before")
+    memory["before"] = bench.memory()
     victim.start()
     if not trains.wait(STARTED_S):
         raise RuntimeError(f"no session had begun after {STARTED_S:.0f} s")
-    note("in the session")
+    memory["in the session"] = bench.memory()
     victim.kill()
     victim.join()
-    note("killed")
+    memory["killed"] = bench.memory()
     learner = _learner(bench)
     warm_up_s = _warm_up(bench, learner)
     first = _stopped_session(learner, 1.0)
-    note("afterwards")
+    memory["afterwards"] = bench.memory()
     return {"killed_with": victim.exitcode, "memory_gib": memory, "warm_up_s": warm_up_s, "first_session": first}
 
 

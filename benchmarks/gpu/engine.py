@@ -36,7 +36,7 @@ from benchmarks.gpu.engines import (
     stats,
     tiny_engine,
 )
-from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, attempt, device_memory, main
+from benchmarks.gpu.parts import Bench, Part, attempt, main
 from verl_tlt.commands.child_engine import LOG
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.messages import from_plain
@@ -60,9 +60,9 @@ async def sleep(bench: Bench) -> dict[str, Any]:
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine)}
         before = await engine.rpc("tlt_fingerprint")
-        found["memory_gib"] = {"awake": device_memory() if bench.cuda else NEEDS_CUDA}
+        found["memory_gib"] = {"awake": bench.memory()}
         await engine.llm.sleep(level=2)
-        found["memory_gib"]["asleep"] = device_memory() if bench.cuda else NEEDS_CUDA
+        found["memory_gib"]["asleep"] = bench.memory()
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
         found["lost"] = await engine.rpc("tlt_fingerprint") != before
@@ -200,29 +200,25 @@ async def _turn(engine: StandaloneEngine, batch: int, arm: int | None) -> tuple[
 async def beside(bench: Bench) -> dict[str, Any]:
     """Sessions of the real learner on the device of a sleeping engine, which then wakes and decodes."""
     memory: dict[str, Any] = {}
-
-    def note(stage: str) -> None:
-        memory[stage] = device_memory() if bench.cuda else NEEDS_CUDA
-
     async with shaped_engine(bench) as engine:
         await hold(engine, 1)
         await engine.generate(range(1, 9), 4)
-        note("awake")
+        memory["awake"] = bench.memory()
         await engine.llm.sleep(level=2)
-        note("asleep")
-        session = await asyncio.to_thread(_session, bench, note)
-        note("after the session")
+        memory["asleep"] = bench.memory()
+        session = await asyncio.to_thread(_session, bench, memory)
+        memory["after the session"] = bench.memory()
         await engine.llm.wake_up(tags=["weights"])
         assert engine.drafter is not None
         reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
         assert reply["ok"], reply
         await engine.llm.wake_up(tags=["kv_cache"])
-        note("awake again")
+        memory["awake again"] = bench.memory()
         await engine.generate(range(1, 9), 16)
     return {"memory_gib": memory, "session": session, "decodes_afterwards": True}
 
 
-def _session(bench: Bench, note: Any) -> dict[str, Any]:
+def _session(bench: Bench, memory: dict[str, Any]) -> dict[str, Any]:
     """The part `stop` of `benchmarks.gpu.drafter`; memory is noted while it goes on."""
     from benchmarks.gpu.drafter import PARTS
 
@@ -230,7 +226,7 @@ def _session(bench: Bench, note: Any) -> dict[str, Any]:
 
     def tell() -> None:
         if (second := next(seconds)) % 5 == 0:
-            note(f"in the session, {second} s")
+            memory[f"in the session, {second} s"] = bench.memory()
 
     return attempt("benchmarks.gpu.drafter", "stop", PARTS["stop"], bench.tiny, bench.directory, SESSION_S, tell)
 

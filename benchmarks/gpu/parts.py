@@ -52,6 +52,10 @@ class Bench:
     def cuda(self) -> bool:
         return not self.tiny
 
+    def memory(self) -> list[float] | str:
+        """GiB in use on each device."""
+        return device_memory() if self.cuda else NEEDS_CUDA
+
 
 @dataclass(frozen=True)
 class Part:
