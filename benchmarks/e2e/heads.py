@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,26 +96,19 @@ def make(folder: Path, name: str) -> None:
 
 
 def _warm_up(policy: Path, home: Path, *until: str) -> dict[str, Any]:
-    """Run the command on a policy from a random head, `until` a limit of its; the drafter is `home / "drafter"`."""
-    prompts, drafter = home / "prompts.parquet", home / "drafter"
-    other_prompts(prompts, PROMPTS, BENCH_SEED, BENCH_PROMPTS)
-    command = warmup_command(str(policy), str(prompts), str(drafter), *until)
-    began, before = time.monotonic(), cpu_seconds()
-    subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
-    return {
-        "made_by": " ".join(warmup_command("MODEL", "PROMPTS", "OUT", *until)),
-        "seconds": round(time.monotonic() - began),
-        "cpu_seconds": round(cpu_seconds() - before),
-        **_reached(home, policy),
-    }
+    """Run the command on a policy from a random head, `until` a limit of its; the drafter is `home / "drafter"`.
 
-
-def _reached(home: Path, policy: Path) -> dict[str, Any]:
-    """What the command says of itself, and what stock vLLM counts on the prompts that it held out."""
+    Returns what it says of itself, and what stock vLLM counts on the prompts that it held out.
+    """
     from verl_tlt.drafter import provenance
 
-    made = provenance(home / "drafter")
+    prompts, drafter = home / "prompts.parquet", home / "drafter"
+    other_prompts(prompts, PROMPTS, BENCH_SEED, BENCH_PROMPTS)
+    took = timed(warmup_command(str(policy), str(prompts), str(drafter), *until))
+    made = provenance(drafter)
     return {
+        "made_by": " ".join(warmup_command("MODEL", "PROMPTS", "OUT", *until)),
+        **took,
         **{name: made[name] for name in ("prompts_used", "response_tokens", "steps", "training_seconds", "acceptance")},
         "draft_length": DRAFT_LENGTH,
         "accept_length": made["tau_sim"],
@@ -185,7 +179,11 @@ def distance(policy: Path, other: Path, texts: int = 48) -> float:
     return total / count
 
 
-def cpu_seconds() -> float:
-    """Of all processes that this one has waited for, and theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def timed(command: Sequence[str], **environment: str) -> dict[str, int]:
+    """Run a command of `verl-tlt`; its seconds, and those of all processes that it waited for, and theirs."""
+    program = str(Path(sys.executable).parent / command[0])
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([program, *command[1:]], env={**os.environ, **environment}, check=True)
+    seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": round(seconds), "cpu_seconds": round(spent)}
