@@ -11,8 +11,6 @@ were trained, the drafter the whole chain began with. All of it must be of the s
 The work folder keeps the chain: called again, the command goes on with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -28,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks.stored import store
-from benchmarks.toy_job import FORCED, Job, make_assets
+from benchmarks.toy_job import FORCED, QUICK_TO_LEARN, Job, make_assets
 from demo.toy.assets import Assets
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
@@ -46,15 +44,9 @@ OVERRIDES = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.max_model_len=560",
     "trainer.max_actor_ckpt_to_keep=2",
-    "tlt.speculation.policy=fixed",
-    "tlt.speculation.fixed=2",
+    *QUICK_TO_LEARN,
     "tlt.speculation.calibrate=false",
     "tlt.speculation.costs_dir=null",
-    "tlt.drafter.intermediate_size=null",
-    "tlt.drafter.warmup_steps=5",
-    "tlt.drafter.batch_tokens=512",
-    "tlt.buffer.min_tokens=300",
-    "tlt.spot.min_merge_steps=2",
     "tlt.gate.min_tokens=64",
 )
 PHASES = ("save", "session", "merge", "publish", "start", "save", "rollout", "sync", "session", "update")
@@ -187,15 +179,8 @@ def judge(want: Saved, past: dict[str, Any], step0: int, held: list[Resumed], re
 
 
 def held_by(said: str) -> list[Resumed]:
-    """What each spot worker says it goes on with."""
     found = [dict(re.findall(r"(\w+)='?([0-9a-f]+)'?", fields)) for fields in WENT_ON.findall(said)]
     return [Resumed(**{**one, "steps": int(one["steps"])}) for one in found]
-
-
-def last_event(file: Path) -> str:
-    """What the killed job wrote down last, and for which step."""
-    record = json.loads(file.read_text().splitlines()[-1])
-    return " ".join(str(record[key]) for key in ("kind", "name", "step", "step0") if key in record)
 
 
 class Chain:
@@ -239,7 +224,6 @@ class Chain:
             "step0": run.step0 if run else None,
             "killed_in": target.phase if target else None,
             "delay_s": round(target.delay_s, 2) if target else None,
-            "last_event": last_event(self.run / "trace" / "trainer.jsonl"),
             "saved": int(tracker.read_text()) if tracker.exists() else 0,
             "seconds": round(time.time() - began, 1),
         }
@@ -293,7 +277,6 @@ class Chain:
 
 @interruptible()
 def main() -> None:
-    """Go on with the chain until it is long enough."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resumptions", type=int, default=20, help="those that get as far as to be judged")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,5 @@
 """How a benchmark keeps its figures: beside the machine, its CPU flags and the commit that they hold for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Response lengths can be forced (`FORCED`), so that a replica runs dry long before another in nearly every step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -28,6 +26,16 @@ SAMPLES = 4
 FORCED = "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length"
 """Override of the jobs whose responses are as long as their prompts' rows say (`demo.toy.agent`)."""
 
+QUICK_TO_LEARN = (
+    "tlt.speculation.policy=fixed",
+    "tlt.speculation.fixed=2",
+    "tlt.drafter.intermediate_size=null",
+    "tlt.drafter.warmup_steps=5",
+    "tlt.drafter.batch_tokens=512",
+    "tlt.buffer.min_tokens=300",
+    "tlt.spot.min_merge_steps=2",
+)
+"""Overrides of TLT by which something is trained and merged in nearly every step of a small job."""
 NO_CLUSTER = "+ray_kwargs.ray_init.address=local"
 """Override by which a job starts a Ray of its own, whatever cluster there is."""
 
@@ -80,7 +88,7 @@ class Job:
     """
 
     def __init__(self, out: Path, assets: Assets, steps: int, overrides: Sequence[str], **environment: str) -> None:
-        self.out, self.log, self.started = out, out / "verl.log", time.time()
+        self.out, self.log = out, out / "verl.log"
         out.mkdir(parents=True, exist_ok=True)
         self._said = self.log.stat().st_size if self.log.exists() else 0
         self._trace = TraceTail(out / "trace")

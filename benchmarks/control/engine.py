@@ -1,4 +1,4 @@
-"""A real vLLM engine for the benchmarks, in a process of its own, driven over a pipe.
+"""A real vLLM engine for the benchmarks, in this process.
 
 It decodes under one arm at a time: a draft-length policy under our scheduler, or a fixed K under vLLM's own. All arms
 share the engine, since two processes with the same engine may differ by more than what is looked for.
@@ -7,12 +7,10 @@ share the engine, since two processes with the same engine may differ by more th
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +22,10 @@ from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import RolloutDecision
 from verl_tlt.speculation.types import Load, Policy
 
-ENVIRONMENT = CPU_ENGINE | {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+"""Set it before torch and vLLM are imported."""
 VLLM = "vllm-k"
 """Before a draft length: an arm under vLLM's own scheduler."""
-START_TIMEOUT_S = 3600.0
-CALL_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -55,58 +48,13 @@ class Models:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Every draft length."""
         return tuple(range(self.longest + 1))
-
-
-class EngineProcess:
-    """One engine in a child process; `call` runs a method of `_Engine` there."""
-
-    def __init__(self, models: Models) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, models), daemon=True)
-        self._process.start()
-        self._answer(START_TIMEOUT_S)
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        """Result of `_Engine.method(**arguments)`; RuntimeError with its text where it raised."""
-        self._pipe.send((method, arguments))
-        return self._answer(CALL_TIMEOUT_S)
-
-    def close(self) -> None:
-        if self._process.is_alive():
-            self._pipe.send(("stop", {}))
-            self._process.join(30.0)
-            self._process.kill()
-
-    def _answer(self, timeout_s: float) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise RuntimeError(f"A benchmark engine did not answer within {timeout_s:.0f} s.")
-        error, value = self._pipe.recv()
-        if error:
-            raise RuntimeError(error)
-        return value
-
-
-def _serve(pipe: Connection, models: Models) -> None:
-    os.environ.update(ENVIRONMENT)
-    try:
-        engine = _Engine(models)
-        pipe.send((None, None))
-        while (message := pipe.recv())[0] != "stop":
-            pipe.send((None, getattr(engine, message[0])(**message[1])))
-    except Exception as error:  # the other side raises it
-        pipe.send((f"{type(error).__name__}: {error}", None))
-        raise
 
 
 class VllmTable(Policy):
     """vLLM's own way to vary K: a static table by batch size, here the best one for a calibration and an acceptance."""
 
     def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
-        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
         best = named("table", tuple(arms))
         best.set_latency(known)
         best.set_acceptance(acceptance)
@@ -118,19 +66,15 @@ class VllmTable(Policy):
                 self.schedule[-1][1] = size
             else:
                 self.schedule.append([size, size, k])
-        self._lookup = build_dynamic_sd_schedule_lookup(
-            [tuple(row) for row in self.schedule], vllm_max_batch_size=batch, vllm_num_speculative_tokens=arms[-1]
-        )
 
     def choose(self, load: Load) -> int:
-        """What vLLM would look up."""
-        return int(self._lookup[load.batch]) if load.batch else 0
+        return next((k for low, high, k in self.schedule if low <= load.batch <= high), 0)
 
 
 class _AsyncView:
     """The part of vLLM's `AsyncLLM` that a calibration uses, over an in-process engine."""
 
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self.engine_core, self.errored = engine, self, False
         self._waiting: list[tuple[Any, Any]] = []
 
@@ -153,16 +97,17 @@ class _AsyncView:
             yield self._engine.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)[0]
 
 
-class _Engine:
-    """An in-process vLLM engine, and what can be asked of it."""
-
+class Engine:
     def __init__(self, models: Models) -> None:
+        os.environ.update(ENVIRONMENT)
+        import torch
         from verl.workers.rollout.vllm_rollout import utils
         from vllm import LLM
 
         from verl_tlt.config import TLTConfig
         from verl_tlt.server.engine_arguments import engine_kwargs
 
+        torch.set_num_threads(1)
         utils.set_death_signal = lambda: None
         self.models = models
         tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": models.longest, "policy": "goodput"}})
@@ -208,28 +153,28 @@ class _Engine:
     def set_drafting(self, enabled: bool) -> bool:
         return self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0] is None
 
-    def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """What a run measures at its start, at these batches or at a run's, as rows of a latency table."""
+    def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = ()) -> LatencyTable:
+        """What a run measures at its start, at these batches or at a run's."""
         from verl_tlt.server.calibration import calibrate, plan_batches
 
         engine: Any = _AsyncView(self)
         loads, vocabulary = batches or plan_batches(self.models.batch), self.llm.model_config.get_vocab_size()
-        return asyncio.run(calibrate(engine, self.models.lengths, loads, vocabulary, budget_s)).to_list()
+        return asyncio.run(calibrate(engine, self.models.lengths, loads, vocabulary, budget_s))
 
-    def add_arm(self, name: str, table: list[dict[str, Any]]) -> None:
+    def add_arm(self, name: str, known: LatencyTable) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.
 
         `goodput/OF` is one for a load or drafters of its own: what another learned of its own is no matter to it.
         """
         from verl_tlt.speculation.step_control import Limits, StepControl
 
-        known, kind, arms = LatencyTable.from_list(table), name.partition("/")[0], self.models.lengths
+        kind, arms = name.partition("/")[0], self.models.lengths
         told = (known, self.models.acceptance, arms, self.models.batch)
         policy = VllmTable(*told) if kind == "table" else named(kind, arms)
         decision = self._decisions[name] = RolloutDecision(kind)
         decision.calibrated(known)
         control = self.arms[name] = StepControl(policy, Limits(arms))
-        control.control(points=table, acceptance=self.models.acceptance)
+        control.control(points=known.to_list(), acceptance=self.models.acceptance)
         control.drafting = name != "off"
 
     def use(self, name: str) -> None:
@@ -248,19 +193,18 @@ class _Engine:
 
     # ------------------------------------------------------------------ what a run changes
 
-    def publish(self, drafter: str) -> None:
-        """Serve another drafter, by its file."""
-        loaded = self.llm.collective_rpc("tlt_load_drafter", args=(drafter,))[0]
+    def publish(self, drafter: Path) -> None:
+        loaded = self.llm.collective_rpc("tlt_load_drafter", args=(str(drafter),))[0]
         if not loaded["ok"]:
             raise ValueError(loaded["error"])
 
-    def load_policy(self, directory: str) -> None:
+    def load_policy(self, directory: Path) -> None:
         """Other weights for the policy: those in a directory of the same shapes."""
         from safetensors.torch import load_file
 
         core = self.llm.llm_engine.engine_core.engine_core
         policy = core.model_executor.driver_worker.worker.model_runner.get_model()
-        policy.load_weights(load_file(Path(directory) / "model.safetensors").items())
+        policy.load_weights(load_file(directory / "model.safetensors").items())
 
     def sync(self, name: str, acceptance: Sequence[float]) -> bool:
         """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""

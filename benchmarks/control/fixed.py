@@ -8,8 +8,6 @@ decode the same tokens. `table` and `goodput` are told the calibration and the d
 `goodput` learns it keeps for the load. Rounds are kept in a folder, and a command that was killed goes on after them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -20,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.drains import ADAPTIVE, ARMS, LONGEST, RULE, Drain, over_goodput, predict, verdict
-from benchmarks.control.engine import EngineProcess, Models
-from benchmarks.e2e.heads import WARM, prepare
+from benchmarks.control.engine import Engine, Models
 from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
-from demo.toy.assets import build_assets, demo_width
 from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
+from verl_tlt.files.ownership import replacing
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 CALIBRATION_S = 600.0
@@ -37,16 +34,6 @@ Prompts = Sequence[list[int]]
 """Token ids."""
 Found = dict[str, Any]
 Say = Callable[[str], None]
-
-
-def toy_models(folder: Path) -> tuple[Models, Prompts]:
-    """The end-to-end benchmark's policy and warmed-up drafter below `folder`, made unless they are there; prompts."""
-    from demo.toy import task
-
-    assets = build_assets(folder, width=demo_width(find_dtype()), train_rows=1, val_rows=1)
-    head, rng = prepare(folder, WARM), random.Random(0)
-    problems = (task.prompt_tokens(task.sample_problem(rng)) for _ in range(256))
-    return Models(assets.policy, head.drafter, head.acceptance), [[task.TOKEN_ID[w] for w in p] for p in problems]
 
 
 def given_models(policy: Path, drafter: Path, prompts: Path) -> tuple[Models, Prompts]:
@@ -70,19 +57,16 @@ def against_fixed(
     file, record = open_record(work, models)
     say(f"Rule: {RULE}")
     if missing(record, drains, rounds):
-        until, engine = time.monotonic() + seconds, EngineProcess(models)
-        try:
-            _foresee(engine, record, models, prompts, drains, rounds, say)
+        until, engine = time.monotonic() + seconds, Engine(models)
+        _foresee(engine, record, prompts, drains, rounds, say)
+        _keep(file, record)
+        for turn, drain in missing(record, drains, rounds):
+            if time.monotonic() > until:
+                break
+            found = _round(engine, drain, turn, prompts)
+            record["loads"][str(drain)]["rounds"].append(found)
             _keep(file, record)
-            for turn, drain in missing(record, drains, rounds):
-                if time.monotonic() > until:
-                    break
-                found = _round(engine, drain, turn, prompts)
-                record["loads"][str(drain)]["rounds"].append(found)
-                _keep(file, record)
-                say(f"{drain}, {turn + 1}: " + ", ".join(f"{arm} {s:.1f}" for arm, s in found["seconds"].items()))
-        finally:
-            engine.close()
+            say(f"{drain}, {turn + 1}: " + ", ".join(f"{arm} {s:.1f}" for arm, s in found["seconds"].items()))
     return published(record)
 
 
@@ -122,26 +106,17 @@ def published(record: Found) -> Found:
 
 
 def _keep(file: Path, record: Found) -> None:
-    """Write the record, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(record, indent=1))
-    draft.replace(file)
+    with replacing(file) as whole:
+        whole.write(json.dumps(record, indent=1).encode())
 
 
-def _foresee(
-    engine: EngineProcess,
-    record: Found,
-    models: Models,
-    prompts: Prompts,
-    drains: Sequence[Drain],
-    rounds: int,
-    say: Say,
-) -> None:
+def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[Drain], rounds: int, say: Say) -> None:
     """Calibrate unless an earlier call did, and say what each drain is expected to take before its first round."""
+    models = engine.models
     if not record["costs"]:
         batches = [1, models.batch, *(b for b in (256, 128, 64, 32, 16, 8, 4, 2) if b < models.batch)]
-        record["costs"] = engine.call("calibrate", budget_s=CALIBRATION_S, batches=batches)
+        record["costs"] = engine.calibrate(CALIBRATION_S, batches).to_list()
     table = LatencyTable.from_list(record["costs"])
     for drain in drains:
         again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
@@ -152,26 +127,26 @@ def _foresee(
         shown = ", ".join(f"{arm} {s:.1f} ({s / least:.2f}x)" for arm, s in load["predicted"].items())
         say(f"{drain}: predicted seconds, and over goodput: {shown}")
         for arm in ADAPTIVE:
-            engine.call("add_arm", name=f"{arm}/{drain}", table=record["costs"])
-    engine.call("add_arm", name="off", table=record["costs"])
+            engine.add_arm(f"{arm}/{drain}", table)
+    engine.add_arm("off", table)
 
 
-def _round(engine: EngineProcess, drain: Drain, turn: int, prompts: Prompts) -> Found:
+def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts) -> Found:
     """Seconds of each arm, in another order each round, and what the adaptive ones chose."""
     lengths, rng = drain.lengths(turn), random.Random(turn)
     chosen = [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
     seconds: dict[str, float] = {}
     told: Found = {}
-    engine.call("remember", prompts=chosen)
+    engine.remember(chosen)
     for arm in rng.sample(ARMS, len(ARMS)):
         name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
-        engine.call("use", name=name)
-        spent = engine.call("decode", work=list(zip(chosen, lengths, strict=True)))
+        engine.use(name)
+        spent = engine.decode(list(zip(chosen, lengths, strict=True)))
         if spent["tokens"] != sum(lengths):
             raise RuntimeError(f"{arm} decoded {spent['tokens']} tokens of {sum(lengths)}.")
         seconds[arm] = round(spent["seconds"], 3)
         if arm in ADAPTIVE:
-            stats = engine.call("stats", name=name)
+            stats = engine.stats(name)
             accepted = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
             steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
             told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}

@@ -1,7 +1,5 @@
 """What control costs: CPU time that verl-tlt adds to an engine step of 256 requests, without running a model.
 
-    python -m benchmarks.control.overhead [--batch N] [--steps N] [--runs N]
-
 vLLM's real scheduler under ours, with a made worker that accepts drafts at random and a made clock that advances as a
 8B model on an H100 would, so that the policy sees believable latencies and chooses among several K. Counted is the CPU
 time of this thread in our code only, less what the same measurement says of a scheduler that extends the same methods
@@ -13,11 +11,7 @@ now there is not what control costs. Single runs, interruptions included, are re
 scheduler takes for a step (`vllm_us_p50`), which tells a fast machine from a slow one.
 """
 
-from __future__ import annotations
-
-import argparse
 import gc
-import json
 import os
 import tempfile
 import time
@@ -32,8 +26,6 @@ import numpy as np
 ARMS = (0, 1, 2, 3, 5, 7)
 ACCEPTANCE = 0.6
 PROMPT = 16
-
-
 METHODS = ("schedule", "update_from_output", "update_draft_token_ids", "get_grammar_bitmask")
 """Of vLLM's scheduler, which ours extend."""
 
@@ -54,9 +46,7 @@ class Ledger:
     """CPU time inside our methods, less vLLM's own inside them."""
 
     def __init__(self) -> None:
-        self.ours = 0.0
-        self.theirs = 0.0
-        self.vllm = 0.0
+        self.ours = self.theirs = self.vllm = 0.0
 
     def timed(self, method: Callable[..., Any], ours: bool) -> Callable[..., Any]:
         """`method`, its thread time added to one side."""
@@ -121,16 +111,14 @@ def made_scheduler(
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
+    from benchmarks.lossless.tiny_policy import build_drafter_dir
     from demo.toy.assets import build_assets
     from verl_tlt.config import TLTConfig
-    from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
     from verl_tlt.engine_core import scheduler as module
     from verl_tlt.server.engine_arguments import engine_kwargs
 
     assets = build_assets(scratch, width="small", train_rows=1, val_rows=1)
-    drafter = build_drafter(assets.policy, seed=0)
-    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(assets.policy))
-    save_drafter(drafter, scratch / "drafter", {"made for": "benchmarks"})
+    build_drafter_dir(scratch / "drafter", assets.policy, informed=False)
     tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": ARMS[-1], "arms": list(ARMS)}})
     config = EngineArgs(
         model=str(assets.policy), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=2048,
@@ -219,10 +207,8 @@ def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any
         "overlapped_us_p50": _percentile(meanwhile_us, 50),
         "overlapped_us_p99": _percentile(meanwhile_us, 99),
         "vllm_us_p50": _percentile(vllm_us, 50),
-        "single_run_us_p50": [_percentile(run, 50) for run in spent[:, :, 0]],
         "single_run_us_p99": [_percentile(run, 99) for run in spent[:, :, 0]],
         "measuring_us_p50": [round(float(x), 1) for x in measuring[:, 0, 0]],
-        "measuring_us_p99": [_percentile(run, 99) for run in np.array(nothing)[:, :, 0]],
         "draft_length_share": share,
     }
 
@@ -255,16 +241,3 @@ def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[i
                 spent.append((1e6 * waited, 1e6 * meanwhile, 1e6 * vllm))
     gc.unfreeze()
     return lengths, spent
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--runs", type=int, default=5, help="of all steps")
-    options = parser.parse_args()
-    print(json.dumps(measure(options.batch, options.steps, options.runs), indent=1))
-
-
-if __name__ == "__main__":
-    main()

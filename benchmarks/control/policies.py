@@ -3,8 +3,6 @@
 An engine takes one through `additional_config.tlt.policy_factory`, for example `benchmarks.control.policies:bandit`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right
@@ -107,7 +105,6 @@ class EmaPolicy(Policy):
         self._held = 0
 
     def choose(self, load: Load) -> int:
-        """The current tier of the batch's range."""
         where = _range(load.batch)
         return self._tiers[where][self._level[where]]
 

@@ -7,8 +7,6 @@ behind; `cold` is goodput without either, and `of 5 seeds` its worst result over
 `table` is told both as well, with every load calibrated. The others have no use for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -40,8 +38,6 @@ DRIFT = (0.0, -0.10, -0.04, 0.06, 0.0, -0.08)
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """One simulated run."""
-
     name: str
     workload: Workload
     cost: CostModel
@@ -101,7 +97,6 @@ def calibration(replay: Replay) -> LatencyTable:
 
 
 def contestants(replay: Replay) -> dict[str, Policy]:
-    """Every adaptive policy, told what it can use."""
     policies = {name: named(name, replay.arms) for name in ("table", *RIVALS, "goodput")}
     loads = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     policies["table"].set_latency(measured(replay, loads, (OFF, *replay.arms), 1000, 9))
@@ -142,7 +137,6 @@ def compare(replay: Replay) -> dict[str, Any]:
             "cold_pct": round(100 * oracle / cold, 2),
             "O2_pct": round(100 * oracle / per_bucket.seconds, 2),
             "goodput_worst_bucket_vs_stock": round(runs["goodput"].worst_bucket_vs_stock(), 3),
-            "goodput_switches_per_1000": round(1000 * runs["goodput"].switches / runs["goodput"].steps, 1),
         },
     }
 

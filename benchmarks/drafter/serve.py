@@ -1,6 +1,6 @@
 """What a real vLLM engine accepts of the study's drafters, and how fast it decodes with each: RL step by RL step.
 
-    python -m benchmarks.drafter.serve --out study      # after `study`; interrupt and repeat at will
+    python -m benchmarks.drafter.serve --out study      # after `study`; runs that were served whole are left out
 
 The engine serves the policy of every second kept step (with the toy's empty weights, `demo.toy.widen`: decoding
 the small one costs no more than drafting for it) and answers that step's prompts, sampled as in training, under every
@@ -9,26 +9,23 @@ as the run; it is told what a run would tell it, K is its choice, and so is whet
 the engine with its drafter off.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.engine import EngineProcess, Models
-from benchmarks.drafter.study import STARTS, read_acceptance
-from benchmarks.drafter.trajectory import KEEP_POLICY, MAX_RESPONSE, SAMPLES, load_step
+from benchmarks.control.engine import Engine, Models
+from benchmarks.drafter.study import SERVED_EVERY, STARTS
+from benchmarks.drafter.trajectory import MAX_RESPONSE, SAMPLES, file_of, lines_of, policy_of, read_options, texts_of
+from benchmarks.lossless.tiny_policy import build_drafter_dir
 from demo.machine import find_dtype
 from demo.toy import task
 from demo.toy.assets import SHIPPED_POLICY, build_assets, demo_width
 from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen
-from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights, save_drafter
-from verl_tlt.drafter.policy import policy_shape
+from verl_tlt.drafter import provenance
 
 NONE = "none"
 REAL_LAYERS = (1, 3, 5)
@@ -60,69 +57,49 @@ def arms(out: Path, seed: int, step: int) -> Iterator[Arm]:
         yield Arm(start, "extra", begun.with_name(f"{begun.name}-extra"))
 
 
-def prompts_of(out: Path, seed: int, step: int) -> list[list[int]]:
-    """Token ids of a step's prompts, each as often as it is answered."""
-    sequences, _, _ = load_step(out / f"seed-{seed}" / f"step-{step:03d}.npz")
-    return [s.tokens[: s.prompt_len].tolist() for s in sequences[::SAMPLES] for _ in range(ANSWERS)]
-
-
 def engine_toy(scratch: Path) -> Models:
     """A policy and a drafter of the shapes that are served, for the engine to begin with."""
     assets = build_assets(scratch, width=demo_width(find_dtype()), train_rows=1, val_rows=1)
     small = json.loads((SHIPPED_POLICY / "config.json").read_text())
-    shape = replace(policy_shape(assets.policy), intermediate_size=small["intermediate_size"])
-    drafter = build_drafter(shape, aux_layers=REAL_LAYERS, seed=0)
-    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(assets.policy))
-    save_drafter(drafter, scratch / "drafter", {})
+    like_small = {"aux_layers": REAL_LAYERS, "intermediate_size": small["intermediate_size"]}
+    build_drafter_dir(scratch / "drafter", assets.policy, informed=False, **like_small)
     return Models(assets.policy, scratch / "drafter", [])
 
 
-def serve(out: Path, seeds: list[int], every: int) -> None:
+def serve(out: Path, seeds: list[int]) -> None:
     """Measure the runs that have not been measured whole; a row of `served-SEED.jsonl` per arm and step."""
     width = HALF_MLP_WIDTH if demo_width(find_dtype()) == "half" else MLP_WIDTH
     with tempfile.TemporaryDirectory() as scratch:
-        engine = EngineProcess(engine_toy(Path(scratch)))
-        try:
-            table = engine.call("calibrate")
-            for seed in seeds:
-                if (out / f"served-{seed}.jsonl").exists():
-                    continue
-                for arm in arms(out, seed, 0):
-                    engine.call("add_arm", name=arm.control, table=table)
-                rows: list[dict[str, Any]] = []
-                for step in recorded_steps(out, seed, every):
-                    wide = Path(scratch) / f"wide-{seed}-{step}"
-                    widen(out / f"seed-{seed}" / f"policy-{step:03d}", wide, width)
-                    engine.call("load_policy", directory=str(wide))
-                    found = list(_step(engine, out, seed, step))
-                    rows += found
-                    told = ", ".join(f"{row['start']} {row['arm']} {row['accept_length']:.2f}" for row in found)
-                    print(f"seed {seed}, step {step}: {told}", flush=True)
-                (out / f"served-{seed}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        finally:
-            engine.close()
+        engine = Engine(engine_toy(Path(scratch)))
+        table = engine.calibrate()
+        for seed in seeds:
+            if (out / f"served-{seed}.jsonl").exists():
+                continue
+            for arm in arms(out, seed, 0):
+                engine.add_arm(arm.control, table)
+            rows: list[dict[str, Any]] = []
+            for row in lines_of(file_of(out, seed))[::SERVED_EVERY]:
+                wide = Path(scratch) / f"wide-{seed}-{row['step']}"
+                widen(policy_of(out, seed, row["step"]), wide, width)
+                engine.load_policy(wide)
+                prompts = [list(text.tokens[: text.prompt_len]) for text in texts_of(row)[::SAMPLES]]
+                found = list(_step(engine, out, seed, row["step"], prompts * ANSWERS))
+                rows += found
+                told = ", ".join(f"{row['start']} {row['arm']} {row['accept_length']:.2f}" for row in found)
+                print(f"seed {seed}, step {row['step']}: {told}", flush=True)
+            (out / f"served-{seed}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def recorded_steps(out: Path, seed: int, every: int) -> list[int]:
-    """Steps of a run whose policy and prompts are both kept."""
-    run = out / f"seed-{seed}"
-    kept = sorted(int(policy.name.removeprefix("policy-")) for policy in run.glob("policy-*"))
-    return [step for step in kept if step % every == 0 and (run / f"step-{step:03d}.npz").exists()]
-
-
-def _step(engine: EngineProcess, out: Path, seed: int, step: int) -> Iterator[dict[str, Any]]:
-    prompts, order = prompts_of(out, seed, step), list(arms(out, seed, step))
+def _step(engine: Engine, out: Path, seed: int, step: int, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    order = list(arms(out, seed, step))
     random.Random(f"{seed} {step}").shuffle(order)
     for arm in order:
         if arm.drafter is not None:
-            engine.call("publish", drafter=str(arm.drafter / "model.safetensors"))
-        engine.call("use", name=arm.control)
-        drafting = False
-        if arm.drafter is not None:
-            told = read_acceptance(arm.drafter)
-            drafting = engine.call("sync", name=arm.control, acceptance=told)
-        spent = engine.call("decode", work=[(p, MAX_RESPONSE) for p in prompts], stop=[task.TOKEN_ID[task.EOS]])
-        stats = engine.call("stats", name=arm.control)
+            engine.publish(arm.drafter / "model.safetensors")
+        engine.use(arm.control)
+        drafting = arm.drafter is not None and engine.sync(arm.control, provenance(arm.drafter)["acceptance"])
+        spent = engine.decode([(prompt, MAX_RESPONSE) for prompt in prompts], stop=[task.TOKEN_ID[task.EOS]])
+        stats = engine.stats(arm.control)
         yield {
             "seed": seed,
             "step": step,
@@ -138,12 +115,8 @@ def _step(engine: EngineProcess, out: Path, seed: int, step: int) -> Iterator[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--every", type=int, default=2 * KEEP_POLICY, help="RL steps between two that are served")
-    options = parser.parse_args()
-    serve(options.out, options.seeds, options.every)
+    options = read_options(__doc__)
+    serve(options.out, options.seeds)
 
 
 if __name__ == "__main__":

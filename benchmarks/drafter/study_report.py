@@ -7,9 +7,6 @@ draft lengths that `goodput` chose and with steps without a draft; speed is toke
 by run, sums over its steps, and the interval is over runs, by Student's t.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -21,7 +18,7 @@ import scipy.stats
 
 from benchmarks.drafter.serve import NONE
 from benchmarks.drafter.study import CONFIG, SESSION_STEPS, STARTS
-from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES
+from benchmarks.drafter.trajectory import LEARNING_RATE, PROMPTS, SAMPLES, STEPS, file_of, lines_of, read_options
 from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 
@@ -31,11 +28,6 @@ LATE = 0.7
 """The summary compares all served steps, and those in the last three tenths of the run."""
 
 Row = dict[str, Any]
-
-
-def lines_of(file: Path) -> list[Row]:
-    """Rows of a file with one JSON object a line."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def accept_length(rows: Iterable[Row]) -> float:
@@ -74,7 +66,6 @@ def compare(rows: list[Row], start: str, pair: tuple[str, str], figure: str, fir
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval."""
     student = scipy.stats.t.ppf(0.975, len(values) - 1)
     return float(np.mean(values)), float(student * scipy.stats.sem(values))
 
@@ -98,7 +89,7 @@ def summary(rows: list[Row], steps: int) -> dict[str, Any]:
 
 def rewards(out: Path, seeds: list[int], window: int = 10) -> dict[str, Any]:
     """Mean reward of the first and last steps of each run, and how far it rose."""
-    runs = [[row["reward"] for row in lines_of(out / f"seed-{seed}" / "log.jsonl")] for seed in seeds]
+    runs = [[row["reward"] for row in lines_of(file_of(out, seed))] for seed in seeds]
     ends = [(float(np.mean(run[:window])), float(np.mean(run[-window:]))) for run in runs]
     return {
         "by_step": [[round(reward, 4) for reward in run] for run in runs],
@@ -120,18 +111,13 @@ def decisions(out: Path, seeds: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = read_options(__doc__, json={"type": Path, "required": True})
     rows = [row for seed in options.seeds for row in lines_of(options.out / f"served-{seed}.jsonl")]
     reward = rewards(options.out, options.seeds)
-    steps = min(map(len, reward["by_step"]))
     found = {
         "machine": machine(),
         "dtype": find_dtype(),
-        "steps": steps,
+        "steps": STEPS,
         "seeds": options.seeds,
         "reward": reward,
         **decisions(options.out, options.seeds),
@@ -139,7 +125,7 @@ def main() -> None:
             "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "policy_learning_rate": LEARNING_RATE,
             "session_micro_batches": SESSION_STEPS, "tlt": CONFIG.to_dict(),
         },
-        "summary": summary(rows, steps),
+        "summary": summary(rows, STEPS),
         "served": rows,
     }  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,41 +1,39 @@
-"""Records what the policy of a GRPO run looked like at every step, so that many drafters can be tried on the same run.
+"""Records the policy of a GRPO run and what it wrote, step by step, so that many drafters can be tried on the same run.
 
-    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4] [--steps 65]
+    python -m benchmarks.drafter.trajectory --out study [--seeds 0 1 2 3 4]
 
 Speculative decoding is lossless: which drafter is served changes how fast a rollout is and not what is in it. So the
 arms of the study share one trajectory per seed, and it is made only once. It is a plain GRPO loop in one process: the
 policy's current weights write the responses, the toy's own reward judges them, one
-on-policy update follows (group-normalised advantages, token-mean loss, no KL term). The forward pass of the update
-also yields the hidden states that a tap would have kept. It may be interrupted at any time; the same command goes on.
+on-policy update follows (group-normalised advantages, token-mean loss, no KL term). Called again, the command leaves
+out the runs that are whole.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
-import os
 import random
 import shutil
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from demo.machine import find_dtype, say_dtype
 from demo.toy import task
-from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from demo.toy.assets import SHIPPED_POLICY, ensure
 from demo.toy.reward import compute_score
 from demo.toy.train import TrainConfig, save_policy, train
-from verl_tlt.drafter import TrainingSequence, VerifierWeights, from_numpy16, to_numpy16
+from verl_tlt.drafter import Text
 from verl_tlt.drafter.data import grouped
-from verl_tlt.messages.training import VerifierArrays
 
-PROMPTS, SAMPLES = 8, 8
-"""Groups a step and responses in each: small, because two cores carry the study."""
+STEPS, PROMPTS, SAMPLES = 65, 8, 8
+"""Of a run; groups a step and responses in each are few, because two cores carry the study."""
+SEEDS = (0, 1, 2, 3, 4)
 MAX_RESPONSE, MAX_DIGITS = 384, 8
 END, PAD = task.TOKEN_ID[task.EOS], task.TOKEN_ID[task.PAD]
 LEARNING_RATE = 1e-4
@@ -45,10 +43,6 @@ MICRO_BATCH = 1536
 """Padded tokens a forward."""
 DTYPE = find_dtype()
 """Of the update's products: whichever is the faster one here."""
-Text = tuple[list[int], int]
-"""Token ids of a prompt and its response, and the prompt's length."""
-SAVE_STATE, KEEP_POLICY = 5, 8
-"""Steps between states to resume from, and between policies kept for a real engine."""
 
 
 @torch.no_grad()
@@ -64,194 +58,108 @@ def sample(model: Any, prompts: list[list[int]], samples: int, seed: int) -> lis
         pad_token_id=PAD,
     )[:, width:].tolist()  # fmt: skip
     responses = (row[: row.index(END) + 1] if END in row else row for row in found)
-    return [(prompt + response, len(prompt)) for prompt, response in zip(texts, responses, strict=True)]
+    return [Text((*prompt, *response), len(prompt)) for prompt, response in zip(texts, responses, strict=True)]
 
 
 def start_policy(out: Path) -> Path:
     """The policy that all runs begin with; made only once."""
-    directory = out / "policy"
-    if not directory.exists():
-        save_policy(train(UNTIDY, DTYPE, SHIPPED_POLICY), directory.with_suffix(".tmp"))
-        os.replace(directory.with_suffix(".tmp"), directory)
-    return directory
+    out.mkdir(parents=True, exist_ok=True)
+    ensure(out / "policy", str(UNTIDY), lambda target: save_policy(train(UNTIDY, DTYPE, SHIPPED_POLICY), target))
+    return out / "policy"
 
 
-class Taught:
-    """The policy under training, and the hidden states of its last forward passes."""
-
-    def __init__(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-        self._states: dict[int, torch.Tensor] = {}
-        layers = self.model.model.layers
-        for index in (*AUX_LAYERS["small"], len(layers)):
-            module = self.model.model.norm if index == len(layers) else layers[index]
-            module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
-
-    def _hook(self, index: int) -> Any:
-        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._states[index] = (args[0] if args else kwargs["hidden_states"]).detach()  # [B, T, H]
-
-        return keep
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V] for tokens [B, T], padded on the right; weights float32 as in verl."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE == "bfloat16"):
-            return self.model(tokens).logits.float()
-
-    def captured(self, text: Text, row: int) -> TrainingSequence:
-        """What a spot worker gets of a text that was one row of the last forward: states in 16 bits."""
-        tokens, prompt_len = text
-        *aux, last = (self._states[i][row, : len(tokens)].bfloat16() for i in sorted(self._states))
-        return TrainingSequence(torch.tensor(tokens), prompt_len, torch.cat(aux, dim=-1), last.clone())
-
-    def verifier_weights(self) -> VerifierArrays:
-        """Embedding, head and final norm in 16 bits."""
-        state = self.model.state_dict()
-        parts = VerifierWeights(state["model.embed_tokens.weight"], state["lm_head.weight"], state["model.norm.weight"])
-        return VerifierArrays(**{f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)})
+def load_model(policy: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
 
 
-def micro_batches(texts: list[Text], rows: list[int]) -> list[list[int]]:
-    """`rows` in groups alike in length, each at most `MICRO_BATCH` padded tokens."""
-    ordered = sorted(rows, key=lambda i: len(texts[i][0]))
-    return list(grouped(ordered, lambda i: len(texts[i][0]), MICRO_BATCH, padded=True))
-
-
-def padded(texts: list[Text], rows: list[int]) -> torch.Tensor:
-    """int64 [len(rows), T], padded on the right."""
-    width = max(len(texts[i][0]) for i in rows)
-    return torch.tensor([texts[i][0] + [PAD] * (width - len(texts[i][0])) for i in rows])
-
-
-def capture(policy: Taught, texts: list[Text]) -> list[TrainingSequence]:
-    """Every text with its hidden states, without an update."""
-    found = _capture(policy, texts, list(range(len(texts))))
-    return [found[i] for i in range(len(texts))]
-
-
-def _capture(policy: Taught, texts: list[Text], numbers: list[int]) -> dict[int, TrainingSequence]:
-    found: dict[int, TrainingSequence] = {}
-    for rows in micro_batches(texts, numbers):
-        with torch.no_grad():
-            policy.logits(padded(texts, rows))
-        found |= {i: policy.captured(texts[i], r) for r, i in enumerate(rows)}
-    return found
-
-
-def update(policy: Taught, texts: list[Text], rewards: np.ndarray) -> list[TrainingSequence]:
-    """One GRPO update on groups of `SAMPLES` rows; returns what the tap would have kept of its forward passes."""
+def update(model: Any, optimizer: torch.optim.Optimizer, texts: list[Text], rewards: np.ndarray) -> None:
+    """One GRPO update on groups of `SAMPLES` texts."""
     groups = rewards.reshape(-1, SAMPLES)
     spread = groups.std(axis=1, keepdims=True)
     advantages = ((groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-6)).ravel()  # [N]
-    total = sum(len(tokens) - prompt_len for tokens, prompt_len in texts)
+    total = sum(len(text.tokens) - text.prompt_len for text in texts)
     taught = [i for i in range(len(texts)) if advantages[i]]  # a group of equal rewards teaches nothing
-    found = _capture(policy, texts, [i for i in range(len(texts)) if not advantages[i]])
-    for rows in micro_batches(texts, taught):
-        tokens = padded(texts, rows)
-        logp = policy.logits(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T-1]
+    taught.sort(key=lambda i: len(texts[i].tokens))
+    for rows in grouped(taught, lambda i: len(texts[i].tokens), MICRO_BATCH, padded=True):
+        ids = pad_sequence([torch.tensor(texts[i].tokens) for i in rows], batch_first=True, padding_value=PAD)  # [B, T]
+        with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE == "bfloat16"):  # weights float32, as in verl
+            logits = model(ids).logits.float()
+        logp = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]  # [B, T-1]
         loss = logp.new_zeros(())
-        found |= {i: policy.captured(texts[i], r) for r, i in enumerate(rows)}
-        for r, i in enumerate(rows):
-            response = slice(texts[i][1] - 1, len(texts[i][0]) - 1)
-            loss = loss - float(advantages[i]) * logp[r, response].sum() / total
+        for row, i in enumerate(rows):
+            response = slice(texts[i].prompt_len - 1, len(texts[i].tokens) - 1)
+            loss = loss - float(advantages[i]) * logp[row, response].sum() / total
         torch.autograd.backward(loss)
     if taught:
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        policy.optimizer.step()
-        policy.optimizer.zero_grad(set_to_none=True)
-    return [found[i] for i in range(len(texts))]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
-def save_step(file: Path, sequences: list[TrainingSequence], weights: VerifierArrays, rewards: np.ndarray) -> None:
-    """One step of the trajectory in one file, written whole or not at all."""
-    arrays = {"lengths": np.array([len(s) for s in sequences]), "rewards": rewards}
-    arrays["prompt_lens"] = np.array([s.prompt_len for s in sequences])
-    arrays["tokens"] = torch.cat([s.tokens for s in sequences]).numpy()
-    arrays["aux"] = to_numpy16(torch.cat([s.aux for s in sequences]))
-    arrays["last"] = to_numpy16(torch.cat([s.last for s in sequences]))
-    temporary = file.with_suffix(".tmp.npz")
-    np.savez(temporary, **arrays, **{f"verifier_{name}": value for name, value in vars(weights).items()})  # type: ignore[arg-type]
-    os.replace(temporary, file)
-
-
-def load_step(file: Path) -> tuple[list[TrainingSequence], VerifierArrays, np.ndarray]:
-    """(sequences, verifier weights, rewards) of one step."""
-    with np.load(file) as held:
-        arrays = dict(held)
-    lengths = arrays["lengths"].tolist()
-    columns = (torch.from_numpy(arrays["tokens"]), from_numpy16(arrays["aux"]), from_numpy16(arrays["last"]))
-    rows = zip(arrays["prompt_lens"].tolist(), *(column.split(lengths) for column in columns), strict=True)
-    sequences = [TrainingSequence(tokens, prompt_len, aux, last) for prompt_len, tokens, aux, last in rows]
-    weights = VerifierArrays(**{part: arrays[f"verifier_{part}"] for part in ("embed", "lm_head", "norm")})
-    return sequences, weights, arrays["rewards"]
+def prompts_of(problems: Sequence[task.Problem]) -> list[list[int]]:
+    return [[task.TOKEN_ID[t] for t in task.prompt_tokens(problem)] for problem in problems]
 
 
 def judge(problem: task.Problem, text: Text) -> float:
-    words = [task.TOKENS[i] for i in text[0][text[1] :]]
+    words = [task.TOKENS[i] for i in text.tokens[text.prompt_len :]]
     return compute_score("toy_addition", " ".join(words), " ".join(task.answer_tokens(problem)))
 
 
-def record(directory: Path, seed: int, steps: int) -> None:
-    """One run of `steps` GRPO steps, from wherever an earlier call was interrupted."""
-    directory.mkdir(parents=True, exist_ok=True)
-    policy, state = Taught(start_policy(directory.parent)), directory / "state.pt"
-    first = 0
-    if state.exists():
-        held = torch.load(state, weights_only=True)
-        policy.model.load_state_dict(held["model"])
-        policy.optimizer.load_state_dict(held["optimizer"])
-        first = held["step"]
-    for step in range(first, steps):
-        begin = time.perf_counter()
-        if step % SAVE_STATE == 0:
-            held = {"model": policy.model.state_dict(), "optimizer": policy.optimizer.state_dict(), "step": step}
-            torch.save(held, state.with_suffix(".tmp"))
-            os.replace(state.with_suffix(".tmp"), state)
-        if step % KEEP_POLICY == 0:
-            keep_policy(policy, directory / f"policy-{step:03d}")
+def record(out: Path, seed: int) -> None:
+    """One run; `run.jsonl` comes last."""
+    shutil.rmtree(out / f"seed-{seed}", ignore_errors=True)
+    model = load_model(start_policy(out))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    rows = []
+    for step in range(STEPS):
+        save_policy(copy.deepcopy(model), policy_of(out, seed, step))
         rng = random.Random(f"{seed} {step}")
         problems = [task.sample_problem(rng, MAX_DIGITS) for _ in range(PROMPTS)]
-        prompts = [[task.TOKEN_ID[t] for t in task.prompt_tokens(p)] for p in problems]
-        texts = sample(policy.model, prompts, SAMPLES, rng.randrange(2**31))
-        written = time.perf_counter()
+        texts = sample(model, prompts_of(problems), SAMPLES, rng.randrange(2**31))
         rewards = np.array([judge(problems[i // SAMPLES], text) for i, text in enumerate(texts)])
-        weights = policy.verifier_weights()  # before the update: those of the policy that wrote the responses
-        sequences = update(policy, texts, rewards)
-        save_step(directory / f"step-{step:03d}.npz", sequences, weights, rewards)
-        row = {
-            "step": step,
-            "reward": float(rewards.mean()),
-            "tokens": sum(len(t) - p for t, p in texts),
-            "generate_s": round(written - begin, 2),
-            "step_s": round(time.perf_counter() - begin, 2),
-        }
-        with (directory / "log.jsonl").open("a") as log:
-            log.write(json.dumps({"seed": seed, **row}) + "\n")
-        print(row, flush=True)
-    keep_policy(policy, directory / f"policy-{steps:03d}")
+        update(model, optimizer, texts, rewards)
+        said = {"seed": seed, "step": step, "reward": float(rewards.mean())}
+        print(said, flush=True)
+        rows.append({**said, "texts": [[text.tokens, text.prompt_len] for text in texts]})
+    file_of(out, seed).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def keep_policy(policy: Taught, directory: Path) -> None:
-    """The policy as a directory that vLLM loads."""
-    shutil.rmtree(directory, ignore_errors=True)
-    copy = Taught(SHIPPED_POLICY)  # of the same shapes
-    copy.model.load_state_dict(policy.model.state_dict())
-    save_policy(copy.model, directory)
+def file_of(out: Path, seed: int) -> Path:
+    """Rewards and texts of a whole run, a row a step."""
+    return out / f"seed-{seed}" / "run.jsonl"
+
+
+def policy_of(out: Path, seed: int, step: int) -> Path:
+    """Directory of the policy that wrote the step's responses."""
+    return out / f"seed-{seed}" / f"policy-{step:03d}"
+
+
+def texts_of(row: dict[str, Any]) -> list[Text]:
+    return [Text(tuple(tokens), prompt_len) for tokens, prompt_len in row["texts"]]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file with one JSON object a line."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def read_options(about: str, **more: Any) -> argparse.Namespace:
+    """What all commands of the study take; `more` is an option of this one."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    for name, given in more.items():
+        parser.add_argument(f"--{name}", **given)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=65)
-    options = parser.parse_args()
+    options = read_options(__doc__)
     torch.set_num_threads(1)
     print(say_dtype(DTYPE))
     for seed in options.seeds:
-        record(options.out / f"seed-{seed}", seed, options.steps)
+        if not file_of(options.out, seed).exists():
+            record(options.out, seed)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
-The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`): `--keep` keeps it, and what making it
-took is in the result. Step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`.
-`--load large` has four times as many responses in a step.
+The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`); what making it took is in the result.
+Step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`. `--load large` has four times
+as many responses in a step.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
 arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
@@ -21,30 +21,29 @@ The last command but one shows what a cold start costs and when it has paid for 
 one has a real language model in the toy's place (`benchmarks.real_policy`), and fewer arms.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
-from benchmarks.e2e.arms import COLD_START_S, LONGEST, arms
-from benchmarks.e2e.heads import NAMES, WARM, home_of, prepare
-from benchmarks.e2e.loads import LOADS, Load
-from benchmarks.e2e.subject import Subject, real, toy
+from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Heads, Load, arms
+from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, Head, home_of, prepare
 from benchmarks.gpu.parts import machine
-from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment
+from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
+from benchmarks.real_policy.job import real_assets, real_overrides
+from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
+from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.command import report, take_turns
-from verl_tlt.commands.compare.plan import STOCK, Arm, Plan, make_plan
+from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say
@@ -55,6 +54,39 @@ from verl_tlt.speculation.costs.tables import LatencyTable
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 900.0
+REAL_ARMS = ("vllm-3", "vllm-3-lost", "tlt-fresh", TLT)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy, its prompts, and the heads that arms start from."""
+
+    assets: Assets
+    heads: Heads
+    warm: Head
+    overrides: tuple[str, ...]
+    """Of the demo's recipe, whatever the arm."""
+    tlt: tuple[str, ...] = ()
+    """Of it where the arm has TLT."""
+    longest: int = LONGEST
+    """Draft length."""
+    arms: tuple[str, ...] = ()
+    """Those that there are beside stock; none named: all."""
+
+
+def toy(folder: Path, work: Path) -> Subject:
+    """The toy; `folder` keeps its heads, `work` policy and prompts."""
+    assets = build_assets(work / "assets", width=demo_width(find_dtype()), train_rows=BENCH_PROMPTS, seed=BENCH_SEED)
+    heads = Heads(*(home_of(folder, name) / "drafter" for name in NAMES))
+    return Subject(assets, heads, prepare(folder, WARM), toy_overrides(assets))
+
+
+def real(folder: Path) -> Subject:
+    """SmolLM2-135M-Instruct; `folder` keeps all of it. It has one head, the warmed-up one."""
+    assets, warm = real_assets(folder), real_head(folder)
+    overrides = (*toy_overrides(assets), *real_overrides(assets))
+    shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}", "tlt.drafter.intermediate_size=null", "tlt.drafter.batch_tokens=1024")
+    return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS)
 
 
 def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
@@ -63,14 +95,8 @@ def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
     if not list(calibrated.glob("*.json")):
         longest = f"tlt.speculation.max_draft_length={subject.longest}"
         recipe = [str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides]
-        command = [
-            str(Path(sys.executable).parent / "verl-tlt"),
-            "calibrate",
-            *recipe,
-            "--cpu",
-            "--out",
-            str(calibrated),
-        ]
+        program = Path(sys.executable).parent / "verl-tlt"
+        command = [str(program), "calibrate", *recipe, "--cpu", "--out", str(calibrated)]
         given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
         env = recipe_environment(work / "calibration", subject.assets, 1, **given)
         subprocess.run(command, env=env, cwd=ROOT, check=True)
@@ -102,10 +128,8 @@ def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
 
 
 def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dict[str, Any]:
-    here = machine()
     return {
-        "machine": here,
-        "commit": here["commit"],
+        "machine": machine(),
         "dtype": find_dtype(),
         "lengths": "forced" if forced else "sampled",
         "runs": max((len(record.of(arm.name)) for arm in arms), default=0),
@@ -132,7 +156,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--control-every", type=int, help="of TLT's arms with --forced; default: half of --steps")
     parser.add_argument("--cold-start", default=COLD_START_S, help="tlt.spot.cold_start_s of tlt-fresh; null: its rule")
     parser.add_argument("--policy", choices=("toy", "real"), default="toy", help="real: SmolLM2-135M-Instruct")
-    parser.add_argument("--keep", type=Path, help="where the drafters are kept; default: .cache/toy, .cache/real")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -146,7 +169,7 @@ def main() -> None:
     options, console = read_options(), make_console()
     work = options.work.resolve()
     say(console, say_dtype(find_dtype()))
-    load, kept = LOADS[options.load], (options.keep or ROOT / ".cache" / options.policy).resolve()
+    load, kept = LOADS[options.load], ROOT / ".cache" / options.policy
     subject = real(kept) if options.policy == "real" else toy(kept, work)
     calibrated, costs = calibrate(work, subject, load)
     table = schedule(calibrated, subject.warm.acceptance, load.requests, subject.longest)

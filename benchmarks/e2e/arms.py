@@ -14,12 +14,11 @@ cache would stay in its memory during training. A drafter is also kept by vLLM 0
 (`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.toy_job import SAMPLES
 from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
@@ -28,6 +27,31 @@ KEPT = "vLLM's own speculation, K={}, with {}, kept because the engines never sl
 WARMED = "the warmed-up drafter"
 COLD_START_S = "60"
 """What a run of some hundred such steps would give its cold start by itself; a turn of a dozen would have none."""
+
+
+@dataclass(frozen=True)
+class Load:
+    prompts: int
+    """Of a step, each with `SAMPLES` responses; two replicas share them."""
+    requests: int
+    """Most that an engine decodes at once: `max_num_seqs`."""
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * SAMPLES
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of the recipe: one update a step, whatever its size."""
+        return (
+            f"data.train_batch_size={self.prompts}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={self.prompts}",
+            f"actor_rollout_ref.rollout.max_num_seqs={self.requests}",
+        )
+
+
+LOADS = {"small": Load(prompts=6, requests=32), "large": Load(prompts=24, requests=64)}
+"""`small` begins with 12 responses an engine, `large` with 48, where drafts pay less."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +65,7 @@ class Heads:
 
 
 def arms(
-    heads: Heads,
-    schedule: Sequence[Sequence[int]],
-    costs: Path,
-    cold_start: str = COLD_START_S,
-    longest: int = LONGEST,
+    heads: Heads, schedule: Sequence[Sequence[int]], costs: Path, cold_start: str = COLD_START_S, longest: int = LONGEST
 ) -> dict[str, Arm]:
     """All by name, `stock` first.
 

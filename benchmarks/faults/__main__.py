@@ -11,8 +11,6 @@ status 1.
 `--only` makes a short run of the faults whose names hold one of the texts, and writes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -66,7 +64,6 @@ def kind(left: str) -> str:
 
 
 def say(what: FaultRun) -> None:
-    """One line a run, and what it left."""
     print(f"{what.out.name}: {len(what.steps)} steps in {what.seconds:.0f} s, exit status {what.status}", flush=True)
     for left in what.left:
         print(f"  left behind: {left}")
@@ -98,21 +95,14 @@ def fatal(out: Path, texts: Sequence[str] = ("",)) -> tuple[list[dict], list[str
     ):  # fmt: skip
         if not any(text in fault.name for text in texts):
             continue
-        one = run(
-            f"{fault.note('m:f').removesuffix('-f')}-{name.split()[0].lower()}", out, KILLED_STEPS, [fault], tlt=tlt
-        )
+        folder = f"{fault.note('m:f').removesuffix('-f')}-{name.split()[0].lower()}"
+        one = run(folder, out, KILLED_STEPS, [fault], tlt=tlt)
         say(one)
         ended[fault.name, name] = one
         label = f"{fault.name}: {name}" if fault is SERVER_KILLED else fault.name
-        rows.append(
-            {
-                "fault": label,
-                "survived": one.status == 0,
-                "policy_updates_equal": len(one.steps) == KILLED_STEPS,
-                "recovered": False,
-                "counter": None,
-            }
-        )
+        whole = len(one.steps) == KILLED_STEPS
+        said = {"survived": one.status == 0, "policy_updates_equal": whole, "recovered": False, "counter": None}
+        rows.append({"fault": label, **said})
         if not one.fired:
             complaints.append(f"{label}: it never struck")
         if one.status == -1:
@@ -140,7 +130,6 @@ def a_few(out: Path, texts: Sequence[str]) -> tuple[list[dict], list[str]]:
 
 
 def main() -> None:
-    """Run everything, write the verdicts, say what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out/faults"))
     parser.add_argument("--only", nargs="+", metavar="TEXT")

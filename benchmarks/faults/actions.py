@@ -3,8 +3,6 @@
 Runs in whichever process is concerned, so everything is imported late.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -7,8 +7,6 @@ the steps by which it is judged. The directory `TLT_FAULTS` holds what processes
 (the step of each fault), `step` (the RL step that is going on), and `fired-NAME` (step and pid of what it has struck).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -3,8 +3,6 @@
 Pure: numbers and lines in, a verdict out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ One long run holds most of them, one to four a step. Two replicas take turns at 
 even steps, the second in odd ones. A spot worker that failed pauses for a step: in its next idle step it trains again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

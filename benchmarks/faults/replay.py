@@ -5,8 +5,6 @@ batch, and is put aside: the first run writes each response to a file, later one
 of the batch that does not depend on who finished first, two runs' updates can then be compared to the bit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One GRPO run of the toy with faults armed, to its end: what it wrote, and what it left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,7 +12,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.plan import STEPS, Fault
-from benchmarks.toy_job import SAMPLES, Job, make_assets
+from benchmarks.toy_job import QUICK_TO_LEARN, SAMPLES, Job, make_assets
+from verl_tlt.commands.compare.job import read_rows
 from verl_tlt.commands.processes import ProcessTree, interruptible
 
 ROOT = Path(__file__).parents[2]
@@ -26,15 +25,9 @@ SETTLE_S = 20.0
 """Ray's daemons end some seconds after the run."""
 
 TLT = (
-    "tlt.speculation.policy=fixed",
-    "tlt.speculation.fixed=2",
+    *QUICK_TO_LEARN,
     "tlt.drafter.learning_rate=2e-3",
-    "tlt.drafter.intermediate_size=null",
-    "tlt.drafter.warmup_steps=5",
-    "tlt.drafter.batch_tokens=512",
-    "tlt.buffer.min_tokens=300",
     "tlt.spot.max_epochs=30",
-    "tlt.spot.min_merge_steps=2",
     "tlt.spot.stop_timeout_s=10",  # sessions get what time engines leave, which on a busy machine is little
     "tlt.gate.enable=false",  # every merge is published, and so every step loads another drafter
 )
@@ -105,9 +98,7 @@ def run(
             left = _left(job.tree)
     finally:
         job.end()
-    metrics = target / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    by_step = {line["step"]: line["data"] for line in lines}
+    by_step = read_rows(target / "metrics.jsonl")
     return FaultRun(target, -1 if status is None else status, seconds, by_step, job.said(), fired(armed), left)
 
 

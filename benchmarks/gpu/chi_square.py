@@ -1,7 +1,5 @@
 """Are two samples of one distribution? No model of it is needed, so each device and dtype is compared with itself."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -12,10 +12,9 @@ from uuid import uuid4
 
 import torch
 
-from benchmarks.control.engine import Models
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
-from benchmarks.gpu.toy import STEPS, prepare
+from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
@@ -27,33 +26,36 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 K_MAX = 3
-TINY_STEPS = 30
-"""Of the toy's drafter, for a dry run: enough to be right now and then."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """The latter lets functions of this file be sent to vLLM's workers (`in_worker`)."""
 
 
-def toy_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[StandaloneEngine]:
-    """The toy's policy with a drafter that was trained for it: what it samples and accepts can be judged.
+def tiny_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[StandaloneEngine]:
+    """A tiny policy with a drafter that knows it: what it samples and accepts can be judged.
 
     The drafter's longest context is not the policy's, so it has a table of rotary positions of its own. `vllm` are
     further arguments of the engine.
     """
-    toy = _toy(bench)
-    return start(_setup(bench, toy.policy, toy.drafter, context=256, batch=64, more=vllm), bench.directory)
+    policy, drafter = _tiny(bench)
+    return start(_setup(bench, policy, drafter, context=256, batch=64, more=vllm), bench.directory)
 
 
-def _toy(bench: Bench) -> Models:
-    return prepare(bench.directory.parent / "toy", TINY_STEPS if bench.tiny else STEPS)
+def _tiny(bench: Bench) -> tuple[Path, Path]:
+    """Directories of policy and drafter, made unless they are there."""
+    policy, drafter = (bench.directory.parent / name for name in ("tiny-policy", "tiny-drafter"))
+    if not drafter.exists():
+        build_target(policy, vocab=SMALL)
+        build_drafter_dir(drafter, policy, informed=True, max_position_embeddings=512)
+    return policy, drafter
 
 
 def adapter(bench: Bench) -> LoRARequest:
-    """A LoRA adapter of the toy's policy, as verl makes a new one: it changes no token yet."""
+    """A LoRA adapter of the tiny policy, as verl makes a new one: it changes no token yet."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from vllm.lora.request import LoRARequest
 
-    model = AutoModelForCausalLM.from_pretrained(_toy(bench).policy)
+    model = AutoModelForCausalLM.from_pretrained(_tiny(bench)[0])
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     path = str(bench.directory / "adapter")
     get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=targets)).save_pretrained(path)
@@ -125,7 +127,7 @@ async def any_length(engine: StandaloneEngine) -> AsyncIterator[None]:
 
 
 async def sample(
-    engine: StandaloneEngine, prompts: Sequence[list[int]], tokens: int, lora: LoRARequest | None = None
+    engine: StandaloneEngine, after: Sequence[list[int]], tokens: int, lora: LoRARequest | None = None
 ) -> list[list[int]]:
     """So many tokens after each prompt, sampled at temperature 1, all of them in flight together."""
     from vllm import SamplingParams
@@ -139,21 +141,19 @@ async def sample(
             found = list(output.outputs[0].token_ids)
         return found
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    return list(await asyncio.gather(*(one(prompt) for prompt in after)))
 
 
-def task_prompts(count: int) -> list[list[int]]:
-    """Of the toy's own task, the same in every call."""
-    from demo.toy import task
-
+def prompts(count: int) -> list[list[int]]:
+    """Of the tiny policy's tokens, the same in every call."""
     rng = random.Random(0)
-    return [[task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))] for _ in range(count)]
+    return [[rng.randrange(3, SMALL) for _ in range(8)] for _ in range(count)]
 
 
 async def accepted(engine: StandaloneEngine, lora: LoRARequest | None = None) -> list[float]:
-    """Share of the drafts whose first 1, 2, ... tokens are accepted, on the toy's own task."""
+    """Share of the drafts whose first 1, 2, ... tokens are accepted."""
     await stats(engine)
-    await sample(engine, task_prompts(16), 64, lora)
+    await sample(engine, prompts(32), 64, lora)
     found = await stats(engine)
     return [round(n / max(1, found.num_drafts), 4) for n in found.num_accepted_tokens_per_pos]
 

@@ -12,9 +12,6 @@
 Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand in (`verl_cpu`).
 """
 
-from __future__ import annotations
-
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +22,7 @@ from benchmarks.faults.plan import NAN_LIVE
 from benchmarks.faults.run import TLT, arm
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
+from verl_tlt.commands.compare.job import read_rows
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import read_trace
 
@@ -48,7 +46,6 @@ def sync(bench: Bench) -> dict[str, Any]:
 
 
 def nan(bench: Bench) -> dict[str, Any]:
-    """Three steps, in the second of which one engine's drafter computes NaN."""
     (armed := bench.directory / "armed").mkdir(parents=True, exist_ok=True)
     faults = arm(armed, [replace(NAN_LIVE, step=1)])
     return job(bench, steps=3, replicas=min(2, len(device_memory())) if bench.cuda else 1, wide=1, **faults)
@@ -102,10 +99,9 @@ def _sizes() -> Sequence[str]:
 
 def _written(out: Path) -> dict[str, Any]:
     """The steps' metrics, every reload and every session."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     trace = read_trace(out / "trace")
     return {
-        "steps": {line["step"]: _chosen(line["data"], SHOWN) for line in lines},
+        "steps": {step: _chosen(row, SHOWN) for step, row in read_rows(out / "metrics.jsonl").items()},
         "reloads": [_chosen(vars(r), ("step", "replica", "version", "ok", "error", "seconds")) for r in trace.reloads],
         "sessions": [_chosen(vars(s), ("step", "replica", "steps", "outcome", "error")) for s in trace.sessions],
     }

@@ -1,13 +1,16 @@
 """Parts of a benchmark that are run one by one, so that one that fails costs nothing but itself.
 
-Each part has a process of its own (`benchmarks.gpu.child`): an error that leaves a device unusable, memory that is not
-given back and a part that hangs stay with it, and peaks of memory are its own. The report is written after each part.
-It begins with the machine, since figures without it say nothing.
+Each part has a process of its own, with this module as its command: an error that leaves a device unusable, memory that
+is not given back and a part that hangs stay with it, and peaks of memory are its own. The report is written after each
+part. It begins with the machine, since figures without it say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
+import inspect
 import json
 import os
 import platform
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.commands.child_engine import ChildEngineError, run_job
+from verl_tlt.commands.child_engine import ChildEngineError, run_job, serve_job
 from verl_tlt.upstream.versions import installed
 
 if TYPE_CHECKING:
@@ -36,8 +39,6 @@ SHOWN_FLAGS = ("avx", "amx", "sve", "bf16")
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part runs."""
-
     tiny: bool
     """Toy sizes on the CPU."""
     directory: Path
@@ -49,14 +50,15 @@ class Bench:
 
     @property
     def cuda(self) -> bool:
-        """Whether this is the real thing."""
         return not self.tiny
+
+    def memory(self) -> list[float] | str:
+        """GiB in use on each device."""
+        return device_memory() if self.cuda else NEEDS_CUDA
 
 
 @dataclass(frozen=True)
 class Part:
-    """One question to the machine."""
-
     work: Callable[[Bench], Any]
     """What it finds out: a dict that JSON takes, or a coroutine of one."""
     least_s: float
@@ -99,7 +101,15 @@ def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse
             options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def attempt(module: str, name: str, part: Part, tiny: bool, scratch: Path, left_s: float) -> dict[str, Any]:
+def attempt(
+    module: str,
+    name: str,
+    part: Part,
+    tiny: bool,
+    scratch: Path,
+    left_s: float,
+    tell: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """What a part found, under `found`; or why there is nothing, under `needs`, `skipped` or `error`."""
     if part.cuda_only and tiny:
         return {"needs": "CUDA"}
@@ -108,7 +118,7 @@ def attempt(module: str, name: str, part: Part, tiny: bool, scratch: Path, left_
     environment = {**(CPU_ENGINE if tiny else {}), **part.environment}
     job = {"module": module, "part": name, "tiny": tiny}
     try:
-        return {"found": run_job("benchmarks.gpu.child", job, scratch / name, environment, left_s)}
+        return {"found": run_job("benchmarks.gpu.parts", job, scratch / name, environment, left_s, tell)}
     except ChildEngineError as error:
         return {"error": str(error)}
 
@@ -165,7 +175,6 @@ def clock(device: str) -> float:
 
 
 def seconds(device: str, calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """What each call takes, one after the other."""
     taken = []
     for call in calls:
         start = clock(device)
@@ -190,3 +199,14 @@ def planned_gib(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0
     from verl_tlt.drafter import session_bytes
 
     return round(session_bytes(model, rows, passes, scored) / 2**30, 2)
+
+
+def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The process of one part."""
+    part: Part = importlib.import_module(asked["module"]).PARTS[asked["part"]]
+    answer = part.work(Bench(asked["tiny"], directory))
+    return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+
+
+if __name__ == "__main__":
+    serve_job(_work)

@@ -4,8 +4,6 @@ Responses are drawn under each setting, and every token is judged by Hugging Fac
 which knows nothing of vLLM, drafts or TLT. One row per engine and setting. See README.md here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -46,8 +44,6 @@ SABOTAGE = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one engine and setting."""
-
     engine: str
     setting: str
     responses: int

@@ -5,8 +5,6 @@ outputs against their probabilities, enumerated by a tree over all of them: it s
 tokens, and nothing beyond; it needs a small vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,7 +122,6 @@ class Exact:
         return log_probs
 
     def of_tokens(self, prompt: list[int], output: list[int], sampling: Sampling | None) -> list[float]:
-        """Log-probability of each token of one output."""
         log_probs = self.log_probs(prompt, [output], sampling)[0]
         return log_probs.gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
 

@@ -43,7 +43,6 @@ class Judged:
         return cls(*(np.concatenate(fields) for fields in zip(*map(astuple, parts), strict=True)))
 
     def only(self, rows: np.ndarray) -> Judged:
-        """The tokens for which a mask holds."""
         return Judged(*(field[rows] for field in astuple(self)))
 
     def impossible(self) -> int:
@@ -65,7 +64,6 @@ class Judged:
         return min(1.0, max(1, len(found)) * min(found, default=1.0))
 
     def martingale(self) -> float:
-        """p-value of all tokens together."""
         if self.impossible():
             return 0.0
         z = (self.log_prob - self.mean).sum() / math.sqrt(max(float(self.variance.sum()), 1e-12))
@@ -79,9 +77,7 @@ class Judged:
         hit = random.random(len(self.place)) < share
         likeliest = np.exp(self.best) * random.random(len(self.place))
         return replace(
-            self,
-            log_prob=np.where(hit, self.best, self.log_prob),
-            place=np.where(hit, likeliest, self.place),
+            self, log_prob=np.where(hit, self.best, self.log_prob), place=np.where(hit, likeliest, self.place)
         )
 
     def power(self, share: float, seed: int = 0) -> float:

@@ -5,8 +5,6 @@ by hand to know just that, so that drafts are accepted often but not always. Its
 one with the `SMALL` vocabulary, two with the other, so that text, and what looks for stop strings in it, can be tried.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,20 +8,17 @@ every row of the head: of the whole vocabulary three times as much as the layer 
 of runs. A call with more prompts goes on from the head before.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.heads import Head, cpu_seconds, evaluated
+from benchmarks.e2e.heads import Head, evaluated, timed
 from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
@@ -70,15 +67,10 @@ def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], f
     asked = [*start, *COMMON, "--limit", str(prompts), *options]
     places = [*recipe, "--prompts", str(assets.train), "--out", str(fresh)]
     env = recipe_environment(folder, assets, 1, DTYPE=find_dtype(), TLT="0", **CPU_ENGINE)
-    began, spent = time.monotonic(), cpu_seconds()
-    subprocess.run([str(Path(sys.executable).parent / "verl-tlt"), "warmup", *places, *asked], env=env, check=True)
+    took = timed(["verl-tlt", "warmup", *places, *asked], **env)
     shutil.rmtree(drafter, ignore_errors=True)
     fresh.rename(drafter)
-    return {
-        "options": [word for word in asked if word != str(drafter)],
-        "seconds": round(time.monotonic() - began),
-        "cpu_seconds": round(cpu_seconds() - spent),
-    }
+    return {"options": [word for word in asked if word != str(drafter)], **took}
 
 
 def measured(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """What runs of the real policy share: policy and prompts on the disk, and the demo's recipe in their sizes."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

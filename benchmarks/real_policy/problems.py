@@ -10,8 +10,6 @@ Two solved problems come first in every prompt, as turns of the chat: without th
 is right once in ten times.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from functools import cache

@@ -6,8 +6,6 @@ noise and stalls; requests that wait join as places free up and make a step uncl
 noise, which hits every policy alike.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -49,8 +47,6 @@ class Truth:
 
 @dataclass
 class Bucket:
-    """Account of one octave of batch sizes."""
-
     seconds: float = 0.0
     off_seconds: float = 0.0
     """What the same tokens would have cost at K=0."""
@@ -60,12 +56,9 @@ class Bucket:
 
 @dataclass
 class SimulationResult:
-    """Result of one policy over all rollouts."""
-
     seconds: float = 0.0
     tokens: int = 0
     steps: int = 0
-    switches: int = 0
     buckets: dict[int, Bucket] = field(default_factory=dict)
     """By floor(log2(batch))."""
 
@@ -136,7 +129,7 @@ class _Drain:
         produced = int(gain.sum())
         pace = self.engine.noise.pace(self.run.steps)
         seconds = pace * self.engine.cost.seconds(batch, kv_tokens, verified, k)
-        self._account(batch, kv_tokens, produced, seconds, pace, verified != max(k, 0), k)
+        self._account(batch, kv_tokens, produced, seconds, pace)
         self.done[self.rows] = done + gain
         self.rows = self.rows[gain < left]
         self.drafted = max(k, 0)
@@ -161,9 +154,7 @@ class _Drain:
             self.next_row += joining
         return joining > 0
 
-    def _account(
-        self, batch: int, kv_tokens: int, produced: int, seconds: float, pace: float, switched: bool, k: int
-    ) -> None:
+    def _account(self, batch: int, kv_tokens: int, produced: int, seconds: float, pace: float) -> None:
         run, cost = self.run, self.engine.cost
         bucket = run.buckets.setdefault(batch.bit_length() - 1, Bucket())
         bucket.seconds += seconds
@@ -172,7 +163,6 @@ class _Drain:
         run.seconds += seconds
         run.tokens += produced
         run.steps += 1
-        run.switches += switched
 
     def _jitter(self) -> float:
         noise = self.engine.noise

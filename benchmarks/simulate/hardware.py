@@ -1,7 +1,5 @@
 """Step costs of simulated hardware: a roofline with CUDA graphs, measured tables, a price of changing K."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +63,6 @@ class GraphCost:
         return verifying + self.draft_s(batch, drafted) + self.extra_s.get(verified, 0.0)
 
     def verify_s(self, batch: int, kv_tokens: int, tokens: int) -> float:
-        """The target's pass over `tokens` tokens per request."""
         count, eager_s = batch * tokens, 0.0
         padded = count
         if self.capture and count <= self.capture[-1]:
@@ -77,7 +74,6 @@ class GraphCost:
         return float(self.overhead_s + eager_s + roof)
 
     def draft_s(self, batch: int, drafted: int) -> float:
-        """The drafter's passes for `drafted` tokens per request."""
         if drafted == OFF:
             return 0.0
         further = self.pass_s * (drafted - 1) + self.first_s if drafted > 0 else 0.0

@@ -4,8 +4,6 @@ O1: the best single K. O2: the best K per octave of batch size, which is what a 
 O3: the argmax of true τ(K) over true T(batch, kv, K) at every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -24,7 +22,6 @@ class TrueGoodput(Policy):
         self._truth: Truth | None = None
 
     def see(self, truth: Truth) -> None:
-        """Take in the truth about the coming step."""
         self._truth = truth
 
     def choose(self, load: Load) -> int:

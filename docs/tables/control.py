@@ -125,12 +125,9 @@ def fixed() -> str:
 
 def race() -> str:
     """Adaptive draft lengths against each fixed K and none, load by load: predicted and measured, with the verdict."""
-    return "".join(map(_race, filter(recorded, ("race", "race_toy"))))
-
-
-def _race(name: str) -> str:
-    found = load(name)
-    body = []
+    if not recorded("race"):
+        return ""
+    found, body = load("race"), []
     for text, of in found["loads"].items():
         predicted, rounds = of["predicted"], [turn["seconds"] for turn in of["rounds"]]
         body += [
@@ -140,10 +137,10 @@ def _race(name: str) -> str:
         ]
     shown = [DRAIN.get(arm) or arm.replace("vllm-k", "K=").replace("off", "no drafts") for arm in of["over"]]
     verdicts = "".join(f"* `{text}`: {of['verdict']}\n" for text, of in found["loads"].items())
-    return f"{_raced(name, found)}\n{rows(('goodput over', *shown), body)}\n{verdicts}\n"
+    return f"{_raced(found)}\n{rows(('goodput over', *shown), body)}\n{verdicts}\n"
 
 
-def _raced(name: str, found: Mapping[str, Any]) -> str:
+def _raced(found: Mapping[str, Any]) -> str:
     """On what was raced, and what a verified draft costs there at the two ends of a drain."""
     policy, on, costs = found["policy"], found["machine"], found["costs"]
     tau = 1.0 + sum(accumulate(found["acceptance"][:5], mul))
@@ -153,7 +150,7 @@ def _raced(name: str, found: Mapping[str, Any]) -> str:
         f"{policy['parameters'] / 1e6:.0f}M parameters, {policy['layers']} layers and {policy['vocabulary']:,} tokens"
     )
     return (
-        f"* **Figures**: [{name}.json]({name}.json), {on['date'][:10]}, {on['cpu']}, {found['dtype']}\n\n"
+        f"* **Figures**: [race.json](race.json), {on['date'][:10]}, {on['cpu']}, {found['dtype']}\n\n"
         f"A policy of {size}. A step at K=3 takes {' and '.join(knee)} as long as one without drafts. The accept "
         f"length of the head at K=5 is {tau:.2f} on held-out prompts. An arm's seconds over those of `goodput`:\n"
     )

@@ -12,7 +12,7 @@ ROLLOUT, STEP = "rollout_per_token", "e2e_per_token"
 FIXED = r"vllm-(\d+)"
 """Names of arms with vLLM's own speculation at one K and a drafter that keeps its weights."""
 RESPONSES = {"small": 24, "large": 96}
-"""Responses of an RL step, by the load that a file names (benchmarks/e2e/loads.py: prompts x samples)."""
+"""Responses of an RL step, by the load that a file names (benchmarks/e2e/arms.py: prompts x samples)."""
 PAPER = "1.21x to 2.12x"
 """Whole steps of 7B to 70B policies (arXiv 2511.16665, figure 11 and table 3, read in readers' transcriptions)."""
 

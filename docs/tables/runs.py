@@ -64,11 +64,8 @@ ARMS = {
 
 def drafters() -> str:
     """How the drafters of the benchmark were made, and what they reach."""
-    made = _of_all("drafters")
-    if not made:
-        return "The trained drafter learned from demonstrations of the task (`python -m benchmarks.gpu.toy DIR`).\n"
     body = []
-    for file, name, of in made:
+    for file, name, of in _of_all("drafters"):
         table = " (of the table with a stale one)" if file == "e2e_stale" and name == "warm" else ""
         took = f"{of['cpu_seconds'] / 60:.0f} minutes of one core" if "cpu_seconds" in of else ""
         reaches = f"{of['accept_length']:.2f} simulated, {of['accept_length_served']:.2f} served" if took else ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.drafter.learners import score_for_gate
+from benchmarks.drafter.study import score_for_gate
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig

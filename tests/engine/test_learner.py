@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from recorded import CONFIG, begin_learner_anew, record, worker_arguments
 
-from benchmarks.drafter.learners import merge, score, score_for_gate
+from benchmarks.drafter.study import merge, score, score_for_gate
 from verl_tlt.drafter import DrafterError
 from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.spot_worker.buffer import Buffer

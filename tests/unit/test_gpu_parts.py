@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.chi_square import chi_square, compare
-from benchmarks.gpu.costs import graph_memory_gib
+from benchmarks.gpu.engine import graph_memory_gib
 from benchmarks.gpu.parts import Part, attempt, run
 
 MODULE = """

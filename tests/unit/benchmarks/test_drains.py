@@ -102,24 +102,31 @@ class Engine:
     lives = 0
 
     def __init__(self, models):
-        self.models, self.called, self.closed = models, [], False
+        self.models, self.called = models, []
         made.append(self)
 
-    def call(self, method, **given):
-        self.called.append(method)
-        if method == "calibrate":
-            return costs(0.001).to_list()
-        if method == "decode":
-            Engine.lives -= 1
-            if Engine.lives < 0:
-                raise RuntimeError("killed")
-            return {"seconds": 1.0, "tokens": sum(n for _, n in given["work"])}
-        if method == "stats":
-            return {"num_decode_tokens": 30, "num_passes": 20, "steps_by_draft_length": {1: 20}}
-        return None
+    def calibrate(self, budget_s, batches):
+        self.called.append("calibrate")
+        return costs(0.001)
 
-    def close(self):
-        self.closed = True
+    def decode(self, work):
+        self.called.append("decode")
+        Engine.lives -= 1
+        if Engine.lives < 0:
+            raise RuntimeError("killed")
+        return {"seconds": 1.0, "tokens": sum(n for _, n in work)}
+
+    def stats(self, name):
+        return {"num_decode_tokens": 30, "num_passes": 20, "steps_by_draft_length": {1: 20}}
+
+    def remember(self, prompts):
+        self.called.append("remember")
+
+    def add_arm(self, name, known):
+        self.arms = {*getattr(self, "arms", ()), name}
+
+    def use(self, name):
+        assert name in self.arms or name.startswith("vllm-k")
 
 
 made = []
@@ -127,7 +134,7 @@ made = []
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    monkeypatch.setattr(fixed, "EngineProcess", Engine)
+    monkeypatch.setattr(fixed, "Engine", Engine)
     made.clear()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 2,
               "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 30, "intermediate_size": 16,
@@ -153,13 +160,12 @@ def test_rule_and_prediction_are_said_before_the_first_round(models):
     assert {*found["loads"]["2:5"]["predicted"]} == {*ARMS}
     rounds = made[0].called[made[0].called.index("remember") :]
     assert rounds.count("remember") == 2 and rounds.count("decode") == 2 * len(ARMS), "prompts are computed untimed"
-    assert made[0].closed and made[0].models.batch == 3 and made[0].models.context >= 22
+    assert made[0].models.batch == 3 and made[0].models.context >= 22
 
 
 def test_a_race_that_was_killed_goes_on_after_its_last_whole_round_with_its_first_costs(models):
     with pytest.raises(RuntimeError, match="killed"):
         race(models, 2, lives=len(ARMS) + 3)
-    assert made[0].closed
     found, lines = race(models, 2)
     assert "calibrate" not in made[1].called and made[1].called.count("decode") == 3 * len(ARMS)
     assert lines[3].startswith("2:5, 1: ")

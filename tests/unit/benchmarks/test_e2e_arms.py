@@ -9,8 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
 from benchmarks.e2e.__main__ import calibrate, drafters, portable, schedule
-from benchmarks.e2e.arms import Heads, arms
-from benchmarks.e2e.loads import LOADS
+from benchmarks.e2e.arms import LOADS, Heads, arms
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, save_table

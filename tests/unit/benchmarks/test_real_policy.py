@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.e2e.__main__ import REAL_ARMS
 from benchmarks.e2e.arms import Heads, arms
-from benchmarks.e2e.subject import REAL_ARMS
 from benchmarks.real_policy import policy, problems
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.drafter.serve import Arm, arms
-from benchmarks.drafter.study import conditional
 from benchmarks.drafter.study_report import compare, summary
 
 
@@ -37,11 +36,6 @@ def test_every_start_meets_the_engine_without_a_drafter():
     found = summary(served, 100)
     assert all(of["online_vs_none_speed_late"]["mean"] == 3.0 for of in found.values())
     assert found["random"]["extra_late"] == found["random"]["extra_first"] == 2.0
-
-
-def test_acceptance_of_a_position_is_of_those_that_reached_it():
-    assert conditional([10.0, 5.0, 2.0]) == [0.5, 0.4]
-    assert conditional([0.0, 0.0, 0.0]) == [] and conditional([10.0, 0.0, 0.0]) == [0.0, 0.0]
 
 
 def test_an_arm_without_a_drafter_is_off_and_no_others_controller(tmp_path):
