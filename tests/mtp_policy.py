@@ -17,7 +17,12 @@ RECURRENT = dict(
     linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
     layer_types=["linear_attention"] * 3 + ["full_attention"], mamba_ssm_dtype="float32",
 )  # fmt: skip
-ARCHITECTURES = {"mimo": "MiMoForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+ARCHITECTURES = {
+    "mimo": "MiMoForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+}
 
 
 def random_head(policy, seed=0):
@@ -26,8 +31,24 @@ def random_head(policy, seed=0):
     for name, size in head_shapes(policy_shape(policy)).items():
         tensor = torch.randn(size, generator=generator)
         ones = 1.0 if "norm" in name and not name.startswith("mtp.") else 0.0
-        head[name] = ones + 0.2 * tensor if len(size) == 1 else 2.0 * tensor / size[1] ** 0.5
+        head[name] = ones + 0.2 * tensor if len(size) == 1 else 2.0 * tensor / size[-1] ** 0.5
     return head
+
+
+def one_by_one(head):
+    """A head with its experts as Qwen3.5's releases hold them, each by itself."""
+    apart = {
+        name: tensor for name, tensor in head.items() if not name.endswith((".gate_up_proj", ".experts.down_proj"))
+    }
+    for name in head.keys() - apart.keys():
+        experts, _, fused = name.rpartition(".")
+        for i, tensor in enumerate(head[name]):
+            if fused == "down_proj":
+                apart[f"{experts}.{i}.down_proj.weight"] = tensor.clone()
+                continue
+            gate, up = tensor.chunk(2)
+            apart[f"{experts}.{i}.gate_proj.weight"], apart[f"{experts}.{i}.up_proj.weight"] = gate.clone(), up.clone()
+    return apart
 
 
 def make_mtp_policy(path, family="mimo", dtype=torch.float32, **changes):
@@ -37,16 +58,20 @@ def make_mtp_policy(path, family="mimo", dtype=torch.float32, **changes):
     torch.manual_seed(0)
     if family == "mimo":  # transformers knows it by code of its own alone, and then as a Qwen2 with a head
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SHAPE, **changes}))
-    else:
+    elif family == "qwen3_5":
         fields = {**SHAPE, **RECURRENT, "head_dim": 16, **changes}
         model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**fields))
+    else:
+        fields = {**SHAPE, **RECURRENT, **EXPERTS, "head_dim": 16, **changes}
+        del fields["intermediate_size"]
+        model = transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**fields))
     model = model.float().eval().requires_grad_(False)
     with torch.no_grad():  # sharper than at initialisation, and with a context that counts
         model.model.embed_tokens.weight.copy_(torch.randn(model.model.embed_tokens.weight.shape))
         model.lm_head.weight.mul_(20)
         model.model.norm.weight.add_(torch.rand(model.config.hidden_size) - 0.5)
         for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight", "experts.down_proj")):
                 weight.mul_(8)
             weight.copy_(weight.to(dtype))
     model.save_pretrained(path)

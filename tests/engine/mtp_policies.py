@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.lossless.tiny_policy import H, build_target
+from verl_tlt.drafter.mtp_tensors import read_head
+from verl_tlt.drafter.policy import policy_shape
 
 DAMPED = 0.25
 """How much a head's layer counts, against the policy's last one: its guess is mostly the present token's successor."""
@@ -18,6 +20,7 @@ DAMPED = 0.25
 def build_mtp_policy(path: Path, family: str, vocab: int, state: float = 1.0) -> dict[str, torch.Tensor]:
     """A policy of the family saved to `path`, in 16 bits: "mimo", or one of `families` with `mtp.*`; returns its head.
 
+    Experts are one by one in the policy's files, as transformers writes them, and in one tensor in what is returned.
     `state`: how much recurrent states count, if it has any.
     """
     if family == "mimo":
@@ -33,16 +36,17 @@ def build_mtp_policy(path: Path, family: str, vocab: int, state: float = 1.0) ->
     tensors = {name: t if name.endswith("A_log") else t.bfloat16() for name, t in tensors.items()}
     head = _head(tensors, family)
     save_file(tensors | head, path / "model.safetensors", {"format": "pt"})
-    return head
+    return read_head(path, policy_shape(path))
 
 
 def _head(policy: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """A layer like the policy's last one, damped, behind a projection that passes the token's embedding on."""
-    at = next(name for name in policy if name.endswith("layers.3.mlp.down_proj.weight")).partition("layers.3.")[0]
+    at = next(name for name in policy if name.endswith("layers.3.self_attn.o_proj.weight")).partition("layers.3.")[0]
     last, norm = f"{at}layers.3.", policy[f"{at}norm.weight"].clone()
     layer = {name.removeprefix(last): t.clone() for name, t in policy.items() if name.startswith(last)}
-    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        layer[name] *= DAMPED
+    for name, weight in layer.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight *= DAMPED
     token, state = torch.eye(H).bfloat16(), (0.05 * torch.randn(H, H)).bfloat16()
     if family == "mimo":
         begin, norms = "model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm")

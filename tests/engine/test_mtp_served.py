@@ -9,7 +9,7 @@ import hashlib
 import pytest
 import torch
 from draws import HOT, draw, p_values
-from families import HYBRID
+from families import HYBRID, NESTED
 from greedy import choose, decode, flip, near
 from mtp_policies import build_mtp_policy, save_head
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ K_MAX = 7
 LONGEST = {"max_draft_length": K_MAX, "arms": [0, 1, 3, 7]}
 STATE, SENSITIVE = 30.0, 400.0
 """How much recurrent states count, if there are any: in log-probabilities, and in draws from 16 tokens."""
-FAMILIES = ["mimo", pytest.param("qwen3_5_text", marks=pytest.mark.heavy)]
+FAMILIES = ["mimo", *(pytest.param(family, marks=pytest.mark.heavy) for family in ("qwen3_5_text", "qwen3_5_moe"))]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,6 +56,8 @@ def start(engine_of, models, family):
 
     def of(drafter="good", name=family, **more):
         hybrid = {"mamba_ssm_cache_dtype": "float32"} if family.removeprefix("mtp-") in HYBRID else {}
+        if family.removeprefix("mtp-") in NESTED:
+            more["limit_mm_per_prompt"] = {"image": 0, "video": 0}
         ours = {"method": "mtp", "speculation": LONGEST, "load_format": "dummy", "enable_sleep_mode": True}
         return engine_of(drafter, family=name, dtype="bfloat16", **hybrid, **{**(ours if drafter else {}), **more})
 
@@ -139,6 +141,20 @@ def test_a_file_of_other_tensors_is_refused_and_nothing_is_written(start, models
         assert answer["ok"] == (wrong == "the policy's")
         after = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model())
         assert after[1] == before[1] and (after[0] == before[0]) == (wrong == "another's")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", ["qwen3_5_moe"], indirect=True, scope="module")
+def test_experts_that_a_kernel_has_reordered_are_refused(start, models, family):
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    with start() as engine:
+        before = engine.rpc("tlt_fingerprint")
+        experts = next(m for m in engine.runner.drafter.model.modules() if hasattr(m, "w13_weight"))
+        engine.patch.setattr(experts.quant_method, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS)
+        answer = engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))
+        assert not answer["ok"] and "set rollout.engine_kwargs.vllm.moe_backend=triton" in answer["error"], answer
+        assert engine.rpc("tlt_fingerprint") == before
 
 
 @pytest.fixture(scope="module")

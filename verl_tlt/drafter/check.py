@@ -208,7 +208,7 @@ def _wanted(config: Fields) -> dict[str, list[int]]:
         "fc.weight": [hidden, NUM_AUX * hidden],
         "norm.weight": [hidden],
         "layers.0.hidden_norm.weight": [hidden],
-        **layer_shapes("layers.0.", hidden, inner, queries, keys, reads=2 * hidden),
+        **layer_shapes("layers.0.", "layers.0.mlp.", hidden, inner, queries, keys, reads=2 * hidden),
     }
     if layer["attention_bias"]:
         widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}

@@ -27,7 +27,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
 from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
-from verl_tlt.drafter.mtp_tensors import head_files
+from verl_tlt.drafter.mtp_tensors import read_head
 from verl_tlt.drafter.other_layouts import MAPS
 from verl_tlt.drafter.policy import (
     CONFIG,
@@ -198,7 +198,7 @@ def load_own_head(
     from verl_tlt.drafter.mtp import mtp_config
 
     shape = policy_shape(policy)
-    head = read_tensors(head_files(source, shape))
+    head = read_head(source, shape)
     return _filled(mtp_config(shape), head, attention or default_attention(device)).to(device)
 
 

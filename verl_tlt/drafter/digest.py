@@ -71,8 +71,9 @@ def own_shards(
     """
     whole: dict[str, list[torch.Tensor]] = {}
     for name, tensor in file.items():
-        whole.setdefault(stacked(name), []).append(tensor)
+        whole.setdefault(stacked(name), []).append(_matrix(tensor))
     for name, tensor in live.items():
+        tensor = _matrix(tensor)
         parts = whole.get(stacked(name), [tensor])
         rows = sum(part.shape[0] for part in parts)
         if tensor.ndim == 2 and tensor.shape[1] < parts[0].shape[1]:
@@ -87,6 +88,11 @@ def own_shards(
             yield name, tensor[: queries if rank % copies else None], 0
         else:
             yield name, tensor, 0
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Of all experts [E, R, C] their rows [E R, C], which vLLM may split by experts, or each expert's by rows."""
+    return tensor.flatten(0, 1) if tensor.ndim == 3 else tensor
 
 
 def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:

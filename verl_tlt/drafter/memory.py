@@ -80,6 +80,8 @@ def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
     each = 44 * layer.hidden_size + 4 * attention + 8 * layer.intermediate_size  # bytes of a row in each pass
     if any("q_norm" in name for name, _ in model.named_parameters()):  # Qwen3.5's MTP head, whose attention is gated
         each += 16 * (layer.hidden_size + attention)
+    if experts := getattr(layer, "num_experts_per_tok", 0):  # a copy of the row for each, multiplied in 32 bits
+        each += 8 * experts * (layer.hidden_size + layer.moe_intermediate_size)
     keys = passes * (passes + 1) // 2  # of a row, over all passes
     return rows * (passes * each + 12 * layer.hidden_size + keys * (4 * attention + 2 * rows) + passes * rows)
 

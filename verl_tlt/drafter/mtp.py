@@ -26,9 +26,15 @@ from verl_tlt.drafter.schema import layer_fields, library_fields
 
 def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
     """The config of the policy's head, all of it from the policy's own; a `DrafterError` where it has none."""
-    gated = mtp_layout(shape).gated
+    layout = mtp_layout(shape)
     fields = {**layer_fields(shape), "layer_types": ["full_attention"], "rope_parameters": dict(shape.rope)}
-    layer = _qwen3_5().Qwen3_5TextConfig(**fields) if gated else Qwen2Config(**fields)
+    layer: PretrainedConfig
+    if layout.experts:
+        fields |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token}
+        fields |= {"moe_intermediate_size": shape.expert_width, "shared_expert_intermediate_size": shape.shared_width}
+        layer = _qwen3_5_moe().Qwen3_5MoeTextConfig(**fields)
+    else:
+        layer = _qwen3_5().Qwen3_5TextConfig(**fields) if layout.gated else Qwen2Config(**fields)
     # `norm_output`: what a pass returns is what the head reads, as `Eagle3DraftModel.forward` asks.
     return MTPSpeculatorConfig(
         transformer_layer_config=layer, norm_output=True, speculators_config=library_fields(MTP, shape)
@@ -39,6 +45,12 @@ def _qwen3_5() -> Any:  # older releases of transformers lack it
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     return modeling_qwen3_5
+
+
+def _qwen3_5_moe() -> Any:
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+
+    return modeling_qwen3_5_moe
 
 
 class MTPDrafter(Eagle3DraftModel):
@@ -59,7 +71,7 @@ class MTPDrafter(Eagle3DraftModel):
         self.input_norm = self.fc_norm = None
         self.verifier_norm = LlamaRMSNorm(self.hidden_size, eps=layer.rms_norm_eps).requires_grad_(False)
         head: Qwen35Head | MiMoHead
-        if layer.model_type == "qwen3_5_text":
+        if layer.model_type.startswith("qwen3_5"):
             head = Qwen35Head(layer)
             read, last = self.verifier_norm, head.norm  # it reads the state after the policy's final norm
             self.rotary_emb = _qwen3_5().Qwen3_5TextRotaryEmbedding(layer)
@@ -80,7 +92,10 @@ class MTPDrafter(Eagle3DraftModel):
 
 
 class Qwen35Head(torch.nn.Module):
-    """Qwen3.5's: embedding before hidden state, norms that multiply by one more than their weight, gated attention."""
+    """Qwen3.5's: embedding before hidden state, norms that multiply by one more than their weight, gated attention.
+
+    Experts are trained with all else, since they are most of what such a head can learn with.
+    """
 
     def __init__(self, layer: PretrainedConfig) -> None:
         super().__init__()
@@ -88,7 +103,12 @@ class Qwen35Head(torch.nn.Module):
         self.pre_fc_norm_embedding = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.pre_fc_norm_hidden = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = torch.nn.ModuleList([modules.Qwen3_5DecoderLayer(layer, 0)])
+        if layer.model_type == "qwen3_5_moe_text":
+            layer._experts_implementation = "grouped_mm"  # each expert in turn would make gradients of all for each
+            block = _qwen3_5_moe().Qwen3_5MoeDecoderLayer(layer, 0)
+        else:
+            block = modules.Qwen3_5DecoderLayer(layer, 0)
+        self.layers = torch.nn.ModuleList([block])
         self.norm = modules.Qwen3_5RMSNorm(hidden, eps=eps)
 
     def forward(self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, **attention: Any) -> torch.Tensor:

@@ -1,10 +1,17 @@
 """A policy's own head for multi-token prediction (MTP) on disk: what it is called, and its tensors.
 
 A release has it among the policy's tensors; transformers leaves it out when it loads and saves the policy, so a trained
-policy has lost it. Names are those by which vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py` load it. Needs no torch.
+policy has lost it. Names are those by which vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py` load it. Needs no torch, but to
+read a head.
+
+Of a head with experts, Qwen3.5's releases hold each expert by itself, Qwen3.6's all in one tensor, as do transformers'
+decoder layer and whatever is saved and published here. vLLM reads both (`routed_experts.py`, `load_weights`).
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from verl_tlt.drafter.policy import (
     DrafterError,
@@ -15,7 +22,10 @@ from verl_tlt.drafter.policy import (
     read_model_config,
     tensor_files,
 )
-from verl_tlt.drafter.tensor_file import FLOATS, Header
+from verl_tlt.drafter.tensor_file import FLOATS, Header, read_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class MTPLayout:
     norms: tuple[str, str, str]  # of the embedding, of the hidden state, and the final one
     gated: bool
     """Attention as in Qwen3.5: queries come with gates, and queries and keys are normed; else as in Qwen2: biased."""
+    experts: bool = False
+    """Its layer is a mixture of experts, and of one through which every token passes."""
 
 
 QWEN3_5 = MTPLayout(
@@ -40,30 +52,46 @@ MIMO = MTPLayout(
     "model.mtp_layers.", "num_nextn_predict_layers", _MIMO, f"{_MIMO}input_proj",
     (f"{_MIMO}token_layernorm", f"{_MIMO}hidden_layernorm", f"{_MIMO}final_layernorm"), gated=False,
 )  # fmt: skip
-LAYOUTS = {"MiMoForCausalLM": MIMO, "Qwen3_5ForCausalLM": QWEN3_5, "Qwen3_5ForConditionalGeneration": QWEN3_5}
+QWEN3_5_MOE = replace(QWEN3_5, experts=True)
+LAYOUTS = {
+    "MiMoForCausalLM": MIMO,
+    **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), QWEN3_5),
+    **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), QWEN3_5_MOE),
+}
 """By architecture: policies whose head drafts and is trained, each tested with a small model."""
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors of all experts, and what is concatenated in them for each."""
 
 
 def mtp_layout(shape: PolicyShape) -> MTPLayout:
     """How this policy holds its head; a `DrafterError` where it has none that drafts here."""
     architecture = next(iter(shape.architectures), None)
-    if (layout := LAYOUTS.get(str(architecture))) is not None:
-        return layout
-    why = "heads that are a layer of experts are left out, since vLLM and transformers store experts differently"
-    others = f"; {why}" if shape.num_experts else ""
-    raise DrafterError(
-        f"{shape.source} names {architecture}, and method=mtp drafts for {', '.join(LAYOUTS)} alone{others}."
-    )
+    if (layout := LAYOUTS.get(str(architecture))) is None:
+        raise DrafterError(
+            f"{shape.source} names {architecture}, and method=mtp drafts for {', '.join(LAYOUTS)} alone."
+        )
+    if layout.experts and not all((shape.num_experts, shape.expert_width, shape.shared_width)):
+        raise DrafterError(
+            f"{shape.source} names {architecture}, whose num_experts, moe_intermediate_size and "
+            "shared_expert_intermediate_size must be above 0."
+        )
+    return layout
 
 
-def head_shapes(shape: PolicyShape) -> dict[str, list[int]]:
-    """The shape of each tensor of the head, by its name in the policy's checkpoint."""
+def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]]:
+    """The shape of each tensor of the head, by its name in the policy's checkpoint; `single`: experts one by one."""
     layout, hidden, inner = mtp_layout(shape), shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    mlp = f"{layout.block}mlp."
+    experts: dict[str, list[int]] = {}
+    if layout.experts:
+        experts = _experts_shapes(mlp, shape, single)
+        mlp, inner = f"{mlp}shared_expert.", shape.shared_width
     wanted = {
         f"{layout.projection}.weight": [hidden, 2 * hidden],
         **{f"{norm}.weight": [hidden] for norm in layout.norms},
-        **layer_shapes(layout.block, hidden, inner, queries, keys, reads=hidden),
+        **layer_shapes(layout.block, mlp, hidden, inner, queries, keys, reads=hidden),
+        **experts,
     }
     attention = f"{layout.block}self_attn."
     if layout.gated:
@@ -72,9 +100,28 @@ def head_shapes(shape: PolicyShape) -> dict[str, list[int]]:
     return wanted | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
 
 
-def layer_shapes(block: str, hidden: int, inner: int, queries: int, keys: int, reads: int) -> dict[str, list[int]]:
-    """Shapes of a decoder layer's weights, by names that begin with `block`; its attention `reads` so many numbers."""
-    attention, mlp = f"{block}self_attn.", f"{block}mlp."
+def _experts_shapes(mlp: str, shape: PolicyShape, single: bool) -> dict[str, list[int]]:
+    """Shapes of routed experts and of what chooses among them, by names that begin with `mlp`."""
+    count, hidden, width = shape.num_experts, shape.hidden_size, shape.expert_width
+    wanted = {f"{mlp}gate.weight": [count, hidden], f"{mlp}shared_expert_gate.weight": [1, hidden]}
+    if not single:
+        fused = {"gate_up_proj": [count, 2 * width, hidden], "down_proj": [count, hidden, width]}
+        return wanted | {f"{mlp}experts.{name}": size for name, size in fused.items()}
+    for i in range(count):
+        one = f"{mlp}experts.{i}."
+        wanted |= {f"{one}gate_proj.weight": [width, hidden], f"{one}up_proj.weight": [width, hidden]}
+        wanted[f"{one}down_proj.weight"] = [hidden, width]
+    return wanted
+
+
+def layer_shapes(
+    block: str, mlp: str, hidden: int, inner: int, queries: int, keys: int, reads: int
+) -> dict[str, list[int]]:
+    """Shapes of a decoder layer's weights, by names that begin with `block`, and of its MLP with `mlp`.
+
+    Its attention `reads` so many numbers.
+    """
+    attention = f"{block}self_attn."
     return {
         f"{block}input_layernorm.weight": [hidden],
         f"{block}post_attention_layernorm.weight": [hidden],
@@ -102,7 +149,7 @@ def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[st
 
     A `DrafterError` unless every one is there with its shape, and no other of its kind.
     """
-    layout, wanted = mtp_layout(shape), head_shapes(shape)
+    layout = mtp_layout(shape)
     listing, owners = tensor_files(source, fetch)
     held = {name: file for name, file in owners.items() if name.startswith(layout.prefix)}
     if not held:
@@ -110,10 +157,35 @@ def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[st
             f"{listing} holds no MTP head ({layout.prefix}*), as after save_pretrained of transformers: put one back "
             "with verl-tlt write-back HEAD POLICY, or set tlt.drafter.method=eagle3."
         )
+    single = layout.experts and any(".mlp.experts." in name and name.endswith("_proj.weight") for name in held)
+    wanted = head_shapes(shape, single)
     if different := sorted(held.keys() ^ wanted.keys()):
         said = "holds" if different[0] in held else "lacks"
-        raise DrafterError(f"{listing} {said} {different[0]}: that is no head of one dense layer, as its config says.")
+        raise DrafterError(
+            f"{listing} {said} {different[0]}: that is no head of one layer such as its config asks for."
+        )
     found = headers(source, listing, held, fetch)
     for name, header in found.items():
         header.must_be(wanted[name], "the policy's config", FLOATS)
     return found
+
+
+def read_head(source: Model, shape: PolicyShape) -> dict[str, torch.Tensor]:
+    """The tensors of `head_files` on the host, all experts in one; a `DrafterError` too for NaN or infinity."""
+    tensors = read_tensors(head_files(source, shape))
+    for name in head_shapes(shape):
+        if name not in tensors:
+            tensors[name] = _fuse_experts(name, tensors, shape.num_experts)
+    return tensors
+
+
+def _fuse_experts(name: str, tensors: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """The tensor `name` of all experts, made of each one's, which leave `tensors`."""
+    import torch
+
+    experts, _, fused = name.rpartition(".")
+    each = []
+    for i in range(count):
+        parts = [tensors.pop(f"{experts}.{i}.{part}.weight") for part in _FUSED[fused]]
+        each.append(torch.cat(parts))
+    return torch.stack(each)

@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors.torch import save
 
 from verl_tlt.drafter.check import check_owner
-from verl_tlt.drafter.mtp_tensors import head_files, mtp_layout
+from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
 from verl_tlt.drafter.policy import CONFIG, INDEX, DrafterError, Model, policy_shape, read_json, tensor_files
-from verl_tlt.drafter.tensor_file import TensorFile, read_tensors
+from verl_tlt.drafter.tensor_file import TensorFile
 from verl_tlt.drafter.verifier import locate_parts
 from verl_tlt.files.ownership import check_writable, replacing
 
@@ -21,8 +21,9 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     """Put a head into a policy's folder, where vLLM drafts with it by the method `mtp`; returns the file it is in.
 
     The policy's other tensors stay as they are; an older head is taken out. The head gets the dtype of the policy's
-    embedding. A `DrafterError` where the head is not one of this policy's shape, may be another user's, or holds
-    numbers that are not finite; or the folder is not one to write to.
+    embedding. Experts are written in one tensor, whatever they were in: vLLM reads both, transformers no head at all.
+    A `DrafterError` where the head is not one of this policy's shape, may be another user's, or holds numbers that are
+    not finite; or the folder is not one to write to.
     """
     check_owner(head)
     directory = Path(policy)
@@ -30,7 +31,7 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
         raise DrafterError(f"{directory} is no folder of a policy: it has no {CONFIG}.")
     check_writable(directory, "the policy's folder")
     shape = policy_shape(directory)
-    layout, tensors = mtp_layout(shape), read_tensors(head_files(head, shape))
+    layout, tensors = mtp_layout(shape), read_head(head, shape)
     _, owners = tensor_files(directory)
     embedding = locate_parts(directory)["embed"]
     with TensorFile(embedding.file) as reader:

@@ -37,6 +37,11 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1 << 31), "num_hidden_layers": 1 << 12,
 }  # fmt: skip
 """Sizes that every config says, and the largest that is believed."""
+_EXPERT_SIZES = {
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), 1 << 12),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
+}
+"""The same of experts; 0 where there are none."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
@@ -91,6 +96,8 @@ class PolicyShape:
     experts_per_token: int
     expert_width: int
     """Width of one expert's MLP; 0 without experts."""
+    shared_width: int
+    """Width of the expert that every token passes through; 0 without one."""
     rms_norm_eps: float
     max_position_embeddings: int
     rope: Fields
@@ -327,6 +334,9 @@ def _check_sizes(whole: Fields, source: str) -> None:
         for key, most in _SIZES.items():
             if part.get(key) is not None and not 0 < int(part[key]) <= most:
                 raise DrafterError(f"{source}: {key} must be 1..{most}, not {part[key]}.")
+        for key, most in _EXPERT_SIZES.items():
+            if part.get(key) is not None and not 0 <= int(part[key]) <= most:
+                raise DrafterError(f"{source}: {key} must be 0..{most}, not {part[key]}.")
 
 
 def _completed(whole: Fields, source: str) -> Fields:
@@ -357,11 +367,14 @@ def _mlp(fields: Fields) -> dict[str, int]:
     if not width and not expert_width:
         raise KeyError("intermediate_size")
     shared = int(fields.get("shared_expert_intermediate_size") or 0)
+    if experts and not 1 <= per_token <= experts:
+        raise ValueError(f"num_experts_per_tok={per_token} of {experts} experts")
     return {
         "intermediate_size": width or expert_width * per_token + shared,
         "num_experts": experts,
         "experts_per_token": per_token if experts else 0,
         "expert_width": (expert_width or width) if experts else 0,
+        "shared_width": shared,
     }
 
 

@@ -10,6 +10,7 @@ SafeAILab/EAGLE, SpecForge    midlayer.self_attn.q_proj.weight
 vLLM, live                    model.layers.0.self_attn.qkv_proj.weight: q, k and v stacked, as are gate and up
 MTP head, in a checkpoint     mtp.layers.0.* (Qwen3.5), model.mtp_layers.0.* (MiMo; live behind the policy's L layers,
                               the decoder layer as model.mtp_layers.L.mtp_block.*)
+its experts                   *.experts.gate_up_proj and down_proj; live *.experts.routed_experts.w13_weight, w2_weight
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ _STACKED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
+_EXPERTS = {
+    "experts.routed_experts.": "experts.",
+    "experts.gate_up_proj": "experts.w13_weight",
+    "experts.down_proj": "experts.w2_weight",
+}
+"""Parts of names that vLLM has other words for; some releases have no `routed_experts`."""
 FLOATS = ("F32", "F16", "BF16")
 """Types of a drafter's weights."""
 
@@ -200,6 +207,8 @@ def stacked(name: str) -> str:
     name = plain(name).replace("draft_id_to_target_id", "d2t")
     for pattern, stack in _STACKED:
         name = pattern.sub(stack, name)
+    for part, live in _EXPERTS.items():
+        name = name.replace(part, live)
     return name
 
 

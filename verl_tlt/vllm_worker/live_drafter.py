@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 OFFSETS = "draft_id_to_target_id"  # vLLM's parameter for the file's `d2t`; full vocabularies have all zeros
 _IGNORED = ("t2d",)  # the map from target to draft ids serves training only
 _HEAD = "lm_head.weight"
+_AS_LOADED = ("CPU", "TRITON", "BATCHED_TRITON")
+"""Kernels of experts that keep weights as they are loaded; the others reorder them once (`oracle/unquantized.py`)."""
 
 
 class LiveDrafter:
@@ -147,6 +149,11 @@ class LiveDrafter:
             raise DrafterError(
                 f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
             )
+        if (kernel := experts_kernel(self.model)) not in (None, *_AS_LOADED):
+            raise DrafterError(
+                f"vLLM's {kernel} kernel reorders the head's experts once they are loaded, so no others can follow; "
+                "set rollout.engine_kwargs.vllm.moe_backend=triton."
+            )
         rows: dict[str, int] = {}
         columns: dict[str, tuple[int, ...]] = {}
         for name, tensor in tensors.items():
@@ -210,6 +217,13 @@ def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
     while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
         drafter = drafter.unwrap()
     return drafter
+
+
+def experts_kernel(drafter: torch.nn.Module) -> str | None:
+    """Which of vLLM's kernels computes a drafter's experts; None: it has none."""
+    methods = (getattr(module, "quant_method", None) for module in drafter.modules())
+    kernels = (getattr(method, "unquantized_backend", None) for method in methods)
+    return next((kernel.name for kernel in kernels if kernel is not None), None)
 
 
 @upstream_change(

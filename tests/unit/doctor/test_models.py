@@ -98,11 +98,18 @@ def test_latent_attention_is_refused_by_the_field_that_says_it(cached, family, n
     assert found.level == "refuse" and said in found.sentence
 
 
-@pytest.mark.parametrize("experts", ["num_experts", "n_routed_experts"])
-def test_an_mtp_head_of_experts_is_refused_for_what_it_is(cached, experts):
-    changes = {"architectures": ["Glm4MoeForCausalLM"], experts: 4, "moe_intermediate_size": 8}
-    sentence = check_policy(cached("Org/policy", model_type="glm4_moe", **changes), "mtp").sentence
-    assert "method=mtp drafts for MiMoForCausalLM" in sentence and "heads that are a layer of experts" in sentence
+@pytest.mark.parametrize(
+    ("experts", "each", "said"),
+    [
+        ("num_experts", 2, "names Glm4MoeForCausalLM, and method=mtp drafts for MiMoForCausalLM"),
+        ("num_experts", 5, "num_experts_per_tok=5 of 4 experts"),
+        ("n_routed_experts", 5, "num_experts_per_tok=5 of 4 experts"),
+    ],
+)
+def test_an_mtp_head_of_another_family_is_refused_for_what_it_is(cached, experts, each, said):
+    changes = {experts: 4, "num_experts_per_tok": each, "moe_intermediate_size": 8}
+    policy = cached("Org/policy", model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], **changes)
+    assert said in check_policy(policy, "mtp").sentence
 
 
 def test_vllms_sources_say_the_same_as_its_classes():

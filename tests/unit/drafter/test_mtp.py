@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from mtp_policy import SHAPE, make_mtp_policy, random_head, without_head
+from mtp_policy import EXPERTS, SHAPE, make_mtp_policy, one_by_one, random_head, without_head
 from safetensors.torch import load_file, save_file
 from saved_bytes import kept_bytes, planned_bytes
 from tiny_policy import same_state
@@ -41,10 +41,11 @@ from verl_tlt.drafter import (
     trainable_parameters,
     write_back,
 )
+from verl_tlt.drafter.digest import combined, own_shards, partial_sums
 from verl_tlt.drafter.mtp_tensors import head_shapes, mtp_tensors
 from verl_tlt.trainer.run_setup import first_drafter
 
-FAMILIES = ["mimo", "qwen3_5"]
+FAMILIES = ["mimo", "qwen3_5", "qwen3_5_moe"]
 K, VOCAB = 4, SHAPE["vocab_size"]
 
 
@@ -140,8 +141,8 @@ def test_the_embedding_behind_the_first_token_counts_as_zero_in_mimo_alone(polic
 def test_a_policys_states_for_it_are_the_last_one_alone(family, policy_dir, sequences):
     import transformers
 
-    kind = transformers.Qwen2ForCausalLM if family == "mimo" else transformers.Qwen3_5ForCausalLM
-    policy = kind.from_pretrained(policy_dir, dtype=torch.float32)
+    kinds = {"mimo": "Qwen2", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+    policy = getattr(transformers, f"{kinds[family]}ForCausalLM").from_pretrained(policy_dir, dtype=torch.float32)
     for sequence in sequences:
         assert sequence.aux.shape == (len(sequence), 0)
         assert sequence.nbytes == len(sequence) * (8 + 4 * SHAPE["hidden_size"])
@@ -200,6 +201,8 @@ def as_vllm_holds_them(tensors):
         for stack, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
             for part in parts:
                 name = name.replace(f".{part}.", f".{stack}.")
+        for fused, held in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
+            name = name.replace(f".experts.{fused}", f".experts.routed_experts.{held}")
         live.setdefault(name, []).append(tensor)
     return {name: torch.cat(parts) for name, parts in live.items()}
 
@@ -211,6 +214,120 @@ def test_its_fingerprint_is_the_engines(model):
         changed = {**tensors, name: tensors[name].clone()}
         changed[name].view(torch.int16).view(-1)[-1] ^= 1
         assert fingerprint(changed) != fingerprint(tensors), name
+
+
+# ------------------------------------------------------------------ experts
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mixture")
+    make_mtp_policy(path, "qwen3_5_moe")
+    return path
+
+
+def split(tensors):
+    """A checkpoint with the head's experts each by itself."""
+    head = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    return {name: tensor for name, tensor in tensors.items() if name not in head} | one_by_one(head)
+
+
+@torch.no_grad()
+def test_what_the_experts_make_of_a_token(mixture_dir):
+    """As vLLM does (`cpu_moe.py`, `select_experts`): shares are a softmax over the chosen experts' logits."""
+    block = load_own_head(mixture_dir, mixture_dir).mtp.layers[0].mlp
+    tokens = torch.randn(7, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(3))
+
+    def mlp(token, gate, up, down):
+        return down @ (torch.nn.functional.silu(gate @ token) * (up @ token))
+
+    expected, width = [], EXPERTS["moe_intermediate_size"]
+    shared = block.shared_expert
+    for token in tokens:
+        logits, chosen = (block.gate.weight @ token).topk(EXPERTS["num_experts_per_tok"])
+        out = mlp(token, shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
+        out = out * torch.sigmoid(block.shared_expert_gate.weight @ token)
+        for share, i in zip(logits.softmax(-1), chosen, strict=True):
+            both, down = block.experts.gate_up_proj[i], block.experts.down_proj[i]
+            out = out + share * mlp(token, both[:width], both[width:], down)
+        expected.append(out)
+    torch.testing.assert_close(block(tokens[None])[0], torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_are_read_one_by_one_too(mixture_dir, tmp_path):
+    make_mtp_policy(tmp_path / "policy", "qwen3_5_moe")
+    file = tmp_path / "policy" / "model.safetensors"
+    tensors = split(load_file(file))
+    save_file(tensors, file)
+    found = mtp_tensors(tmp_path / "policy")
+    assert found.keys() == {name for name in tensors if name.startswith("mtp.")}
+    loaded = load_own_head(tmp_path / "policy", tmp_path / "policy")
+    wanted = serving_tensors(load_own_head(mixture_dir, mixture_dir))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in serving_tensors(loaded).items())
+    head = random_head(mixture_dir, 1)
+    (tmp_path / "head").mkdir()
+    save_file(one_by_one(head), tmp_path / "head" / "model.safetensors")
+    written = write_back(tmp_path / "head", tmp_path / "policy")
+    assert load_file(written).keys() == head.keys(), "in one tensor each"
+    assert not any(name.startswith("mtp.") for name in load_file(file)), "and those of before are gone"
+    again = load_own_head(tmp_path / "policy", tmp_path / "policy")
+    assert fingerprint(serving_tensors(again)) == fingerprint(head)
+
+
+EXPERT = "mtp.layers.0.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop(f"{EXPERT}2.up_proj.weight"), rf"lacks {EXPERT}2\.up_proj\.weight: that is no head"),
+        (lambda t: t.update({f"{EXPERT}4.up_proj.weight": torch.ones(24, 32)}), rf"holds {EXPERT}4\.up_proj\.weight"),
+        (lambda t: t.update({f"{EXPERT}down_proj": torch.ones(4, 32, 24)}), rf"holds {EXPERT}down_proj: that is no"),
+        (lambda t: t.update({f"{EXPERT}1.gate_proj.weight": torch.ones(25, 32)}), r"is \[25, 32\], but the policy's"),
+        (lambda t: t.update({"mtp.layers.0.mlp.gate.weight": torch.ones(5, 32)}), r"is \[5, 32\], but the policy's"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_no_such_head_are_refused(mixture_dir, tmp_path, change, sentence):
+    tensors = split(load_file(mixture_dir / "model.safetensors"))
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((mixture_dir / "config.json").read_text())
+    with pytest.raises(DrafterError, match=sentence):
+        mtp_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("num_experts", 1 << 40, r"num_experts must be 0\.\.4096, not 1099511627776"),
+        ("num_experts_per_tok", 5, "num_experts_per_tok=5 of 4 experts"),
+        ("moe_intermediate_size", -1, r"moe_intermediate_size must be 0\.\."),
+        ("shared_expert_intermediate_size", 0, "shared_expert_intermediate_size must be above 0"),
+    ],
+)
+def test_sizes_that_no_mixture_has_are_refused(mixture_dir, field, value, sentence):
+    fields = json.loads((mixture_dir / "config.json").read_text())
+    with pytest.raises(DrafterError, match=sentence):
+        head_shapes(policy_shape({**fields, field: value}))
+
+
+@pytest.mark.parametrize("across", ["rows", "experts"])
+def test_ranks_fingerprints_of_experts_add_up(mixture_dir, across):
+    """vLLM splits each expert's rows, or the experts (`enable_expert_parallel`)."""
+    head = serving_tensors(load_own_head(mixture_dir, mixture_dir), torch.bfloat16)
+    experts = {name: tensor for name, tensor in head.items() if name.startswith(EXPERT)}
+    gate_up, down = experts[f"{EXPERT}gate_up_proj"], experts[f"{EXPERT}down_proj"]
+    parts = []
+    for rank in range(2):
+        if across == "experts":
+            w13, w2 = gate_up.chunk(2)[rank], down.chunk(2)[rank]
+        else:
+            halves = [half.chunk(2, dim=1)[rank] for half in gate_up.chunk(2, dim=1)]
+            w13, w2 = torch.cat(halves, dim=1), down.chunk(2, dim=2)[rank]
+        begin = "model.layers.0.mlp.experts.routed_experts."
+        live = {f"{begin}w13_weight": w13, f"{begin}w2_weight": w2}
+        parts.append(partial_sums(own_shards(live, experts, rank, 2)))
+    assert combined(parts) == fingerprint(experts)
 
 
 # ------------------------------------------------------------------ a run
@@ -247,8 +364,8 @@ def test_a_policy_without_a_head_is_one_sentence(policy_dir, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     assert "model.safetensors holds no MTP head (" in refused()
     assert "names Qwen3ForCausalLM, and method=mtp drafts for" in refused(architectures=["Qwen3ForCausalLM"])
-    experts = refused(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next")
-    assert "heads that are a layer of experts are left out" in experts
+    moe = "Qwen3_5MoeForCausalLM"
+    assert f"names {moe}, whose num_experts, moe_" in refused(architectures=[moe], num_experts=0)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +438,8 @@ def test_a_head_that_was_there_makes_room(family, policy_dir, tmp_path):
 
 
 def test_a_head_of_another_policy_does_not_go_back(family, policy_dir, tmp_path):
-    make_mtp_policy(tmp_path / "policy", family, intermediate_size=64)
+    width = "moe_intermediate_size" if family == "qwen3_5_moe" else "intermediate_size"
+    make_mtp_policy(tmp_path / "policy", family, **{width: 64})
     content = {file: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
     with pytest.raises(DrafterError, match="but the policy's config asks for"):
         write_back(policy_dir, tmp_path / "policy")
