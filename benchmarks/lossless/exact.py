@@ -100,9 +100,11 @@ class Exact:
     """A target model as Hugging Face computes it."""
 
     def __init__(self, path: Path, dtype: str = "float32", device: str = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(device)
+        nested = AutoConfig.from_pretrained(path).sub_configs  # a language model inside of one that sees
+        kind = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+        self.model = kind.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(device)
 
     @torch.no_grad()
     def log_probs(self, prompt: list[int], outputs: Any, sampling: Sampling | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo_run import TLT, grpo
+from grpo_run import LIMIT_S, TLT, grpo
 
 from demo.toy.assets import SHIPPED_POLICY
 
@@ -20,9 +20,10 @@ learns such a policy slowly."""
 VLLM = "++actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_a_hybrid_policy_trains_with_a_drafter(family, tmp_path):
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         pytest.importorskip("torchvision", reason="vLLM's module of Qwen3.5 imports it: run by `make test-vision`")
     families.build_family(policy := tmp_path / "policy", family, vocab=64, state=STATE)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

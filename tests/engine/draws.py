@@ -18,6 +18,7 @@ from benchmarks.lossless.exact import Exact, Sampling
 PROMPTS = ([3, 14, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8])
 DRAWS, TOKENS, ENUMERATED = 1200, 10, 4  # per prompt; the first token is the prefill's, three are drafted
 HOT = Sampling()
+HOTTER = Sampling(temperature=2.0)  # for the small mixtures, which are nearly sure of each token at 1
 COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
 CAUGHT = 1e-6
 CASES = {  # what requests may ask for: (sampling, more of `draw`)

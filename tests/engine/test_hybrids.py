@@ -7,7 +7,7 @@ log-probabilities it tells are from transformers' in float32. Each fault is sile
 import families
 import pytest
 import torch
-from draws import HOT, draw, p_values
+from draws import HOT, HOTTER, draw, p_values
 from greedy import choose, decode, flip, near
 from shared_engines import part_of
 
@@ -172,14 +172,12 @@ def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, wi
 @pytest.mark.parametrize("broken", [False, True])
 def test_draws_have_the_policys_distribution(start, exact_by_size, family, broken):
     """With recurrent states that count: chi-square over the first tokens alone misses the fault."""
-    if family.endswith("moe"):
-        pytest.skip("runs with the other families: their small policies have several likely tokens everywhere")
-    exact = exact_by_size[1]
+    exact, hot = exact_by_size[1], HOTTER if family.endswith("moe") else HOT
     with start("good", name=f"{family}-small", max_num_seqs=64) as engine:
         choose(engine, 0, 1, 3, 7)
         if broken:
             engine.patch.delattr(engine.runner, "_build_attention_metadata")
-        chi, martingale = p_values(exact, draw(engine, HOT, 400), HOT)
+        chi, martingale = p_values(exact, draw(engine, hot, 400), hot)
         assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[0] > 400
     assert (martingale < FAILS) == broken, (chi, martingale)
     assert broken or chi > FAILS
