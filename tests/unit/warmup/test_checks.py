@@ -91,3 +91,11 @@ def stamps(said):
 def test_while_text_is_scored_it_says_so(ended):
     _, said = ended(samples=4, batch_tokens=64, epochs=1)
     assert "held-out tokens scored after" in said
+
+
+def test_a_check_has_as_many_prompts_as_it_can_and_counts_no_token_of_theirs(ended):
+    run, _ = ended(samples=3, batch_tokens=64, epochs=1)
+    prompts = [text.tokens[: text.prompt_len] for text in (run.library.texts[i] for i in run.judged)]
+    once = len(prompts) // 3
+    assert once > 1 and len(set(prompts[:once])) == once
+    assert run.progress.plan["tokens"] == run.library.responses(run.judged), "so few are all scored"

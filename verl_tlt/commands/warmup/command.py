@@ -156,11 +156,12 @@ def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list
 def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str) -> TrainingRun:
     drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.tokens, responses)
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
+    held_out = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
     run = TrainingRun(
         DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss),
         PolicyTexts(drafter, options, texts, device, int(options.cache_gb * 1e9)),
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
-        judged=[i for i, r in enumerate(responses) if r.prompt in prompts.held_out],
+        judged=sorted(held_out, key=lambda i: responses[i].sample),  # every prompt before any a second time
         options=options,
         state_file=options.work / STATE,
     )

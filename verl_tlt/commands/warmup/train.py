@@ -68,7 +68,7 @@ class CheckPlan:
 def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
     """As many checks as fit into their share of a run of `run_s` seconds, of as many tokens as fit.
 
-    `token_s`: seconds to score a token; `held_out`: tokens of responses that there are.
+    `token_s`: seconds to score a token of a response, its share of the prompt in them; `held_out`: how many there are.
     """
     whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
     scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
@@ -93,6 +93,10 @@ class PolicyTexts(Library):
     def tokens(self, numbers: Iterable[int]) -> int:
         """Of these texts together."""
         return sum(len(self.texts[n].tokens) for n in numbers)
+
+    def responses(self, numbers: Iterable[int]) -> int:
+        """Tokens of these texts' responses: the prompt's are read, and no draft of them is judged."""
+        return sum(len(self.texts[n].tokens) - self.texts[n].prompt_len for n in numbers)
 
     def grouped(self, numbers: Iterable[int], budget: int) -> Iterator[list[int]]:
         """These texts in groups of up to `budget` tokens."""
@@ -224,14 +228,15 @@ class TrainingRun:
         self._score(probe)  # the first use allocates and compiles
         warm = time.perf_counter()
         self._score(probe)
-        token_s = (time.perf_counter() - warm) / max(1, self.library.tokens(probe))
+        token_s = (time.perf_counter() - warm) / max(1, self.library.responses(probe))
         p.check_seconds += time.perf_counter() - begun
-        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self.library.tokens(self.judged))
+        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self.library.responses(self.judged))
 
     def _check(self, step: int, tokens: int) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
         begun, p = time.perf_counter(), self.progress
-        score = self._score(next(self.library.grouped(self.judged, p.plan["tokens"]), []))
+        chosen = grouped(self.judged, lambda n: self.library.responses([n]), p.plan["tokens"])
+        score = self._score(next(chosen, []))
         if not self.taus or score.accept_length > max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
         p.check_seconds += time.perf_counter() - begun
