@@ -30,7 +30,7 @@ GIVEN = {
     "prompts": "a file of prompts that the head was not trained on",
 }
 PARTS = ("replay", "overhead", "fixed")
-console = Console(width=150)
+console = Console(width=150, emoji=False)
 
 
 def main() -> None:

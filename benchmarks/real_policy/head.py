@@ -81,7 +81,7 @@ def measured(folder: Path) -> dict[str, Any]:
     found = evaluated(folder, make_policy(folder), prompts=None, limit=24, **how)
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
     return {
-        "prompts": made["prompts_used"],
+        "prompts": made["prompts_limit"],
         **{name: made[name] for name in said},
         "accept_length": made["tau_sim"],
         "accept_length_simulated": round(found.simulated.accept_length, 4),

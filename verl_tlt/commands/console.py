@@ -12,8 +12,8 @@ LOG_WIDTH = 150
 
 def make_console() -> Console:
     """A console that does not squeeze tables into 80 columns when its output goes to a file."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=LOG_WIDTH)
+    console = Console(emoji=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=LOG_WIDTH, emoji=False)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

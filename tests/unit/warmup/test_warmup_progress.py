@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.warmup import engine
 
 
@@ -29,3 +30,8 @@ def test_a_stage_without_a_terminal_says_every_tenth_and_every_minute(monkeypatc
         stage.tell(share, f"{share:g}")
     told = re.findall(r"train: (\S+) after (\d+) s", console.file.getvalue())
     assert [(float(share), int(second)) for share, second in told] == lines
+
+
+def test_what_is_said_is_printed_as_it_is(capsys):
+    say(make_console(), "4:100: [bold] and :smile:")
+    assert capsys.readouterr().out == "4:100: [bold] and :smile:\n"
