@@ -140,11 +140,10 @@ class Engine:
         return {"seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
 
     def remember(self, prompts: Sequence[list[int]]) -> None:
-        """Compute these prompts, policy's and drafter's part, and forget all others.
+        """Compute these prompts, policy's and drafter's part, as far as the prefix cache does not hold them.
 
         Drains of them compute the last one or two blocks again (vLLM's `find_longest_cache_hit`, `use_eagle`).
         """
-        self.llm.reset_prefix_cache()
         self.use(f"{VLLM}1")
         self.decode([(prompt, 1) for prompt in prompts])
 
