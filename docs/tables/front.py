@@ -94,11 +94,15 @@ def headlines() -> str:
 
 
 def _drained() -> list[tuple[str, str, str]]:
-    """The verdicts on adaptive draft lengths of a language model, load by load; nothing before it was raced."""
-    loads = load("race")["loads"] if recorded("race") else {}
-    found = " ".join(f"`{text}`: {of['verdict']}" for text, of in loads.items())
-    question = "K chosen while a language model's batch drains, against the best fixed K"
-    return [(question, "draft-length.md#a-drain-with-each-k-and-with-adaptive-drafts", found)] if loads else []
+    """Adaptive draft lengths of a language model against each fixed K and none; nothing where none was raced."""
+    question = "K chosen while a language model's batch drains"
+    found = []
+    for text, of in (load("race")["loads"] if recorded("race") else {}).items():
+        best = min(ratio for arm, ratio in of["over"].items() if arm.startswith("vllm-k"))
+        ratios = ("{:.2f}x ({:.2f} to {:.2f})".format(*ratio) for ratio in (best, of["over"]["off"]))
+        found.append("`{}`: {} as fast as the best fixed K, {} as no drafts".format(text, *ratios))
+    link = "draft-length.md#a-drain-with-each-k-and-with-adaptive-drafts"
+    return [(question, link, "; ".join(found))] if found else []
 
 
 def _over_fixed() -> str:
