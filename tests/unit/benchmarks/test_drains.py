@@ -1,6 +1,7 @@
 """A race of draft lengths: its loads, what it predicts, its rule, and how it goes on after it was killed."""
 
 import json
+import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -184,8 +185,12 @@ def test_the_results_page_shows_what_was_predicted_measured_and_said(models, mon
     (page.FILES / "race.json").write_text(json.dumps(found))
     shown = control.race()
     assert "race.json" in shown and "1.70" in shown and shown.count("measured |") == 2 and "vLLM's table" in shown
+    assert all(load["verdict"] in shown for load in found["loads"].values())
     ((_, _, headline),) = front._drained()
-    assert all(load["verdict"] in shown and load["verdict"] in headline for load in found["loads"].values())
+    for load in found["loads"].values():
+        best = min(ratio for arm, ratio in load["over"].items() if arm.startswith("vllm-k"))
+        for (ratio, *_), against in ((best, "as the best fixed K"), (load["over"]["off"], "as no drafts")):
+            assert re.search(rf"{ratio:.2f}x [^x]* {against}", headline)
 
 
 def test_no_round_begins_when_the_time_is_over(models):
