@@ -56,7 +56,7 @@ def test_another_release(package, version):
     found = {f"{symbol.name} {problem}": symbol.name for symbol, problem in checked if problem}
     owners = {name if name.endswith(":") else re.match(r"[^:]*:\w+", name)[0] for name in found.values()}
     assert owners == LACKING.get((package, version), set()), "\n".join(sorted(found))
-    if version > "0.10":  # a run is refused by 0.9.0's number, whatever it has
+    if (package, version) != ("verl", "0.9.0"):  # a run is refused by that number, whatever it has
         supported = next(s for s in SUPPORTED if s.name == package)
         assert judge_version(supported, version, sources(package, version)).level in ("ok", "warn")
 
