@@ -45,14 +45,23 @@ class Drain:
     """How many of the requests have a long response."""
     tail: tuple[int, int] = (1, 1)
     """Between what the lengths of those are drawn."""
+    own: int = 0
+    """Above 0: each response has the length at which the policy, decoding greedily, ends it; so many tokens at most."""
 
     @classmethod
     def parse(cls, text: str) -> Drain:
-        """`REQUESTS:SHORT` or `REQUESTS:SHORT:NxLONG`, a length being a number or a range: `64:20-60:1x400-600`."""
+        """`REQUESTS:SHORT` or `REQUESTS:SHORT:NxLONG`, a length being a number or a range: `64:20-60:1x400-600`.
+
+        `REQUESTS:own-MOST`: responses that end by themselves, after so many tokens at most: `64:own-400`.
+        """
         number = r"([1-9]\d{0,5})"
+        if own := re.fullmatch(rf"{number}:own-{number}", text):
+            return cls(int(own[1]), (1, 1), own=int(own[2]))
         found = re.fullmatch(rf"{number}:{number}(?:-{number})?(?::{number}x{number}(?:-{number})?)?", text)
         if found is None:
-            raise ArgumentTypeError(f"{text!r} is not REQUESTS:SHORT or REQUESTS:SHORT:NxLONG, as in 64:20-60:1x400")
+            raise ArgumentTypeError(
+                f"{text!r} is not REQUESTS:SHORT, REQUESTS:SHORT:NxLONG or REQUESTS:own-MOST, as in 64:20-60:1x400"
+            )
         requests, low, high, long, tail, end = (int(part) if part else 0 for part in found.groups())
         drain = cls(requests, (low, high or low), long, (tail or 1, end or tail or 1))
         if drain.long > drain.requests or any(low > high for low, high in (drain.short, drain.tail)):
@@ -62,23 +71,25 @@ class Drain:
         return drain
 
     def __str__(self) -> str:
+        if self.own:
+            return f"{self.requests}:own-{self.own}"
         short, tail = ("-".join(map(str, sorted({*ends}))) for ends in (self.short, self.tail))
         return f"{self.requests}:{short}" + (f":{self.long}x{tail}" if self.long else "")
 
     @property
     def longest(self) -> int:
         """Tokens that no response has more of."""
-        return max(self.short[1], self.tail[1])
+        return self.own or max(self.short[1], self.tail[1])
 
     def lengths(self, turn: int) -> list[int]:
-        """Tokens of every response in that round, the same for every arm."""
+        """Tokens of every response in that round, the same for every arm, where they are drawn."""
         rng = random.Random(f"{self} {turn}")
         ends = [self.tail] * self.long + [self.short] * (self.requests - self.long)
         return [rng.randint(*end) for end in ends]
 
 
-LOADS = (Drain.parse("64:20-60:1x400-600"), Drain.parse("4:100"))
-"""A drain with a long tail; and as a negative control one whose batch stays the same to its end."""
+LOADS = (Drain.parse("64:own-400"), Drain.parse("4:40"))
+"""A drain with the policy's own tail; and as a negative control one whose batch stays the same to its end."""
 
 
 def predict(

@@ -45,10 +45,21 @@ class Models:
     """Tokens of a prompt with its response."""
     block: int | None = None
     """Tokens of a block of vLLM's prefix cache, where `remember` is to find one."""
+    end: int | None = None
+    """The token that ends a response."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(range(self.longest + 1))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A batch that was decoded."""
+
+    seconds: float
+    lengths: tuple[int, ...]
+    """Tokens of each response."""
 
 
 class VllmTable(Policy):
@@ -127,25 +138,27 @@ class Engine:
 
     # ------------------------------------------------------------------ decoding
 
-    def decode(self, work: Sequence[tuple[list[int], int]], stop: Sequence[int] = ()) -> dict[str, Any]:
-        """Decode a batch of (prompt, tokens of its response), or until a token of `stop`: seconds and tokens."""
+    def decode(self, work: Sequence[tuple[list[int], int]], stop: Sequence[int] = (), greedy: bool = False) -> Decoded:
+        """Decode a batch of (prompt, tokens of its response), or until a token of `stop`, at temperature 1 or 0."""
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
-        common = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": list(stop), "detokenize": False}
-        params = [SamplingParams(max_tokens=n, **common) for _, n in work]
+        common = {"ignore_eos": True, "stop_token_ids": list(stop), "detokenize": False}
+        params = [SamplingParams(max_tokens=n, temperature=float(not greedy), **common) for _, n in work]
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
+        return Decoded(seconds, tuple(len(o.outputs[0].token_ids) for o in outputs))
 
-    def remember(self, prompts: Sequence[list[int]]) -> None:
+    def remember(self, prompts: Sequence[list[int]], longest: int = 1) -> tuple[int, ...]:
         """Compute these prompts, policy's and drafter's part, as far as the prefix cache does not hold them.
 
         Drains of them compute the last one or two blocks again (vLLM's `find_longest_cache_hit`, `use_eagle`).
+        Returns after how many tokens the policy, decoding greedily, ends each response, `longest` at most.
         """
         self.use(f"{VLLM}1")
-        self.decode([(prompt, 1) for prompt in prompts])
+        stop = () if self.models.end is None else (self.models.end,)
+        return self.decode([(prompt, longest) for prompt in prompts], stop, greedy=True).lengths
 
     # ------------------------------------------------------------------ control
 

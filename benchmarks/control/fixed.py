@@ -3,9 +3,10 @@
 The engine's step costs are calibrated first, up to the largest batch. From them and the drafter's acceptance follows
 what each arm is expected to take, which is printed before anything runs, after the rule of the verdict (`drains.py`).
 All arms share the engine and take turns drain by drain, in another order each round, on the same prompts and lengths:
-whole runs minutes apart differ by what the machine does meanwhile. Responses have given lengths, so that all arms
-decode the same tokens. `table` and `goodput` are told the calibration and the drafter's held-out acceptance; what
-`goodput` learns it keeps for the load. Rounds are kept in a folder, and a command that was killed goes on after them.
+whole runs minutes apart differ by what the machine does meanwhile. They decode greedily, so all of them write the same
+text, but for ties that kernels break otherwise. Lengths are drawn, or those at which the policy ends its responses.
+`table` and `goodput` are told the calibration and the drafter's held-out acceptance; what `goodput` learns it keeps for
+the load. Rounds are kept in a folder, and a command that was killed goes on after them.
 """
 
 import json
@@ -41,8 +42,9 @@ def given_models(policy: Path, drafter: Path, prompts: Path) -> tuple[Models, Pr
     acceptance = provenance(drafter).get("acceptance")
     if not acceptance:
         raise DrafterError(f"--drafter {drafter} does not say its acceptance, as a head of `verl-tlt warmup` does.")
-    read = read_prompts([prompts], load_tokenizer(policy), sys.maxsize, least=1)
-    return Models(policy, drafter, list(acceptance)), [list(ids) for ids in read.tokens]
+    tokenizer = load_tokenizer(policy)
+    read = read_prompts([prompts], tokenizer, sys.maxsize, least=1)
+    return Models(policy, drafter, list(acceptance), end=tokenizer.eos_token_id), [list(ids) for ids in read.tokens]
 
 
 def against_fixed(
@@ -119,10 +121,14 @@ def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[D
         record["costs"] = engine.calibrate(CALIBRATION_S, batches).to_list()
     table = LatencyTable.from_list(record["costs"])
     for drain in drains:
-        again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
-        lengths = [drain.lengths(turn) for turn in range(rounds)]
-        expected = {"predicted": predict(table, models.acceptance, lengths, again), "rounds": []}
-        load = record["loads"].setdefault(str(drain), expected)
+        if str(drain) not in record["loads"]:
+            again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
+            lengths: list[Sequence[int]] = [drain.lengths(turn) for turn in range(rounds)]
+            if drain.own:  # of the first round: to know them takes a drain
+                lengths = [engine.remember(_asked(drain, 0, prompts), drain.own)]
+            predicted = predict(table, models.acceptance, lengths, again)
+            record["loads"][str(drain)] = {"predicted": predicted, "rounds": []}
+        load = record["loads"][str(drain)]
         least = load["predicted"]["goodput"]
         shown = ", ".join(f"{arm} {s:.1f} ({s / least:.2f}x)" for arm, s in load["predicted"].items())
         say(f"{drain}: predicted seconds, and over goodput: {shown}")
@@ -131,23 +137,30 @@ def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[D
     engine.add_arm("off", table)
 
 
+def _asked(drain: Drain, turn: int, prompts: Prompts) -> Prompts:
+    """The prompts of that round."""
+    rng = random.Random(turn)
+    return [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
+
+
 def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts) -> Found:
     """Seconds of each arm, in another order each round, and what the adaptive ones chose."""
-    lengths, rng = drain.lengths(turn), random.Random(turn)
-    chosen = [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
+    chosen, rng = _asked(drain, turn, prompts), random.Random(f"order {turn}")
     seconds: dict[str, float] = {}
     told: Found = {}
-    engine.remember(chosen)
+    ends = engine.remember(chosen, drain.own or 1)
+    lengths = ends if drain.own else drain.lengths(turn)
     for arm in rng.sample(ARMS, len(ARMS)):
         name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
         engine.use(name)
-        spent = engine.decode(list(zip(chosen, lengths, strict=True)))
-        if spent["tokens"] != sum(lengths):
-            raise RuntimeError(f"{arm} decoded {spent['tokens']} tokens of {sum(lengths)}.")
-        seconds[arm] = round(spent["seconds"], 3)
+        done = engine.decode(list(zip(chosen, lengths, strict=True)), greedy=True)
+        if list(done.lengths) != list(lengths):
+            raise RuntimeError(f"{arm} decoded {sum(done.lengths)} tokens of {sum(lengths)}.")
+        seconds[arm] = round(done.seconds, 3)
         if arm in ADAPTIVE:
             stats = engine.stats(name)
             accepted = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
             steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
             told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}
-    return {"seconds": {arm: seconds[arm] for arm in ARMS}, "chose": told}
+    longest = sorted(lengths)[-4:]
+    return {"seconds": {arm: seconds[arm] for arm in ARMS}, "chose": told, "tokens": sum(lengths), "longest": longest}

@@ -98,7 +98,7 @@ def _step(engine: Engine, out: Path, seed: int, step: int, prompts: list[list[in
             engine.publish(arm.drafter / "model.safetensors")
         engine.use(arm.control)
         drafting = arm.drafter is not None and engine.sync(arm.control, provenance(arm.drafter)["acceptance"])
-        spent = engine.decode([(prompt, MAX_RESPONSE) for prompt in prompts], stop=[task.TOKEN_ID[task.EOS]])
+        done = engine.decode([(prompt, MAX_RESPONSE) for prompt in prompts], stop=[task.TOKEN_ID[task.EOS]])
         stats = engine.stats(arm.control)
         yield {
             "seed": seed,
@@ -106,7 +106,8 @@ def _step(engine: Engine, out: Path, seed: int, step: int, prompts: list[list[in
             "start": arm.start,
             "arm": arm.name,
             "drafting": drafting,
-            **spent,
+            "seconds": done.seconds,
+            "tokens": sum(done.lengths),
             "passes": stats["num_passes"],
             "decoded": stats["num_decode_tokens"],
             "accept_length": round(stats["num_decode_tokens"] / max(stats["num_passes"], 1), 4),

@@ -7,7 +7,8 @@
     Together Mia and Ben have 15 shells. The answer is 15.
 
 Two solved problems come first in every prompt, as turns of the chat: without them the model writes about anything, and
-is right once in ten times.
+is right once in ten times. One prompt in `EVERY` asks for the sum of many. Its response is several times as long and
+often has no end; the model does not solve it.
 """
 
 import random
@@ -23,12 +24,23 @@ NAMES = (
 THINGS = ("apples", "pencils", "marbles", "stickers", "books", "coins", "cards", "shells", "cookies", "stamps")
 EXAMPLES = 2
 SYSTEM = "You solve word problems."
+EVERY, MANY = 12, (10, 14)
+"""One prompt in so many is about so many people, the others about two."""
 FORCED_LENGTHS, LONGEST_FORCED = 16, 192
 """Given lengths of a prompt's responses, for runs on the same tokens (`demo.toy.agent`); tokens of the longest."""
 
 
+def ask_many(rng: random.Random) -> tuple[str, int]:
+    """A problem about many people, and its answer."""
+    names, things = rng.sample(NAMES, rng.randint(*MANY)), rng.choice(THINGS)
+    numbers = [rng.randint(2, 12) for _ in names]
+    first, *others, last = (f"{name} has {number}" for name, number in zip(names, numbers, strict=True))
+    listed = ", ".join((f"{first} {things}", *others))
+    return f"{listed} and {last}. How many {things} do they have together?", sum(numbers)
+
+
 def draw(rng: random.Random) -> tuple[str, str, int]:
-    """A problem, its solution and the answer."""
+    """A problem about two people, its solution and the answer."""
     (name, other), things = rng.sample(NAMES, 2), rng.choice(THINGS)
     a, b = rng.randint(2, 12), rng.randint(2, 12)
     asked = f"{name} has {a} {things} and {other} has {b} {things}. How many {things} do they have together?"
@@ -51,7 +63,7 @@ def examples() -> tuple[dict[str, str], ...]:
 
 def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
     """One prompt in verl's columns."""
-    asked, _, answer = draw(rng)
+    asked, answer = ask_many(rng) if index % EVERY == EVERY - 1 else draw(rng)[::2]
     lengths = [min(LONGEST_FORCED, 8 + round(rng.lognormvariate(3.7, 0.8))) for _ in range(FORCED_LENGTHS)]
     return {
         "data_source": DATA_SOURCE,

@@ -15,6 +15,10 @@ DECAY_GUESS = 0.95
 """Conditional acceptance of a position relative to the one before it when nothing is known (EAGLE heads: 0.8-1)."""
 WINDOW_DRAFTS, WINDOW_STEPS = 600.0, 16.0
 """Drafts and engine steps after which evidence counts 1/e; the longer of the two windows holds."""
+RECENT_DRAFTS, RECENT_STEPS = 32.0, 4.0
+"""The same of what is held against that evidence: a batch that has shrunk to a few long responses may be unlike it."""
+SURPRISE = 3.0
+"""Standard deviations by which the recent rate differs from the whole evidence's until only the recent one counts."""
 STALE_AFTER = 4000.0
 """Drafts (or request-steps without one) that do not reach a position until its evidence counts half."""
 _RATIO_DRAFTS = 16.0
@@ -52,8 +56,8 @@ class AcceptanceEstimate:
         self._weight = weight if conditional else 2.0
         # Positions after one that is never accepted were not observed: their zeros are no ratio.
         self._ratio = [p / before if before else DECAY_GUESS for p, before in zip(guess, [1.0, *guess], strict=False)]
-        self._trials = [0.0] * self.positions
-        self._hits = [0.0] * self.positions
+        self._trials, self._hits = [0.0] * self.positions, [0.0] * self.positions
+        self._recent_trials, self._recent_hits = [0.0] * self.positions, [0.0] * self.positions
         self._observed_at = [self._drafts] * self.positions
         self._skipped_at = [self._skipped] * self.positions
         self._refresh()
@@ -63,6 +67,7 @@ class AcceptanceEstimate:
         if drafts <= 0 or not accepted:
             return
         keep = math.exp(-min(drafts / WINDOW_DRAFTS, 1.0 / WINDOW_STEPS))
+        recent = max(RECENT_DRAFTS, RECENT_STEPS * drafts)
         trials = drafts
         for i, hits in enumerate(accepted[: self.positions]):
             age = self._age(i)
@@ -75,6 +80,12 @@ class AcceptanceEstimate:
             hits = min(hits, trials)
             self._trials[i] = self._trials[i] * keep + trials
             self._hits[i] = self._hits[i] * keep + hits
+            # Of a larger batch's evidence no more than the window's counts: it would outweigh many steps of this one.
+            kept = math.exp(-drafts / recent) * min(1.0, recent / max(self._recent_trials[i], 1e-9))
+            self._recent_trials[i] = self._recent_trials[i] * kept + trials
+            self._recent_hits[i] = self._recent_hits[i] * kept + hits
+            if self._surprising(i):
+                self._trials[i], self._hits[i] = self._recent_trials[i], self._recent_hits[i]
             trials = hits
         self._drafts += drafts
         self._refresh(observed=min(len(accepted), self.positions))
@@ -97,6 +108,13 @@ class AcceptanceEstimate:
         n = self._trials[position] * _freshness(self._age(position)) + self._weight
         p = (self.conditional[position] * n + 0.5) / (n + 1.0)
         return math.sqrt(p * (1.0 - p) / (n + 1.0))
+
+    def _surprising(self, i: int) -> bool:
+        """Whether the recent rate of position `i` is too far from that of its whole evidence to be chance."""
+        n, recent = self._trials[i], self._recent_trials[i]
+        p = (self._hits[i] + 1.0) / (n + 2.0)
+        spread = math.sqrt(p * (1.0 - p) / recent)
+        return n > recent and abs(self._recent_hits[i] / recent - p) > SURPRISE * spread
 
     def _age(self, i: int) -> float:
         """Drafts and request-steps since position `i` was last observed."""

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.control import fixed
 from benchmarks.control.drains import ARMS, Drain, over_goodput, predict, verdict
-from benchmarks.control.engine import Models
+from benchmarks.control.engine import Decoded, Models
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -27,6 +27,11 @@ def costs(token_s, step_s=0.06, drafter_s=0.0):
     return LatencyTable.calibrated(rows).for_lengths(range(6))
 
 
+def test_a_load_whose_responses_end_by_themselves_is_read_as_it_is_written():
+    drain = Drain.parse("64:own-400")
+    assert str(drain) == "64:own-400" and (drain.requests, drain.longest) == (64, 400)
+
+
 @pytest.mark.parametrize("text", ["64:20-60:1x400-600", "4:100", "64:20-60:1x400", "8:5:2x9"])
 def test_a_load_is_read_as_it_is_written(text):
     drain = Drain.parse(text)
@@ -41,9 +46,10 @@ def test_a_load_is_read_as_it_is_written(text):
     assert Drain.parse("64:20-60:1x400").lengths(0) != Drain.parse("64:20-60:1x400").lengths(1)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "64", "64:", "0:20", "4:60-20", "4:20:5x100", "4:20:1x9-3", "4:20:1", "4:-3", "4:20 "]
-)
+CANNOT = ("", "64", "64:", "0:20", "4:60-20", "4:20:5x100", "4:20:1x9-3", "4:20:1", "4:-3", "4:20 ", "4:own", "4:own-0")
+
+
+@pytest.mark.parametrize("text", [*CANNOT, "4:own-9:1x20"])
 def test_a_load_that_cannot_be_is_refused_in_a_sentence_that_quotes_it(text):
     with pytest.raises(ArgumentTypeError, match="^'" + text):
         Drain.parse(text)
@@ -103,25 +109,27 @@ class Engine:
     lives = 0
 
     def __init__(self, models):
-        self.models, self.called = models, []
+        self.models, self.called, self.decoded = models, [], []
         made.append(self)
 
     def calibrate(self, budget_s, batches):
         self.called.append("calibrate")
         return costs(0.001)
 
-    def decode(self, work):
+    def decode(self, work, greedy=False):
         self.called.append("decode")
         Engine.lives -= 1
         if Engine.lives < 0:
             raise RuntimeError("killed")
-        return {"seconds": 1.0, "tokens": sum(n for _, n in work)}
+        self.decoded.append((greedy, [n for _, n in work]))
+        return Decoded(1.0, tuple(n for _, n in work))
 
     def stats(self, name):
         return {"num_decode_tokens": 30, "num_passes": 20, "steps_by_draft_length": {1: 20}}
 
-    def remember(self, prompts):
+    def remember(self, prompts, longest=1):
         self.called.append("remember")
+        return tuple(min(longest, 2 + 9 * len(prompt)) for prompt in prompts)
 
     def add_arm(self, name, known):
         self.arms = {*getattr(self, "arms", ()), name}
@@ -147,10 +155,10 @@ def models(tmp_path, monkeypatch):
     return Models(tmp_path / "policy", tmp_path / "drafter", [0.5, 0.4])
 
 
-def race(models, rounds, lives=10**6, seconds=1e9):
+def race(models, rounds, lives=10**6, seconds=1e9, loads=TWO):
     Engine.lives, lines = lives, []
     work = models.policy.parent / "work"
-    return fixed.against_fixed(models, [[1], [2, 3]], TWO, rounds, seconds, work, lines.append), lines
+    return fixed.against_fixed(models, [[1], [2, 3]], loads, rounds, seconds, work, lines.append), lines
 
 
 def test_rule_and_prediction_are_said_before_the_first_round(models):
@@ -162,6 +170,14 @@ def test_rule_and_prediction_are_said_before_the_first_round(models):
     rounds = made[0].called[made[0].called.index("remember") :]
     assert rounds.count("remember") == 2 and rounds.count("decode") == 2 * len(ARMS), "prompts are computed untimed"
     assert made[0].models.batch == 3 and made[0].models.context >= 22
+
+
+def test_where_responses_end_by_themselves_every_arm_decodes_greedily_to_the_policys_own_ends(models):
+    found, _ = race(models, 2, loads=(Drain.parse("2:own-15"),))
+    assert all(greedy and sorted(lengths) == [11, 15] for greedy, lengths in made[0].decoded)
+    assert len(made[0].decoded) == 2 * len(ARMS)
+    of = found["loads"]["2:own-15"]
+    assert [turn["tokens"] for turn in of["rounds"]] == [26, 26] and {*of["predicted"]} == {*ARMS}
 
 
 def test_a_race_that_was_killed_goes_on_after_its_last_whole_round_with_its_first_costs(models):

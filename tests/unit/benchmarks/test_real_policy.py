@@ -1,6 +1,7 @@
 """The real policy's prompts and reward, and what of it can be checked without the model."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_a_prompt_shows_solved_problems_and_ends_with_another():
         assert row["prompt"][-1] not in row["prompt"][:-1]
         assert max(row["extra_info"]["forced_lengths"]) <= problems.LONGEST_FORCED
     assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows)
+
+
+def test_one_prompt_in_twelve_asks_for_the_sum_of_many():
+    rows = [problems.prompt_row(random.Random(seed), "train", seed) for seed in range(4 * problems.EVERY)]
+    numbers = [[int(n) for n in re.findall(r" has (\d+)", row["prompt"][-1]["content"])] for row in rows]
+    assert [len(of) > 2 for of in numbers] == ([False] * (problems.EVERY - 1) + [True]) * 4
+    assert all(row["reward_model"]["ground_truth"] == str(sum(of)) for row, of in zip(rows, numbers, strict=True))
 
 
 def test_another_file_of_that_name_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The acceptance estimate: what a draft shows of shorter ones, how evidence ages, and what is guessed."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -75,6 +76,26 @@ def test_the_window_is_of_drafts_or_of_steps_whichever_is_longer(batch, votes):
         estimate.observe(batch, [batch // 2])
     assert estimate.conditional == pytest.approx([0.5])
     assert estimate.uncertainty(0) == pytest.approx(spread(0.5, votes + 2), rel=1e-6)
+
+
+def test_what_a_crowd_showed_is_forgotten_within_forty_drafts_of_a_tail_that_is_unlike_it():
+    estimate, rng = AcceptanceEstimate(2), random.Random(0)
+    for _ in range(60):
+        estimate.observe(64, [45 + rng.randint(-4, 4), 30])
+    for _ in range(40):
+        first = rng.random() < 0.2
+        estimate.observe(1, [first, first and rng.random() < 0.2])
+    assert estimate.conditional[0] == pytest.approx(0.2, abs=0.2)
+
+
+def test_a_tail_that_is_like_the_crowd_keeps_what_the_crowd_showed():
+    estimate, rng = AcceptanceEstimate(1), random.Random(0)
+    for _ in range(60):
+        estimate.observe(64, [sum(rng.random() < 0.7 for _ in range(64))])
+    before = estimate.uncertainty(0)
+    for _ in range(200):
+        estimate.observe(1, [rng.random() < 0.7])
+    assert estimate.uncertainty(0) < 1.2 * before
 
 
 @pytest.mark.parametrize(("prior", "weight", "votes"), [([], 24.0, 2.0), ([0.5], 2.0, 2.0), ([0.5], 24.0, 24.0)])
