@@ -109,7 +109,8 @@ bench-control: $(STAMP)
 
 bench-real: $(STAMP)
 	$(BIN)/python -m benchmarks.real_policy
-	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --forced --rounds 3 --steps 5 --work demo-out/real-forced --out demo-out/real-forced.json
+	$(BIN)/python -m benchmarks.real_policy.head
+	$(BIN)/python -m benchmarks.control --fixed --policy .cache/real/policy --drafter .cache/real/drafter --prompts .cache/real/train-0.parquet --out demo-out
 	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out demo-out/real.json
 
 clean:

@@ -161,6 +161,8 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds < 0 or options.steps < 2:
         parser.error("--rounds must be at least 0 and --steps at least 2: the first step of a turn does not count")
+    if options.forced and options.policy == "real":
+        parser.error("--forced is of the toy: behind its ends a language model writes what no drafter was trained on")
     return options
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.heads import Head, evaluated, timed
-from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
+from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, TEMPERATURE, real_assets, real_overrides
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
 from benchmarks.toy_job import RECIPE, recipe_environment
@@ -78,7 +78,7 @@ def measured(folder: Path) -> dict[str, Any]:
     from verl_tlt.drafter import provenance
 
     made, how = provenance(folder / "drafter"), {"draft_length": DRAFT_LENGTH, "response_length": LONGEST_RESPONSE}
-    found = evaluated(folder, make_policy(folder), prompts=None, limit=24, **how)
+    found = evaluated(folder, make_policy(folder), prompts=None, limit=24, temperature=TEMPERATURE, **how)
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
     return {
         "prompts": made["prompts_limit"],

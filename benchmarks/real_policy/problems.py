@@ -26,8 +26,6 @@ EXAMPLES = 2
 SYSTEM = "You solve word problems."
 EVERY, MANY = 12, (10, 14)
 """One prompt in so many is about so many people, the others about two."""
-FORCED_LENGTHS, LONGEST_FORCED = 16, 192
-"""Given lengths of a prompt's responses, for runs on the same tokens (`demo.toy.agent`); tokens of the longest."""
 
 
 def ask_many(rng: random.Random) -> tuple[str, int]:
@@ -64,13 +62,12 @@ def examples() -> tuple[dict[str, str], ...]:
 def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
     """One prompt in verl's columns."""
     asked, answer = ask_many(rng) if index % EVERY == EVERY - 1 else draw(rng)[::2]
-    lengths = [min(LONGEST_FORCED, 8 + round(rng.lognormvariate(3.7, 0.8))) for _ in range(FORCED_LENGTHS)]
     return {
         "data_source": DATA_SOURCE,
         "prompt": [*examples(), {"role": "user", "content": asked}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(answer)},
-        "extra_info": {"index": index, "split": split, "forced_lengths": lengths},
+        "extra_info": {"index": index, "split": split},
     }
 
 

@@ -26,7 +26,6 @@ def test_a_prompt_shows_solved_problems_and_ends_with_another():
         roles = [turn["role"] for turn in row["prompt"]]
         assert roles == ["system", *["user", "assistant"] * problems.EXAMPLES, "user"]
         assert row["prompt"][-1] not in row["prompt"][:-1]
-        assert max(row["extra_info"]["forced_lengths"]) <= problems.LONGEST_FORCED
     assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows)
 
 
