@@ -59,7 +59,8 @@ def real_head() -> str:
     body, before = [], {"tokens": 0, "seconds": 0.0}
     for call in load("real_policy")["head"]:
         checks = [check for check in call["checks"] if check["tokens"]]
-        chosen = {round(i * (len(checks) - 1) / min(5, len(checks) - 1)) for i in range(6)} if len(checks) > 1 else {0}
+        rest = min(5, len(checks) - 1)  # beside the first
+        chosen = {0} | {round(i * (len(checks) - 1) / rest) for i in range(1, rest + 1)}
         for check in (checks[i] for i in sorted(chosen)):
             tokens, minutes = before["tokens"] + check["tokens"], (before["seconds"] + check["seconds"]) / 60
             body.append([f"{call['responses']}", f"{tokens:,}", f"{minutes:.0f}", f"{check['tau']:.2f}", "", ""])

@@ -29,6 +29,11 @@ def end_to_end_stale() -> str:
     return _further("e2e_stale")
 
 
+def end_to_end_real() -> str:
+    """The same of a language model."""
+    return _further("e2e_real")
+
+
 def _further(name: str) -> str:
     if not recorded(name):
         return "Not recorded yet.\n"

@@ -86,6 +86,10 @@ class AcceptanceEstimate:
             self._recent_hits[i] = self._recent_hits[i] * kept + hits
             if self._surprising(i):
                 self._trials[i], self._hits[i] = self._recent_trials[i], self._recent_hits[i]
+                # Where a first draft is harder, so are those after it: they are known by their ratio until seen again.
+                rest = [0.0] * (self.positions - i - 1)
+                for evidence in (self._trials, self._hits, self._recent_trials, self._recent_hits):
+                    evidence[i + 1 :] = rest
             trials = hits
         self._drafts += drafts
         self._refresh(observed=min(len(accepted), self.positions))

@@ -88,6 +88,18 @@ def test_what_a_crowd_showed_is_forgotten_within_forty_drafts_of_a_tail_that_is_
     assert estimate.conditional[0] == pytest.approx(0.2, abs=0.2)
 
 
+def test_where_a_first_draft_is_harder_later_ones_follow_by_their_ratio_until_seen_again():
+    """As recorded of a language model: 0.8 at every position in the crowd, half of that in the tail."""
+    estimate, rng = AcceptanceEstimate(4), random.Random(0)
+    for _ in range(60):
+        estimate.observe(64, [51, 41, 33, 26])
+    assert estimate.conditional == pytest.approx([0.8] * 4, abs=0.02)
+    for _ in range(60):
+        right = [rng.random() < 0.4 for _ in range(4)]
+        estimate.observe(1, [all(right[: i + 1]) for i in range(4)])
+    assert estimate.accept_lengths[4] < 2.1, "it is 1.65, and was 3.4"
+
+
 def test_a_tail_that_is_like_the_crowd_keeps_what_the_crowd_showed():
     estimate, rng = AcceptanceEstimate(1), random.Random(0)
     for _ in range(60):
