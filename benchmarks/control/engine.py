@@ -66,6 +66,8 @@ class VllmTable(Policy):
     """vLLM's own way to vary K: a static table by batch size, here the best one for a calibration and an acceptance."""
 
     def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
         best = named("table", tuple(arms))
         best.set_latency(known)
         best.set_acceptance(acceptance)
@@ -77,9 +79,11 @@ class VllmTable(Policy):
                 self.schedule[-1][1] = size
             else:
                 self.schedule.append([size, size, k])
+        rows = [tuple(row) for row in self.schedule]
+        self._lookup = build_dynamic_sd_schedule_lookup(rows, batch, arms[-1])
 
     def choose(self, load: Load) -> int:
-        return next((k for low, high, k in self.schedule if low <= load.batch <= high), 0)
+        return self._lookup[load.batch] if load.batch else 0
 
 
 class _AsyncView:
