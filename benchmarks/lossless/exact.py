@@ -6,6 +6,7 @@ tokens, and nothing beyond; it needs a small vocabulary.
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,20 +128,22 @@ class Exact:
         log_probs = self.log_probs(prompt, [output], sampling)[0]
         return log_probs.gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
 
-    def judge(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling, seed: int = 0) -> Judged:
+    def judge(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> Judged:
         """Where each token of `outputs` [n, length] lies in its distribution; flat, row by row."""
         width = outputs.shape[1] * self.model.config.get_text_config().vocab_size
         parts = np.array_split(outputs, math.ceil(len(outputs) * width / AT_ONCE))
-        return Judged.of_all([self._judge(prompt, part, sampling, seed + i) for i, part in enumerate(parts)])
+        # Of each prompt its own: where the policy is nearly sure, places are these numbers, and must not come again.
+        numbers = torch.Generator().manual_seed(zlib.crc32(np.array(prompt, dtype=np.int64).tobytes()))
+        return Judged.of_all([self._judge(prompt, part, sampling, numbers) for part in parts])
 
-    def _judge(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling, seed: int) -> Judged:
+    def _judge(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling, numbers: torch.Generator) -> Judged:
         log_probs = self.log_probs(prompt, outputs, sampling).double().cpu()
         drawn = log_probs.gather(-1, torch.as_tensor(outputs).long()[..., None])  # [n, length, 1]
         finite, p = log_probs.clamp(min=-1e4), log_probs.exp()  # p log p = 0 where p = 0
         mean, square = (p * finite).sum(-1), (p * finite**2).sum(-1)
         likelier = torch.where(log_probs > drawn, p, 0.0).sum(-1)
         equal = torch.where(log_probs == drawn, p, 0.0).sum(-1)
-        place = likelier + equal * torch.rand(likelier.shape, generator=torch.Generator().manual_seed(seed))
+        place = likelier + equal * torch.rand(likelier.shape, generator=numbers)
         position = torch.arange(outputs.shape[1]).expand(place.shape)
         fields = (drawn[..., 0], mean, square - mean**2, place, log_probs.amax(-1), position)
         return Judged(*(field.numpy().ravel() for field in fields))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.real_policy.head import RECORD, real_head, warm_up
+from benchmarks.real_policy.head import RECORD, measured, real_head, warm_up
 from benchmarks.real_policy.job import PLACE, real_assets
 from verl_cpu.environment import CPU_ENGINE
 
@@ -32,8 +32,8 @@ def warmed(assets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("warmed")
     for name in ("policy", ".policy.recipe"):
         (folder / name).symlink_to(PLACE / name)
-    facts = warm_up(folder, folder / "drafter", 24, ("--max-steps", str(WARM_UP_STEPS)), from_it=False)
-    return folder / "drafter", facts
+    took = warm_up(folder, folder / "drafter", 24, ("--max-steps", str(WARM_UP_STEPS)), from_it=False)
+    return folder / "drafter", {**took, **measured(folder)}
 
 
 @pytest.fixture(scope="session")

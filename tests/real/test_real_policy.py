@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from benchmarks.lossless.__main__ import row_of
 from benchmarks.lossless.exact import Exact, Sampling
 from benchmarks.real_policy.head import DRAFT_VOCAB, RECORD, real_head
-from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE
+from benchmarks.real_policy.job import LONGEST_PROMPT, LONGEST_RESPONSE, PLACE
 from benchmarks.real_policy.problems import compute_score
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.child_engine import run_job
@@ -31,7 +31,8 @@ TIED = 2e-3
 
 @pytest.fixture(scope="module")
 def prompts(assets):
-    return [list(ids) for ids in read_prompts([assets.val], load_tokenizer(assets.policy), 256, limit=16).tokens]
+    read = read_prompts([assets.val], load_tokenizer(assets.policy), LONGEST_PROMPT, limit=16)
+    return [list(ids) for ids in read.tokens]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def engines(assets, drafter, prompts, tmp_path_factory):
     settings = {GREEDY: asdict(Sampling(temperature=0.0)), DRAWN: asdict(Sampling())}
     arguments = {
         "model": str(assets.policy), "dtype": "float32", "seed": 0, "enforce_eager": True, "max_num_seqs": 32,
-        "max_model_len": 320, "logprobs_mode": "processed_logprobs", "disable_log_stats": False,
+        "max_model_len": LONGEST_PROMPT + 2 * TOKENS, "logprobs_mode": "processed_logprobs", "disable_log_stats": False,
     }  # fmt: skip
     for name, head in (("stock", None), ("tlt", str(drafter))):
         job = {

@@ -76,6 +76,17 @@ def test_many_rows_are_judged_in_parts(exact, drawn, monkeypatch):
     assert parts.position.tolist() == whole.position.tolist()
 
 
+def test_tokens_that_are_nearly_sure_pass_after_many_prompts(exact):
+    """Their places are random numbers of the judge, which must be others after each prompt."""
+    sure, parts = Sampling(temperature=1e-4), []
+    for first in range(12):
+        prompt, outputs = [*PROMPT, first], np.zeros((40, TOKENS), dtype=int)
+        for i in range(TOKENS):
+            outputs[:, i] = int(exact.log_probs(prompt, outputs[:1, : i + 1], sure)[0, -1].argmax())
+        parts.append(exact.judge(prompt, outputs, sure))
+    assert Judged.of_all(parts).places() > FAILS
+
+
 def response(tokens, logprobs):
     return {"tokens": list(tokens), "logprobs": list(logprobs)}
 
