@@ -68,7 +68,7 @@ class AcceptanceEstimate:
             return
         keep = math.exp(-min(drafts / WINDOW_DRAFTS, 1.0 / WINDOW_STEPS))
         recent = max(RECENT_DRAFTS, RECENT_STEPS * drafts)
-        trials = drafts
+        keep_recent, trials = math.exp(-drafts / recent), drafts
         for i, hits in enumerate(accepted[: self.positions]):
             age = self._age(i)
             if age > 0.05 * STALE_AFTER:
@@ -81,8 +81,9 @@ class AcceptanceEstimate:
             self._trials[i] = self._trials[i] * keep + trials
             self._hits[i] = self._hits[i] * keep + hits
             # Of a larger batch's evidence no more than the window's counts: it would outweigh many steps of this one.
-            kept = math.exp(-drafts / recent) * min(1.0, recent / max(self._recent_trials[i], 1e-9))
-            self._recent_trials[i] = self._recent_trials[i] * kept + trials
+            before = self._recent_trials[i]
+            kept = keep_recent if before <= recent else keep_recent * recent / before
+            self._recent_trials[i] = before * kept + trials
             self._recent_hits[i] = self._recent_hits[i] * kept + hits
             if self._surprising(i):
                 self._trials[i], self._hits[i] = self._recent_trials[i], self._recent_hits[i]
@@ -117,8 +118,8 @@ class AcceptanceEstimate:
         """Whether the recent rate of position `i` is too far from that of its whole evidence to be chance."""
         n, recent = self._trials[i], self._recent_trials[i]
         p = (self._hits[i] + 1.0) / (n + 2.0)
-        spread = math.sqrt(p * (1.0 - p) / recent)
-        return n > recent and abs(self._recent_hits[i] / recent - p) > SURPRISE * spread
+        gap = self._recent_hits[i] - p * recent
+        return n > recent and gap * gap > SURPRISE * SURPRISE * p * (1.0 - p) * recent
 
     def _age(self, i: int) -> float:
         """Drafts and request-steps since position `i` was last observed."""
