@@ -16,9 +16,9 @@ DECAY_GUESS = 0.95
 WINDOW_DRAFTS, WINDOW_STEPS = 600.0, 16.0
 """Drafts and engine steps after which evidence counts 1/e; the longer of the two windows holds."""
 RECENT_DRAFTS, RECENT_STEPS = 32.0, 4.0
-"""The same of what is held against that evidence: a batch that has shrunk to a few long responses may be unlike it."""
-SURPRISE = 3.0
-"""Standard deviations by which the recent rate differs from the whole evidence's until only the recent one counts."""
+"""The same of recent evidence, with which the rest is compared: a few long responses may be unlike the whole batch."""
+CONTRADICTS = 3.0
+"""Standard deviations between the recent rate and the whole evidence's, beyond which only the recent one counts."""
 STALE_AFTER = 4000.0
 """Drafts (or request-steps without one) that do not reach a position until its evidence counts half."""
 _RATIO_DRAFTS = 16.0
@@ -85,7 +85,7 @@ class AcceptanceEstimate:
             kept = keep_recent if before <= recent else keep_recent * recent / before
             self._recent_trials[i] = before * kept + trials
             self._recent_hits[i] = self._recent_hits[i] * kept + hits
-            if self._surprising(i):
+            if self._contradicted(i):
                 self._trials[i], self._hits[i] = self._recent_trials[i], self._recent_hits[i]
                 # Where a first draft is harder, so are those after it: they are known by their ratio until seen again.
                 rest = [0.0] * (self.positions - i - 1)
@@ -114,12 +114,12 @@ class AcceptanceEstimate:
         p = (self.conditional[position] * n + 0.5) / (n + 1.0)
         return math.sqrt(p * (1.0 - p) / (n + 1.0))
 
-    def _surprising(self, i: int) -> bool:
+    def _contradicted(self, i: int) -> bool:
         """Whether the recent rate of position `i` is too far from that of its whole evidence to be chance."""
         n, recent = self._trials[i], self._recent_trials[i]
         p = (self._hits[i] + 1.0) / (n + 2.0)
         gap = self._recent_hits[i] - p * recent
-        return n > recent and gap * gap > SURPRISE * SURPRISE * p * (1.0 - p) * recent
+        return n > recent and gap * gap > CONTRADICTS * CONTRADICTS * p * (1.0 - p) * recent
 
     def _age(self, i: int) -> float:
         """Drafts and request-steps since position `i` was last observed."""

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
-from benchmarks.e2e.__main__ import calibrate, drafters, portable, schedule
+from benchmarks.e2e.__main__ import calibrate, drafters, portable, read_options, schedule
 from benchmarks.e2e.arms import LOADS, Heads, arms
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
@@ -124,3 +124,10 @@ def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
     save_table(tmp_path, TableKey("cpu", "toy", "0"), LatencyTable(tuple(points)))
     table = schedule(tmp_path, [0.8] * 7, LOADS["small"].requests)
     assert table[0][0] == 1 and table[-1][1] == 32 and table[0][2] > table[-1][2]
+
+
+def test_given_lengths_are_of_the_toy_alone(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["e2e", "--policy", "real", "--forced"])
+    with pytest.raises(SystemExit):
+        read_options()
+    assert "--forced is of the toy" in capsys.readouterr().err

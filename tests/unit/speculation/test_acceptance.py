@@ -78,7 +78,7 @@ def test_the_window_is_of_drafts_or_of_steps_whichever_is_longer(batch, votes):
     assert estimate.uncertainty(0) == pytest.approx(spread(0.5, votes + 2), rel=1e-6)
 
 
-def test_what_a_crowd_showed_is_forgotten_within_forty_drafts_of_a_tail_that_is_unlike_it():
+def test_what_a_large_batch_showed_is_dropped_within_forty_drafts_of_a_tail_that_is_unlike_it():
     estimate, rng = AcceptanceEstimate(2), random.Random(0)
     for _ in range(60):
         estimate.observe(64, [45 + rng.randint(-4, 4), 30])
@@ -89,7 +89,7 @@ def test_what_a_crowd_showed_is_forgotten_within_forty_drafts_of_a_tail_that_is_
 
 
 def test_where_a_first_draft_is_harder_later_ones_follow_by_their_ratio_until_seen_again():
-    """As recorded of a language model: 0.8 at every position in the crowd, half of that in the tail."""
+    """As recorded of a language model: 0.8 at every position in the large batch, half of that in the tail."""
     estimate, rng = AcceptanceEstimate(4), random.Random(0)
     for _ in range(60):
         estimate.observe(64, [51, 41, 33, 26])
@@ -100,7 +100,7 @@ def test_where_a_first_draft_is_harder_later_ones_follow_by_their_ratio_until_se
     assert estimate.accept_lengths[4] < 2.1, "it is 1.65, and was 3.4"
 
 
-def test_a_tail_that_is_like_the_crowd_keeps_what_the_crowd_showed():
+def test_a_tail_that_is_like_the_large_batch_keeps_what_that_showed():
     estimate, rng = AcceptanceEstimate(1), random.Random(0)
     for _ in range(60):
         estimate.observe(64, [sum(rng.random() < 0.7 for _ in range(64))])
