@@ -46,13 +46,13 @@ class Drain:
     tail: tuple[int, int] = (1, 1)
     """Between what the lengths of those are drawn."""
     own: int = 0
-    """Above 0: each response has the length at which the policy, decoding greedily, ends it; so many tokens at most."""
+    """Above 0: each response is sampled until the policy ends it; so many tokens at most."""
 
     @classmethod
     def parse(cls, text: str) -> Drain:
         """`REQUESTS:SHORT` or `REQUESTS:SHORT:NxLONG`, a length being a number or a range: `64:20-60:1x400-600`.
 
-        `REQUESTS:own-MOST`: responses that end by themselves, after so many tokens at most: `64:own-400`.
+        `REQUESTS:own-MOST`: responses that end by themselves, after so many tokens at most: `64:own-480`.
         """
         number = r"([1-9]\d{0,5})"
         if own := re.fullmatch(rf"{number}:own-{number}", text):
@@ -82,13 +82,13 @@ class Drain:
         return self.own or max(self.short[1], self.tail[1])
 
     def lengths(self, turn: int) -> list[int]:
-        """Tokens of every response in that round, the same for every arm, where they are drawn."""
+        """Tokens of every response in that round, the same for every arm, where lengths are drawn."""
         rng = random.Random(f"{self} {turn}")
         ends = [self.tail] * self.long + [self.short] * (self.requests - self.long)
         return [rng.randint(*end) for end in ends]
 
 
-LOADS = (Drain.parse("64:own-400"), Drain.parse("4:40"))
+LOADS = (Drain.parse("64:own-480"), Drain.parse("4:40"))
 """A drain with the policy's own tail; and as a negative control one whose batch stays the same to its end."""
 
 

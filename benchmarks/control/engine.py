@@ -154,15 +154,18 @@ class Engine:
         seconds = time.perf_counter() - start
         return Decoded(seconds, tuple(len(o.outputs[0].token_ids) for o in outputs))
 
-    def remember(self, prompts: Sequence[list[int]], longest: int = 1) -> tuple[int, ...]:
+    def sample(self, prompts: Sequence[list[int]], longest: int) -> Decoded:
+        """Responses at temperature 1 up to the policy's own ends, of so many tokens at most."""
+        stop = () if self.models.end is None else (self.models.end,)
+        return self.decode([(prompt, longest) for prompt in prompts], stop)
+
+    def remember(self, prompts: Sequence[list[int]]) -> None:
         """Compute these prompts, policy's and drafter's part, as far as the prefix cache does not hold them.
 
         Drains of them compute the last one or two blocks again (vLLM's `find_longest_cache_hit`, `use_eagle`).
-        Returns after how many tokens the policy, decoding greedily, ends each response, `longest` at most.
         """
         self.use(f"{VLLM}1")
-        stop = () if self.models.end is None else (self.models.end,)
-        return self.decode([(prompt, longest) for prompt in prompts], stop, greedy=True).lengths
+        self.decode([(prompt, 1) for prompt in prompts], greedy=True)
 
     # ------------------------------------------------------------------ control
 

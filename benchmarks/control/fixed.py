@@ -2,9 +2,10 @@
 
 The engine's step costs are calibrated first, up to the largest batch. From them and the drafter's acceptance follows
 what each arm is expected to take, which is printed before anything runs, after the rule of the verdict (`drains.py`).
-All arms share the engine and take turns drain by drain, in another order each round, on the same prompts and lengths:
-whole runs minutes apart differ by what the machine does meanwhile. They decode greedily, so all of them write the same
-text, but for ties that kernels break otherwise. Lengths are drawn, or those at which the policy ends its responses.
+All arms share the engine and take turns drain by drain, in another order each round, on the same prompts: whole runs
+minutes apart differ by what the machine does meanwhile. Where lengths are drawn, all arms write the same text greedily,
+but for ties that kernels break otherwise. Where responses end by themselves, each arm samples its own at temperature 1,
+as in RL: their lengths differ somewhat, which the rounds' tokens show and the interval has in it.
 `table` and `goodput` are told the calibration and the drafter's held-out acceptance; what `goodput` learns it keeps for
 the load. Rounds are kept in a folder, and a command that was killed goes on after them.
 """
@@ -124,7 +125,9 @@ def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[D
         if str(drain) not in record["loads"]:
             again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
             lengths: list[Sequence[int]] = (
-                [engine.remember(_asked(drain, 0, prompts), drain.own)]  # of one round: to know them takes a drain
+                [
+                    engine.sample(_asked(drain, 0, prompts), drain.own).lengths
+                ]  # of one round: to know them takes a drain
                 if drain.own
                 else [drain.lengths(turn) for turn in range(rounds)]
             )
@@ -149,20 +152,24 @@ def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts) -> Found:
     """Seconds of each arm, in another order each round, and what the adaptive ones chose."""
     chosen, rng = _asked(drain, turn, prompts), random.Random(f"order {turn}")
     seconds: dict[str, float] = {}
+    decoded: dict[str, tuple[int, ...]] = {}
     told: Found = {}
-    ends = engine.remember(chosen, drain.own or 1)
-    lengths = ends if drain.own else drain.lengths(turn)
+    engine.remember(chosen)
     for arm in rng.sample(ARMS, len(ARMS)):
         name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
         engine.use(name)
-        done = engine.decode(list(zip(chosen, lengths, strict=True)), greedy=True)
-        if list(done.lengths) != list(lengths):
-            raise RuntimeError(f"{arm} decoded {sum(done.lengths)} tokens of {sum(lengths)}.")
-        seconds[arm] = round(done.seconds, 3)
+        if drain.own:
+            done = engine.sample(chosen, drain.own)
+        else:
+            lengths = drain.lengths(turn)
+            done = engine.decode(list(zip(chosen, lengths, strict=True)), greedy=True)
+            if list(done.lengths) != lengths:
+                raise RuntimeError(f"{arm} decoded {sum(done.lengths)} tokens of {sum(lengths)}.")
+        seconds[arm], decoded[arm] = round(done.seconds, 3), done.lengths
         if arm in ADAPTIVE:
             stats = engine.stats(name)
             accepted = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
             steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
             told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}
-    longest = sorted(lengths)[-4:]
-    return {"seconds": {arm: seconds[arm] for arm in ARMS}, "chose": told, "tokens": sum(lengths), "longest": longest}
+    tokens, longest = ({arm: what(decoded[arm]) for arm in ARMS} for what in (sum, max))
+    return {"seconds": {arm: seconds[arm] for arm in ARMS}, "chose": told, "tokens": tokens, "longest": longest}

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.heads import Head, evaluated, timed
-from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, TEMPERATURE, real_assets, real_overrides
+from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
 from benchmarks.toy_job import RECIPE, recipe_environment
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
+from verl_tlt.drafter import files_digest, provenance
 
 DRAFT_LENGTH, DRAFT_VOCAB = 5, 8192
 COMMON = ("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH), "--device", "cpu")
@@ -38,21 +39,23 @@ GROWTH = "growth"
 
 def real_head(folder: Path) -> Head:
     """The head below `folder`, made in a process of its own unless there is one."""
-    record = folder / RECORD
-    if not record.exists():
+    if not made_so_far(folder):
         command = [sys.executable, "-m", "benchmarks.real_policy.head", str(folder)]
         subprocess.run(command, env={**os.environ, **CPU_ENGINE}, check=True)
-    made = json.loads(record.read_text())
+    made = made_so_far(folder)
     return Head(folder / "drafter", {**made[-1], GROWTH: made})
+
+
+def made_so_far(folder: Path) -> list[dict[str, Any]]:
+    """A row for each call that made the head of this policy, or went on with it; a head of another policy has none."""
+    record, policy = folder / RECORD, make_policy(folder) / "model.safetensors"
+    made = json.loads(record.read_text()) if record.exists() else []
+    return made if made and made[-1].get("policy") == files_digest([policy]) else []
 
 
 def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
     """Make the head of the responses to so many prompts, or go on with one that was made of fewer."""
-    drafter, record = folder / "drafter", folder / RECORD
-    made = json.loads(record.read_text()) if record.exists() else []
-    if not made and drafter.exists():  # the call that made it ended before it was measured
-        made.append(measured(folder))
-        record.write_text(json.dumps(made, indent=1))
+    drafter, record, made = folder / "drafter", folder / RECORD, made_so_far(folder)
     if not made or made[-1]["prompts"] < prompts:
         took = warm_up(folder, drafter, prompts, options, from_it=bool(made))
         made.append({**took, **measured(folder)})
@@ -75,12 +78,11 @@ def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], f
 
 def measured(folder: Path) -> dict[str, Any]:
     """What the head says of itself, and its accept length on held-out prompts: simulated, and served by stock vLLM."""
-    from verl_tlt.drafter import provenance
-
     made, how = provenance(folder / "drafter"), {"draft_length": DRAFT_LENGTH, "response_length": LONGEST_RESPONSE}
-    found = evaluated(folder, make_policy(folder), prompts=None, limit=24, temperature=TEMPERATURE, **how)
+    found = evaluated(folder, make_policy(folder), prompts=None, limit=24, **how)
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
     return {
+        "policy": files_digest([make_policy(folder) / "model.safetensors"]),
         "prompts": made["prompts_limit"],
         **{name: made[name] for name in said},
         "accept_length": made["tau_sim"],

@@ -8,9 +8,7 @@ from benchmarks.real_policy.policy import make_policy
 from demo.toy.assets import Assets, ensure, write_rows
 
 PLACE = Path(__file__).parents[2] / ".cache" / "real"
-LONGEST_PROMPT, LONGEST_RESPONSE = 320, 400
-TEMPERATURE = 0.6
-"""Of its sampling. At 1 this model of 4 bits writes anything: many responses have no end, and few are right."""
+LONGEST_PROMPT, LONGEST_RESPONSE = 256, 480
 AUX_LAYERS = (2, 15, 27)
 """What `verl-tlt warmup` takes by itself for 30 layers."""
 ROWS = {"train": 2048, "val": 64}
@@ -39,7 +37,6 @@ def real_overrides(assets: Assets) -> tuple[str, ...]:
         f"data.val_files={assets.val}",
         f"data.max_prompt_length={LONGEST_PROMPT}",
         f"data.max_response_length={LONGEST_RESPONSE}",
-        f"{rollout}.temperature={TEMPERATURE}",
         f"{rollout}.max_model_len={LONGEST_PROMPT + LONGEST_RESPONSE}",
         f"{rollout}.max_num_batched_tokens=1024",
         f"{rollout}.log_prob_max_token_len_per_gpu=1024",

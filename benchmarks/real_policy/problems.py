@@ -1,70 +1,61 @@
-"""Word problems that a language model of 135M parameters solves about every second time: prompts and reward.
+"""Word problems for a language model of 135M parameters: prompts, their solutions in words, and the reward.
 
-    Mia has 6 shells and Ben has 9 shells. How many shells do they have together?
+    Mia has 6 shells, Ben has 9 and Ola has 12. How many shells do they have together?
 
-    Mia has 6 shells. Ben has 9 shells. To find how many shells they have together, add the two numbers.
-    6 + 9 = 15
-    Together Mia and Ben have 15 shells. The answer is 15.
+    Mia has 6. With the 9 of Ben that makes 15. Adding 12 from Ola to 15 gives 27. The answer is 27.
 
-Two solved problems come first in every prompt, as turns of the chat: without them the model writes about anything, and
-is right once in ten times. One prompt in `EVERY` asks for the sum of many. Its response is several times as long and
-often has no end; the model does not solve it.
+A solution names each person once, in sentences whose form is drawn. One problem in `EVERY` is about many people: its
+solution is several times as long, so that a batch of responses has a tail.
 """
 
 import random
 import re
-from functools import cache
 from typing import Any
 
 DATA_SOURCE = "word_problems"
 NAMES = (
-    *("Ava", "Ben", "Carla", "Dev", "Elif", "Femi", "Gus", "Hana", "Ivo", "Jun"),
-    *("Kira", "Leo", "Mia", "Nils", "Ola", "Pia", "Quin", "Rosa", "Sam", "Tia"),
+    *("Ava", "Ben", "Carla", "Dev", "Elif", "Femi", "Gus", "Hana", "Ivo", "Jun", "Kira", "Leo", "Mia", "Nils", "Ola"),
+    *("Pia", "Quin", "Rosa", "Sam", "Tia", "Uma", "Vera", "Wim", "Xavi", "Yara", "Zoe", "Alma", "Bo", "Cora", "Dina"),
 )
 THINGS = ("apples", "pencils", "marbles", "stickers", "books", "coins", "cards", "shells", "cookies", "stamps")
-EXAMPLES = 2
 SYSTEM = "You solve word problems."
-EVERY, MANY = 12, (10, 14)
-"""One prompt in so many is about so many people, the others about two."""
+EVERY, FEW, MANY = 8, (2, 5), (18, 24)
+"""One problem in so many is about many people, the others are about few: from and to."""
+NUMBERS = (2, 12)
+FORMS = (
+    "{name} has {number}: {before} + {number} = {after}.",
+    "Then {name} brings {number}, so {before} + {number} is {after}.",
+    "With the {number} of {name} that makes {after}.",
+    "Adding {number} from {name} to {before} gives {after}.",
+    "It is {after} after {name} adds {number} {things}.",
+    "Next come the {number} {things} of {name}: {after} so far.",
+)
 
 
-def ask_many(rng: random.Random) -> tuple[str, int]:
-    """A problem about many people, and its answer."""
-    names, things = rng.sample(NAMES, rng.randint(*MANY)), rng.choice(THINGS)
-    numbers = [rng.randint(2, 12) for _ in names]
+def draw(rng: random.Random, many: bool) -> tuple[str, str, int]:
+    """A problem, its solution and the answer."""
+    names, things = rng.sample(NAMES, rng.randint(*(MANY if many else FEW))), rng.choice(THINGS)
+    numbers = [rng.randint(*NUMBERS) for _ in names]
     first, *others, last = (f"{name} has {number}" for name, number in zip(names, numbers, strict=True))
-    listed = ", ".join((f"{first} {things}", *others))
-    return f"{listed} and {last}. How many {things} do they have together?", sum(numbers)
+    asked = ", ".join((f"{first} {things}", *others)) + f" and {last}. How many {things} do they have together?"
+    solved, total = [f"{names[0]} has {numbers[0]}."], numbers[0]
+    for name, number in zip(names[1:], numbers[1:], strict=True):
+        before, total = total, total + number
+        solved.append(rng.choice(FORMS).format(name=name, number=number, things=things, before=before, after=total))
+    return asked, " ".join((*solved, f"The answer is {total}.")), total
 
 
-def draw(rng: random.Random) -> tuple[str, str, int]:
-    """A problem about two people, its solution and the answer."""
-    (name, other), things = rng.sample(NAMES, 2), rng.choice(THINGS)
-    a, b = rng.randint(2, 12), rng.randint(2, 12)
-    asked = f"{name} has {a} {things} and {other} has {b} {things}. How many {things} do they have together?"
-    solved = (
-        f"{name} has {a} {things}. {other} has {b} {things}. To find how many {things} they have together, add the two "
-        f"numbers.\n{a} + {b} = {a + b}\nTogether {name} and {other} have {a + b} {things}. The answer is {a + b}."
-    )
-    return asked, solved, a + b
-
-
-@cache
-def examples() -> tuple[dict[str, str], ...]:
-    """Turns of a chat in which such problems are solved, the same in every prompt."""
-    rng, chat = random.Random("examples"), [{"role": "system", "content": SYSTEM}]
-    for _ in range(EXAMPLES):
-        asked, solved, _ = draw(rng)
-        chat += [{"role": "user", "content": asked}, {"role": "assistant", "content": solved}]
-    return tuple(chat)
+def chat(asked: str) -> list[dict[str, str]]:
+    """A prompt, as turns of a chat."""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
 
 
 def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
     """One prompt in verl's columns."""
-    asked, answer = ask_many(rng) if index % EVERY == EVERY - 1 else draw(rng)[::2]
+    asked, _, answer = draw(rng, many=index % EVERY == EVERY - 1)
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [*examples(), {"role": "user", "content": asked}],
+        "prompt": chat(asked),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(answer)},
         "extra_info": {"index": index, "split": split},

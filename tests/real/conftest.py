@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.real_policy.head import RECORD, measured, real_head, warm_up
+from benchmarks.real_policy.head import made_so_far, measured, real_head, warm_up
 from benchmarks.real_policy.job import PLACE, real_assets
 from verl_cpu.environment import CPU_ENGINE
 
@@ -39,4 +39,4 @@ def warmed(assets, tmp_path_factory):
 @pytest.fixture(scope="session")
 def drafter(warmed):
     """The head worth serving, where there is one, else the one of few steps."""
-    return real_head(PLACE).drafter if (PLACE / RECORD).exists() else warmed[0]
+    return real_head(PLACE).drafter if made_so_far(PLACE) else warmed[0]

@@ -1,8 +1,14 @@
 """A pretrained language model with 49,152 tokens, a byte-level tokenizer and a chat template, through everything."""
 
 import json
+import os
+import re
+import shlex
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +20,12 @@ from safetensors.torch import load_file
 
 from benchmarks.lossless.__main__ import row_of
 from benchmarks.lossless.exact import Exact, Sampling
-from benchmarks.real_policy.head import DRAFT_VOCAB, RECORD, real_head
+from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far
 from benchmarks.real_policy.job import LONGEST_PROMPT, LONGEST_RESPONSE, PLACE
 from benchmarks.real_policy.problems import compute_score
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.child_engine import run_job
+from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.commands.warmup.evaluate import AGREE
 from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
 from verl_tlt.drafter import fingerprint
@@ -74,7 +81,7 @@ def test_the_warm_up_learns_from_answers_to_the_chat_template(warmed, assets):
 
 def test_what_is_simulated_is_what_vllm_serves(warmed):
     _, facts = warmed
-    made = real_head(PLACE).facts if (PLACE / RECORD).exists() else facts
+    made = (made_so_far(PLACE) or [facts])[-1]
     assert abs(made["accept_length_simulated"] / made["accept_length_served"] - 1) <= AGREE
 
 
@@ -97,6 +104,40 @@ def test_drawn_tokens_have_the_policys_distribution(engines, assets, prompts):
     row = row_of(("tlt", DRAWN), found, prompts[:4], Sampling(), Exact(assets.policy), TOKENS, None)
     assert row.passes, row
     assert row.accepted > 0 and row.logprob_error < 0.01
+
+
+def test_the_model_cards_command_serves_the_policy_with_the_head(drafter, assets, tmp_path):
+    card = next(line for line in (drafter / "README.md").read_text().splitlines() if "vllm serve" in line)
+    program, *words = shlex.split(card)
+    config = {**json.loads(words[-1]), "model": str(drafter)}
+    assert [program, *words[:3]] == ["vllm", "serve", str(assets.policy), "--speculative-config"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*words[:-1], json.dumps(config), "--port", str(port), "--enforce-eager", "--max-model-len", "736"]
+    command, env = [str(Path(sys.executable).parent / program), *words], {**os.environ, **CPU_ENGINE}
+    server, url = ProcessTree(command, env=env, log=tmp_path / "log"), f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 300
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health")
+                break
+            except OSError:
+                assert server.process.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
+                time.sleep(1.0)
+        row = pq.read_table(assets.val).to_pylist()[0]
+        asked = json.dumps({"model": words[1], "messages": row["prompt"], "temperature": 0, "max_tokens": 200})
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", asked.encode(), {"Content-Type": "application/json"}
+        )
+        (choice,) = json.load(urllib.request.urlopen(request))["choices"]
+        metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    finally:
+        server.stop()
+    assert choice["finish_reason"] == "stop" and "The answer is" in choice["message"]["content"]
+    accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+    assert accepted and float(accepted[1]) > 0
 
 
 def test_converted_it_drafts_with_the_same_weights(drafter, assets, tmp_path):

@@ -1,5 +1,6 @@
 """The real policy's prompts and reward, and what of it can be checked without the model."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -8,38 +9,57 @@ import pytest
 
 from benchmarks.e2e.__main__ import REAL_ARMS
 from benchmarks.e2e.arms import Heads, arms
-from benchmarks.real_policy import policy, problems
+from benchmarks.real_policy import head, policy, problems
+from verl_tlt.drafter import files_digest
 
 
 def test_a_right_solution_is_rewarded_and_a_wrong_or_missing_one_is_not():
     rng = random.Random(0)
-    for _ in range(50):
-        _, solved, answer = problems.draw(rng)
+    for turn in range(50):
+        _, solved, answer = problems.draw(rng, many=turn % 2 == 0)
         assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer)) == 1.0
         assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer + 1)) == 0.0
     assert problems.compute_score(problems.DATA_SOURCE, "I do not know.", "7") == 0.0
 
 
-def test_a_prompt_shows_solved_problems_and_ends_with_another():
-    rows = [problems.prompt_row(random.Random(seed), "train", seed) for seed in range(20)]
-    for row in rows:
-        roles = [turn["role"] for turn in row["prompt"]]
-        assert roles == ["system", *["user", "assistant"] * problems.EXAMPLES, "user"]
-        assert row["prompt"][-1] not in row["prompt"][:-1]
-    assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows)
+def test_a_solution_adds_up_everybody_by_turns():
+    rng = random.Random(1)
+    for turn in range(50):
+        asked, solved, answer = problems.draw(rng, many=turn % 2 == 0)
+        given = [(name, int(number)) for name, number in re.findall(r"(\w+) has (\d+)", asked)]
+        so_far = 0
+        for sentence, (name, number) in zip(solved.split(". "), given, strict=False):
+            so_far += number
+            said = set(re.findall(r"\w+", sentence))
+            assert {name, str(number), str(so_far)} <= said, sentence
+        assert so_far == answer and solved.endswith(f"The answer is {answer}.")
 
 
-def test_one_prompt_in_twelve_asks_for_the_sum_of_many():
+def test_one_prompt_in_eight_asks_for_the_sum_of_many():
     rows = [problems.prompt_row(random.Random(seed), "train", seed) for seed in range(4 * problems.EVERY)]
     numbers = [[int(n) for n in re.findall(r" has (\d+)", row["prompt"][-1]["content"])] for row in rows]
-    assert [len(of) > 2 for of in numbers] == ([False] * (problems.EVERY - 1) + [True]) * 4
+    assert [len(of) > problems.FEW[1] for of in numbers] == ([False] * (problems.EVERY - 1) + [True]) * 4
     assert all(row["reward_model"]["ground_truth"] == str(sum(of)) for row, of in zip(rows, numbers, strict=True))
+    assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows)
 
 
 def test_another_file_of_that_name_is_refused(tmp_path):
     (tmp_path / policy.WHEEL).write_bytes(b"another wheel")
     with pytest.raises(ValueError, match=f"SHA-256 .* not {policy.SHA256}"):
         policy._wheel(tmp_path)
+
+
+def test_a_head_of_another_policy_is_none_of_its(tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "make_policy", lambda folder: folder / "policy")
+    weights = tmp_path / "policy" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    rows = [{"policy": files_digest([weights]), "prompts": 5}]
+    assert head.made_so_far(tmp_path) == []
+    (tmp_path / head.RECORD).write_text(json.dumps(rows))
+    assert head.made_so_far(tmp_path) == rows
+    weights.write_bytes(b"others")
+    assert head.made_so_far(tmp_path) == []
 
 
 def test_its_arms_are_among_those_of_the_comparison():
