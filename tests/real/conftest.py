@@ -32,7 +32,7 @@ def warmed(assets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("warmed")
     for name in ("policy", ".policy.recipe"):
         (folder / name).symlink_to(PLACE / name)
-    took = warm_up(folder, folder / "drafter", 24, ("--max-steps", str(WARM_UP_STEPS)), from_it=False)
+    took = warm_up(folder, folder / "drafter", 48, ("--max-steps", str(WARM_UP_STEPS)), from_it=False)
     return folder / "drafter", {**took, **measured(folder)}
 
 
