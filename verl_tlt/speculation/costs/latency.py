@@ -43,6 +43,9 @@ _FIRST = 3
 """First samples, whose median is compared with what the neighbours suggest."""
 _CLIP = 2.5
 """Huber's threshold in standard deviations: a stall counts as no more than this."""
+_STORED = 16
+"""Samples from which a cell is stored beside a calibration: fewer are of one moment, when the machine may have been
+busier than at another cell's, and the calibration's own figures can be compared."""
 _COARSE = 0.01
 """Least uncertainty of a cell: the roofline is not exact across its width."""
 _FAR_OFF = 0.4
@@ -149,12 +152,13 @@ class LatencyModel:
         return self._largest.get(draft_length, 0)
 
     def to_table(self, calibration: LatencyTable | None = None) -> LatencyTable:
-        """Every measured cell as one point, for the store; a calibration is kept as it is, and completed."""
+        """The measured cells, a point each, for the store; a calibration is kept as it is, and completed."""
         points = list(calibration.points) if calibration else []
         # The pace is the machine's at the moment; a calibration is what it was compared with.
-        known, pace = {_key(p.batch, p.kv_tokens, p.draft_length) for p in points}, 0.0 if points else self._pace
+        pace, least = (0.0, _STORED) if points else (self._pace, 0)
+        known = {_key(p.batch, p.kv_tokens, p.draft_length) for p in points}
         for key, cell in self._cells.items():
-            if key in known:
+            if key in known or cell.samples < least:
                 continue
             shape = self._shape.seconds(cell.batch, cell.kv_tokens, cell.draft_length)
             seconds = shape * math.exp(cell.level + pace)

@@ -128,6 +128,20 @@ def test_a_calibration_is_kept_as_it_was_and_completed():
     assert [(p.batch, p.kv_tokens, p.draft_length) for p in rest] == [(1, 2000, OFF)]
 
 
+@pytest.mark.parametrize(("steps", "calibrated", "kept"), [(4, True, False), (40, True, True), (4, False, True)])
+def test_a_few_steps_of_a_busy_moment_are_not_kept_beside_a_calibration(steps, calibrated, kept):
+    points = [LatencyPoint(b, b * 32, k, true(b, b * 32, k), 8, calibrated=True) for b in (1, 8) for k in (OFF, 0, 3)]
+    calibration = LatencyTable(tuple(points)) if calibrated else None
+    model = LatencyModel(ARMS, table=calibration)
+    for _ in range(steps):
+        model.observe(4, 8000, 2, 1.4 * true(4, 8000, 2))
+    stored = model.to_table(calibration)
+    assert kept == any((p.batch, p.draft_length) == (4, 2) for p in stored.points)
+    again = LatencyModel(ARMS, table=stored).predict(4, 8000)
+    if not kept:
+        assert again[3] == pytest.approx(LatencyModel(ARMS, table=calibration).predict(4, 8000)[3])
+
+
 def test_a_calibration_of_one_context_says_little_about_longer_ones():
     """What a request costs at 32 tokens of context is no price of its KV tokens."""
     cost = {OFF: 0.0, 0: 0.001, 1: 0.003, 3: 0.006}
