@@ -99,7 +99,7 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
     monkeypatch.setattr(page, "FILES", tmp_path)
     shown = [row.split(" | ") for row in front.expectations().splitlines()[2:]]
     assert len(shown) == 9 and shown[5][1] < shown[3][1]
-    assert front.headlines().count("\n") == 17 + page.recorded("race")
+    assert front.headlines().count("\n") == 16 + page.recorded("race")
     assert runs.arms().count("a label") == len(names) and "9 minutes" in runs.drafters() and "5.80" in runs.drafters()
     told = (runs.end_to_end, runs.end_to_end_large, runs.end_to_end_stale)
     assert all(f"`{name}`" in table() for table in told for name in names) and runs.readings()
