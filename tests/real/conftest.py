@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.real_policy.head import made_so_far, measured, real_head, warm_up
+from benchmarks.real_policy.head import made_so_far, measured, warm_up
 from benchmarks.real_policy.job import PLACE, real_assets
 from verl_cpu.environment import CPU_ENGINE
 
@@ -37,6 +37,7 @@ def warmed(assets, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def drafter(warmed):
-    """The head worth serving, where there is one, else the one of few steps."""
-    return real_head(PLACE).drafter if made_so_far(PLACE) else warmed[0]
+def drafter(request):
+    """The head worth serving, where there is one, else the one of few steps, which takes minutes."""
+    made = made_so_far(PLACE)
+    return PLACE / "drafter" if made else request.getfixturevalue("warmed")[0]
