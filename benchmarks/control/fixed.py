@@ -124,13 +124,9 @@ def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[D
     for drain in drains:
         if str(drain) not in record["loads"]:
             again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
-            lengths: list[Sequence[int]] = (
-                [
-                    engine.sample(_asked(drain, 0, prompts), drain.own).lengths
-                ]  # of one round: to know them takes a drain
-                if drain.own
-                else [drain.lengths(turn) for turn in range(rounds)]
-            )
+            lengths: list[Sequence[int]] = [drain.lengths(turn) for turn in range(rounds)]
+            if drain.own:  # of one round: to know them takes a drain
+                lengths = [engine.sample(_asked(drain, 0, prompts), drain.own).lengths]
             predicted = predict(table, models.acceptance, lengths, again)
             record["loads"][str(drain)] = {"predicted": predicted, "rounds": []}
         load = record["loads"][str(drain)]

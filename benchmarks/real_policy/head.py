@@ -39,26 +39,35 @@ GROWTH = "growth"
 
 def real_head(folder: Path) -> Head:
     """The head below `folder`, made in a process of its own unless there is one."""
-    if not made_so_far(folder):
+    made = made_so_far(folder)
+    if not made or "prompts" not in made[-1]:
         command = [sys.executable, "-m", "benchmarks.real_policy.head", str(folder)]
         subprocess.run(command, env={**os.environ, **CPU_ENGINE}, check=True)
-    made = made_so_far(folder)
+        made = made_so_far(folder)
     return Head(folder / "drafter", {**made[-1], GROWTH: made})
 
 
 def made_so_far(folder: Path) -> list[dict[str, Any]]:
     """A row for each call that made the head of this policy, or went on with it; a head of another policy has none."""
-    record, policy = folder / RECORD, make_policy(folder) / "model.safetensors"
+    record = folder / RECORD
     made = json.loads(record.read_text()) if record.exists() else []
-    return made if made and made[-1].get("policy") == files_digest([policy]) else []
+    return made if made and made[-1].get("policy") == _digest(folder) else []
+
+
+def _digest(folder: Path) -> str:
+    """Of the policy's weights."""
+    return files_digest([make_policy(folder) / "model.safetensors"])
 
 
 def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
     """Make the head of the responses to so many prompts, or go on with one that was made of fewer."""
     drafter, record, made = folder / "drafter", folder / RECORD, made_so_far(folder)
-    if not made or made[-1]["prompts"] < prompts:
+    if not made or made[-1].get("prompts", prompts) < prompts:
         took = warm_up(folder, drafter, prompts, options, from_it=bool(made))
-        made.append({**took, **measured(folder)})
+        made.append({"policy": _digest(folder), **took})
+        record.write_text(json.dumps(made, indent=1))
+    if "prompts" not in made[-1]:  # also where a call ended before it was measured
+        made[-1] |= measured(folder)
         record.write_text(json.dumps(made, indent=1))
 
 
@@ -82,7 +91,6 @@ def measured(folder: Path) -> dict[str, Any]:
     found = evaluated(folder, make_policy(folder), prompts=None, limit=24, **how)
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
     return {
-        "policy": files_digest([make_policy(folder) / "model.safetensors"]),
         "prompts": made["prompts_limit"],
         **{name: made[name] for name in said},
         "accept_length": made["tau_sim"],

@@ -21,7 +21,6 @@ READER = "gguf==0.17.1"
 END_OF_TURN = "<|im_end|>"
 """Ends a turn of the chat, and so a response. The GGUF file names it as the end of text, and transformers reads
 another token there, which no response has."""
-LESSON = ("problems.py", "finetune.py")
 
 
 def make_policy(folder: Path) -> Path:
@@ -34,8 +33,8 @@ def make_policy(folder: Path) -> Path:
 
 def _lesson() -> str:
     """Changes with what the model is taught."""
-    here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in LESSON)).hexdigest()
+    sources = (Path(__file__).with_name(name).read_bytes() for name in ("problems.py", "finetune.py"))
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 def _write(folder: Path, target: Path) -> None:

@@ -115,7 +115,8 @@ def test_the_model_cards_command_serves_the_policy_with_the_head(drafter, assets
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [*words[:-1], json.dumps(config), "--port", str(port), "--enforce-eager", "--max-model-len", "736"]
+    words = [*words[:-1], json.dumps(config), "--port", str(port), "--enforce-eager"]
+    words += ["--max-model-len", str(LONGEST_PROMPT + LONGEST_RESPONSE)]
     command, env = [str(Path(sys.executable).parent / program), *words], {**os.environ, **CPU_ENGINE}
     server, url = ProcessTree(command, env=env, log=tmp_path / "log"), f"http://127.0.0.1:{port}"
     try:

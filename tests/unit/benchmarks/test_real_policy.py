@@ -3,13 +3,17 @@
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.e2e.__main__ import REAL_ARMS
 from benchmarks.e2e.arms import Heads, arms
-from benchmarks.real_policy import head, policy, problems
+from benchmarks.real_policy import finetune, head, policy, problems
+from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import files_digest
 
 
@@ -65,3 +69,53 @@ def test_a_head_of_another_policy_is_none_of_its(tmp_path, monkeypatch):
 def test_its_arms_are_among_those_of_the_comparison():
     heads = Heads(*[Path("/head")] * 3)
     assert set(REAL_ARMS) < arms(heads, [], Path("/costs"), longest=5).keys()
+
+
+def test_a_head_that_was_not_measured_yet_is_measured_and_not_made_again(tmp_path, monkeypatch):
+    weights = tmp_path / "policy" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    calls, killed = [], [True]
+
+    def warm_up(folder, drafter, prompts, options, from_it):
+        calls.append((prompts, from_it))
+        return {"seconds": 1}
+
+    def measured(folder):
+        if killed.pop():
+            raise KeyboardInterrupt
+        return {"prompts": calls[-1][0]}
+
+    for name, function in (
+        ("make_policy", lambda folder: folder / "policy"),
+        ("warm_up", warm_up),
+        ("measured", measured),
+    ):
+        monkeypatch.setattr(head, name, function)
+    with pytest.raises(KeyboardInterrupt):
+        head.make(tmp_path, 5, ())
+    killed += [False, False]
+    head.make(tmp_path, 5, ())
+    assert calls == [(5, False)] and head.made_so_far(tmp_path)[-1]["prompts"] == 5
+    head.make(tmp_path, 9, ())
+    assert calls[1:] == [(9, True)] and [row["prompts"] for row in head.made_so_far(tmp_path)] == [5, 9]
+
+
+def test_fine_tuning_learns_solutions_and_no_padding(tmp_path, monkeypatch):
+    shutil.copytree(SHIPPED_POLICY, tmp_path / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    rng = random.Random(3)
+    examples = [finetune._example(rng, tokenizer, many) for many in (True, False)]
+
+    def losses():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+        with torch.no_grad():
+            return [float(finetune._loss(model, part)) for part in (examples, examples[:1], examples[1:])]
+
+    both, long, short = losses()
+    assert both == pytest.approx(long + short, rel=0.02)
+    for name, value in (("STEPS", 6), ("RISING", 1), ("FALLING", 1)):
+        monkeypatch.setattr(finetune, name, value)
+    finetune.finetune(tmp_path / "policy")
+    assert losses()[0] < 0.8 * both
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").dtype == torch.bfloat16

@@ -29,8 +29,9 @@ _ANCHOR_UNTIL = 16
 """Samples during which the fit's usual coefficients are still set anew."""
 _MEMORY = 96.0
 """Samples after which a cell's older samples count 1/e."""
-_SEED_SAMPLES = 8
-"""Samples that a point of a stored table counts as, at most."""
+_SEED_SAMPLES = 16
+"""Samples that a point of a stored table counts as, at most; and that a cell must have to be stored beside a
+calibration. Fewer are of one moment and have the error that the pace had then; a calibration's can be compared."""
 _GUESS = 0.10
 """Relative uncertainty of a point interpolated between measured draft lengths."""
 _NEAR, _FAR = 0.02, 0.10
@@ -43,9 +44,6 @@ _FIRST = 3
 """First samples, whose median is compared with what the neighbours suggest."""
 _CLIP = 2.5
 """Huber's threshold in standard deviations: a stall counts as no more than this."""
-_STORED = 16
-"""Samples from which a cell is stored beside a calibration: fewer are of one moment, when the machine may have been
-busier than at another cell's, and the calibration's own figures can be compared."""
 _COARSE = 0.01
 """Least uncertainty of a cell: the roofline is not exact across its width."""
 _FAR_OFF = 0.4
@@ -155,7 +153,7 @@ class LatencyModel:
         """The measured cells, a point each, for the store; a calibration is kept as it is, and completed."""
         points = list(calibration.points) if calibration else []
         # The pace is the machine's at the moment; a calibration is what it was compared with.
-        pace, least = (0.0, _STORED) if points else (self._pace, 0)
+        pace, least = (0.0, _SEED_SAMPLES) if points else (self._pace, 0)
         known = {_key(p.batch, p.kv_tokens, p.draft_length) for p in points}
         for key, cell in self._cells.items():
             if key in known or cell.samples < least:

@@ -129,17 +129,19 @@ def test_a_calibration_is_kept_as_it_was_and_completed():
 
 
 @pytest.mark.parametrize(("steps", "calibrated", "kept"), [(4, True, False), (40, True, True), (4, False, True)])
-def test_a_few_steps_of_a_busy_moment_are_not_kept_beside_a_calibration(steps, calibrated, kept):
-    points = [LatencyPoint(b, b * 32, k, true(b, b * 32, k), 8, calibrated=True) for b in (1, 8) for k in (OFF, 0, 3)]
-    calibration = LatencyTable(tuple(points)) if calibrated else None
-    model = LatencyModel(ARMS, table=calibration)
-    for _ in range(steps):
-        model.observe(4, 8000, 2, 1.4 * true(4, 8000, 2))
-    stored = model.to_table(calibration)
-    assert kept == any((p.batch, p.draft_length) == (4, 2) for p in stored.points)
-    again = LatencyModel(ARMS, table=stored).predict(4, 8000)
+def test_a_cell_of_a_few_steps_is_not_stored_beside_a_calibration(steps, calibrated, kept):
+    points = [LatencyPoint(b, b * 32, k, true(b, b * 32, k), 4, calibrated=True) for b in (1, 8) for k in (OFF, 0, 3)]
+    table = calibration = LatencyTable(tuple(points)) if calibrated else None
+    for _ in range(3):  # runs, of which only the first goes there
+        model = LatencyModel(ARMS, table=table)
+        for _ in range(steps if table is calibration else 0):
+            model.observe(4, 8000, 2, 1.4 * true(4, 8000, 2))
+        table = model.to_table(calibration)
+        assert kept == any((p.batch, p.draft_length) == (4, 2) for p in table.points)
     if not kept:
-        assert again[3] == pytest.approx(LatencyModel(ARMS, table=calibration).predict(4, 8000)[3])
+        assert LatencyModel(ARMS, table=table).predict(4, 8000) == LatencyModel(ARMS, table=calibration).predict(
+            4, 8000
+        )
 
 
 def test_a_calibration_of_one_context_says_little_about_longer_ones():
