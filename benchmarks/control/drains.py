@@ -31,7 +31,9 @@ LEAST, FEWEST = 1.05, 8
 CLAIM = "adaptive beats a fixed K"
 RULE = (
     f'"{CLAIM}" is said of a load only if the lower end of the 95 % interval of the fastest fixed K\'s seconds over '
-    f"goodput's, {FEWEST} rounds at least and all of them pooled, is above {LEAST}; else nowhere."
+    f"goodput's, {FEWEST} rounds at least and all of them pooled, is above {LEAST}; else nowhere. "
+    "Seconds are divided by what the arm's responses would take without drafts, by the calibration: arms that sample "
+    "write other lengths."
 )
 
 
@@ -93,7 +95,11 @@ LOADS = (Drain.parse("64:own-480"), Drain.parse("4:40"))
 
 
 def predict(
-    table: LatencyTable, acceptance: Sequence[float], rounds: Sequence[Sequence[int]], prompt: int
+    table: LatencyTable,
+    acceptance: Sequence[float],
+    rounds: Sequence[Sequence[int]],
+    prompt: int,
+    arms: Sequence[str] = ARMS,
 ) -> dict[str, float]:
     """Seconds that a drain is expected to take by each arm, the mean of these rounds' lengths.
 
@@ -103,7 +109,7 @@ def predict(
     batch, seconds = table.by_batch(OFF)[-1]
     tau = np.array(expected_accept_lengths(acceptance, LONGEST))
     lengths = {
-        arm: (int(arm.removeprefix(VLLM)),) if arm.startswith(VLLM) else tuple(range(LONGEST + 1)) for arm in ARMS
+        arm: (int(arm.removeprefix(VLLM)),) if arm.startswith(VLLM) else tuple(range(LONGEST + 1)) for arm in arms
     }
     found = {}
     for arm, chosen in lengths.items():
@@ -114,14 +120,17 @@ def predict(
     return found
 
 
-def over_goodput(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Each other arm's seconds over those of `goodput`, round by round pooled: [ratio, low, high] (95 %)."""
+def over_goodput(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, list[float]]:
+    """Each other arm's seconds over those of `goodput`, all rounds pooled: [ratio, low, high] (95 %).
+
+    A round has `seconds` by arm, and `undrafted`: what the arm's responses would take without drafts, which each side
+    is divided by.
+    """
     found = {}
-    for arm in seconds:
-        if arm != ADAPTIVE[-1]:
-            both = list(zip(seconds[arm], seconds[ADAPTIVE[-1]], strict=True))
-            pooled = ratio(both, float, lambda _: 1.0)
-            found[arm] = [pooled["pooled"], pooled["low"], pooled["high"]]
+    for arm in (arm for arm in ARMS if arm != ADAPTIVE[-1]):
+        theirs, ours = ([(each["seconds"][of], each["undrafted"][of]) for each in rounds] for of in (arm, ADAPTIVE[-1]))
+        pooled = ratio([*zip(theirs, ours, strict=True)], lambda side: side[0], lambda side: side[1])
+        found[arm] = [pooled["pooled"], pooled["low"], pooled["high"]]
     return found
 
 

@@ -5,7 +5,7 @@ what each arm is expected to take, which is printed before anything runs, after 
 All arms share the engine and take turns drain by drain, in another order each round, on the same prompts: whole runs
 minutes apart differ by what the machine does meanwhile. Where lengths are drawn, all arms write the same text greedily,
 but for ties that kernels break otherwise. Where responses end by themselves, each arm samples its own at temperature 1,
-as in RL: their lengths differ somewhat, which the rounds' tokens show and the interval has in it.
+as in RL. Their lengths differ, so an arm's seconds are divided by what its own would take without drafts.
 `table` and `goodput` are told the calibration and the drafter's held-out acceptance; what `goodput` learns it keeps for
 the load. Rounds are kept in a folder, and a command that was killed goes on after them.
 """
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.drains import ADAPTIVE, ARMS, LONGEST, RULE, Drain, over_goodput, predict, verdict
+from benchmarks.control.drains import ADAPTIVE, ARMS, LONGEST, NONE, RULE, Drain, over_goodput, predict, verdict
 from benchmarks.control.engine import Engine, Models
 from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
@@ -66,7 +66,7 @@ def against_fixed(
         for turn, drain in missing(record, drains, rounds):
             if time.monotonic() > until:
                 break
-            found = _round(engine, drain, turn, prompts)
+            found = _round(engine, drain, turn, prompts, LatencyTable.from_list(record["costs"]))
             record["loads"][str(drain)]["rounds"].append(found)
             _keep(file, record)
             say(f"{drain}, {turn + 1}: " + ", ".join(f"{arm} {s:.1f}" for arm, s in found["seconds"].items()))
@@ -102,7 +102,7 @@ def published(record: Found) -> Found:
     costs, loads = LatencyTable.from_list(record["costs"]), {}
     for name, load in record["loads"].items():
         if load["rounds"]:
-            over = over_goodput({arm: [turn["seconds"][arm] for turn in load["rounds"]] for arm in ARMS})
+            over = over_goodput(load["rounds"])
             loads[name] = {**load, "over": over, "verdict": verdict(over, len(load["rounds"]))}
     ms = {k: {batch: round(1000 * s, 1) for batch, s in costs.by_batch(k)} for k in costs.lengths()}
     return {**record, "costs": ms, "loads": loads}
@@ -123,11 +123,10 @@ def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[D
     table = LatencyTable.from_list(record["costs"])
     for drain in drains:
         if str(drain) not in record["loads"]:
-            again = sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
             lengths: list[Sequence[int]] = [drain.lengths(turn) for turn in range(rounds)]
             if drain.own:  # of one round: to know them takes a drain
                 lengths = [engine.sample(_asked(drain, 0, prompts), drain.own).lengths]
-            predicted = predict(table, models.acceptance, lengths, again)
+            predicted = predict(table, models.acceptance, lengths, _read_again(prompts))
             record["loads"][str(drain)] = {"predicted": predicted, "rounds": []}
         load = record["loads"][str(drain)]
         least = load["predicted"]["goodput"]
@@ -138,14 +137,22 @@ def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[D
     engine.add_arm("off", table)
 
 
+def _read_again(prompts: Prompts) -> int:
+    """Tokens of a prompt that are computed though the prefix cache has it, their mean."""
+    return sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
+
+
 def _asked(drain: Drain, turn: int, prompts: Prompts) -> Prompts:
     """The prompts of that round."""
     rng = random.Random(turn)
     return [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
 
 
-def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts) -> Found:
-    """Seconds of each arm, in another order each round, and what the adaptive ones chose."""
+def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts, table: LatencyTable) -> Found:
+    """Seconds of each arm, in another order each round, and what the adaptive ones chose.
+
+    `undrafted` is what `table` says that each arm's responses take without drafts.
+    """
     chosen, rng = _asked(drain, turn, prompts), random.Random(f"order {turn}")
     seconds: dict[str, float] = {}
     decoded: dict[str, tuple[int, ...]] = {}
@@ -168,4 +175,7 @@ def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts) -> Found:
             steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
             told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}
     tokens, longest = ({arm: what(decoded[arm]) for arm in ARMS} for what in (sum, max))
-    return {"seconds": {arm: seconds[arm] for arm in ARMS}, "chose": told, "tokens": tokens, "longest": longest}
+    told_of, again = engine.models.acceptance, _read_again(prompts)
+    alone = {arm: predict(table, told_of, [decoded[arm]], again, (NONE,))[NONE] for arm in ARMS}
+    ordered = {arm: seconds[arm] for arm in ARMS}
+    return {"seconds": ordered, "undrafted": alone, "chose": told, "tokens": tokens, "longest": longest}

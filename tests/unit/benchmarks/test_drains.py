@@ -76,9 +76,11 @@ def test_a_prompt_costs_what_its_tokens_cost_in_the_largest_step():
     assert with_prompt["off"] - without["off"] == pytest.approx(4 * 50 * token, abs=2e-3)
 
 
-def seconds(**of):
-    """Eight rounds in which each arm takes about so long."""
-    return {arm: [of.get(arm.replace("-", "_"), 30.0) * (1 + 0.01 * (i % 3)) for i in range(8)] for arm in ARMS}
+def rounds(written=100, **of):
+    """Eight rounds in which each arm takes about so long, and goodput `written` tokens in place of 100."""
+    took = {arm: of.get(arm.replace("-", "_"), 30.0) for arm in ARMS}
+    alone = {arm: 1.0 for arm in ARMS} | {"goodput": written / 100}
+    return [{"seconds": {a: s * (1 + 0.01 * (i % 3)) for a, s in took.items()}, "undrafted": alone} for i in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -86,16 +88,23 @@ def seconds(**of):
     [(22.0, "adaptive beats a fixed K here"), (20.8, "not said"), (20.0, "not said"), (15.0, "not said")],
 )
 def test_the_rule_asks_for_five_percent_over_the_fastest_fixed_k(best, said):
-    over = over_goodput(seconds(goodput=20.0, vllm_k2=best))
+    over = over_goodput(rounds(goodput=20.0, vllm_k2=best))
     assert over["vllm-k2"][0] == pytest.approx(best / 20, abs=1e-3) and over["off"][0] == pytest.approx(1.5, abs=1e-3)
     sentence = verdict(over, 8)
     assert said in sentence and "K=2" in sentence and "8 rounds" in sentence
     assert "not said" in verdict(over, 7), "too few to be told by"
 
 
+@pytest.mark.parametrize("written", [50, 100, 200])
+def test_an_arm_that_wrote_more_is_not_the_slower_for_it(written):
+    over = over_goodput(rounds(written, goodput=20.0 * written / 100, vllm_k2=22.0))
+    assert over["vllm-k2"] == pytest.approx([1.1, 1.1, 1.1], abs=1e-3)
+
+
 def test_the_lower_end_counts_not_the_ratio():
-    wide = seconds(goodput=20.0)
-    wide["vllm-k3"] = [12.0, 34.0, 14.0, 33.0, 11.0, 32.0, 15.0, 31.0]
+    wide = rounds(goodput=20.0)
+    for each, took in zip(wide, [12.0, 34.0, 14.0, 33.0, 11.0, 32.0, 15.0, 31.0], strict=True):
+        each["seconds"]["vllm-k3"] = took
     over = over_goodput(wide)
     assert over["vllm-k3"][0] > 1.05 > over["vllm-k3"][1] and "not said" in verdict(over, 8)
 
@@ -158,10 +167,10 @@ def models(tmp_path, monkeypatch):
     return Models(tmp_path / "policy", tmp_path / "drafter", [0.5, 0.4])
 
 
-def race(models, rounds, lives=10**6, seconds=1e9, loads=TWO):
+def race(models, turns, lives=10**6, seconds=1e9, loads=TWO):
     Engine.lives, lines = lives, []
     work = models.policy.parent / "work"
-    return fixed.against_fixed(models, [[1], [2, 3]], loads, rounds, seconds, work, lines.append), lines
+    return fixed.against_fixed(models, [[1], [2, 3]], loads, turns, seconds, work, lines.append), lines
 
 
 def test_rule_and_prediction_are_said_before_the_first_round(models):
@@ -181,6 +190,7 @@ def test_where_responses_end_by_themselves_every_arm_samples_its_own(models):
     of = found["loads"]["2:own-15"]
     for turn in of["rounds"]:
         assert turn["tokens"] == dict.fromkeys(ARMS, 26) and turn["longest"] == dict.fromkeys(ARMS, 15)
+        assert turn["undrafted"] == dict.fromkeys(ARMS, of["predicted"]["off"]), "the lengths it was predicted from"
     assert {*of["predicted"]} == {*ARMS}
 
 
