@@ -85,7 +85,7 @@ def real(folder: Path) -> Subject:
     """SmolLM2-135M-Instruct; `folder` keeps all of it. It has one head, the warmed-up one."""
     assets, warm = real_assets(folder), real_head(folder)
     overrides = (*toy_overrides(assets), *real_overrides(assets))
-    shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}", "tlt.drafter.intermediate_size=null", "tlt.drafter.batch_tokens=1024")
+    shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}", "tlt.drafter.intermediate_size=null", "tlt.drafter.batch_tokens=512")
     return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS)
 
 

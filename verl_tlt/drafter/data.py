@@ -45,7 +45,7 @@ def from_numpy16(array: np.ndarray) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainingSequence:
     """A prompt with its response, or a window of it from position `start` on, with the policy's hidden states."""
 

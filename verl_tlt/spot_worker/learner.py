@@ -40,6 +40,7 @@ from verl_tlt.drafter import (
     to_drafter_file,
     train_until,
 )
+from verl_tlt.drafter.data import grouped
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import DrafterFile
@@ -58,10 +59,12 @@ from verl_tlt.messages.training import (
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.merge import added, hand_in, session_facts
 from verl_tlt.spot_worker.scoring import (
+    CPU_TOKENS,
     FEWEST_PROMPTS,
     HELD_OUT_TOKENS,
+    KEPT_TOKENS,
     PORTION,
-    counts,
+    Judging,
     score_versions,
     tokens_to_judge,
 )
@@ -107,6 +110,7 @@ class SpotLearner:
         self.versions = DrafterVersions(served, served, initial) if versions is None else versions.copied()
         self._start_from_candidate()
         self._to_judge = HELD_OUT_TOKENS
+        self._judging: Judging | None = None
         self.rng = random.Random(f"{d.seed}-{name}")
         self._model_lock = threading.Lock()
         self._buffer_lock = threading.Lock()  # held for moments only
@@ -208,9 +212,7 @@ class SpotLearner:
                 self._transition(DrafterVersions.judged)
         seconds = time.perf_counter() - start
         if sequences is not None:
-            share = None if scores is None else judged_s / seconds
-            looked_at = sum(map(len, sequences))
-            self._to_judge = tokens_to_judge(self._to_judge, looked_at, share, ran_out=not done.stopped)
+            self._spent(judged_s, seconds, sum(map(len, sequences)), scores is not None, ran_out=not done.stopped)
         outcome: Literal["stopped", "exhausted"] = "stopped" if done.stopped else "exhausted"
         alike = {name: getattr(done, name) for name in ("steps", "tokens", "skipped", "loss", "slowest_s")}
         epoch = epochs[done.batches]
@@ -295,17 +297,31 @@ class SpotLearner:
     def _score_held_out(
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
     ) -> HeldOutScores | None:
-        """Candidate, served and initial under the same verifier weights, on the device; None when told to stop."""
+        """Candidate, served and initial on all of these, or as many scored before; None when told to stop."""
         head = None if self.whole_head is None else self.whole_head.to(self.training_device.device, non_blocking=True)
         versions, rows = {which: self.versions.of(which) for which in VERSIONS}, self.config.drafter.rows
-        scores = score_versions(self.trainer, versions, sequences, self.sampling, max_draft, head, should_stop, rows)
-        if scores is None:
-            return None
-        of = {which: counts(found, max_draft) for which, found in scores.items()}
-        if not all(np.isfinite(value).all() for value in versions["candidate"].values()):
-            of["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
-        prompts = np.array([i if s.prompt is None else s.prompt for i, s in enumerate(sequences)], dtype=np.uint64)
-        return HeldOutScores(prompts, np.array([s.positions for s in scores["candidate"]], dtype=np.int64), **of)
+        if self._judging is None or any(self._judging.versions[which] is not versions[which] for which in VERSIONS):
+            self._judging = Judging(versions)
+        kept = KEPT_TOKENS if self.training_device.is_accelerator else min(rows, CPU_TOKENS)
+        how = (self.sampling, max_draft, head, should_stop, min(rows, kept))
+        for some in grouped(self._judging.new(sequences), len, kept):
+            if self._judging.enough(sequences):
+                break
+            scores = score_versions(self.trainer, versions, some, *how)
+            if scores is None:
+                return None
+            self._judging.add(some, scores)
+        return self._judging.told(max_draft)
+
+    def _spent(self, judged_s: float, seconds: float, tokens: int, scored: bool, ran_out: bool) -> None:
+        """Note what a session took to score, and how much the next one is to look at."""
+        assert self._judging is not None
+        self._judging.judged_s += judged_s
+        self._judging.seconds += seconds
+        share = self._judging.judged_s / self._judging.seconds if scored else None
+        self._to_judge = tokens_to_judge(self._to_judge, tokens, share, ran_out=ran_out)
+        if scored:
+            self._judging = None
 
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The candidate as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""

@@ -3,13 +3,15 @@
 Looks at the stop flag are one per version that differs and portion of the text.
 """
 
+import numpy as np
 import pytest
-from tiny_learner import make_learner, texts, train_and_merge, verifier_arrays
+from tiny_learner import CONFIG, make_learner, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter.data import grouped
-from verl_tlt.spot_worker import scoring
 from verl_tlt.spot_worker.scoring import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
 from verl_tlt.trainer.gate import MIN_PROMPTS
+
+LONGEST = CONFIG.speculation.longest
 
 
 @pytest.fixture
@@ -77,26 +79,63 @@ def test_little_that_is_held_out_is_no_reason_to_look_at_less_later():
     assert tokens_to_judge(20_000, 3_000, 2 * JUDGING_SHARE, ran_out=False) == 1_500, "that much was too much already"
 
 
-def test_a_session_that_is_stopped_while_it_scores_has_the_next_look_at_less(learner, monkeypatch):
-    """Whatever is held out, sessions too short to score it all come to a verdict, and then to learning."""
-    monkeypatch.setattr(scoring, "PORTION", 64)
+@pytest.fixture
+def pending(learner, monkeypatch):
+    """A learner whose candidate waits for scores, kept every two sequences of 20 tokens."""
+    monkeypatch.setattr("verl_tlt.spot_worker.learner.CPU_TOKENS", 40)
+    monkeypatch.setattr("verl_tlt.spot_worker.scoring.PORTION", 40)
     train_and_merge(learner)
-    held_out = sum(map(len, learner.buffer.held_out()))
-    assert held_out > 4 * 64
-    looked_at, looks = [], []
+    assert len(learner.buffer.held_out()) > 12
+    return learner
 
-    def stop_after_a_while():
-        looks.append(None)
-        return len(looks) > 6  # 3 portions of two versions
 
-    for _ in range(10):
-        looks.clear()
-        looked_at.append(learner._to_judge)
-        result = learner.train(stop_after_a_while)
+def stop_after(looks):
+    left = iter(range(looks))
+    return lambda: next(left, None) is None
+
+
+def judge(learner, looks):
+    """Sessions of so many looks at the stop flag until there are scores: (how many sessions, their result)."""
+    for session in range(1, 50):
+        result = learner.train(stop_after(looks))
         if result.scores is not None:
-            break
+            return session, result
         assert result.steps == 0 and learner.versions.to_judge
-    assert looked_at[:2] == [HELD_OUT_TOKENS, held_out // 2] and result.scores.positions.sum() > 0
+    raise AssertionError("no verdict")
+
+
+def test_sessions_too_short_to_score_all_that_is_held_out_come_to_a_verdict_and_look_at_less_later(pending):
+    held_out = pending.buffer.held_out()
+    sessions, result = judge(pending, 5)  # two portions of two versions
+    assert sessions == 2 and 8 <= len(result.scores.positions) < len(held_out)
+    assert not pending.versions.to_judge and pending._to_judge < sum(map(len, held_out))
+
+
+def test_scores_of_a_session_that_was_stopped_are_kept_and_equal_those_of_one_session(pending, monkeypatch):
+    whole = pending._score_held_out(pending.buffer.held_out(), LONGEST, lambda: False)
+    pending._judging = None
+    monkeypatch.setattr("verl_tlt.spot_worker.learner.tokens_to_judge", lambda most, *_, **__: most)  # all of it
+    sessions, result = judge(pending, 3)  # one portion of two versions, and a look in between
+    assert sessions > 6 and (np.sort(result.scores.prompts) == np.sort(whole.prompts)).all()
+    for which in ("candidate", "served", "initial"):
+        assert result.scores.of(which).sum(0) == pytest.approx(whole.of(which).sum(0), rel=1e-5)
+
+
+def test_what_a_version_did_not_get_to_is_scored_again_for_all(pending):
+    assert pending.train(stop_after(1)).scores is None, "the candidate's first portion, and not the served one's"
+    _, result = judge(pending, 1000)
+    assert len({len(result.scores.of(which)) for which in ("candidate", "served", "initial")}) == 1
+
+
+def test_another_candidate_is_judged_by_scores_of_its_own(pending):
+    assert pending.train(stop_after(5)).scores is None
+    assert pending._judging.tokens > 0
+    pending.revert("initial")
+    train_and_merge(pending)
+    pending._to_judge = HELD_OUT_TOKENS
+    _, result = judge(pending, 1000)
+    anew = pending._score_held_out(pending.buffer.held_out(), LONGEST, lambda: False)
+    assert result.scores.candidate == pytest.approx(anew.candidate, rel=1e-5)
 
 
 def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):
