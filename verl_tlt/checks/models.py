@@ -26,9 +26,9 @@ from verl_tlt.drafter.policy import (
     is_name,
     policy_shape,
     read_model_config,
-    tensor_files,
     unsupported,
 )
+from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.errors import DrafterError
 from verl_tlt.upstream.sources import serves_eagle3
 from verl_tlt.upstream.versions import installed

@@ -18,11 +18,9 @@ from verl_tlt.drafter.other_layouts import MAPS, check_kind, is_other_layout, sp
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
     CONFIG,
-    INDEX,
     LONGEST_DRAFT,
     MTP,
     NUM_AUX,
-    WEIGHTS,
     DrafterError,
     Fields,
     Model,
@@ -31,14 +29,12 @@ from verl_tlt.drafter.policy import (
     PolicyShape,
     check_aux_layers,
     folder,
-    headers,
     is_name,
     policy_shape,
     read_json,
-    tensor_files,
 )
 from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
-from verl_tlt.drafter.tensor_file import FLOATS, Header, TensorFile
+from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, TensorFile, headers, tensor_files
 from verl_tlt.files.ownership import TRUSTED_MOUNT, other_owner, sealed
 
 PROVENANCE = "provenance.json"

@@ -33,7 +33,6 @@ from verl_tlt.drafter.policy import (
     CONFIG,
     LONGEST_DRAFT,
     MTP,
-    WEIGHTS,
     DrafterError,
     Fields,
     Model,
@@ -41,7 +40,7 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     read_json,
 )
-from verl_tlt.drafter.tensor_file import TensorFile, not_finite, read_tensors
+from verl_tlt.drafter.tensor_file import WEIGHTS, TensorFile, not_finite, read_tensors
 from verl_tlt.files.ownership import check_private, replacing, seal
 
 if TYPE_CHECKING:

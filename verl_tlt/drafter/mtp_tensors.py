@@ -13,16 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from verl_tlt.drafter.policy import (
-    DrafterError,
-    Model,
-    PolicyShape,
-    headers,
-    policy_shape,
-    read_model_config,
-    tensor_files,
-)
-from verl_tlt.drafter.tensor_file import FLOATS, Header, read_tensors
+from verl_tlt.drafter.policy import DrafterError, Model, PolicyShape, policy_shape, read_model_config
+from verl_tlt.drafter.tensor_file import FLOATS, Header, headers, read_tensors, tensor_files
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from safetensors.torch import save
 
 from verl_tlt.drafter.check import check_owner
 from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
-from verl_tlt.drafter.policy import CONFIG, INDEX, DrafterError, Model, policy_shape, read_json, tensor_files
-from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.policy import CONFIG, DrafterError, Model, policy_shape, read_json
+from verl_tlt.drafter.tensor_file import INDEX, TensorFile, tensor_files
 from verl_tlt.drafter.verifier import locate_parts
 from verl_tlt.files.ownership import check_writable, replacing
 

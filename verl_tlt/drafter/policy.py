@@ -1,4 +1,4 @@
-"""Where a model's files are, and what a drafter needs to know of its policy, read from its Hugging Face config.
+"""Which folder a model is in, and what a drafter needs to know of its policy, read from its Hugging Face config.
 
 What a config leaves out, or spells in an older way, is filled in by the family's class in transformers. A name on the
 hub is looked up in the local cache, then on the hub; only the files asked for are fetched.
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl_tlt import LONGEST_DRAFT as LONGEST_DRAFT
-from verl_tlt.drafter.tensor_file import Header, TensorFile
 from verl_tlt.errors import DrafterError as DrafterError
 from verl_tlt.files.json_files import JSONFileError, read_object
 
@@ -42,9 +41,6 @@ _EXPERT_SIZES = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
 }
 """The same of experts; 0 where there are none."""
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
@@ -242,54 +238,6 @@ def read_json(path: Path) -> Fields:
         return read_object(path)
     except JSONFileError as error:
         raise DrafterError(str(error)) from error
-
-
-def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
-    """(the file that says so, the file that each tensor of a model is in, by the tensor's name); else a `DrafterError`.
-
-    As in transformers a single file comes before an index, which counts besides if it names that file.
-    """
-    directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
-    single, index = directory / WEIGHTS, directory / INDEX
-    if not single.is_file() and not index.is_file() and (pickle := pickled(directory)):
-        raise DrafterError(
-            f"{directory / pickle} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
-            "beside it, with save_file of safetensors.torch or save_pretrained of transformers."
-        )
-    owners = _index(index) if index.is_file() else {}
-    if owners and not single.is_file():
-        return index, owners
-    with TensorFile(single) as reader:
-        own = dict.fromkeys(reader.names, WEIGHTS)
-    return (index, {**owners, **own}) if WEIGHTS in owners.values() else (single, own)
-
-
-def pickled(directory: Path) -> str | None:
-    return min((file.name for pattern in _PICKLES for file in directory.glob(pattern)), default=None)
-
-
-def _index(file: Path) -> dict[str, str]:
-    table = read_json(file).get("weight_map")
-    if not isinstance(table, dict) or not table:
-        raise DrafterError(f"{file}: weight_map must say which file each tensor is in, not {str(table)[:80]}.")
-    for name, owner in table.items():
-        if not isinstance(owner, str) or Path(owner).name != owner or not owner.endswith(".safetensors"):
-            raise DrafterError(f"{file}: {name} is said to be in {owner!r}, which is no safetensors file beside it.")
-    return table
-
-
-def headers(model: Model, listing: Path, held: Mapping[str, str], fetch: bool = True) -> dict[str, Header]:
-    """Where these tensors of a model are, their shapes and dtypes; `held`: by name, their files, as `listing` says."""
-    found = {}
-    for file in sorted(set(held.values())):
-        path = folder(model, (file,), fetch=fetch) / file
-        with TensorFile(path) as reader:
-            there = set(reader.names)
-            for name in (name for name, owner in held.items() if owner == file):
-                if name not in there:
-                    raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
-                found[name] = reader.header(name)
-    return found
 
 
 def _from_fields(whole: Fields, source: str) -> PolicyShape:

@@ -11,19 +11,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from verl_tlt.drafter.build import drafter_config, instantiate
 from verl_tlt.drafter.capture import find_decoder
 from verl_tlt.drafter.policy import (
-    INDEX,
     MTP,
-    WEIGHTS,
     DrafterError,
     Model,
     NotHereError,
     first_line,
     folder,
-    pickled,
     policy_shape,
     quiet,
     read_model_config,
 )
+from verl_tlt.drafter.tensor_file import INDEX, WEIGHTS, pickled
 from verl_tlt.drafter.verifier import locate_parts
 
 

@@ -1,4 +1,4 @@
-"""Reads safetensors files that others may have written, or may change now.
+"""Which file each tensor of a model is in; and reads safetensors files that others may have written, or change now.
 
 Nothing is mapped: the kernel ends a process (SIGBUS) that reads a mapped page behind the end of a file which has become
 shorter. Header and tensors are copied into the process's own memory, and checked there.
@@ -25,12 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from verl_tlt.drafter.policy import Model, folder, read_json
 from verl_tlt.errors import DrafterError
 from verl_tlt.files.json_files import open_ordinary, parse
 
 if TYPE_CHECKING:
     import torch
 
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _MOST_HEADER = 100_000_000
 """Bytes of a header: the format's own bound."""
 _TYPES = {
@@ -214,3 +218,51 @@ def stacked(name: str) -> str:
 
 def is_stack(group: str) -> bool:
     return any(stack in group for _, stack in _STACKED)
+
+
+def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
+    """(the file that says so, the file that each tensor of a model is in, by the tensor's name); else a `DrafterError`.
+
+    As in transformers a single file comes before an index, which counts besides if it names that file.
+    """
+    directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
+    single, index = directory / WEIGHTS, directory / INDEX
+    if not single.is_file() and not index.is_file() and (pickle := pickled(directory)):
+        raise DrafterError(
+            f"{directory / pickle} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
+            "beside it, with save_file of safetensors.torch or save_pretrained of transformers."
+        )
+    owners = _index(index) if index.is_file() else {}
+    if owners and not single.is_file():
+        return index, owners
+    with TensorFile(single) as reader:
+        own = dict.fromkeys(reader.names, WEIGHTS)
+    return (index, {**owners, **own}) if WEIGHTS in owners.values() else (single, own)
+
+
+def pickled(directory: Path) -> str | None:
+    return min((file.name for pattern in _PICKLES for file in directory.glob(pattern)), default=None)
+
+
+def _index(file: Path) -> dict[str, str]:
+    table = read_json(file).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise DrafterError(f"{file}: weight_map must say which file each tensor is in, not {str(table)[:80]}.")
+    for name, owner in table.items():
+        if not isinstance(owner, str) or Path(owner).name != owner or not owner.endswith(".safetensors"):
+            raise DrafterError(f"{file}: {name} is said to be in {owner!r}, which is no safetensors file beside it.")
+    return table
+
+
+def headers(model: Model, listing: Path, held: Mapping[str, str], fetch: bool = True) -> dict[str, Header]:
+    """Where these tensors of a model are, their shapes and dtypes; `held`: by name, their files, as `listing` says."""
+    found = {}
+    for file in sorted(set(held.values())):
+        path = folder(model, (file,), fetch=fetch) / file
+        with TensorFile(path) as reader:
+            there = set(reader.names)
+            for name in (name for name, owner in held.items() if owner == file):
+                if name not in there:
+                    raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
+                found[name] = reader.header(name)
+    return found

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.build import make_room
-from verl_tlt.drafter.policy import DrafterError, Model, headers, policy_shape, tensor_files
-from verl_tlt.drafter.tensor_file import Header, TensorFile
+from verl_tlt.drafter.policy import DrafterError, Model, policy_shape
+from verl_tlt.drafter.tensor_file import Header, TensorFile, headers, tensor_files
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -28,7 +28,7 @@ from verl_tlt.drafter import (
     write_back,
 )
 from verl_tlt.drafter.check import tokenizer_hash
-from verl_tlt.drafter.policy import tensor_files
+from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.errors import TLTError
 from verl_tlt.trainer.run_setup import first_drafter
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import Recipe, compose, context_tokens, read_settings, select
 from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter.policy import NotHereError, active_share, first_line, is_name, read_model_config, tensor_files
+from verl_tlt.drafter.policy import NotHereError, active_share, first_line, is_name, read_model_config
+from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
 from verl_tlt.speculation.costs.tables import LatencyTable
