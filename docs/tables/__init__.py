@@ -26,6 +26,7 @@ from tables.runs import (
     end_to_end_avx2,
     end_to_end_large,
     end_to_end_real,
+    end_to_end_real_large,
     end_to_end_stale,
     readings,
     same_tokens,
@@ -46,8 +47,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (same_tokens, oracles, drain, residuals, control_by_batch, resumptions, growth, stops, overhead,
                   learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
                   mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
-                  end_to_end_stale, end_to_end_real, cold_start, cold_start_small, cold_start_rule,
-                  cold_start_turns, off, race, real_head)
+                  end_to_end_stale, end_to_end_real, end_to_end_real_large, cold_start, cold_start_small,
+                  cold_start_rule, cold_start_turns, off, race, real_head)
 }  # fmt: skip
 
 

@@ -34,6 +34,11 @@ def end_to_end_real() -> str:
     return _further("e2e_real")
 
 
+def end_to_end_real_large() -> str:
+    """The same with four times as many responses in a step."""
+    return _further("e2e_real_large")
+
+
 def _further(name: str) -> str:
     if not recorded(name):
         return "Not recorded yet.\n"
