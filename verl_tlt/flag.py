@@ -37,7 +37,7 @@ def refusal(config: Mapping[str, object]) -> str | None:
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """A command line in which both forms of the flag, or one of them twice, are as good as one.
+    """The command line, changed so that both forms of the flag, or one of them twice, count as one.
 
     `+tlt=default` sets `trainer.plugin` too, and Hydra refuses to add what is there already.
     """

@@ -47,9 +47,9 @@ def by_file(users: Mapping[str, Sequence[Symbol]]) -> tuple[Symbol, ...]:
 def _symbol(row: str | dict[str, list[str]]) -> Symbol:
     """One row of `symbols.yaml`, which says how it is written."""
     text, says = next(iter(row.items())) if isinstance(row, dict) else (row, ())
-    if (found := _ROW.fullmatch(text)) is None:
+    if (match := _ROW.fullmatch(text)) is None:
         raise ValueError(f"symbols.yaml: {text} is no symbol.")
-    name, takes, has, moved_to = (part or "" for part in found.groups())
+    name, takes, has, moved_to = (part or "" for part in match.groups())
     return Symbol(name if ":" in name else f"{name}:", takes, has, tuple(says), moved_to)
 
 
@@ -70,22 +70,22 @@ class SourceTree:
         home, _, qualified = symbol.name.partition(":")
         if symbol.moved_to and self._module(symbol.moved_to) is not None:
             home = symbol.moved_to
-        if (found := self._module(home)) is None:
+        if (parsed := self._module(home)) is None:
             return f"there is no module {home}"
-        node: ast.AST = found[1]
+        node: ast.AST = parsed[1]
         module = home
         for depth, part in enumerate(qualified.split(".") if qualified else []):
             inner = self._member(node, module, part) if depth else self.definition(module, part)
             if inner is None:
                 return f"{home} has no {qualified}"
             node, module = inner
-        if wanted := symbol.takes.split():
+        if parameters := symbol.takes.split():
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return "is no function"
             arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             arguments = [a for a in arguments if a not in ("self", "cls")]
-            if arguments[: len(wanted)] != wanted:
-                return f"takes ({', '.join(arguments)}) and not ({', '.join(wanted)}, ...)"
+            if arguments[: len(parameters)] != parameters:
+                return f"takes ({', '.join(arguments)}) and not ({', '.join(parameters)}, ...)"
         names = {name for name, _, _ in self._members(node, module, assigned=True)} if symbol.has else set()
         if missing := [name for name in symbol.has.split() if name not in names]:
             return f"does not define {', '.join(missing)}"
@@ -105,8 +105,8 @@ class SourceTree:
 
     def _source(self, node: ast.AST, module: str) -> str:
         """The lines of a definition or module; `ast.get_source_segment` takes 50 ms on files as long as vLLM's."""
-        found = self._module(module)
-        lines = found[0].split("\n") if found else []
+        parsed = self._module(module)
+        lines = parsed[0].split("\n") if parsed else []
         return "\n".join(lines[node.lineno - 1 : node.end_lineno] if isinstance(node, ast.stmt) else lines)
 
     def _module(self, name: str) -> tuple[str, ast.Module] | None:
@@ -122,9 +122,9 @@ class SourceTree:
         """A module or class with its module's name, then the classes it inherits, as far as these sources have them."""
         yield node, module
         for base in node.bases if isinstance(node, ast.ClassDef) and depth < 5 else ():
-            found = self.definition(module, base.id) if isinstance(base, ast.Name) else None
-            if found is not None and isinstance(found[0], ast.ClassDef):
-                yield from self.with_bases(*found, depth + 1)
+            parent = self.definition(module, base.id) if isinstance(base, ast.Name) else None
+            if parent is not None and isinstance(parent[0], ast.ClassDef):
+                yield from self.with_bases(*parent, depth + 1)
 
     def _members(self, node: ast.AST, module: str, assigned: bool = False) -> Iterator[tuple[str, ast.AST, str]]:
         """(name, definition, module) of what a module, or a class with its bases, defines.
@@ -148,8 +148,8 @@ class SourceTree:
         tree = self._module(module)
         if tree is None:
             return None
-        if (found := self._member(tree[1], module, name)) is not None:
-            return found
+        if (member := self._member(tree[1], module, name)) is not None:
+            return member
         for node in (n for n in tree[1].body if isinstance(n, ast.ImportFrom) and hops):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -207,6 +207,6 @@ def serves_eagle3(architecture: str) -> bool | None:
     if not isinstance(entry, ast.Tuple):
         return None
     module, name = (ast.literal_eval(part) for part in entry.elts[:2])
-    found = tree.definition(f"{VLLM_MODELS}.{module}", name)
-    classes = [node for node, _ in tree.with_bases(*found)] if found else []
+    model = tree.definition(f"{VLLM_MODELS}.{module}", name)
+    classes = [node for node, _ in tree.with_bases(*model)] if model else []
     return any(getattr(node, "name", None) == "SupportsEagle3" for node in classes)
