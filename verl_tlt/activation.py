@@ -53,7 +53,7 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 
 
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
-    """Settings as the workers need them: absolute paths, and no spot training that nothing feeds or nobody serves."""
+    """Settings as the workers need them: absolute paths, and spot training only if it is fed and its drafter served."""
     # Ray workers start in another directory.
     run_dir, path = read_run_dir(config), settings.drafter.path
     trace = replace(settings.trace, dir=absolute(settings.trace.dir or os.path.join(run_dir, "tlt_trace")))

@@ -279,7 +279,7 @@ def _plain(value: object) -> object:
 
 
 def _check(c: TLTConfig) -> None:
-    """Contradictions between settings."""
+    """Raise a `TLTConfigError` where settings contradict each other."""
     s = c.speculation
     if s.arms is not None:
         if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:

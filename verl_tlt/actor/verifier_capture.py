@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 VERIFIER_PARTS = ("embed", "lm_head", "norm")
 """The policy's parts the drafter shares (`drafter.verifier.policy_part`)."""
 PUT_S = 60.0
-"""Seconds for the object store's copy of at most some GB, begun a rollout ago."""
+"""Most seconds to wait for the object store's copy of at most some GB, begun a rollout ago."""
 
 Params = Iterator[tuple[str, torch.Tensor]]
 

@@ -36,7 +36,7 @@ CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
 MOST = 2**31 - 1
-"""Largest number that a key may have: nothing is counted in more, and from there on engines' own tables overflow."""
+"""Largest number that a key may have: nothing needs more, and above it engines' own tables overflow."""
 NEEDED = (
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "train_batch_size")),
     *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs")),
@@ -44,7 +44,7 @@ NEEDED = (
     *(f"{ROLLOUT}.{name}" for name in ("n", "prompt_length", "response_length", "max_num_seqs")),
     *(f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs")),
 )
-"""Keys of which a run needs 1 or more."""
+"""Keys that must be 1 or more."""
 COUNTS = (
     *NEEDED,
     *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_batched_tokens", "expert_parallel_size")),
@@ -66,7 +66,7 @@ class Recipe:
     directory: str | None = field(default=None, compare=False)
     """Working directory of its script when it started `main_ppo`; None: this process's."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Variables of the environment that its script sets to what a program prints, so that they are not known."""
+    """Environment variables that its script sets to a program's output, which is not known here."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
     """Commands of its script that were not run, and after which it was read on as if they had gone well."""
 
@@ -188,7 +188,7 @@ def most_requests(config: DictConfig) -> int:
 
 
 def policy_fields(config: DictConfig) -> dict[str, Any]:
-    """The config of the recipe's policy; empty where it cannot be read, which another rule says."""
+    """The config of the recipe's policy; empty where it cannot be read, which another rule reports."""
     try:
         return read_model_config(os.path.expanduser(str(select(config, POLICY, ""))))
     except DrafterError:

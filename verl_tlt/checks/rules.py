@@ -141,7 +141,7 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
 
 
 def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """What the actor's engine lets the drafter learn from."""
+    """Whether the drafter can learn from the actor's hidden states."""
     what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
     bypass = "algorithm.rollout_correction.bypass_mode"
     if verl_trains_the_head(config, settings):
@@ -167,7 +167,7 @@ def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
 
 
 def _verls_mtp(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for what verl's own use of an MTP head does not go with."""
+    """(key, sentence) for each of verl's own MTP settings that does not go with TLT's."""
     serves = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_rollout", False)
     key, strategy = f"{MTP}.enable_rollout", select(config, f"{ACTOR}.strategy", "")
     if serves and settings.drafter.method != "mtp":
@@ -241,7 +241,7 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
 
 
 def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for what the rollout computes and samples in a way that drafts do not go with."""
+    """(key, sentence) for each sampling or quantization setting of the rollout that drafts do not go with."""
     for key in (f"{node}.{name}" for node in (ROLLOUT, f"{ROLLOUT}.val_kwargs") for name in REFUSED_SAMPLING):
         if select(config, key):
             yield key, f"{key} is set, and vLLM rejects it together with speculative decoding."

@@ -108,7 +108,7 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
 
 
 def drafter_folder(drafter: Model) -> Path:
-    """The folder on this disk of a drafter, whose files are fetched where it is a name on the hub."""
+    """The folder on this disk of a drafter; the files of a drafter named on the hub are fetched."""
     path = folder(drafter, (WEIGHTS, INDEX), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")

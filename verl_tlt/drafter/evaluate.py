@@ -134,7 +134,7 @@ class _AcceptanceLoss:
     recorded: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
-        """(overlap, recorded), float64 [K, S]: sum_v min(p, q), min(1, q/p) of recorded tokens; 0 in the last k rows."""
+        """(overlap, recorded), float64 [K, S]: sum_v min(p, q), min(1, q/p) of the token; row k ends in k zeros."""
         everywhere = replace(self.batch, loss_mask=torch.ones_like(self.batch.loss_mask))
         with torch.no_grad():
             run_passes(self.model, everywhere, max_draft, {"acceptance": (self, 1.0)})

@@ -31,7 +31,7 @@ VERSIONS_HELD = 3
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
 BLOCK = 1 << 27
-"""Bytes that a `LockedPool` grows by."""
+"""Fewest bytes that a `LockedPool` grows by."""
 MARGIN = 0.03
 """Share of the device's memory that a session leaves free, since contexts and pools of actor and engine grow."""
 FEWEST_ROWS = 256

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MTPLayout:
-    """How policies of one family hold their head."""
+    """How policies of one family hold their MTP head."""
 
     prefix: str  # beginning of its tensors' names
     count: str  # the field of the policy's config that says how many MTP layers there are
@@ -93,7 +93,7 @@ def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]
 
 
 def _experts_shapes(mlp: str, shape: PolicyShape, single: bool) -> dict[str, list[int]]:
-    """Shapes of the routed experts and their router, by names that begin with `mlp`."""
+    """Shapes of the routed experts and of the gates, by names that begin with `mlp`."""
     count, hidden, width = shape.num_experts, shape.hidden_size, shape.expert_width
     shapes = {f"{mlp}gate.weight": [count, hidden], f"{mlp}shared_expert_gate.weight": [1, hidden]}
     if not single:

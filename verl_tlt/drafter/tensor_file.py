@@ -194,7 +194,7 @@ def read_tensors(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str | None:
-    """Name of the first tensor that holds NaN or infinity; each is looked at on `device`; None: where it is."""
+    """Name of the first tensor with NaN or infinity, sought on `device` or where it is; None: all are finite."""
     numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
     return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
 

@@ -2,8 +2,8 @@
 
 A release number says little about a function that begins with an underscore. So what is used is listed in
 `symbols.yaml`, by our file that uses it, with the signature it relies on; a test compares the list with our imports.
-Looked at are the sources of the installed release, or of an unpacked wheel. Nothing of them is imported, so this works
-on a machine that could not run them.
+The sources are those of the installed release, or of an unpacked wheel. Nothing of them is imported, so this works on a
+machine that could not run them.
 """
 
 import ast
@@ -96,7 +96,7 @@ class SourceTree:
         return None
 
     def table(self, module: str) -> Iterator[tuple[str, ast.expr]]:
-        """(key, value) of every entry with a constant string as its key in the dicts that a module writes out."""
+        """(key, value) of every entry with a constant string as its key in the dict literals of a module."""
         tree = self._module(module)
         for node in ast.walk(tree[1]) if tree else ():
             for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
@@ -127,10 +127,7 @@ class SourceTree:
                 yield from self.with_bases(*parent, depth + 1)
 
     def _members(self, node: ast.AST, module: str, assigned: bool = False) -> Iterator[tuple[str, ast.AST, str]]:
-        """(name, definition, module) of what a module, or a class with its bases, defines.
-
-        If `assigned`, `self.x = ...` too.
-        """
+        """(name, definition, module) of all that a module or class with bases defines; `assigned`: `self.x =` too."""
         for owner, place in self.with_bases(node, module):
             for inner in getattr(owner, "body", []):
                 yield from ((name, inner, place) for name in _bound(inner))
@@ -139,12 +136,12 @@ class SourceTree:
                         yield deep.attr, deep, place
 
     def _member(self, node: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """The definition, and its module, of what a module, or a class with its bases, calls `name` itself."""
+        """(definition, module) of `name` in a module, or in a class with its bases; None: neither defines it itself."""
         members = self._members(node, module)
         return next(((n, place) for _, n, place in members if getattr(n, "name", None) == name), None)
 
     def definition(self, module: str, name: str, hops: int = 5) -> tuple[ast.AST, str] | None:
-        """What defines `name` of a module, and where: a package hands on what its modules define."""
+        """(definition, module) of a module's `name`, through imports: a package hands on what its modules define."""
         tree = self._module(module)
         if tree is None:
             return None
