@@ -356,7 +356,7 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
     return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
 
 
-WHOLE_UP_TO, OF_A_LARGER_ONE = 65_536, 32_768
+WHOLE_UP_TO, PRUNED_TO = 65_536, 32_768
 """Tokens of a new drafter's vocabulary: all of a policy's up to the first number, else the second. Each drafted token
 reads layer and head: half of 64k rows is less than the layer has, three quarters of 128k are more."""
 
@@ -364,7 +364,7 @@ reads layer and head: half of 64k rows is less than the layer has, three quarter
 def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
     """Tokens that a new drafter can draft; `asked`: a number up to `vocabulary`, "full", or None: the default."""
     if asked is None:
-        return vocabulary if vocabulary <= WHOLE_UP_TO else OF_A_LARGER_ONE
+        return vocabulary if vocabulary <= WHOLE_UP_TO else PRUNED_TO
     if asked == "full":
         return vocabulary
     if not 2 <= int(asked) <= vocabulary:
