@@ -8,6 +8,7 @@ that it hands on is normed.
 Sources: vLLM's `qwen3_5_mtp.py`, `mimo_mtp.py`, and `llm_base_proposer.py` (`propose`).
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -25,41 +26,34 @@ from verl_tlt.drafter.schema import layer_fields, library_fields
 
 
 def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
-    """The config of the policy's head, all of it from the policy's own; a `DrafterError` where it has none."""
+    """The config of a policy's MTP head, all from the policy's own config; a `DrafterError` where there is no head."""
     layout = mtp_layout(shape)
     fields = {**layer_fields(shape), "layer_types": ["full_attention"], "rope_parameters": dict(shape.rope)}
     layer: PretrainedConfig
     if layout.experts:
         fields |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token}
         fields |= {"moe_intermediate_size": shape.expert_width, "shared_expert_intermediate_size": shape.shared_width}
-        layer = _qwen3_5_moe().Qwen3_5MoeTextConfig(**fields)
+        layer = _modeling("qwen3_5_moe").Qwen3_5MoeTextConfig(**fields)
     else:
-        layer = _qwen3_5().Qwen3_5TextConfig(**fields) if layout.gated else Qwen2Config(**fields)
+        layer = _modeling("qwen3_5").Qwen3_5TextConfig(**fields) if layout.gated else Qwen2Config(**fields)
     # `norm_output`: what a pass returns is what the head reads, as `Eagle3DraftModel.forward` asks.
     return MTPSpeculatorConfig(
         transformer_layer_config=layer, norm_output=True, speculators_config=library_fields(MTP, shape)
     )
 
 
-def _qwen3_5() -> Any:  # older releases of transformers lack it
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
-    return modeling_qwen3_5
-
-
-def _qwen3_5_moe() -> Any:
-    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
-
-    return modeling_qwen3_5_moe
+def _modeling(family: str) -> Any:
+    """A family's module in transformers, imported when it is used: older releases lack Qwen3.5."""
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 class MTPDrafter(Eagle3DraftModel):
-    """The head, with the policy's embedding, head and final norm. Its parameters have the checkpoint's names."""
+    """An MTP head with the policy's embedding, output head and final norm; parameters have the checkpoint's names."""
 
     config_class = MTPSpeculatorConfig
 
     def __init__(self, config: MTPSpeculatorConfig) -> None:
-        """As the class's own for EAGLE-3, whose modules are others."""
+        """Do what `Eagle3DraftModel.__init__` does, with other modules."""
         super(Eagle3DraftModel, self).__init__(config=config)
         layer: Any = config.transformer_layer_config
         with torch.device("meta"):
@@ -74,7 +68,7 @@ class MTPDrafter(Eagle3DraftModel):
         if layer.model_type.startswith("qwen3_5"):
             head = Qwen35Head(layer)
             read, last = self.verifier_norm, head.norm  # it reads the state after the policy's final norm
-            self.rotary_emb = _qwen3_5().Qwen3_5TextRotaryEmbedding(layer)
+            self.rotary_emb = _modeling("qwen3_5").Qwen3_5TextRotaryEmbedding(layer)
             self.add_module(QWEN3_5.prefix.rstrip("."), head)
         else:
             head = MiMoHead(layer)
@@ -82,8 +76,8 @@ class MTPDrafter(Eagle3DraftModel):
             self.rotary_emb = Qwen2RotaryEmbedding(layer)
             first, second = MIMO.prefix.rstrip(".").split(".")
             self.add_module(first, torch.nn.ModuleDict({second: torch.nn.ModuleList([head])}))
-        # What the recurrence calls its parts: other names for the same, not second ones in `named_parameters`.
-        # `norm` comes before the policy's head, and before the next pass.
+        # The recurrence's names for these modules, kept out of `named_parameters`. `norm` comes before the policy's
+        # head, and before the next pass.
         self.__dict__ |= {"fc": read, "layers": [head], "norm": last}
 
     @property
@@ -92,20 +86,20 @@ class MTPDrafter(Eagle3DraftModel):
 
 
 class Qwen35Head(torch.nn.Module):
-    """Qwen3.5's: embedding before hidden state, norms that multiply by one more than their weight, gated attention.
+    """Qwen3.5's MTP head: embedding before hidden state, gated attention, norms that multiply by weight plus one.
 
     Experts are trained with all else, since they are most of what such a head can learn with.
     """
 
     def __init__(self, layer: PretrainedConfig) -> None:
         super().__init__()
-        modules, hidden, eps = _qwen3_5(), layer.hidden_size, layer.rms_norm_eps
+        modules, hidden, eps = _modeling("qwen3_5"), layer.hidden_size, layer.rms_norm_eps
         self.pre_fc_norm_embedding = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.pre_fc_norm_hidden = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
         if layer.model_type == "qwen3_5_moe_text":
             layer._experts_implementation = "grouped_mm"  # each expert in turn would make gradients of all for each
-            block = _qwen3_5_moe().Qwen3_5MoeDecoderLayer(layer, 0)
+            block = _modeling("qwen3_5_moe").Qwen3_5MoeDecoderLayer(layer, 0)
         else:
             block = modules.Qwen3_5DecoderLayer(layer, 0)
         self.layers = torch.nn.ModuleList([block])
@@ -119,7 +113,7 @@ class Qwen35Head(torch.nn.Module):
 
 
 class MiMoHead(Qwen2DecoderLayer):
-    """MiMo's: hidden state before embedding; the embedding of what follows the first token counts as zero."""
+    """MiMo's MTP head: hidden state before embedding; the embedding of what follows the first token counts as zero."""
 
     def __init__(self, layer: Qwen2Config) -> None:
         super().__init__(layer, 0)
