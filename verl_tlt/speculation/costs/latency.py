@@ -160,21 +160,21 @@ class LatencyModel:
                 continue
             shape = self._shape.seconds(cell.batch, cell.kv_tokens, cell.draft_length)
             seconds = shape * math.exp(cell.level + pace)
-            where = round(cell.batch), round(cell.kv_tokens)
-            points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
+            load = round(cell.batch), round(cell.kv_tokens)
+            points.append(LatencyPoint(*load, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
 
     def _bucket(self, batch: int, kv_tokens: int) -> _Bucket:
         """The bucket of a load, made on first use after a refit and kept up to date by `observe`."""
-        where = _key(batch, kv_tokens, 0)[:2]
-        found = self._buckets.get(where)
-        if found is None:
-            found = self._buckets[where] = _Bucket([], [])
-            for k, (level, sigma) in zip(self.lengths, self._borrowed(*where, self.lengths), strict=True):
-                cell = self._cells.get((*where, k))
-                found.factors.append(math.exp(cell.level if cell else level))
-                found.sigmas.append(cell.sigma() if cell else sigma)
-        return found
+        load = _key(batch, kv_tokens, 0)[:2]
+        bucket = self._buckets.get(load)
+        if bucket is None:
+            bucket = self._buckets[load] = _Bucket([], [])
+            for k, (level, sigma) in zip(self.lengths, self._borrowed(*load, self.lengths), strict=True):
+                cell = self._cells.get((*load, k))
+                bucket.factors.append(math.exp(cell.level if cell else level))
+                bucket.sigmas.append(cell.sigma() if cell else sigma)
+        return bucket
 
     def _borrowed(self, batch: int, context: int, lengths: Sequence[int]) -> list[tuple[float, float]]:
         """Correction (log) and uncertainty for cells without measurements: the neighbours' average, by distance."""
