@@ -118,7 +118,7 @@ def plan_batches(max_batch: int) -> list[int]:
 async def calibrate(
     engine: AsyncLLM, lengths: Sequence[int], batches: Sequence[int], vocab_size: int, budget_s: float = 20.0
 ) -> LatencyTable:
-    """Measure a live engine without other work; leave it drafting, unforced, with an empty prefix cache.
+    """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
     A draft length between measured ones is interpolated, one without a clean step is missing. `batches` are measured in
     their order, and none but the first after `budget_s` seconds. `SchedulerCallError` where nobody answers.
