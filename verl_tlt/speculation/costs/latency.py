@@ -176,27 +176,25 @@ class LatencyModel:
                 continue
             shape = self._shape.seconds(cell.batch, cell.kv_tokens, cell.draft_length)
             seconds = shape * math.exp(cell.level + pace)
-            where = round(cell.batch), round(cell.kv_tokens)
-            points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
+            load = round(cell.batch), round(cell.kv_tokens)
+            points.append(LatencyPoint(*load, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
 
     def _bucket(self, batch: int, kv_tokens: int) -> _Bucket:
         """The bucket of a load, made on first use after a refit and kept up to date by `observe`."""
-        where = _key(batch, kv_tokens, 0)[:2]
-        found = self._buckets.get(where)
-        if found is None:
-            found = self._buckets[where] = _Bucket([], [])
-            for k, (expected, moved, sigma) in zip(self.lengths, self._borrowed(*where, self.lengths), strict=True):
+        load = _key(batch, kv_tokens, 0)[:2]
+        bucket = self._buckets.get(load)
+        if bucket is None:
+            bucket = self._buckets[load] = _Bucket([], [])
+            for k, (expected, moved, sigma) in zip(self.lengths, self._borrowed(*load, self.lengths), strict=True):
                 level = expected + moved
-                if cell := self._cells.get((*where, k)):
-                    others = cell.expected + moved
-                    level, sigma = (
-                        cell.level + (others - cell.level) * _TRUST / (_TRUST + cell.own_samples),
-                        cell.sigma(),
-                    )
-                found.factors.append(math.exp(level))
-                found.sigmas.append(sigma)
-        return found
+                if cell := self._cells.get((*load, k)):
+                    others = _TRUST / (_TRUST + cell.own_samples)
+                    level = cell.level + others * (cell.expected + moved - cell.level)
+                    sigma = cell.sigma()
+                bucket.factors.append(math.exp(level))
+                bucket.sigmas.append(sigma)
+        return bucket
 
     def _borrowed(self, batch: int, context: int, lengths: Sequence[int]) -> list[tuple[float, float, float]]:
         """For draft lengths at a load: expected correction (log), how far it seems to be off, and its uncertainty.
