@@ -136,9 +136,9 @@ class LatencyModel:
         cell.place(batch, kv_tokens)
         if not self._seeded:
             cell.expect_level()
-        if cell.own_samples <= _KNOWN:
+        elif cell.own_samples <= _KNOWN:
             self._buckets.pop(key[:2], None)  # what it showed moves what is believed of the other lengths
-        elif bucket := self._buckets.get(key[:2]):
+        if bucket := self._buckets.get(key[:2]):
             position = self.lengths.index(draft_length)
             bucket.factors[position], bucket.sigmas[position] = math.exp(cell.level), cell.sigma()
         self._count += 1
