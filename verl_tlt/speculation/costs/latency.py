@@ -43,11 +43,11 @@ _APART = (1.0, 0.06, 2.0)
 _SHARED = 0.5
 """Weight of a deviation from the calibration that another draft length showed at a load, 1 being that of the same."""
 _DOUBT = 1.0
-"""Samples that say there is no deviation."""
+"""Samples that count for no deviation at all."""
 _TRUST = 3.0
-"""Samples that what the other cells say of a cell counts as against its own."""
-_KNOWN = 24.0
-"""Samples after which a cell's next ones change little for others."""
+"""Samples of its own that outweigh by half what other cells say of a cell."""
+_TELLING = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Samples of a cell after which what is believed of the others about its load is computed anew."""
 _FIRST = 3
 """First samples, whose median is compared with what the neighbours suggest."""
 _CLIP = 2.5
@@ -136,8 +136,8 @@ class LatencyModel:
         cell.place(batch, kv_tokens)
         if not self._seeded:
             cell.expect_level()
-        elif cell.own_samples <= _KNOWN:
-            self._buckets.pop(key[:2], None)  # what it showed moves what is believed of the other lengths
+        elif cell.own_samples in _TELLING:
+            self._buckets.pop(key[:2], None)
         if bucket := self._buckets.get(key[:2]):
             position = self.lengths.index(draft_length)
             bucket.factors[position], bucket.sigmas[position] = math.exp(cell.level), cell.sigma()
