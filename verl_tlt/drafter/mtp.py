@@ -8,7 +8,6 @@ that it hands on is normed.
 Sources: vLLM's `qwen3_5_mtp.py`, `mimo_mtp.py`, and `llm_base_proposer.py` (`propose`).
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -33,18 +32,25 @@ def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
     if layout.experts:
         fields |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token}
         fields |= {"moe_intermediate_size": shape.expert_width, "shared_expert_intermediate_size": shape.shared_width}
-        layer = _modeling("qwen3_5_moe").Qwen3_5MoeTextConfig(**fields)
+        layer = _qwen3_5_moe().Qwen3_5MoeTextConfig(**fields)
     else:
-        layer = _modeling("qwen3_5").Qwen3_5TextConfig(**fields) if layout.gated else Qwen2Config(**fields)
+        layer = _qwen3_5().Qwen3_5TextConfig(**fields) if layout.gated else Qwen2Config(**fields)
     # `norm_output`: what a pass returns is what the head reads, as `Eagle3DraftModel.forward` asks.
     return MTPSpeculatorConfig(
         transformer_layer_config=layer, norm_output=True, speculators_config=library_fields(MTP, shape)
     )
 
 
-def _modeling(family: str) -> Any:
-    """A family's module in transformers, imported when it is used: older releases lack Qwen3.5."""
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+def _qwen3_5() -> Any:  # older releases of transformers lack it
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    return modeling_qwen3_5
+
+
+def _qwen3_5_moe() -> Any:
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+
+    return modeling_qwen3_5_moe
 
 
 class MTPDrafter(Eagle3DraftModel):
@@ -68,7 +74,7 @@ class MTPDrafter(Eagle3DraftModel):
         if layer.model_type.startswith("qwen3_5"):
             head = Qwen35Head(layer)
             read, last = self.verifier_norm, head.norm  # it reads the state after the policy's final norm
-            self.rotary_emb = _modeling("qwen3_5").Qwen3_5TextRotaryEmbedding(layer)
+            self.rotary_emb = _qwen3_5().Qwen3_5TextRotaryEmbedding(layer)
             self.add_module(QWEN3_5.prefix.rstrip("."), head)
         else:
             head = MiMoHead(layer)
@@ -93,13 +99,13 @@ class Qwen35Head(torch.nn.Module):
 
     def __init__(self, layer: PretrainedConfig) -> None:
         super().__init__()
-        modules, hidden, eps = _modeling("qwen3_5"), layer.hidden_size, layer.rms_norm_eps
+        modules, hidden, eps = _qwen3_5(), layer.hidden_size, layer.rms_norm_eps
         self.pre_fc_norm_embedding = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.pre_fc_norm_hidden = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
         if layer.model_type == "qwen3_5_moe_text":
             layer._experts_implementation = "grouped_mm"  # each expert in turn would make gradients of all for each
-            block = _modeling("qwen3_5_moe").Qwen3_5MoeDecoderLayer(layer, 0)
+            block = _qwen3_5_moe().Qwen3_5MoeDecoderLayer(layer, 0)
         else:
             block = modules.Qwen3_5DecoderLayer(layer, 0)
         self.layers = torch.nn.ModuleList([block])
