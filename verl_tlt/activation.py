@@ -53,15 +53,15 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 
 
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
-    """Settings as the workers need them: absolute paths, and no spot training that nothing feeds or nobody serves."""
+    """Settings as the workers need them: absolute paths, and spot training only if it is fed and its drafter served."""
     # Ray workers start in another directory.
     run_dir, path = read_run_dir(config), settings.drafter.path
     trace = replace(settings.trace, dir=absolute(settings.trace.dir or os.path.join(run_dir, "tlt_trace")))
     save_dir = absolute(settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter"))
     drafter = replace(settings.drafter, path=located(path) if path else None, save_dir=save_dir)
     # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
-    alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    speculation = replace(settings.speculation, calibrate=settings.speculation.calibrate and not alone)
-    trains = settings.spot.enable and not alone and not rules.untapped(config)
+    ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
+    speculation = replace(settings.speculation, calibrate=settings.speculation.calibrate and not ngrams_alone)
+    trains = settings.spot.enable and not ngrams_alone and not rules.untapped(config)
     spot = replace(settings.spot, enable=trains and not rules.verl_trains_the_head(config, settings))
     return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)

@@ -15,7 +15,7 @@ DRAWS = 2000
 def interval(
     rows: Floats, figure: Callable[[Floats], Floats], error: float, seed: int, count: float | None = None
 ) -> tuple[float, float]:
-    """Between what a figure lies; the truth is beyond either end with a chance of `error`.
+    """The interval in which a figure lies; the truth is beyond either end with a chance of `error`.
 
     `rows` of measurements [n, columns] are drawn anew; `figure` is of sums of rows, [resamples, columns] ->
     [resamples]. `count`: how many independent measurements the rows are worth, see `tail`; None: all of them.
@@ -24,9 +24,9 @@ def interval(
     drawn = np.random.default_rng(seed).integers(n, size=(DRAWS, n))  # numbers of rows
     cells = drawn + n * np.arange(DRAWS)[:, None]  # one histogram for all resamples: far faster than multinomial
     times = np.bincount(cells.ravel(), minlength=DRAWS * n)  # how often a row is in a resample
-    found = figure(times.reshape(DRAWS, n).astype(np.float64) @ rows)
+    figures = figure(times.reshape(DRAWS, n).astype(np.float64) @ rows)
     beyond = tail(n if count is None else count, error)
-    low, high = np.quantile(found, [beyond, 1.0 - beyond])
+    low, high = np.quantile(figures, [beyond, 1.0 - beyond])
     return float(low), float(high)
 
 

@@ -28,7 +28,7 @@ BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
 COSTS_DIR = "~/.cache/verl-tlt/costs"
 """Where measured step costs are kept unless a run says otherwise."""
 TOKENS_PER_STEP = 8192
-"""Where the tokens captured begin; a session needs some thousand, and no bubble has been seen yet."""
+"""First `buffer.tokens_per_step`: a session needs some thousand tokens, and no bubble has been seen yet."""
 
 
 def dtype_name(name: object) -> str:
@@ -279,7 +279,7 @@ def _plain(value: object) -> object:
 
 
 def _check(c: TLTConfig) -> None:
-    """Contradictions between settings."""
+    """Raise a `TLTConfigError` where settings contradict each other."""
     s = c.speculation
     if s.arms is not None:
         if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:

@@ -19,12 +19,12 @@ def needs(error: ModuleNotFoundError) -> str:
 
 
 def wrong_field(error: Any) -> tuple[str, str]:
-    """(A field by its place, what is wrong with it as the end of a sentence): the first that pydantic complains of."""
+    """(dotted name of the first field that pydantic refuses, what is wrong with it as the end of a sentence)."""
     first = error.errors()[0]
     plain = {"missing": "must be set", "none_required": "must not be set", "model_type": "must be an object"}
-    said = plain.get(first["type"]) or first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    wrong = plain.get(first["type"]) or first["msg"].replace("Input should", "must").replace("valid tuple", "list")
     value = repr(first["input"])
-    return ".".join(map(str, first["loc"])), f"{said}, not {value[:80]}{'…' if len(value) > 80 else ''}."
+    return ".".join(map(str, first["loc"])), f"{wrong}, not {value[:80]}{'…' if len(value) > 80 else ''}."
 
 
 class TLTError(Exception):

@@ -37,7 +37,7 @@ def refusal(config: Mapping[str, object]) -> str | None:
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """A command line in which both forms of the flag, or one of them twice, are as good as one.
+    """The command line, changed so that both forms of the flag, or one of them twice, count as one.
 
     `+tlt=default` sets `trainer.plugin` too, and Hydra refuses to add what is there already.
     """
@@ -47,7 +47,7 @@ def joined(words: Sequence[str]) -> list[str]:
 
 
 def misspelt(overrides: Sequence[str]) -> str | None:
-    """What to write in place of an override by which a user means TLT and which verl's own config does not take.
+    """What to write in place of an override that is meant for TLT and that verl's own config does not take.
 
     One sentence; None where there is no such override. A config of the user's own may have these keys.
     """

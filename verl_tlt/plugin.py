@@ -72,8 +72,8 @@ def _is_tlt_run(config: DictConfig) -> bool:
     try:
         wanted, sentence = flag.wanted(config), flag.refusal(config)
     except Exception as error:  # an interpolation that leads nowhere
-        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise SystemExit(f"verl-tlt: trainer.plugin, trainer.v1.trainer_mode or tlt cannot be read: {said}.") from None
+        line = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise SystemExit(f"verl-tlt: trainer.plugin, trainer.v1.trainer_mode or tlt cannot be read: {line}.") from None
     if sentence:
         raise SystemExit(f"verl-tlt: {sentence}")
     return wanted

@@ -89,20 +89,20 @@ class FSDPAdapter:
         self._engine.forward_step = forward_step
 
     def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
-        """For each sequence (of so many tokens) of a micro-batch: its token axis [N, H] in a layer's input, its spans.
+        """(token axis [N, H] in a layer's input, spans) for each sequence of a micro-batch; `lengths`: their tokens.
 
         `state` is packed, one row [1, sum L_b, H] padded at its end, or right-padded rows [B, max L_b, H].
         """
         if state.shape[0] == len(lengths) and self._slice is None:  # also a packed batch of one: the same thing
             return [(state[i], [TokenSpan(0, length, 0)]) for i, length in enumerate(lengths)]
-        found, begin = [], 0
+        located, begin = [], 0
         for length in lengths:
             spans = [TokenSpan(0, length, begin)]
             if self._slice is not None:  # rank r computes the r-th slice of the packed row
                 spans = even_split(spans, state.shape[1], self._slice)
-            found.append((state[0], spans))
+            located.append((state[0], spans))
             begin += length
-        return found
+        return located
 
 
 class MegatronAdapter:
@@ -151,7 +151,7 @@ class MegatronAdapter:
             decoder.register_forward_pre_hook(note_packing, with_kwargs=True)
 
     def points(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """What this rank computes; nothing where another rank of the tensor-parallel group has the same."""
+        """As `FSDPAdapter.points`; nothing where another rank of the tensor-parallel group has the same."""
         if self._tp and not self._split:
             return
         for decoder in self._decoders:
@@ -174,7 +174,7 @@ class MegatronAdapter:
         """As `FSDPAdapter.locate`; packed is one axis [T, 1, H], padded one for each [S, B, H]."""
         size = state.shape[0]
         rank, ranks = self._cp
-        found, edges = [], self._begins
+        located, edges = [], self._begins
         for i, length in enumerate(lengths):
             if edges is None:
                 padded, at = size * ranks * (self._tp_size if self._split else 1), 0
@@ -183,14 +183,14 @@ class MegatronAdapter:
             spans = zigzag(length, padded, at, rank, ranks)
             if self._split:
                 spans = even_split(spans, size, self._tp)
-            found.append((state[:, i if edges is None else 0], spans))
-        return found
+            located.append((state[:, i if edges is None else 0], spans))
+        return located
 
 
 def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[TokenSpan]:
-    """What context parallelism leaves of one sequence: chunk `rank` and chunk `-1 - rank` of `2 * ranks` equal ones.
+    """One sequence's spans on a context-parallel rank: chunks `rank` and `-1 - rank` of `2 * ranks` equal ones.
 
-    `padded`: its length with the padding that makes chunks equal; `at`: where its share begins on the axis.
+    `padded`: length with the padding that makes chunks equal; `at`: index on the axis where the first span begins.
     """
     if ranks == 1:
         return [TokenSpan(0, length, at)]
@@ -201,13 +201,13 @@ def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[Tok
 
 
 def even_split(spans: Iterable[TokenSpan], size: int, rank: int) -> list[TokenSpan]:
-    """What is left where ranks share the axis evenly: rank r holds its indices [r * size, (r + 1) * size)."""
-    low, left = rank * size, []
+    """The parts of `spans` on one of the ranks that share the axis evenly: indices [rank * size, (rank + 1) * size)."""
+    low, parts = rank * size, []
     for s in spans:
         first, after = max(s.at, low), min(s.at + s.stop - s.start, low + size)
         if first < after:
-            left.append(TokenSpan(s.start + first - s.at, s.start + after - s.at, first - low))
-    return left
+            parts.append(TokenSpan(s.start + first - s.at, s.start + after - s.at, first - low))
+    return parts
 
 
 def window(spans: Iterable[TokenSpan], start: int, stop: int) -> list[TokenSpan]:

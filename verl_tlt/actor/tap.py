@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Copies = tuple[torch.cuda.Event, torch.cuda.Event]
-"""What is queued for CUDA before and behind the copies of a micro-batch."""
+"""CUDA events before and behind the copies of a micro-batch."""
 
 ROW = "tlt_row"
 """Key of each sequence's row number in a batch: verl's micro-batching, which reorders rows, carries it along."""
@@ -52,7 +52,7 @@ class HiddenStateTap:
         self.counts_tokens = 0
         """The policy's vocabulary where the responses of the next batch are counted by token; else 0."""
         self.token_counts: np.ndarray | None = None
-        self._open: _MicroBatch | None = None  # the one that is being computed, if it is recorded
+        self._open: _MicroBatch | None = None  # the micro-batch that is being computed, if it is recorded
         for index, module in adapter.points():
             if index in self.wanted:
                 module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
@@ -67,8 +67,8 @@ class HiddenStateTap:
         """Count the tokens of a batch's responses, once where that was asked for (`TappedStates.token_counts`)."""
         if self.counts_tokens:
             ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
-            said = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
-            self.token_counts = torch.bincount(said.long(), minlength=self.counts_tokens).cpu().numpy()
+            tokens = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
+            self.token_counts = torch.bincount(tokens.long(), minlength=self.counts_tokens).cpu().numpy()
             self.counts_tokens = 0
 
     def take(self) -> list[HiddenStateShard]:
@@ -137,20 +137,20 @@ class _MicroBatch:
     def slice(self, layer: int, state: torch.Tensor) -> None:
         """Copy the chosen tokens out of a layer's input, in 16 bits, where it is."""
         located = self._adapter.locate(state.detach(), self._lengths)
-        held = self._slices[layer] = {}
+        slices = self._slices[layer] = {}
         for i, (_row, start, stop) in self._windows.items():
             axis, spans = located[i]
             if spans := window(spans, start, stop):
                 self._spans[i] = spans  # the same under every layer
-                held[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
+                slices[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
 
     def shards(self, wanted: tuple[int, ...], host: LockedPool) -> tuple[list[HiddenStateShard], Copies | None]:
         """The chosen tokens of each sequence, on the host; from CUDA they come while the forward goes on."""
-        cuda = next((state.is_cuda for held in self._slices.values() for state in held.values()), False)
+        cuda = next((state.is_cuda for slices in self._slices.values() for state in slices.values()), False)
         begun = _mark() if cuda else None
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
         layers = tuple(sorted(self._slices))
-        found = []
+        shards = []
         for i, spans in self._spans.items():
             row, start, stop = self._windows[i]
             begin = self._offsets[i]  # of this sequence in the jagged values
@@ -160,7 +160,7 @@ class _MicroBatch:
             kept = host.take(shape, self._dtype) if cuda else torch.empty(shape, dtype=self._dtype)
             for layer, state in zip(kept, states, strict=True):
                 layer.copy_(state, non_blocking=True)
-            found.append(
+            shards.append(
                 HiddenStateShard(
                     row=row,
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
@@ -173,7 +173,7 @@ class _MicroBatch:
                     states=to_numpy16(kept),
                 )
             )
-        return found, (begun, _mark()) if begun else None
+        return shards, (begun, _mark()) if begun else None
 
 
 def digest_of(prompt: torch.Tensor) -> int:
@@ -200,7 +200,7 @@ def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Rando
     """Choose sequences to capture so that every length gets its share of the tokens, by systematic sampling.
 
     The expected captured tokens of a sequence are proportional to its length, up to all of it. Where the draw exceeds
-    the budget, sequences chosen blindly are given up. Returns indices into `lengths` (tokens of prompt and response),
+    the budget, sequences picked at random are dropped. Returns indices into `lengths` (tokens of prompt and response),
     ascending; their costs min(length, window) sum to at most `budget_tokens`.
     """
     if not lengths or budget_tokens <= 0:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 VERIFIER_PARTS = ("embed", "lm_head", "norm")
 """The policy's parts the drafter shares (`drafter.verifier.policy_part`)."""
 PUT_S = 60.0
-"""Seconds for the object store's copy of at most some GB, begun a rollout ago."""
+"""Most seconds to wait for the object store's copy of at most some GB, begun a rollout ago."""
 
 Params = Iterator[tuple[str, torch.Tensor]]
 
@@ -94,24 +94,24 @@ class VerifierCapture:
         self.armed, self._arrived = False, set()
 
     def take(self) -> Captured:
-        """What was copied, once."""
+        """What was copied since the last call."""
         reference, putting, self._putting = None, self._putting, None
         with self._contained():
             reference = putting.result(PUT_S) if putting else None
-        found = Captured(reference, self._seconds, self._errors)
+        captured = Captured(reference, self._seconds, self._errors)
         self._seconds, self._errors = 0.0, 0
-        return found
+        return captured
 
     def _keep(self, part: str, tensor: torch.Tensor) -> None:
-        """Copy one tensor in 16 bits: cast where it is, so that half of it crosses."""
+        """Copy one tensor to the host in 16 bits, cast on its own device, so that half of its bytes cross."""
         if self._putting is not None:
             self._putting.result(PUT_S)  # nobody took the copy before this one: overwrite it once it is read
         short = tensor.detach().to(self._dtype)
-        held = self._host.get(part)
-        if held is None or held.shape != short.shape:
+        host = self._host.get(part)
+        if host is None or host.shape != short.shape:
             self._locked[part] = page_locked(short.nbytes)
-            held = self._host[part] = views(self._locked[part], [short])[0]
-        held.copy_(short)
+            host = self._host[part] = views(self._locked[part], [short])[0]
+        host.copy_(short)
         self._arrived.add(part)
 
     @contextmanager

@@ -69,7 +69,7 @@ class TLTTrainingWorker(TrainingWorker):
 class TLTActorWorker(DetachActorWorker):
     """Adds `tlt_setup`, `tlt_take` and the copying of verifier weights to verl's hybrid worker.
 
-    `separate_async` needs the one that can set the policy aside and take it back; it is the other modes' otherwise.
+    `DetachActorWorker` is that worker with methods to set the policy aside and take it back, for `separate_async`.
     """
 
     actor_worker_cls = TLTTrainingWorker

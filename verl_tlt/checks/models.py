@@ -1,6 +1,6 @@
 """Whether a recipe's policy and drafter can be used: looked up on this disk, in the Hugging Face cache, or on the hub.
 
-Of a name on the hub only the config is fetched. What cannot be looked up is said and stops no run: another node may
+Of a name on the hub only the config is fetched. What cannot be looked up is reported and stops no run: another node may
 have it.
 """
 
@@ -135,8 +135,8 @@ def _drafter(path: str, policy: str, shape: PolicyShape | None, positions: int) 
     """Whether the drafter at `path` fits, as far as files are here; a `DrafterError` where it does not."""
     if shape is None:
         check_config(folder(located(path), (CONFIG,)))
-        apart = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
-        return Finding("warn", DRAFTER, f"{DRAFTER}={path} is an EAGLE-3 drafter; {apart}.")
+        unknown = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
+        return Finding("warn", DRAFTER, f"{DRAFTER}={path} is an EAGLE-3 drafter; {unknown}.")
     if is_name(path) and not _has_weights(path):
         read_config(folder(path, (CONFIG,)), shape, positions)
         later = "fits by its config; its weights are fetched when the run starts, and were not checked"
@@ -156,7 +156,7 @@ def _has_weights(drafter: str) -> bool:
 
 
 def located(path: str) -> str:
-    """A model's folder as any process finds it; a hub's name as it is."""
+    """A model's folder as an absolute path; a name on the hub as it is."""
     return path if is_name(path) else absolute(path)
 
 

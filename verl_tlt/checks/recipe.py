@@ -36,7 +36,7 @@ CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
 MOST = 2**31 - 1
-"""Largest number that a key may have: nothing is counted in more, and from there on engines' own tables overflow."""
+"""Largest number that a key may have: nothing needs more, and above it engines' own tables overflow."""
 NEEDED = (
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "train_batch_size")),
     *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs")),
@@ -44,14 +44,14 @@ NEEDED = (
     *(f"{ROLLOUT}.{name}" for name in ("n", "prompt_length", "response_length", "max_num_seqs")),
     *(f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs")),
 )
-"""Keys of which a run needs 1 or more."""
+"""Keys that must be 1 or more."""
 COUNTS = (
     *NEEDED,
     *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_batched_tokens", "expert_parallel_size")),
     *(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node", "val_kwargs.n")),
     "data.gen_batch_size", "trainer.total_training_steps",
 )  # fmt: skip
-"""Keys that are whole numbers, and of 0 or more, or null, where they are not needed."""
+"""Keys that are whole numbers; those that are not `NEEDED` may be 0 or null."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Recipe:
     environment: Mapping[str, str] = field(default_factory=dict, compare=False)
     """What its script had set in the environment."""
     directory: str | None = field(default=None, compare=False)
-    """Where its script was when it started `main_ppo`; None: here."""
+    """Working directory of its script when it started `main_ppo`; None: this process's."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Variables of the environment that its script sets to what a program prints, so that they are not known."""
+    """Environment variables that its script sets to a program's output, which is not known here."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
     """Commands of its script that were not run, and after which it was read on as if they had gone well."""
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """For a `with` block in the directory where its script starts `main_ppo`, which relative paths begin from."""
+        """Run a `with` block in the directory where the script starts `main_ppo`, which relative paths begin from."""
         return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
 
 
@@ -121,12 +121,12 @@ def number(config: DictConfig, key: str, default: int) -> int:
 
     node, _, name = key.rpartition(".")
     value, least = select(config, key), int(key in NEEDED)
-    around = OmegaConf.select(config, node)
-    if value is None and not (least and OmegaConf.is_dict(around) and name in around.keys()):  # noqa: SIM118
+    parent = OmegaConf.select(config, node)
+    if value is None and not (least and OmegaConf.is_dict(parent) and name in parent.keys()):  # noqa: SIM118
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-        said = "null" if value is None else repr(value)
-        raise TLTConfigError(f"{key} must be a whole number from {least} to {MOST:,}, not {said}.")
+        given = "null" if value is None else repr(value)
+        raise TLTConfigError(f"{key} must be a whole number from {least} to {MOST:,}, not {given}.")
     return value
 
 
@@ -168,9 +168,9 @@ def read_settings(config: DictConfig) -> TLTConfig:
 
 def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
     """The model runner of the recipe's engines; None: there is no vLLM here whose release would tell."""
-    found = release(installed("vllm") or "")
+    vllm = release(installed("vllm") or "")
     source, method = (select(config, key) for key in ("tlt.speculation.source", "tlt.drafter.method"))
-    return runner_for(found[:2], str(source or "eagle"), str(method or "eagle3")) if found else None
+    return runner_for(vllm[:2], str(source or "eagle"), str(method or "eagle3")) if vllm else None
 
 
 def draft_logits(config: DictConfig, longest: int) -> int:
@@ -183,12 +183,12 @@ def draft_logits(config: DictConfig, longest: int) -> int:
 
 
 def most_requests(config: DictConfig) -> int:
-    """Requests that an engine decodes at once; what is said to vLLM itself wins."""
+    """Most requests that an engine decodes at once; vLLM's own setting (`engine_kwargs`) wins."""
     return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", number(config, f"{ROLLOUT}.max_num_seqs", 256))
 
 
 def policy_fields(config: DictConfig) -> dict[str, Any]:
-    """The config of the recipe's policy; empty where it cannot be read, which another rule says."""
+    """The config of the recipe's policy; empty where it cannot be read, which another rule reports."""
     try:
         return read_model_config(os.path.expanduser(str(select(config, POLICY, ""))))
     except DrafterError:
@@ -196,7 +196,7 @@ def policy_fields(config: DictConfig) -> dict[str, Any]:
 
 
 def enforce_eager(config: DictConfig) -> bool:
-    """Whether engines capture no CUDA graphs; what is said to vLLM itself wins."""
+    """Whether engines capture no CUDA graphs; vLLM's own setting (`engine_kwargs`) wins."""
     user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
     return bool(user.get("enforce_eager", select(config, f"{ROLLOUT}.enforce_eager", False)))
 
@@ -219,13 +219,13 @@ def devices_per_replica(config: DictConfig) -> int:
 
 def replicas_on(config: DictConfig, node: str) -> int:
     """Rollout replicas on the devices of `node`; a `TLTConfigError` where there are too few for one."""
-    there, each = devices(config, node), devices_per_replica(config)
-    if there < each:
+    available, per_replica = devices(config, node), devices_per_replica(config)
+    if available < per_replica:
         raise TLTConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {each} GPUs a replica, and {node}.nnodes and "
-            f"{node}.n_gpus_per_node give {there}."
+            f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {per_replica} GPUs a replica, and "
+            f"{node}.nnodes and {node}.n_gpus_per_node give {available}."
         )
-    return there // each
+    return available // per_replica
 
 
 def context_tokens(config: DictConfig) -> int:

@@ -59,10 +59,10 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
 
     A `TLTConfigError` where a key of the config cannot be resolved.
     """
-    found = [switched_on(config), *examine_packages()]
+    findings = [switched_on(config), *examine_packages()]
     for rule in (trainer, actor, rollout, logits, files, places, bubble):
-        found += rule(config, settings)
-    return found
+        findings += rule(config, settings)
+    return findings
 
 
 def switched_on(config: DictConfig) -> Finding:
@@ -89,21 +89,21 @@ def judge_version(supported: Supported, version: str | None, root: Path | None =
     if version is None:
         sentence = f"{name} is not installed here, and verl-tlt needs {wanted}: {supported.remedy}."
         return Finding("refuse", name, sentence)
-    found = release(version)
-    if found is None:
+    numbers = release(version)
+    if numbers is None:
         return Finding("warn", name, f"{name} does not say its version here; verl-tlt needs {wanted}.")
-    if found < supported.lowest:
+    if numbers < supported.lowest:
         sentence = f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
         return Finding("refuse", name, sentence)
-    if found[:2] <= supported.newest_tested[:2]:
+    if numbers[:2] <= supported.newest_tested[:2]:
         return Finding("ok", name, f"{name} {version}")
     newer = f"{name} {version} is newer than {_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
     symbols = check_symbols(name, root)
     if not symbols:
         return Finding("refuse", name, f"{newer}: {supported.remedy}.")
     if changed := [finding for finding in judge_symbols(name, symbols) if finding.level == "refuse"]:
-        more = f" {len(changed) - 1} more changed." if len(changed) > 1 else ""
-        return Finding("refuse", name, f"{newer}, and it changed {changed[0].sentence}{more}")
+        others = f" {len(changed) - 1} more changed." if len(changed) > 1 else ""
+        return Finding("refuse", name, f"{newer}, and it changed {changed[0].sentence}{others}")
     return Finding("warn", name, f"{newer}; all {len(symbols)} symbols that verl-tlt relies on are as expected.")
 
 
@@ -141,7 +141,7 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
 
 
 def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """What the actor's engine lets the drafter learn from."""
+    """Whether the drafter can learn from the actor's hidden states."""
     what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
     bypass = "algorithm.rollout_correction.bypass_mode"
     if verl_trains_the_head(config, settings):
@@ -167,7 +167,7 @@ def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
 
 
 def _verls_mtp(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for what verl's own use of an MTP head does not go with."""
+    """(key, sentence) for each of verl's own MTP settings that does not go with TLT's."""
     serves = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_rollout", False)
     key, strategy = f"{MTP}.enable_rollout", select(config, f"{ACTOR}.strategy", "")
     if serves and settings.drafter.method != "mtp":
@@ -210,15 +210,15 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
 
 
 def logits(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """What vLLM's V2 model runner keeps a drafter's logits in, while the trainer has the GPU too."""
+    """The GPU memory in which vLLM's V2 model runner keeps draft logits, while the trainer has the GPU too."""
     key, longest = "tlt.speculation.max_draft_length", settings.speculation.longest
-    if not settings.speculation.enable or not (held := draft_logits(config, longest)):
+    if not settings.speculation.enable or not (nbytes := draft_logits(config, longest)):
         return
-    said = f"engines keep {held / 1e9:.1f} GB of draft logits on each GPU, also while they sleep ({key}={longest})"
-    if held > DRAFT_LOGITS_LIMIT:
-        yield Finding("warn", key, f"{said}: a smaller one, or a smaller {ROLLOUT}.max_num_seqs, keeps less.")
+    kept = f"engines keep {nbytes / 1e9:.1f} GB of draft logits on each GPU, also while they sleep ({key}={longest})"
+    if nbytes > DRAFT_LOGITS_LIMIT:
+        yield Finding("warn", key, f"{kept}: a smaller one, or a smaller {ROLLOUT}.max_num_seqs, keeps less.")
     else:
-        yield Finding("ok", key, said)
+        yield Finding("ok", key, kept)
 
 
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
@@ -241,7 +241,7 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
 
 
 def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for what the rollout computes and samples in a way that drafts do not go with."""
+    """(key, sentence) for each sampling or quantization setting of the rollout that drafts do not go with."""
     for key in (f"{node}.{name}" for node in (ROLLOUT, f"{ROLLOUT}.val_kwargs") for name in REFUSED_SAMPLING):
         if select(config, key):
             yield key, f"{key} is set, and vLLM rejects it together with speculative decoding."
@@ -282,7 +282,7 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
 
 
 def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """What the recipe says where to write must be a place that can be written to; without a default a run goes on."""
+    """Directories that the recipe names to write to must be writable; an unwritable default stops no run."""
     asked = settings.speculation.costs_dir != TLTConfig().speculation.costs_dir
     for key, directory in (
         ("tlt.trace.dir", settings.trace.dir),
@@ -311,12 +311,12 @@ def _unusable_data(config: DictConfig) -> Iterator[tuple[str, str, str]]:
         if not paths:
             yield key, "[]", "names no file"
         for path in (str(path) for path in paths if "://" not in str(path)):
-            found = sorted(glob.glob(os.path.expanduser(path)))
-            if not found:
+            matches = sorted(glob.glob(os.path.expanduser(path)))
+            if not matches:
                 yield key, path, "does not exist on this machine"
             elif not path.endswith((".parquet", ".json", ".jsonl")):
                 yield key, path, "ends in none of .parquet, .json and .jsonl, which verl reads"
-            elif why := next(filter(None, map(_unreadable, found)), None):
+            elif why := next(filter(None, map(_unreadable, matches)), None):
                 yield key, path, why
 
 

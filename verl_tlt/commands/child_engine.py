@@ -1,8 +1,8 @@
 """An engine in a child process, for the commands that start one.
 
-A process of its own returns all memory when it ends, on every device, and a crash of the engine ends in a sentence.
+A child process returns all its memory on every device when it ends, and a crash of the engine becomes one sentence.
 The parent calls `run_job`, which starts `python -m MODULE DIRECTORY`; that module calls `serve_job`. In the directory,
-`job.json` is what the child is asked, `answer.json` what it answers, `engine.log` what it printed.
+`job.json` has the child's job, `answer.json` its answer, and `engine.log` what it printed.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildEngineError(TLTError):
-    """The engine could not do its job: the child's own sentence, or the end of its log."""
+    """The engine could not do its job: the child's sentence, or the end of the child's log."""
 
 
 def require_cpu_platform() -> None:
@@ -48,7 +48,7 @@ def run_job(
     """Have a child process do `job`, and return its answer.
 
     `environment` is added to this process's own; `tell` is called every `POLL_S` while the child runs. A
-    `ChildEngineError` says that it refused, ended without an answer, or took too long.
+    `ChildEngineError` says that the child refused, ended without an answer, or took too long.
     """
     directory.mkdir(parents=True, exist_ok=True)
     answer, log = directory / "answer.json", directory / LOG
@@ -63,20 +63,20 @@ def run_job(
             if time.monotonic() > deadline:
                 raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.")
             time.sleep(POLL_S)
-    if not answer.is_file():  # it is the last thing the child does: a crash while it ends changes nothing
+    if not answer.is_file():  # written last: a crash while the child ends changes nothing
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         raise ChildEngineError(f"The engine ended early ({log}):\n{end}")
-    if "refused" in (found := json.loads(answer.read_text())):
-        raise ChildEngineError(found["refused"])
-    return found
+    if "refused" in (reply := json.loads(answer.read_text())):
+        raise ChildEngineError(reply["refused"])
+    return reply
 
 
 def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
-    """The child's side: call `work(job, directory)` with what the parent asks, and write what it returns as the answer.
+    """The child's side: call `work(job, directory)` with the parent's job, and write its result as the answer.
 
     A `TLTError` is answered with its sentence; any other exception ends the process, and its traceback is in the log.
     """
-    # Ends with its parent, however that ends, and vLLM's own children with it: nobody else would stop the engine.
+    # The child ends with its parent, however that ends, and so do vLLM's processes: nobody else would stop them.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     directory = Path(sys.argv[1])
     try:

@@ -30,12 +30,12 @@ except ModuleNotFoundError as error:
 
 
 class Commands(TyperGroup):
-    """All commands; what a user can put right ends one as a sentence, not as a traceback, and with exit status 1."""
+    """All commands; an error that a user can correct is printed as one sentence, not as a traceback; exit status 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().main(*args, **kwargs)
-        except ModuleNotFoundError as error:  # also of what newer releases of typer read the command line with
+        except ModuleNotFoundError as error:  # also a package by which newer releases of typer read the command line
             raise SystemExit(needs(error)) from None
         except (TLTError, OSError) as error:
             typer.secho(printable(str(error)), fg="red", err=True)
@@ -284,7 +284,7 @@ def write_back(
 
 
 def _need(command: str, *packages: str) -> None:
-    """End in a sentence where a package is missing that only some commands need."""
+    """Raise a `TLTError` that names those packages which this command needs and which are not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise TLTError(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.")

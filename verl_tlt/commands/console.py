@@ -7,7 +7,7 @@ from rich.console import Console
 from verl_tlt.errors import printable
 
 LOG_WIDTH = 150
-"""Columns where neither a terminal nor `COLUMNS` says how many there are."""
+"""Columns of the output where neither a terminal nor `COLUMNS` says how many there are."""
 
 
 def make_console() -> Console:
@@ -17,5 +17,5 @@ def make_console() -> Console:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text as it is, on lines as long as they are: paths in it can be copied."""
+    """Print a text without markup and without wrapping its lines, so that paths can be copied."""
     console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from typer.models import OptionInfo
 from verl_tlt.errors import TLTError
 
 LEAST = 1e-9
-"""Of a number above 0, which typer can only say as a minimum."""
+"""Minimum of an option that must be above 0: typer has no exclusive limits."""
 UNLIMITED = float("inf")
 MOST_SEED = (1 << 32) - 1
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class EngineOptions:
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The values given by name, and where they name a recipe also those that it decides."""
+        """The values given by name; where a recipe is among them, also the values that the recipe decides."""
         from verl_tlt.commands.warmup.prompts import read_run
 
         if (run := read_run(given.get("recipe"))) is not None:
@@ -135,16 +135,16 @@ class EvaluateOptions(EngineOptions):
 
 
 def finite(param: CallbackParam, value: float | None) -> float | None:
-    """Callback of an option: typer's limits let NaN pass, and infinite is only what is unlimited by default."""
+    """Callback of an option: refuse NaN, which typer's limits let pass, and infinity where it is not the default."""
     if value is not None and not math.isfinite(value) and value != param.default:
         raise BadParameter(f"{value} is not a finite number.")
     return value
 
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command for typer out of a function of one `options`: every field is an option, or an argument.
+    """Make a typer command of a function of one `options`, each field of which is an option or an argument.
 
-    Where the class has a method `completed`, it gets what was given by name, and may fill in what was not.
+    A method `completed` of the class, where there is one, gets the values given by name and may fill in others.
     """
     completed = getattr(options, "completed", None)
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)]
@@ -152,8 +152,8 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
         kind, info = typing.get_args(field.annotation)[:2]
         if float in (kind, *typing.get_args(kind)):
             info.callback = finite
-        open_ = completed and field.default is field.empty and isinstance(info, OptionInfo)
-        parameters.append(field.replace(default=None) if open_ else field)
+        fillable = completed and field.default is field.empty and isinstance(info, OptionInfo)
+        parameters.append(field.replace(default=None) if fillable else field)
     parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)  # required ones first
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:

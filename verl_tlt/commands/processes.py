@@ -1,14 +1,14 @@
-"""Runs a command such that no process and no file of it is left when it is stopped, however its processes detach.
+"""Runs a command of which no process and no file is left when it is stopped, however its processes detach.
 
 Ray starts daemons in sessions of their own and vLLM starts engine processes; when their parent dies init would adopt
 them, and no process group names them any more. So this process makes itself the one that adopts orphans
 (`PR_SET_CHILD_SUBREAPER`, prctl(2)): all that the command started are its children or theirs.
 
 A command gets a temporary folder of its own (Ray's session, vLLM's sockets, everybody's `tempfile`), which is removed.
-Two kinds of names escape it: shared memory (`/dev/shm`: weights on their way to an engine, vLLM's queues, semaphores)
-and sockets whose place verl fixes. A process that is killed cannot remove its own, and their names do not say whose
-they are, so /proc is asked, while the processes live, what they have open. What somebody else has open, or what is
-older than the command, stays.
+Two kinds of files lie elsewhere: shared memory (`/dev/shm`: weights on their way to an engine, vLLM's queues,
+semaphores) and sockets whose place verl fixes. A killed process cannot remove its own, and their names do not say whose
+they are, so /proc is read, while the processes live, for the files that they have open. Files that somebody else has
+open, or that are older than the command, stay.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ PR_SET_CHILD_SUBREAPER = 36
 TERM_S = 8.0
 """Seconds for the command itself to end after SIGTERM."""
 REST_S = 1.5
-"""Seconds for its descendants to end with it, and again after a SIGTERM of their own."""
+"""Seconds for the command's descendants to end with it, and again after a SIGTERM of their own."""
 KILL_S = 10.0
 """Seconds in which SIGKILL must have worked."""
 EVERY_S, ENDING_EVERY_S = 3.0, 0.1
-"""Seconds between two looks while the command runs, and while it ends: a look takes a few hundredths of a second."""
+"""Seconds between readings of /proc as the command runs, and as it ends; one takes a few hundredths of a second."""
 LONGEST_BASE = 32
-"""Characters of a temporary folder in which Ray's sockets still have names that Linux takes (107)."""
+"""Most characters of a temporary folder in which the paths of Ray's sockets have no more than Linux takes (107)."""
 SHM = "/dev/shm"
 SOCKET_FIELDS = 8
-"""Of a line of /proc/net/unix that ends in a path."""
+"""Fields of a line of /proc/net/unix that ends in a path."""
 
 
 @contextlib.contextmanager
 def running(
     argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> Iterator[ProcessTree]:
-    """A command that runs while the block does: on any way out, Ctrl-C included, its whole tree is ended.
+    """Run a command while the block runs; on any way out, Ctrl-C included, its whole process tree is ended.
 
     A TLTError says that a process could not be ended.
     """
@@ -67,9 +67,9 @@ def running(
 
 
 class ProcessTree:
-    """Starts `argv` in its own session with its output in `log`. One at a time: orphans are told apart by time.
+    """Starts `argv` in its own session, its output in `log`. One tree at a time: orphans since its start are its own.
 
-    The command's `TMPDIR` is a folder of its own; that and the shared memory of its processes go when it is stopped.
+    The command's `TMPDIR` is a folder of its own; `stop` removes it, and the shared memory of the tree's processes.
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
@@ -91,20 +91,20 @@ class ProcessTree:
 
     def alive(self) -> list[psutil.Process]:
         """Every living process of the tree; call it now and then while the command runs."""
-        found = set(psutil.Process().children(recursive=True))
+        descendants = set(psutil.Process().children(recursive=True))
         for other in self._before:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found -= {other, *other.children(recursive=True)}
-        self._known = [process for process in found if _lives(process)]
+                descendants -= {other, *other.children(recursive=True)}
+        self._known = [process for process in descendants if _lives(process)]
         self._leftovers.note([process.pid for process in self._known], self._every_s)
         return self._known
 
     def left_behind(self) -> list[Path]:
         """Files that a tree which has ended by itself did not clear away; `stop` removes them."""
-        return self._leftovers.found()
+        return self._leftovers.paths()
 
     def stop(self) -> list[int]:
-        """End the whole tree, first asked, then told, then killed, and remove what it leaves. Ctrl-C waits for this.
+        """End the whole tree: SIGTERM to the command, to all, then SIGKILL. Removes its files; Ctrl-C waits for this.
 
         Returns the ids of processes that survived even SIGKILL: none in every healthy case.
         """
@@ -119,30 +119,30 @@ class ProcessTree:
             return left
 
     def _end(self, sent: signal.Signals | None, seconds: float, alone: bool = False) -> None:
-        """Signal everybody until nobody is left: the dying may still have started someone. `alone`: the command."""
-        command, deadline, told = self.process.pid, time.monotonic() + seconds, set[int]()
+        """Signal every living process once, until none is left: a dying one may start another. `alone`: the command."""
+        command, deadline, signalled = self.process.pid, time.monotonic() + seconds, set[int]()
         while time.monotonic() < deadline and (left := [p for p in self.alive() if not alone or p.pid == command]):
-            if sent is not None and (untold := [p for p in left if p.pid not in told]):
-                told.update(p.pid for p in untold)
-                self._signal(untold, sent)
+            if sent is not None and (new := [p for p in left if p.pid not in signalled]):
+                signalled.update(p.pid for p in new)
+                self._signal(new, sent)
             time.sleep(0.05)
             self._reap()
 
     def _signal(self, processes: Sequence[psutil.Process], sent: signal.Signals) -> None:
-        """Send the signal, and know what everybody owned then: all stand still while that is looked at."""
-        still = self._known
-        for process in still:
+        """Send the signal after noting what files the tree's processes own; all of them are stopped meanwhile."""
+        stopped = self._known
+        for process in stopped:
             _send(process, signal.SIGSTOP)
         try:
-            self._leftovers.note([process.pid for process in still], every_s=0)
+            self._leftovers.note([process.pid for process in stopped], every_s=0)
             for process in processes:
                 _send(process, sent)
         finally:
-            for process in still:
+            for process in stopped:
                 _send(process, signal.SIGCONT)
 
     def _reap(self) -> None:
-        """Collect exit states, of the command and of orphans that this process adopted."""
+        """Collect the exit states of the command and of orphans that this process adopted."""
         self.process.poll()
         for child in psutil.Process().children():
             if child not in self._before and child.pid != self.process.pid:
@@ -169,7 +169,7 @@ def _adopt_orphans(on: bool) -> None:
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Ctrl-C and polite terminations come at the end of the block: around what a `finally` needs, and around clean-up.
+    """SIGINT, SIGTERM and SIGHUP come at the end of the block, which holds what a `finally` needs, or clean-up.
 
     Signals arrive in the main thread; in another one there is nothing to defer.
     """
@@ -191,7 +191,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Have these signals handled within the block; one that is ignored stays so: that is what `nohup` asks for."""
+    """Handle these signals within the block, except those that are ignored, as `nohup` has it."""
     before = {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
@@ -216,12 +216,12 @@ class Leftovers:
             self._owned |= _open_files(pids)
             self._noted_at = time.monotonic()
 
-    def found(self) -> list[Path]:
-        """What there is now: entries of the folder, and what was noted outside it."""
+    def paths(self) -> list[Path]:
+        """What is there now: the folder's entries, and the noted files outside the folder."""
         return [*self.folder.iterdir(), *(p for p in self._left_outside() if self.folder not in p.parents)]
 
     def remove(self) -> None:
-        """Remove the folder and what was noted; call it when the processes have ended."""
+        """Remove the folder and the noted files; call it when the processes have ended."""
         for path in self._left_outside():
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -235,24 +235,24 @@ class Leftovers:
 def _open_files(pids: Iterable[int]) -> set[str]:
     """Paths of the shared memory that these processes have open or mapped, and of the sockets that they have bound."""
     names = {file.inode(): file.path for file in os.scandir(SHM)} if os.path.isdir(SHM) else {}
-    sockets, found = _sockets(), set[str]()
+    sockets, paths = _sockets(), set[str]()
     for pid in pids:
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             # A semaphore is mapped under a name that it has only for a moment, so the inode counts.
             mapped = re.findall(rf" (\d+) +{SHM}/", Path(f"/proc/{pid}/maps").read_text(errors="replace"))
-            found.update(names[inode] for inode in map(int, mapped) if inode in names)
+            paths.update(names[inode] for inode in map(int, mapped) if inode in names)
             for descriptor in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # it has just been closed
                     target = os.readlink(descriptor.path)
                     if target.startswith(f"{SHM}/"):
-                        found.add(target.removesuffix(" (deleted)"))
+                        paths.add(target.removesuffix(" (deleted)"))
                     elif target in sockets:
-                        found.add(sockets[target])
-    return found
+                        paths.add(sockets[target])
+    return paths
 
 
 def _sockets() -> dict[str, str]:
-    """Unix sockets in temporary folders, as descriptors name them -> path."""
+    """Paths of Unix sockets in temporary folders, by the names that file descriptors have for them."""
     with contextlib.suppress(OSError):  # no Linux
         rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()]
         below = tuple(f"{folder}/" for folder in {tempfile.gettempdir(), "/tmp"})
@@ -261,7 +261,7 @@ def _sockets() -> dict[str, str]:
 
 
 def _changed(path: str) -> float:
-    """When the file was last made or changed, unix seconds; -1 if it is gone."""
+    """Time of the file's last change, its creation included, in unix seconds; -1 if it is gone."""
     try:
         return os.stat(path).st_ctime
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Make an EAGLE-3 drafter that fits a policy.
 
-It is one layer of the Llama architecture whatever the policy's family, because that is the head every vLLM release
-serves; heads, head size and RoPE are the policy's, so that both share one KV-cache layout. The model, its loss and its
-file format are those of `speculators.models.eagle3`.
+The drafter is one layer of the Llama architecture whatever the policy's family, because every vLLM release serves such
+a head; heads, head size and RoPE are the policy's, so that both share one KV-cache layout. Model, loss and file format
+are those of `speculators.models.eagle3`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def drafter_config(
     max_position_embeddings: int | None = None,
     draft_vocab_size: int | None = None,
 ) -> Eagle3SpeculatorConfig:
-    """The drafter's config for a policy, one of `policy.SUPPORTED`; what is None is the policy's.
+    """The config of a drafter for a policy, one of `policy.SUPPORTED`; an argument that is None is the policy's.
 
     `aux_layers`: layer inputs to read; None: `aux_layers_for`. `max_position_embeddings`: longest context to draft at;
     None: the policy's and `LONGEST_DRAFT` more, as vLLM before 0.28 drafts nothing for a batch in which a request comes
@@ -103,12 +103,12 @@ def build_drafter(
 ) -> Eagle3DraftModel:
     """A drafter with random trainable weights, float32, the same for the same seed on every machine.
 
-    Its embedding and head are NaN until `refresh_verifier_weights` has copied the policy's. It is made on the CPU and
-    leaves the process's random state as it was. The shape, and what is refused, is `drafter_config`'s.
+    Embedding and head are NaN until `refresh_verifier_weights` has copied the policy's. Weights are made on the CPU and
+    leave the process's random state as it was. The shape, and what is refused, is `drafter_config`'s.
 
     `attention`: "tlt_by_document", "sdpa" or "eager"; None: `default_attention(device)`. `draft_ids`: int64 [DV],
-    ascending target ids the drafter may propose; None: all of them; a number: so many, to be chosen later
-    (`choose_tokens`): the first ones stand for them, and the head's rows are zeros.
+    ascending target ids the drafter may propose; None: all of them; a number: that many, chosen later
+    (`choose_tokens`); until then the first ids stand in, and the head's rows are zeros.
     """
     ids = torch.arange(draft_ids) if isinstance(draft_ids, int) else draft_ids
     config = drafter_config(
@@ -132,17 +132,17 @@ def build_drafter(
 
 @torch.no_grad()
 def begin_at_the_token(model: Eagle3DraftModel) -> None:
-    """Have half of a new layer's heads begin by adding the embedding of their position's token to the residual stream.
+    """Initialise half of a new layer's heads so that they add their position's token embedding to the residual stream.
 
-    That stream holds the policy's state alone (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
+    The residual stream holds the policy's state alone (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
     """
     attention, hidden = model.layers[0].self_attn, model.hidden_size
     size = attention.head_dim
     key, value, query, out = (getattr(attention, f"{name}_proj").weight for name in "kvqo")
     groups, rows = len(query) // len(key), size * math.ceil(len(key) // size / 2)
 
-    def for_queries(held: torch.Tensor) -> torch.Tensor:  # [rows, X] of key heads to [rows * groups, X] of query heads
-        return held.view(-1, 1, size, held.shape[1]).expand(-1, groups, -1, -1).flatten(0, 2)
+    def for_queries(keys: torch.Tensor) -> torch.Tensor:  # [rows, X] of key heads to [rows * groups, X] of query heads
+        return keys.view(-1, 1, size, keys.shape[1]).expand(-1, groups, -1, -1).flatten(0, 2)
 
     key, query, value, out = key[:rows], query[: rows * groups], value[:rows], out[:, : rows * groups]
     key.normal_(std=(_SELF / (size**0.5 * 2 * hidden)) ** 0.5)  # inputs are normed
@@ -169,15 +169,14 @@ def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:
 
 
 def has_chosen_tokens(model: Eagle3DraftModel) -> bool:
-    """Whether the tokens it drafts are final: its own, all, or chosen; the policy's first ones stand for none yet."""
+    """Whether a drafter's tokens are final: it has its own head, a whole vocabulary, or other ids than the first."""
     return has_own_head(model) or not model.use_draft_vocab or bool(model.d2t.any())
 
 
 def instantiate(config: Eagle3SpeculatorConfig | MTPSpeculatorConfig, attention: str) -> Eagle3DraftModel:
-    """The model of `config` in float32 on the current device; `config.own_head`: its head is not the policy's.
+    """The model of `config` in float32 on the current device; `config.own_head`: the drafter's head is its own.
 
-    Embedding and heads are NaN and take no memory until `make_room`: gigabytes, which who only builds or exports needs
-    not.
+    Embedding and heads are NaN and take no memory until `make_room`: building or exporting needs none of the gigabytes.
     """
     from transformers import AttentionInterface
 
@@ -203,7 +202,7 @@ def _model_class(kind: str) -> type[Eagle3DraftModel]:
     from speculators.models.eagle3 import Eagle3DraftModel
 
     class Drafter(Eagle3DraftModel):
-        """That of `speculators`, which fills embedding and two heads with random numbers, and then with NaN."""
+        """`Eagle3DraftModel` without its filling of embedding and two heads, with random numbers and then with NaN."""
 
         def _init_vocab(self, config: Eagle3SpeculatorConfig) -> None:
             with torch.device("meta"):
@@ -216,7 +215,7 @@ def _model_class(kind: str) -> type[Eagle3DraftModel]:
 
 
 def make_room(module: torch.nn.Module) -> torch.Tensor:
-    """The weight of a drafter's embedding or head, which gets memory where it had none (`instantiate`)."""
+    """The weight of a drafter's embedding or head, given memory where it had none (`instantiate`)."""
     weight = module.get_parameter("weight")
     if 0 in weight.stride():
         weight.data = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -224,7 +223,7 @@ def make_room(module: torch.nn.Module) -> torch.Tensor:
 
 
 def has_own_head(model: Eagle3DraftModel) -> bool:
-    """Whether it drafts through a head of its own, as SafeAILab's and SpecForge's drafters do, not the policy's."""
+    """Whether a drafter has a head of its own, as SafeAILab's and SpecForge's have, and does not use the policy's."""
     return bool(getattr(model.config, "own_head", False))
 
 
@@ -233,9 +232,9 @@ def halve_frozen(model: Eagle3DraftModel) -> None:
     own = model.lm_head.weight if has_own_head(model) else None
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter is not own:
-            held = parameter.data
-            roomless = 0 in held.stride()
-            parameter.data = held[:1, :1].bfloat16().expand(held.shape) if roomless else held.bfloat16()
+            weight = parameter.data
+            empty = 0 in weight.stride()  # without memory of its own (`instantiate`)
+            parameter.data = weight[:1, :1].bfloat16().expand(weight.shape) if empty else weight.bfloat16()
 
 
 def most_frequent(counts: torch.Tensor | np.ndarray, size: int) -> torch.Tensor:
@@ -267,13 +266,13 @@ def attend_by_document(
     later = (q[:, :, None] * k[:, :, 1:]).sum(-1).transpose(2, 3)  # [kv, G, S, P-1] each position's own later keys
     parts = []
     for begin, end in _documents(attention_mask[0, 0, :, :rows]):
-        here, length = slice(begin, end), end - begin
-        scores = (q[:, :, here].flatten(1, 2) @ k[:, 0, 0, here].transpose(1, 2)).view(kv, groups, length, length)
+        span, length = slice(begin, end), end - begin
+        scores = (q[:, :, span].flatten(1, 2) @ k[:, 0, 0, span].transpose(1, 2)).view(kv, groups, length, length)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        weights = torch.cat([scores.masked_fill(future, -torch.inf), later[:, :, here]], dim=-1).softmax(-1)
+        weights = torch.cat([scores.masked_fill(future, -torch.inf), later[:, :, span]], dim=-1).softmax(-1)
         first, others = weights[..., :length], weights[..., length:]
-        own = (first.flatten(1, 2) @ v[:, 0, 0, here]).view(kv, groups, length, width)
-        parts.append(own + (others.transpose(2, 3)[..., None] * v[:, :, 1:, here]).sum(2))
+        own = (first.flatten(1, 2) @ v[:, 0, 0, span]).view(kv, groups, length, width)
+        parts.append(own + (others.transpose(2, 3)[..., None] * v[:, :, 1:, span]).sum(2))
     return torch.cat(parts, dim=2).flatten(0, 1).transpose(0, 1)[None], None
 
 

@@ -1,7 +1,7 @@
 """The policy's hidden states for recorded texts, from a plain transformers forward: training data without RL.
 
-RL copies these out of a forward that runs anyway (`verl_tlt.actor.tap`). They are heavy (28-64 KB a token for 7B-70B
-policies), so a `Library` keeps as many as its memory allows and computes the others again.
+RL copies hidden states out of a forward that runs anyway (`verl_tlt.actor.tap`). A token's take 28-64 KB for 7B-70B
+policies, so a `Library` keeps as many as its memory allows and computes the others again.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ class Decoder:
 def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     """The decoder of `policy`'s language model: the module with one norm and a list of all the layers it should have.
 
-    It may lie deep inside a larger model, FSDP or LoRA. None, or several, is a `DrafterError` that begins with `where`.
+    The decoder may lie deep in a larger model, FSDP or LoRA. No decoder, or several: a `DrafterError`, after `where`.
     """
     config = getattr(policy, "config", None)
     count = None if config is None else config.get_text_config(decoder=True).num_hidden_layers
-    found = []
+    decoders = []
     for module in policy.modules():
         parts = dict(module.named_children())
         lists = [part for part in parts.values() if isinstance(part, torch.nn.ModuleList) and len(part) == count]
         norms = [part for name, part in parts.items() if "norm" in name]
         if len(lists) == len(norms) == 1:
-            found.append(Decoder(module, lists[0], norms[0]))
-    if len(found) != 1:
+            decoders.append(Decoder(module, lists[0], norms[0]))
+    if len(decoders) != 1:
         raise DrafterError(
-            f"{where} is a {type(policy).__name__}, in which {len(found) or 'no'} modules hold a list of "
+            f"{where} is a {type(policy).__name__}, in which {len(decoders) or 'no'} modules hold a list of "
             f"{count or 'decoder'} layers with one norm beside it; its language model's decoder should be the only one."
         )
-    return found[0]
+    return decoders[0]
 
 
 def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
     """The policy as a frozen transformers model on `device`, over all GPUs where there are several.
 
-    In its files' dtype, but in float32 on a processor without products of 16 bits, where they take five times as long.
+    The dtype is the files'; on a CPU without products of 16 bits, which then take five times as long, it is float32.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if policy_shape(policy).nested else AutoModelForCausalLM
     several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
-    known = getattr(torch.cpu, "get_capabilities", dict)
-    able: dict[str, Any] = known() if torch.device(device).type == "cpu" else {}
-    slow = able.get("architecture") == "x86_64" and not (able.get("avx512_bf16") or able.get("amx_bf16"))
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    cpu: dict[str, Any] = capabilities() if torch.device(device).type == "cpu" else {}
+    slow = cpu.get("architecture") == "x86_64" and not (cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
     spread = {"device_map": "auto"} if several else {}
     dtype = torch.float32 if slow else "auto"
     model = kind.from_pretrained(policy, dtype=dtype, attn_implementation="sdpa", **spread)
@@ -83,7 +83,7 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 
 
 class PolicyStates:
-    """Runs a policy over texts for what a drafter learns from; without `aux_layers` the last states alone (MTP)."""
+    """Computes the hidden states that a drafter learns from; without `aux_layers` the last states alone (MTP)."""
 
     def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:
         decoder = find_decoder(policy, "the policy")
@@ -92,7 +92,7 @@ class PolicyStates:
         self.aux_layers, self._decoder = tuple(aux_layers), decoder.model
         embedding = policy.get_input_embeddings().weight  # [V, H]
         self._device, self._vocabulary = embedding.device, embedding.shape[0]
-        self._kept: dict[int | str, torch.Tensor] = {}
+        self._states: dict[int | str, torch.Tensor] = {}
         for index in self.aux_layers:
             decoder.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
         # The final norm's input: what transformers returns as the last hidden state is already normed.
@@ -100,7 +100,7 @@ class PolicyStates:
 
     def _keep(self, name: int | str) -> Callable[..., None]:
         def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-            self._kept[name] = args[0] if args else kwargs["hidden_states"]  # [B, L, H]
+            self._states[name] = args[0] if args else kwargs["hidden_states"]  # [B, L, H]
 
         return hook
 
@@ -108,41 +108,41 @@ class PolicyStates:
     def __call__(self, texts: Sequence[Text]) -> list[data.TrainingSequence]:
         """A sequence for each text, in order, on the host, in the policy's dtype; from one forward, right-padded."""
         for text in texts:
-            if not 0 <= text.prompt_len <= (there := len(text.tokens)):
-                raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{there}, the tokens of the text.")
+            if not 0 <= text.prompt_len <= (length := len(text.tokens)):
+                raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{length}, the tokens of the text.")
         ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # int64 [B, L]
         data.check_tokens(ids, self._vocabulary)
         self._decoder(input_ids=ids.to(self._device), use_cache=False)
-        kept, self._kept = self._kept, {}
-        out = []
+        states, self._states = self._states, {}
+        sequences = []
         for i, text in enumerate(texts):
             length = len(text.tokens)
-            aux = [kept[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
-            last = kept["last"][i, :length].to("cpu", copy=True)
-            joined = torch.cat([last[:, :0], *aux], dim=-1)  # [L, 3H], or [L, 0] without any
-            out.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, joined, last))
-        return out
+            inputs = [states[layer][i, :length].to("cpu", copy=True) for layer in self.aux_layers]
+            last = states["last"][i, :length].to("cpu", copy=True)
+            aux = torch.cat([last[:, :0], *inputs], dim=-1)  # [L, 3H], or [L, 0] without any
+            sequences.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, aux, last))
+        return sequences
 
 
 class Library:
-    """Texts with their states, computed when first asked for; those beyond `max_bytes` are computed again each time."""
+    """Texts with their hidden states, computed on first use; those beyond `max_bytes` are computed again each time."""
 
     def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:
         self.states, self.texts, self.max_bytes = states, texts, max_bytes
         self.nbytes = 0
-        self._held: dict[int, data.TrainingSequence] = {}
+        self._cached: dict[int, data.TrainingSequence] = {}
 
     def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
-        """These texts' sequences, in this order."""
-        missing = sorted({n for n in numbers if n not in self._held}, key=lambda n: len(self.texts[n].tokens))
+        """The sequences of the texts with these numbers, in this order."""
+        missing = sorted({n for n in numbers if n not in self._cached}, key=lambda n: len(self.texts[n].tokens))
         fresh: dict[int, data.TrainingSequence] = {}
         for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
                 fresh[number] = sequence
                 if self.nbytes + sequence.nbytes <= self.max_bytes:
-                    self._held[number] = sequence
+                    self._cached[number] = sequence
                     self.nbytes += sequence.nbytes
-        return [self._held[n] if n in self._held else fresh[n] for n in numbers]
+        return [self._cached[n] if n in self._cached else fresh[n] for n in numbers]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Span:
 
 
 def plan_epoch(lengths: Sequence[int], budget: int, seed: Sequence[int]) -> list[list[Span]]:
-    """One pass over all texts as packed batches of at most `budget` rows; it follows from lengths and seed alone."""
+    """One pass over all texts as packed batches of at most `budget` rows, determined by lengths and seed alone."""
     order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
     spans = (Span(n, begin, end) for n in order for begin, end in data.window_bounds(lengths[n], budget))
     return list(data.grouped(spans, lambda span: span.end - span.begin - 1, budget))

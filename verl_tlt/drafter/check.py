@@ -41,8 +41,8 @@ PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
 MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
-_POLICYS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
-"""Beginnings of names of what a file may hold besides: copies of the policy's tensors, and tables that are computed."""
+_OPTIONAL = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+"""Prefixes of tensors that a file may hold besides a drafter's own: copies of the policy's, and computed tables."""
 
 
 class CheckedDrafter(NamedTuple):
@@ -50,30 +50,30 @@ class CheckedDrafter(NamedTuple):
 
     method: str  # as `tlt.drafter.method` says it: "eagle3" or "mtp"
     config: Fields
-    """What is staged as its config.json, of known fields alone; empty for an MTP head, which follows its policy."""
+    """The config.json to stage, of known fields alone; empty for an MTP head, which follows its policy."""
     tensors: dict[str, Header]  # where each tensor is, by speculators' names; an MTP head's by the policy's
 
 
 def check_drafter(
     directory: Model, policy: PolicyLike, min_context: int = 0, also_owner: int | None = None
 ) -> CheckedDrafter:
-    """Return when `directory` is a complete drafter that fits `policy`; a `DrafterError` says what does not.
+    """Check that `directory` holds a complete drafter that fits `policy`; a `DrafterError` says what does not.
 
-    It is an EAGLE-3 head in the layout of speculators, SpecForge or SafeAILab, or the policy's MTP head. `min_context`
-    is the longest prompt, response and draft that it must serve, in tokens; a shorter `max_position_embeddings` is no
+    A drafter is an EAGLE-3 head in the layout of speculators, SpecForge or SafeAILab, or the policy's MTP head.
+    `min_context`: longest prompt, response and draft to serve, in tokens; a shorter `max_position_embeddings` is no
     obstacle where the RoPE is computed: `load_drafter` makes it longer. `also_owner`: user id of one more owner to
     trust.
     """
     path = drafter_folder(directory)
     check_owner(path, also_owner)
-    shape, said = policy_shape(policy), read_json(path / CONFIG)
-    if said.get("speculators_model_type") == MTP:
-        found = CheckedDrafter(MTP, {}, head_files(path, shape))
+    shape, config = policy_shape(policy), read_json(path / CONFIG)
+    if config.get("speculators_model_type") == MTP:
+        drafter = CheckedDrafter(MTP, {}, head_files(path, shape))
     else:
-        config = read_config(path, shape, min_context)
-        found = CheckedDrafter("eagle3", config, _check_tensors(path, config, others=is_other_layout(said)))
+        staged = read_config(path, shape, min_context)
+        drafter = CheckedDrafter("eagle3", staged, _check_tensors(path, staged, is_other_layout(config)))
     _check_tokenizer(path, policy)
-    return found
+    return drafter
 
 
 def check_config(path: Path) -> None:
@@ -108,7 +108,7 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
 
 
 def drafter_folder(drafter: Model) -> Path:
-    """The folder on this disk of a drafter, whose files are fetched where it is a name on the hub."""
+    """The folder on this disk of a drafter; the files of a drafter named on the hub are fetched."""
     path = folder(drafter, (WEIGHTS, INDEX), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
@@ -122,20 +122,20 @@ def drafter_folder(drafter: Model) -> Path:
 
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """The config of the EAGLE-3 drafter in `path` as it is staged (`CheckedDrafter.config`); a `DrafterError`."""
+    """`CheckedDrafter.config` of the EAGLE-3 drafter in `path`; a `DrafterError` where it does not fit `policy`."""
     file, layer_at = path / CONFIG, "transformer_layer_config."
     config = read_json(file)
     if is_other_layout(config):
         config, layer_at = to_speculators_config(config, policy, file), ""
     drafter, prefix = checked(config, str(file), layer_at), f"{file}: {layer_at}"
     layer, hidden = drafter.transformer_layer_config, drafter.target_hidden_size
-    for field, found, wanted in (
+    for field, value, expected in (
         ("hidden_size", layer.hidden_size, policy.hidden_size),
         ("vocab_size", layer.vocab_size, policy.vocab_size),
         ("target_hidden_size", hidden or policy.hidden_size, policy.hidden_size),
     ):
-        if found != wanted:
-            raise DrafterError(f"{prefix}{field}={found}, but the policy's is {wanted} ({policy.source}).")
+        if value != expected:
+            raise DrafterError(f"{prefix}{field}={value}, but the policy's is {expected} ({policy.source}).")
     heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
     if heads % kv_heads:
         raise DrafterError(f"{prefix}num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
@@ -150,7 +150,7 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
 
 
 def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str) -> int:
-    """`max_position_embeddings` to serve: at most what an engine of this policy needs, as vLLM makes a row of each."""
+    """`max_position_embeddings` to serve: at most what an engine of this policy needs; vLLM makes a row for each."""
     context, rope = layer.max_position_embeddings, layer.rope_parameters.rope_type
     needed = max(min_context, policy.max_position_embeddings + LONGEST_DRAFT)
     if rope in COMPUTED_ROPE:
@@ -167,40 +167,40 @@ def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str)
 # ------------------------------------------------------------------ its tensors
 
 
-def _check_tensors(directory: Path, config: Fields, others: bool) -> dict[str, Header]:
-    """Where the drafter's tensors are, by speculators' names; `others`: files have SafeAILab's or SpecForge's.
+def _check_tensors(directory: Path, config: Fields, other_layout: bool) -> dict[str, Header]:
+    """A drafter's tensors by speculators' names; `other_layout`: the files use SafeAILab's or SpecForge's names.
 
     A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form.
     """
-    wanted, (listing, owners) = _wanted(config), tensor_files(directory)
-    names: dict[str, str] = {}
+    shapes, (listing, owners) = _eagle3_shapes(config), tensor_files(directory)
+    names: dict[str, str] = {}  # name in the files, by speculators' name
     for name in owners:
-        known = speculators_name(name) if others else name
-        if known in names:
-            raise DrafterError(f"{listing}: {name} and {names[known]} are the same tensor of the drafter.")
-        if known is not None:
-            names[known] = name
-    held = headers(directory, listing, {name: owners[name] for name in names.values()})
-    found = {known: held[name] for known, name in names.items()}
+        usual = speculators_name(name) if other_layout else name
+        if usual in names:
+            raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
+        if usual is not None:
+            names[usual] = name
+    in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
+    tensors = {usual: in_files[name] for usual, name in names.items()}
     vocab = config["transformer_layer_config"]["vocab_size"]
-    for name, shape in {**wanted, **({"t2d": [vocab]} if "t2d" in found and "d2t" in wanted else {})}.items():
-        if name not in found:
+    for name, shape in {**shapes, **({"t2d": [vocab]} if "t2d" in tensors and "d2t" in shapes else {})}.items():
+        if name not in tensors:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
-        found[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
-    if unknown := sorted(name for name in found.keys() - wanted.keys() - set(MAPS) if not name.startswith(_POLICYS)):
+        tensors[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
+    if unknown := sorted(name for name in tensors.keys() - shapes.keys() - {*MAPS} if not name.startswith(_OPTIONAL)):
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
-    if "d2t" in found:
-        _check_maps(found, config["draft_vocab_size"], vocab)
-    return found
+    if "d2t" in tensors:
+        _check_maps(tensors, config["draft_vocab_size"], vocab)
+    return tensors
 
 
-def _wanted(config: Fields) -> dict[str, list[int]]:
+def _eagle3_shapes(config: Fields) -> dict[str, list[int]]:
     """Shapes of all tensors an EAGLE-3 head of this config has, without those that vLLM may share with the policy."""
     layer = config["transformer_layer_config"]
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
     queries = layer["num_attention_heads"] * layer["head_dim"]
     keys = layer["num_key_value_heads"] * layer["head_dim"]
-    wanted = {
+    shapes = {
         "fc.weight": [hidden, NUM_AUX * hidden],
         "norm.weight": [hidden],
         "layers.0.hidden_norm.weight": [hidden],
@@ -208,25 +208,25 @@ def _wanted(config: Fields) -> dict[str, list[int]]:
     }
     if layer["attention_bias"]:
         widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-        wanted |= {f"layers.0.self_attn.{name}.bias": [width] for name, width in widths.items()}
+        shapes |= {f"layers.0.self_attn.{name}.bias": [width] for name, width in widths.items()}
     if config["fc_norm"]:
-        wanted |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
+        shapes |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
     if config["norm_before_fc"]:
-        wanted["input_norm.weight"] = [NUM_AUX * hidden]
+        shapes["input_norm.weight"] = [NUM_AUX * hidden]
     draft_vocab, vocab = config["draft_vocab_size"], layer["vocab_size"]
     if draft_vocab != vocab or config.get("own_head"):
-        wanted["lm_head.weight"] = [draft_vocab, hidden]
+        shapes["lm_head.weight"] = [draft_vocab, hidden]
     if draft_vocab != vocab:
-        wanted["d2t"] = [draft_vocab]
-    return wanted
+        shapes["d2t"] = [draft_vocab]
+    return shapes
 
 
-def _check_maps(found: Mapping[str, Header], drafted: int, vocab: int) -> None:
-    """Draft id i stands for token i + d2t[i]: ascending tokens of the policy, those that t2d marks if it is there."""
-    file = found["d2t"].file
-    if found["d2t"].shape != [drafted] or found["d2t"].kind not in MAP_TYPES["d2t"]:
+def _check_maps(tensors: Mapping[str, Header], drafted: int, vocab: int) -> None:
+    """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i ascend, and t2d, if there, marks the same."""
+    file = tensors["d2t"].file
+    if tensors["d2t"].shape != [drafted] or tensors["d2t"].kind not in MAP_TYPES["d2t"]:
         raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
-    offsets = _array(found["d2t"]).astype(np.int64)  # [DV]
+    offsets = _array(tensors["d2t"]).astype(np.int64)  # [DV]
     ids = np.arange(len(offsets))
     tokens = ids + offsets
     wrong = (offsets < -ids) | (offsets >= vocab - ids)
@@ -237,9 +237,9 @@ def _check_maps(found: Mapping[str, Header], drafted: int, vocab: int) -> None:
             f"{file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}; tokens must "
             f"ascend within 0..{vocab - 1}."
         )
-    if drafted < vocab and "t2d" in found and not np.array_equal(tokens, np.flatnonzero(_array(found["t2d"]))):
-        where = found["t2d"].file
-        raise DrafterError(f"{where}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
+    if drafted < vocab and "t2d" in tensors and not np.array_equal(tokens, np.flatnonzero(_array(tensors["t2d"]))):
+        file = tensors["t2d"].file
+        raise DrafterError(f"{file}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
 
 
 def _array(header: Header) -> np.ndarray:

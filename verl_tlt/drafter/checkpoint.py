@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 STAGE_DIR = "TLT_DRAFTER_DIR"
 """Environment variable of a server and its children: the private directory in which this node's drafter is staged."""
 STATE = "training/training_state.safetensors"
-"""In a folder of its own: the folder of `config.json` holds only what is served."""
+"""A file in a folder of its own: the folder of `config.json` holds only what is served."""
 _HEADER = "state"
 _TENSOR = "tensor"
 """A tensor's place in a state's JSON says its name: `{"tensor": "parameters/fc.weight"}`."""
@@ -85,8 +85,8 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
     tensors = serving_tensors(model, getattr(torch, dtype))
     if (broken := not_finite(tensors)) is not None:
         raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
-    there = fingerprint(tensors, own_head=has_own_head(model))
-    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), there
+    digest = fingerprint(tensors, own_head=has_own_head(model))
+    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), digest
 
 
 def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:
@@ -169,19 +169,19 @@ def load_drafter(
 ) -> Eagle3DraftModel:
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
-    Those that a stand-alone file brings are loaded. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
-    writes what vLLM serves. Other arguments and what is refused are `check_drafter`'s, and numbers that are not finite;
-    `attention` is `build_drafter`'s.
+    A stand-alone file's embedding and head are loaded. SpecForge's and SafeAILab's layouts are translated;
+    `save_drafter` writes what vLLM serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A
+    `DrafterError` for what `check_drafter` refuses, and for numbers that are not finite.
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
-    found = check_drafter(directory, policy, min_context, also_owner)
-    if found.method == MTP:
+    checked = check_drafter(directory, policy, min_context, also_owner)
+    if checked.method == MTP:
         return load_own_head(directory, policy, attention=attention, device=device)
-    config = Eagle3SpeculatorConfig.from_dict(found.config)
+    config = Eagle3SpeculatorConfig.from_dict(checked.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
-    tensors = read_tensors(found.tensors)
+    tensors = read_tensors(checked.tensors)
     if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
         tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
@@ -231,8 +231,8 @@ def write_state(state: Mapping[str, object], file: Path) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    others = _without_tensors(state, (), tensors)
-    save_file(tensors, file, metadata={_HEADER: json.dumps(others)})
+    values = _without_tensors(state, (), tensors)
+    save_file(tensors, file, metadata={_HEADER: json.dumps(values)})
 
 
 def read_state(file: Path) -> Fields:
@@ -269,11 +269,11 @@ _FACTS: dict[str, Any] = {
     "prompt_form": dict[str, Any],
     "acceptance": Annotated[list[_Share], Field(max_length=LONGEST_DRAFT)],
 }
-"""Kinds of the facts that are read again."""
+"""Types of the facts that a later command or run reads."""
 
 
 def provenance(directory: Model) -> Fields:
-    """The facts saved with a drafter; empty for a drafter from elsewhere. What is of another kind is left out."""
+    """The facts saved with a drafter, without those of a wrong type; empty for a drafter from elsewhere."""
     file = drafter_folder(directory) / PROVENANCE
     facts = read_json(file) if file.is_file() else {}
     for key in _FACTS.keys() & facts.keys():
@@ -287,11 +287,11 @@ def provenance(directory: Model) -> Fields:
 def _versions() -> dict[str, str]:
     import verl_tlt
 
-    found = {"verl_tlt": verl_tlt.__version__}
+    versions = {"verl_tlt": verl_tlt.__version__}
     for name in ("torch", "transformers", "speculators", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):  # vLLM need not be there to train
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 _CARD = """---
@@ -340,10 +340,10 @@ def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
 
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `target`, which takes its name when the block ends and is removed when it raises.
+    """Yield an empty directory that is renamed to `target` when the block ends, and removed when the block raises.
 
-    A process killed inside the block leaves a `.NAME.new-*` that nothing reads; one killed between the two renames that
-    replace a directory leaves the old one as `.NAME.old-*`. Where `target` is a link, what it points to is replaced.
+    It lies beside `target`: a process killed inside the block leaves a `.NAME.new-*` that nothing reads; one killed
+    between the two renames that replace a directory leaves the old one as `.NAME.old-*`. A link's target is replaced.
     """
     target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
     target.parent.mkdir(parents=True, exist_ok=True)

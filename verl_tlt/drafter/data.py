@@ -61,7 +61,7 @@ class TrainingSequence:
     start: int = 0
     """Position of `tokens[0]` in the whole sequence."""
     prompt: int | None = None
-    """The same for all responses to one prompt, which are trained on or held out together; None: it is the only one."""
+    """Number shared by all responses to one prompt, which are trained on or held out together; None: the only one."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -102,7 +102,7 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences, its documents, side by side in one row of S positions; attention stays within a document."""
+    """Sequences (documents) side by side in one row of S positions; attention stays within a document."""
 
     input_ids: torch.Tensor
     """int64 [1, S]: x_{t+1}."""
@@ -130,14 +130,14 @@ class Batch:
         return int(self.loss_mask.sum())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
-        """On `device`, hidden states cast to `dtype`."""
+        """The batch on `device`, hidden states cast to `dtype`."""
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
         for name in ("hidden_states", "last_hidden"):
             moved[name] = moved[name].to(dtype)
         return Batch(**moved)
 
     def padded(self, multiple: int) -> Batch:
-        """Filled up with padding rows to a multiple of `multiple`."""
+        """The batch, filled up with padding rows to a multiple of `multiple`."""
         missing = -self.rows % multiple
         if not missing:
             return self
@@ -150,9 +150,9 @@ class Batch:
         return Batch(**grown)
 
     def for_passes(self, ttt_steps: int) -> Batch:
-        """Without loss on the first `ttt_steps - 1` rows of each document: packing is exact without them.
+        """The batch without loss on the first `ttt_steps - 1` rows of each document, which makes packing exact.
 
-        Pass k is scored k rows on: they would be scored against passes that began in another document.
+        Pass k is scored k rows on: those rows would be scored against passes that began in another document.
         """
         ids = self.document_ids[0]  # [S]
         index = torch.arange(self.rows, device=ids.device)
@@ -281,15 +281,15 @@ class Feed:
         batch = batch.for_passes(self._ttt_steps)
         tokens = batch.tokens
         if self._stream is None or any(getattr(batch, f.name).is_cuda for f in fields(batch)):
-            there = batch.to(self._device, torch.float32)
-            return FedBatch(there.padded(ROW_BLOCK) if self._stream else there, tokens, None)
+            moved = batch.to(self._device, torch.float32)
+            return FedBatch(moved.padded(ROW_BLOCK) if self._stream else moved, tokens, None)
         with torch.cuda.stream(self._stream):
             # What is page-locked already stays where it is. Torch gives it to no other batch before this copy is done.
             locked = Batch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(batch)})
-            there = locked.to(self._device, torch.float32).padded(ROW_BLOCK)
+            moved = locked.to(self._device, torch.float32).padded(ROW_BLOCK)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
-        return FedBatch(there, tokens, copied)
+        return FedBatch(moved, tokens, copied)
 
 
 @contextmanager

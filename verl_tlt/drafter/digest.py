@@ -16,7 +16,7 @@ _LEFT_OUT = ("embed_tokens", "verifier_lm_head", "verifier_norm", "t2d")
 """The policy's tensors, and the map that vLLM does not read; `d2t` names the same tokens (`drafter.check`)."""
 _HEAD = "lm_head"
 _OFFSETS = "d2t"
-"""All zeros in vLLM, and in no file, where the draft vocabulary is whole."""
+"""The map of draft ids to tokens: all zeros in vLLM, and in no file, where the draft vocabulary is whole."""
 _CHUNK = 1 << 22
 """Elements summed at a time: bounds the int64 copies."""
 
@@ -37,7 +37,7 @@ def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], own_head: bool
 
     `shards` are name, tensor and how many of the whole tensor's columns lie before it; each element is on one rank.
     """
-    found: Sums = {}
+    sums: Sums = {}
     left_out = _LEFT_OUT if own_head else (*_LEFT_OUT, _HEAD)
     for name, tensor, columns_before in shards:
         if any(part in name for part in left_out):
@@ -47,8 +47,8 @@ def partial_sums(shards: Iterable[tuple[str, torch.Tensor, int]], own_head: bool
             tensor = tensor[:, None]  # a bias: where an element is in the stack does not matter, as in a matrix
         if group == _OFFSETS and not tensor.any():
             continue
-        _add(found, group, str(tensor.dtype), _sums(tensor, columns_before))
-    return found
+        _add(sums, group, str(tensor.dtype), _sums(tensor, columns_before))
+    return sums
 
 
 def combined(parts: Iterable[Sums]) -> str:
@@ -91,13 +91,13 @@ def own_shards(
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all experts [E, R, C] their rows [E R, C], which vLLM may split by experts, or each expert's by rows."""
+    """The rows [E R, C] of all experts' tensor [E, R, C], which vLLM may split by experts, or each expert's by rows."""
     return tensor.flatten(0, 1) if tensor.ndim == 3 else tensor
 
 
 def _add(into: Sums, group: str, kind: str, sums: list[int]) -> None:
-    held = into[group][1] if group in into else [0, 0, 0, 0]
-    into[group] = kind, (torch.tensor(held) + torch.tensor(sums)).tolist()  # wraps at 64 bits
+    before = into[group][1] if group in into else [0, 0, 0, 0]
+    into[group] = kind, (torch.tensor(before) + torch.tensor(sums)).tolist()  # wraps at 64 bits
 
 
 def _sums(tensor: torch.Tensor, columns_before: int) -> list[int]:

@@ -134,7 +134,7 @@ class _AcceptanceLoss:
     recorded: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
-        """(overlap, recorded), float64 [K, S]: sum_v min(p, q), and min(1, q/p) of the recorded token; 0 past it."""
+        """(overlap, recorded), float64 [K, S]: sum_v min(p, q), min(1, q/p) of the token; row k ends in k zeros."""
         everywhere = replace(self.batch, loss_mask=torch.ones_like(self.batch.loss_mask))
         with torch.no_grad():
             run_passes(self.model, everywhere, max_draft, {"acceptance": (self, 1.0)})
@@ -153,15 +153,15 @@ class _AcceptanceLoss:
             for rows in _blocks(len(self.policy)):
                 self.policy[rows], self.chosen[rows] = self._policy(targets[0, rows].float(), rows)
         assert self.chosen is not None
-        k, found = len(self.overlap), logits.new_empty(2, logits.shape[1], dtype=torch.float32)
+        k, rates = len(self.overlap), logits.new_empty(2, logits.shape[1], dtype=torch.float32)
         policy, chosen, tokens = self.policy[k:], self.chosen[k:], self.batch.next_ids[0, k:]
         for rows in _blocks(logits.shape[1]):
             draft = _probabilities(logits[0, rows].float(), self.temperature)  # [B, DV]
-            found[0, rows] = torch.minimum(draft, policy[rows]).sum(-1)
+            rates[0, rows] = torch.minimum(draft, policy[rows]).sum(-1)
             drawn = self._at(draft, tokens[rows]) / chosen[rows].clamp_min(torch.finfo(torch.float32).tiny)
-            found[1, rows] = drawn.clamp_max(1.0)
-        self.overlap.append(found[0])
-        self.recorded.append(found[1])
+            rates[1, rows] = drawn.clamp_max(1.0)
+        self.overlap.append(rates[0])
+        self.recorded.append(rates[1])
         return logits.new_zeros(logits.shape[:2])
 
     def _policy(self, targets: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,9 +183,9 @@ class _AcceptanceLoss:
         """Entries [S] of `probabilities` [S, DV] at target ids [S]; 0 for tokens outside the draft vocabulary."""
         if not self.model.use_draft_vocab:
             return probabilities.gather(1, tokens[:, None])[:, 0]
-        kept = self.model.t2d
-        draft_id = (kept.long().cumsum(0) - 1).clamp_min(0)[tokens]  # [S]
-        return probabilities.gather(1, draft_id[:, None])[:, 0] * kept[tokens]
+        t2d = self.model.t2d
+        draft_id = (t2d.long().cumsum(0) - 1).clamp_min(0)[tokens]  # [S]
+        return probabilities.gather(1, draft_id[:, None])[:, 0] * t2d[tokens]
 
 
 def _blocks(rows: int) -> Iterator[slice]:
@@ -207,7 +207,7 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
 
 
 def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
-    """Expected drafts and acceptances along one sequence, from what `_AcceptanceLoss.run` gives of its rows."""
+    """Expected drafts and acceptances along one sequence, from its columns of what `_AcceptanceLoss.run` returns."""
     max_draft = len(overlap)
     starts = window.loss_rows(max_draft)
     if not starts:

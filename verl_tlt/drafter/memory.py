@@ -31,7 +31,7 @@ VERSIONS_HELD = 3
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
 BLOCK = 1 << 27
-"""Bytes that a `LockedPool` grows by."""
+"""Fewest bytes that a `LockedPool` grows by."""
 MARGIN = 0.03
 """Share of the device's memory that a session leaves free, since contexts and pools of actor and engine grow."""
 FEWEST_ROWS = 256
@@ -70,20 +70,20 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int =
 
 
 def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
-    """What `passes` over a batch keep for the backward pass besides logits, in bytes: products in 16 bits, norms in 32.
+    """Bytes that `passes` over a batch keep for the backward pass besides logits: products in 16 bits, norms in 32.
 
     Keys and values of all passes so far are repeated for every query head and pass, as is the attention's mask.
     """
     layer = model.config.transformer_layer_config
     heads = layer.num_attention_heads
     attention = heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
-    each = 44 * layer.hidden_size + 4 * attention + 8 * layer.intermediate_size  # bytes of a row in each pass
+    row_bytes = 44 * layer.hidden_size + 4 * attention + 8 * layer.intermediate_size  # in each pass
     if any("q_norm" in name for name, _ in model.named_parameters()):  # Qwen3.5's MTP head, whose attention is gated
-        each += 16 * (layer.hidden_size + attention)
+        row_bytes += 16 * (layer.hidden_size + attention)
     if experts := getattr(layer, "num_experts_per_tok", 0):  # a copy of the row for each, multiplied in 32 bits
-        each += 8 * experts * (layer.hidden_size + layer.moe_intermediate_size)
+        row_bytes += 8 * experts * (layer.hidden_size + layer.moe_intermediate_size)
     keys = passes * (passes + 1) // 2  # of a row, over all passes
-    return rows * (passes * each + 12 * layer.hidden_size + keys * (4 * attention + 2 * rows) + passes * rows)
+    return rows * (passes * row_bytes + 12 * layer.hidden_size + keys * (4 * attention + 2 * rows) + passes * rows)
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:
@@ -97,7 +97,7 @@ def host_bytes(model: Eagle3DraftModel) -> int:
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """(where each begins, bytes of all) of tensors of so many bytes, side by side in one block."""
+    """(first byte of each, bytes of all) for tensors of these `sizes`, in bytes, side by side in one block."""
     ends = list(accumulate((size + -size % ALIGNMENT for size in sizes), initial=0))
     return ends[:-1], ends[-1]
 
@@ -136,27 +136,27 @@ def _forget_refusal() -> None:
 
 
 class LockedPool:
-    """Page-locked memory that is handed out piece by piece, and all of it anew after `reset`; it never shrinks."""
+    """Page-locked memory, handed out piece by piece; `reset` takes all pieces back, and the pool never shrinks."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._used: list[int] = []  # bytes handed out of each
 
     def reset(self) -> None:
-        """What was handed out will be overwritten."""
+        """Take all pieces back: what they hold will be overwritten."""
         self._used = [0] * len(self._blocks)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with any contents, valid until the next `reset`."""
         nbytes = math.prod(shape) * dtype.itemsize
         fits = (i for i, block in enumerate(self._blocks) if self._used[i] + nbytes <= len(block))
-        if (found := next(fits, None)) is None:
-            found = len(self._blocks)
+        if (index := next(fits, None)) is None:
+            index = len(self._blocks)
             self._blocks.append(page_locked(max(BLOCK, nbytes)))
             self._used.append(0)
-        begin = self._used[found]
-        self._used[found] = layout([begin + nbytes])[1]
-        return self._blocks[found][begin : begin + nbytes].view(dtype).view(*shape)
+        begin = self._used[index]
+        self._used[index] = layout([begin + nbytes])[1]
+        return self._blocks[index][begin : begin + nbytes].view(dtype).view(*shape)
 
 
 # ------------------------------------------------------------------ where a drafter is
@@ -167,7 +167,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class DrafterMemory:
-    """The block of host memory that a drafter and its optimizer live in from now on, where they are not on a device."""
+    """The block of host memory that holds a drafter and its optimizer from now on, while they are on no device."""
 
     def __init__(self, trainer: DrafterTrainer) -> None:
         everything = [*trainer.model.parameters(), *trainer.model.buffers()]
@@ -176,36 +176,36 @@ class DrafterMemory:
         self.tensors = [*frozen, *trained, *state]
         sizes = [t.nbytes for t in self.tensors]
         self.changing = layout(sizes[: len(frozen)])[1]
-        """Where the part begins that training changes."""
+        """First byte of the part that training changes."""
         self.optimizer = layout(sizes[: len(frozen) + len(trained)])[1]
-        """Where the optimizer's state begins."""
+        """First byte of the optimizer's state."""
         self.block = page_locked(layout(sizes)[1])
-        self._here = views(self.block, self.tensors)
-        for tensor, here in zip(self.tensors, self._here, strict=True):
-            here.copy_(tensor.data)
-        self._live_in(self._here)
+        self._on_host = views(self.block, self.tensors)
+        for tensor, place in zip(self.tensors, self._on_host, strict=True):
+            place.copy_(tensor.data)
+        self._live_in(self._on_host)
 
     @contextmanager
     def on(self, device: torch.device, *, trains: bool = True) -> Iterator[None]:
-        """Keep them on a device for a `with` block; unless the block `trains`, nothing is copied back."""
-        there = torch.empty(0)
+        """Put the drafter on a device for a `with` block; unless the block `trains`, nothing is copied back."""
+        on_device = torch.empty(0)
         try:
             source = self.block if trains else self.block[: self.optimizer]
-            there = torch.empty_like(source, device=device)
-            _copy(there, source)
-            self._live_in(views(there, self.tensors))
+            on_device = torch.empty_like(source, device=device)
+            _copy(on_device, source)
+            self._live_in(views(on_device, self.tensors))
             try:
                 yield
             finally:
                 if trains:
-                    _copy(self.block[self.changing :], there[self.changing :])
+                    _copy(self.block[self.changing :], on_device[self.changing :])
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
         finally:
             for tensor in self.tensors:
                 tensor.grad = None
-            self._live_in(self._here)
-            del there
+            self._live_in(self._on_host)
+            del on_device
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
 
@@ -225,7 +225,7 @@ def check_room(needed: int, free: int, total: int) -> None:
 
 
 class TrainingDevice:
-    """Where a learner trains; `name` as torch has it, "cuda" or "cpu".
+    """The device on which a learner trains; `name` is torch's, "cuda" or "cpu".
 
     An accelerator belongs to the actor and the engine, which count on its memory: running out of it there ends the run.
     So a session begins with a check of the free memory, and leaves nothing on the device.
@@ -235,24 +235,24 @@ class TrainingDevice:
         self.device = torch.device(name)
         self.is_accelerator = self.device.type != "cpu"
         self._memory: DrafterMemory | None = None
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of an accelerator."""
         return torch.cuda.mem_get_info(self.device)
 
     def receive(self, trainer: DrafterTrainer) -> None:
-        """Make the host memory that sessions copy from and to: seconds for a large drafter, and none may wait."""
+        """Make the sessions' host memory in advance: it takes seconds for a large drafter, and no session may wait."""
         if self.is_accelerator:
             self._memory = DrafterMemory(trainer)
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Page-locked host copy of a tensor, which an accelerator reads at full speed; in the previous one's memory."""
+        """Page-locked host copy of a tensor, which an accelerator reads at full speed; reuses the previous buffer."""
         if not self.is_accelerator:
             return tensor
-        if len(self._held) != tensor.nbytes:
-            self._held = page_locked(tensor.nbytes)
-        return views(self._held, [tensor])[0].copy_(tensor)
+        if len(self._pinned) != tensor.nbytes:
+            self._pinned = page_locked(tensor.nbytes)
+        return views(self._pinned, [tensor])[0].copy_(tensor)
 
     def rows(self, trainer: DrafterTrainer, most: int, scored: int) -> int:
         """Rows of a session's micro-batches: `most`, halved until memory suffices; `scored`: of a scored batch."""

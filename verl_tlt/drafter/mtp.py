@@ -25,7 +25,7 @@ from verl_tlt.drafter.schema import layer_fields, library_fields
 
 
 def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:
-    """The config of the policy's head, all of it from the policy's own; a `DrafterError` where it has none."""
+    """The config of a policy's MTP head, all from the policy's own config; a `DrafterError` where there is no head."""
     layout = mtp_layout(shape)
     fields = {**layer_fields(shape), "layer_types": ["full_attention"], "rope_parameters": dict(shape.rope)}
     layer: PretrainedConfig
@@ -54,12 +54,12 @@ def _qwen3_5_moe() -> Any:
 
 
 class MTPDrafter(Eagle3DraftModel):
-    """The head, with the policy's embedding, head and final norm. Its parameters have the checkpoint's names."""
+    """An MTP head with the policy's embedding, output head and final norm; parameters have the checkpoint's names."""
 
     config_class = MTPSpeculatorConfig
 
     def __init__(self, config: MTPSpeculatorConfig) -> None:
-        """As the class's own for EAGLE-3, whose modules are others."""
+        """Do what `Eagle3DraftModel.__init__` does, with other modules."""
         super(Eagle3DraftModel, self).__init__(config=config)
         layer: Any = config.transformer_layer_config
         with torch.device("meta"):
@@ -82,8 +82,8 @@ class MTPDrafter(Eagle3DraftModel):
             self.rotary_emb = Qwen2RotaryEmbedding(layer)
             first, second = MIMO.prefix.rstrip(".").split(".")
             self.add_module(first, torch.nn.ModuleDict({second: torch.nn.ModuleList([head])}))
-        # What the recurrence calls its parts: other names for the same, not second ones in `named_parameters`.
-        # `norm` comes before the policy's head, and before the next pass.
+        # The recurrence's names for these modules, kept out of `named_parameters`. `norm` comes before the policy's
+        # head, and before the next pass.
         self.__dict__ |= {"fc": read, "layers": [head], "norm": last}
 
     @property
@@ -92,7 +92,7 @@ class MTPDrafter(Eagle3DraftModel):
 
 
 class Qwen35Head(torch.nn.Module):
-    """Qwen3.5's: embedding before hidden state, norms that multiply by one more than their weight, gated attention.
+    """Qwen3.5's MTP head: embedding before hidden state, gated attention, norms that multiply by weight plus one.
 
     Experts are trained with all else, since they are most of what such a head can learn with.
     """
@@ -119,7 +119,7 @@ class Qwen35Head(torch.nn.Module):
 
 
 class MiMoHead(Qwen2DecoderLayer):
-    """MiMo's: hidden state before embedding; the embedding of what follows the first token counts as zero."""
+    """MiMo's MTP head: hidden state before embedding; the embedding of what follows the first token counts as zero."""
 
     def __init__(self, layer: Qwen2Config) -> None:
         super().__init__(layer, 0)

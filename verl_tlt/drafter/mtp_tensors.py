@@ -1,8 +1,8 @@
 """A policy's own head for multi-token prediction (MTP) on disk: what it is called, and its tensors.
 
-A release has it among the policy's tensors; transformers leaves it out when it loads and saves the policy, so a trained
-policy has lost it. Names are those by which vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py` load it. Needs no torch, but to
-read a head.
+A release has the head among the policy's tensors; transformers drops it when it loads and saves the policy, so a
+trained policy has lost it. Names are those by which vLLM's `qwen3_5_mtp.py` and `mimo_mtp.py` load a head. Only reading
+a head needs torch.
 
 Of a head with experts, Qwen3.5's releases hold each expert by itself, Qwen3.6's all in one tensor, as do transformers'
 decoder layer and whatever is saved and published here. vLLM reads both (`routed_experts.py`, `load_weights`).
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MTPLayout:
-    """How policies of one family hold their head."""
+    """How policies of one family hold their MTP head."""
 
     prefix: str  # beginning of its tensors' names
     count: str  # the field of the policy's config that says how many MTP layers there are
@@ -32,7 +32,7 @@ class MTPLayout:
     gated: bool
     """Attention as in Qwen3.5: queries come with gates, and queries and keys are normed; else as in Qwen2: biased."""
     experts: bool = False
-    """Its layer is a mixture of experts, and of one through which every token passes."""
+    """Whether its layer is a mixture of experts, with one more expert that every token passes through."""
 
 
 QWEN3_5 = MTPLayout(
@@ -52,11 +52,11 @@ LAYOUTS = {
 }
 """By architecture: policies whose head drafts and is trained, each tested with a small model."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Tensors of all experts, and what is concatenated in them for each."""
+"""Tensors that hold all experts, and the projections concatenated in them for each expert."""
 
 
 def mtp_layout(shape: PolicyShape) -> MTPLayout:
-    """How this policy holds its head; a `DrafterError` where it has none that drafts here."""
+    """How this policy holds its MTP head; a `DrafterError` where it has none that drafts here."""
     architecture = next(iter(shape.architectures), None)
     if (layout := LAYOUTS.get(str(architecture))) is None:
         raise DrafterError(
@@ -79,7 +79,7 @@ def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]
     if layout.experts:
         experts = _experts_shapes(mlp, shape, single)
         mlp, inner = f"{mlp}shared_expert.", shape.shared_width
-    wanted = {
+    shapes = {
         f"{layout.projection}.weight": [hidden, 2 * hidden],
         **{f"{norm}.weight": [hidden] for norm in layout.norms},
         **layer_shapes(layout.block, mlp, hidden, inner, queries, keys, reads=hidden),
@@ -87,32 +87,29 @@ def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]
     }
     attention = f"{layout.block}self_attn."
     if layout.gated:
-        wanted[f"{attention}q_proj.weight"] = [2 * queries, hidden]
-        return wanted | {f"{attention}{norm}.weight": [shape.head_dim] for norm in ("q_norm", "k_norm")}
-    return wanted | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
+        shapes[f"{attention}q_proj.weight"] = [2 * queries, hidden]
+        return shapes | {f"{attention}{norm}.weight": [shape.head_dim] for norm in ("q_norm", "k_norm")}
+    return shapes | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
 
 
 def _experts_shapes(mlp: str, shape: PolicyShape, single: bool) -> dict[str, list[int]]:
-    """Shapes of routed experts and of what chooses among them, by names that begin with `mlp`."""
+    """Shapes of the routed experts and of the gates, by names that begin with `mlp`."""
     count, hidden, width = shape.num_experts, shape.hidden_size, shape.expert_width
-    wanted = {f"{mlp}gate.weight": [count, hidden], f"{mlp}shared_expert_gate.weight": [1, hidden]}
+    shapes = {f"{mlp}gate.weight": [count, hidden], f"{mlp}shared_expert_gate.weight": [1, hidden]}
     if not single:
         fused = {"gate_up_proj": [count, 2 * width, hidden], "down_proj": [count, hidden, width]}
-        return wanted | {f"{mlp}experts.{name}": size for name, size in fused.items()}
+        return shapes | {f"{mlp}experts.{name}": size for name, size in fused.items()}
     for i in range(count):
-        one = f"{mlp}experts.{i}."
-        wanted |= {f"{one}gate_proj.weight": [width, hidden], f"{one}up_proj.weight": [width, hidden]}
-        wanted[f"{one}down_proj.weight"] = [hidden, width]
-    return wanted
+        expert = f"{mlp}experts.{i}."
+        shapes |= {f"{expert}gate_proj.weight": [width, hidden], f"{expert}up_proj.weight": [width, hidden]}
+        shapes[f"{expert}down_proj.weight"] = [hidden, width]
+    return shapes
 
 
 def layer_shapes(
     block: str, mlp: str, hidden: int, inner: int, queries: int, keys: int, reads: int
 ) -> dict[str, list[int]]:
-    """Shapes of a decoder layer's weights, by names that begin with `block`, and of its MLP with `mlp`.
-
-    Its attention `reads` so many numbers.
-    """
+    """Shapes of a decoder layer's weights by name; `block`, `mlp`: prefixes; `reads`: width of attention's input."""
     attention = f"{block}self_attn."
     return {
         f"{block}input_layernorm.weight": [hidden],
@@ -128,7 +125,7 @@ def layer_shapes(
 
 
 def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
-    """Where each tensor of the head is among a policy's own, fetched from the hub if `fetch`; else a `DrafterError`."""
+    """Headers of a policy's MTP head, from files fetched from the hub if `fetch`; a `DrafterError` if it has none."""
     config, shape = read_model_config(policy, fetch=fetch), policy_shape(policy)
     layout = mtp_layout(shape)
     if (layers := (config.get("text_config") or config).get(layout.count) or 0) != 1:
@@ -137,29 +134,29 @@ def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
 
 
 def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[str, Header]:
-    """Where each tensor of the head is in `source`: the policy, or a folder that a head was saved in.
+    """Headers of the MTP head's tensors in `source`: the policy, or a folder that a head was saved in.
 
-    A `DrafterError` unless every one is there with its shape, and no other of its kind.
+    A `DrafterError` unless every tensor is there with its shape, and no other of its kind.
     """
     layout = mtp_layout(shape)
     listing, owners = tensor_files(source, fetch)
-    held = {name: file for name, file in owners.items() if name.startswith(layout.prefix)}
-    if not held:
+    files = {name: file for name, file in owners.items() if name.startswith(layout.prefix)}
+    if not files:
         raise DrafterError(
             f"{listing} holds no MTP head ({layout.prefix}*), as after save_pretrained of transformers: put one back "
             "with verl-tlt write-back HEAD POLICY, or set tlt.drafter.method=eagle3."
         )
-    single = layout.experts and any(".mlp.experts." in name and name.endswith("_proj.weight") for name in held)
-    wanted = head_shapes(shape, single)
-    if different := sorted(held.keys() ^ wanted.keys()):
-        said = "holds" if different[0] in held else "lacks"
+    single = layout.experts and any(".mlp.experts." in name and name.endswith("_proj.weight") for name in files)
+    shapes = head_shapes(shape, single)
+    if different := sorted(files.keys() ^ shapes.keys()):
+        verb = "holds" if different[0] in files else "lacks"
         raise DrafterError(
-            f"{listing} {said} {different[0]}: that is no head of one layer such as its config asks for."
+            f"{listing} {verb} {different[0]}: that is no head of one layer such as its config asks for."
         )
-    found = headers(source, listing, held, fetch)
-    for name, header in found.items():
-        header.must_be(wanted[name], "the policy's config", FLOATS)
-    return found
+    tensors = headers(source, listing, files, fetch)
+    for name, header in tensors.items():
+        header.must_be(shapes[name], "the policy's config", FLOATS)
+    return tensors
 
 
 def read_head(source: Model, shape: PolicyShape) -> dict[str, torch.Tensor]:
@@ -172,12 +169,12 @@ def read_head(source: Model, shape: PolicyShape) -> dict[str, torch.Tensor]:
 
 
 def _fuse_experts(name: str, tensors: dict[str, torch.Tensor], count: int) -> torch.Tensor:
-    """The tensor `name` of all experts, made of each one's, which leave `tensors`."""
+    """The tensor `name` of all experts, made of each expert's own, which are removed from `tensors`."""
     import torch
 
     experts, _, fused = name.rpartition(".")
-    each = []
+    per_expert = []
     for i in range(count):
         parts = [tensors.pop(f"{experts}.{i}.{part}.weight") for part in _FUSED[fused]]
-        each.append(torch.cat(parts))
-    return torch.stack(each)
+        per_expert.append(torch.cat(parts))
+    return torch.stack(per_expert)

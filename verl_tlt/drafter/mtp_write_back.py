@@ -45,7 +45,7 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     # verl sets the count to 0 (`model.mtp.enable=False`) before it saves a policy, and vLLM then divides by it.
     (config.get("text_config") or config)[layout.count] = 1
     index = {"metadata": {}, "weight_map": {**others, **dict.fromkeys(tensors, SHARD)}}
-    contents = {file: save(held, metadata={"format": "pt"}) for file, held in pieces.items()}
+    contents = {file: save(piece, metadata={"format": "pt"}) for file, piece in pieces.items()}
     texts = {INDEX: index, CONFIG: config}
     contents |= {file: (json.dumps(fields, indent=1) + "\n").encode() for file, fields in texts.items()}
     for file, content in contents.items():

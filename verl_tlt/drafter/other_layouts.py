@@ -47,16 +47,16 @@ def to_speculators_config(config: Fields, policy: PolicyShape, file: Path) -> Fi
     }
 
 
-def _aux_layers(said: Any, nested: Any, usual: list[int], file: Path) -> Any:
-    """The layers whose inputs it reads; `said` by the config, which counts inputs, or `nested` in its `eagle_config`.
+def _aux_layers(top_level: Any, nested: Any, usual: list[int], file: Path) -> Any:
+    """The layers whose inputs a drafter reads: `top_level` in the config, which counts inputs, or else `nested`.
 
-    vLLM takes the nested ones for inputs; SpecForge and ModelOpt, which write them, and SGLang for outputs, one less.
-    They are read as outputs where that makes `usual`, vLLM's own choice, which both write by default.
+    vLLM takes the `nested` ones, in `eagle_config`, for inputs; SpecForge and ModelOpt, which write them, and SGLang
+    for outputs, one less. They are outputs where that makes `usual`, vLLM's own choice, which both write by default.
     """
     if not nested:
-        return said or usual
+        return top_level or usual
     inputs = [i + 1 for i in nested]
-    if inputs == (said or usual):
+    if inputs == (top_level or usual):
         return inputs
     raise DrafterError(
         f"{file}: eagle_config.{_IDS}={nested} is ambiguous, inputs of layers to vLLM and outputs to SGLang: set "

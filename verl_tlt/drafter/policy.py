@@ -35,12 +35,12 @@ _SIZES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), 1 << 20),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1 << 31), "num_hidden_layers": 1 << 12,
 }  # fmt: skip
-"""Sizes that every config says, and the largest that is believed."""
+"""Sizes that every config says, and the largest value that is believed."""
 _EXPERT_SIZES = {
     **dict.fromkeys(("num_experts", "num_experts_per_tok"), 1 << 12),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
 }
-"""The same of experts; 0 where there are none."""
+"""Sizes of experts, 0 where there are none, and the largest value that is believed."""
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
@@ -51,7 +51,7 @@ SUPPORTED = (
 _LATENT = "latent attention (MLA) does not start on vLLM's CPU backend, where each family is tested with a head"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ADDS_ONE = ("qwen3_next", "qwen3_5")
-"""How families begin whose RMSNorm multiplies by one more than its weight."""
+"""Prefixes of model types whose RMSNorm multiplies by one more than its weight."""
 UNTESTABLE = {
     "qwen3_vl_moe": "vLLM 0.28 does not read its experts as transformers 5 saves them, so no small model was tested",
 }
@@ -107,7 +107,7 @@ class PolicyShape:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """(All of them, those that one token uses), from its matrices: fewer for a mixture of experts."""
+        """(all parameters, those that one token uses) of the matrices; a token uses fewer in a mixture of experts."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = used = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
@@ -132,7 +132,7 @@ def active_share(policy: PolicyLike) -> float:
 
 
 class NotHereError(DrafterError):
-    """A model on the hub has not the files asked for on this disk, and they could not be fetched; it says why."""
+    """Files of a model on the hub are not on this disk and could not be fetched; the message says why."""
 
 
 def is_name(model: Model) -> bool:
@@ -145,9 +145,9 @@ def is_name(model: Model) -> bool:
 
 
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
-    """The folder with one or more files of `any_of`; a model that is no name on the hub is returned as it is.
+    """The local folder of a model on the hub, with one or more files of `any_of`; another model's own path.
 
-    What is not in the cache is asked of the hub if `fetch` (else `NotHereError`), and `besides` where the hub has them.
+    Files that are not in the cache are fetched if `fetch` (else `NotHereError`), with `besides` where the hub has them.
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))
@@ -158,21 +158,21 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
         for file in any_of:
             if isinstance(cached := try_to_load_from_cache(name, file), str):
                 return Path(cached).parent
-        found = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
+        snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except (OSError, ValueError) as error:
         offline = "it is not in the local cache, and HF_HUB_OFFLINE is set"
         why = offline if constants.HF_HUB_OFFLINE else f"{type(error).__name__}, {first_line(error)}"
         raise NotHereError(f"{name} is no folder here and could not be fetched: {why}.") from error
-    if found is None:
+    if snapshot is None:
         raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
-    if not any((found / file).is_file() for file in any_of):
+    if not any((snapshot / file).is_file() for file in any_of):
         raise NotHereError(f"{name} has no {' or '.join(any_of)} on the hub.")
-    return found
+    return snapshot
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers logs of a config, which is read many times."""
+    """Silence what transformers logs of a config, which is read many times."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -184,13 +184,13 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What another package's error says, for the end of a sentence."""
+    """The first line of another package's error, for the end of a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
 
 def policy_shape(policy: PolicyLike) -> PolicyShape:
-    """The shape of `policy`, whichever way it is given; a `DrafterError` where its config lacks a field."""
+    """The shape of `policy`, in any form of `PolicyLike`; a `DrafterError` where its config lacks a field."""
     if isinstance(policy, PolicyShape):
         return policy
     if isinstance(policy, str | os.PathLike):
@@ -222,7 +222,7 @@ def has_latent_attention(fields: Fields) -> bool:
 
 
 def unsupported(model_type: str, architectures: Sequence[str], latent: bool) -> str | None:
-    """The end of a sentence that says why there are no EAGLE-3 heads for such policies; None: there are."""
+    """Why there are no EAGLE-3 heads for such policies, as the end of a sentence; None: there are."""
     if without := next((name for name in architectures if name in WITHOUT_STATES), None):
         own = "its own MTP head drafts with tlt.drafter.method=mtp"
         return f"vLLM hands the hidden states of {without} to no EAGLE-3 head; {own}"
@@ -277,7 +277,7 @@ def _from_fields(whole: Fields, source: str) -> PolicyShape:
 
 
 def _check_sizes(whole: Fields, source: str) -> None:
-    """Raise a `DrafterError` for a size that no model has: whoever reads it would make a list or a tensor of it."""
+    """Raise a `DrafterError` for a size that no model has: a list or a tensor of that size would be made."""
     for part in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         for key, most in _SIZES.items():
             if part.get(key) is not None and not 0 < int(part[key]) <= most:
@@ -288,7 +288,7 @@ def _check_sizes(whole: Fields, source: str) -> None:
 
 
 def _completed(whole: Fields, source: str) -> Fields:
-    """The config as the family's class in transformers makes it; as it is where there is no such class.
+    """The config completed by the family's class in transformers; unchanged where there is no such class.
 
     A language model's own config must say its sizes, since the class would fill in those of another model.
     """
@@ -356,7 +356,7 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
     return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
 
 
-WHOLE_UP_TO, OF_A_LARGER_ONE = 65_536, 32_768
+WHOLE_UP_TO, PRUNED_TO = 65_536, 32_768
 """Tokens of a new drafter's vocabulary: all of a policy's up to the first number, else the second. Each drafted token
 reads layer and head: half of 64k rows is less than the layer has, three quarters of 128k are more."""
 
@@ -364,7 +364,7 @@ reads layer and head: half of 64k rows is less than the layer has, three quarter
 def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
     """Tokens that a new drafter can draft; `asked`: a number up to `vocabulary`, "full", or None: the default."""
     if asked is None:
-        return vocabulary if vocabulary <= WHOLE_UP_TO else OF_A_LARGER_ONE
+        return vocabulary if vocabulary <= WHOLE_UP_TO else PRUNED_TO
     if asked == "full":
         return vocabulary
     if not 2 <= int(asked) <= vocabulary:

@@ -26,7 +26,7 @@ from verl_tlt.drafter.verifier import locate_parts
 
 
 def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
-    """Build what a run builds for a policy; whether its weights were there, which are asked of the hub if `fetch`."""
+    """Build what a run builds for a policy; returns whether its weights are here, or on the hub if `fetch`."""
     shape = policy_shape(policy)
     with quiet(), torch.device("meta"):
         try:

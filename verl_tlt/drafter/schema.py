@@ -27,7 +27,7 @@ _LAYER_NORMS = ("fc_norm", "norm_output")
 _STRETCHED = ("linear", "dynamic", "yarn")
 """RoPE types whose table vLLM makes `factor` times as long."""
 _MOST_STRETCH = 4
-"""Rows of a RoPE table for each position that the engine needs."""
+"""Most rows of a RoPE table for each position that the engine needs."""
 
 
 class _Part(BaseModel):
@@ -94,18 +94,18 @@ class Drafter(_Part):
 def checked(config: Fields, where: str, layer_at: str) -> Drafter:
     """The drafter's config, compared with nothing but itself; a `DrafterError` names the first field that is wrong.
 
-    `where` is the file, `layer_at` how it calls the fields of the layer: empty, or with a dot at its end.
+    `where`: the file. `layer_at`: its prefix for the fields of the layer, empty or with a dot at its end.
     """
     layer = config.get("transformer_layer_config")
     if isinstance(layer, dict):
         config = {**config, "transformer_layer_config": {**layer, "rope_parameters": _rope(layer)}}
     try:
-        found = Drafter.model_validate(config)
+        drafter = Drafter.model_validate(config)
     except ValidationError as error:
         key, wrong = wrong_field(error)
         raise DrafterError(f"{where}: {key.replace('transformer_layer_config.', layer_at)} {wrong}") from None
-    _check_rope(found.transformer_layer_config, f"{where}: {layer_at}")
-    return found
+    _check_rope(drafter.transformer_layer_config, f"{where}: {layer_at}")
+    return drafter
 
 
 def _rope(layer: Fields) -> object:

@@ -1,4 +1,4 @@
-"""Which file each tensor of a model is in; and reads safetensors files that others may have written, or change now.
+"""Finds the file of each tensor of a model, and reads safetensors files that others may have written, or change now.
 
 Nothing is mapped: the kernel ends a process (SIGBUS) that reads a mapped page behind the end of a file which has become
 shorter. Header and tensors are copied into the process's own memory, and checked there.
@@ -36,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _MOST_HEADER = 100_000_000
-"""Bytes of a header: the format's own bound."""
+"""Most bytes of a header: the format's own bound."""
 _TYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
     "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "I64": ("int64", 8), "I32": ("int32", 4),
@@ -54,13 +54,13 @@ _EXPERTS = {
     "experts.gate_up_proj": "experts.w13_weight",
     "experts.down_proj": "experts.w2_weight",
 }
-"""Parts of names that vLLM has other words for; some releases have no `routed_experts`."""
+"""Parts of names that vLLM spells differently; some releases have no `routed_experts`."""
 FLOATS = ("F32", "F16", "BF16")
 """Types of a drafter's weights."""
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of one tensor before its numbers."""
+    """One tensor's entry in the header of a safetensors file."""
 
     file: Path
     name: str
@@ -110,8 +110,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     def dtype(self, name: str) -> torch.dtype:
         import torch
 
-        found: torch.dtype = getattr(torch, self._type(name))
-        return found
+        return getattr(torch, self._type(name))
 
     def get_tensor(self, name: str) -> torch.Tensor:
         import torch
@@ -122,7 +121,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         return torch.from_numpy(content).view(self.dtype(name)).reshape(shape)
 
     def get_array(self, name: str) -> np.ndarray:
-        """The same for numpy, without torch."""
+        """One tensor for numpy, without torch."""
         return self._content(name).view(self._type(name)).reshape(self._entries[name].shape)
 
     def _content(self, name: str) -> np.ndarray:
@@ -137,18 +136,18 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         return _TYPES[kind][0]
 
     def _header(self) -> tuple[int, dict[str, str], dict[str, Header]]:
-        """Where the tensors begin, the file's metadata, and what is said of each tensor; all of it is checked."""
+        """(offset of the first tensor, metadata of the file, header of each tensor), all of it checked."""
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise ValueError(f"it has {size} bytes")
         length = int(self._bytes(0, 8).view("<u8")[0])
         if not 2 <= length <= min(size - 8, _MOST_HEADER):
             raise ValueError(f"its header would have {length} bytes")
-        said = parse(self._bytes(8, length).tobytes())
-        metadata = dict(said.pop("__metadata__", None) or {})
+        table = parse(self._bytes(8, length).tobytes())
+        metadata = dict(table.pop("__metadata__", None) or {})
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("its metadata is no text")
-        entries = {name: _entry(self._name, name, fields) for name, fields in said.items()}
+        entries = {name: _entry(self._name, name, fields) for name, fields in table.items()}
         end = 0  # tensors follow each other without a gap
         for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
             if entry.begin != end:
@@ -183,19 +182,19 @@ def _entry(file: Path, name: str, fields: dict[str, Any]) -> Header:
     return Header(file, name, shape, kind, begin, end)
 
 
-def read_tensors(found: Mapping[str, Header]) -> dict[str, torch.Tensor]:
-    """These tensors, on the host; a `DrafterError` where one holds NaN or infinity."""
+def read_tensors(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:
+    """The tensors of these headers, on the host; a `DrafterError` where one holds NaN or infinity."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({header.file for header in found.values()}):
+    for file in sorted({entry.file for entry in entries.values()}):
         with TensorFile(file) as reader:
-            tensors |= {name: reader.get_tensor(at.name) for name, at in found.items() if at.file == file}
+            tensors |= {name: reader.get_tensor(entry.name) for name, entry in entries.items() if entry.file == file}
     if (broken := not_finite(tensors)) is not None:
-        raise DrafterError(f"{found[broken].file}: {found[broken].name} holds NaN or infinity.")
+        raise DrafterError(f"{entries[broken].file}: {entries[broken].name} holds NaN or infinity.")
     return tensors
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str | None:
-    """Name of the first that holds NaN or infinity, which is looked for on `device`, or where it is."""
+    """Name of the first tensor with NaN or infinity, sought on `device` or where it is; None: all are finite."""
     numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
     return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
 
@@ -207,7 +206,7 @@ def plain(name: str) -> str:
 
 
 def stacked(name: str) -> str:
-    """The plain name of the tensor in which vLLM keeps this one; the same for all that it stacks there."""
+    """The plain name of vLLM's tensor that holds this one; the same for all tensors that vLLM stacks in it."""
     name = plain(name).replace("draft_id_to_target_id", "d2t")
     for pattern, stack in _STACKED:
         name = pattern.sub(stack, name)
@@ -221,9 +220,9 @@ def is_stack(group: str) -> bool:
 
 
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
-    """(the file that says so, the file that each tensor of a model is in, by the tensor's name); else a `DrafterError`.
+    """(the file that lists a model's tensors, the file of each by the tensor's name); else a `DrafterError`.
 
-    As in transformers a single file comes before an index, which counts besides if it names that file.
+    As in transformers a single file comes before an index; the index counts besides if it names that file.
     """
     directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
     single, index = directory / WEIGHTS, directory / INDEX
@@ -254,15 +253,15 @@ def _index(file: Path) -> dict[str, str]:
     return table
 
 
-def headers(model: Model, listing: Path, held: Mapping[str, str], fetch: bool = True) -> dict[str, Header]:
-    """Where these tensors of a model are, their shapes and dtypes; `held`: by name, their files, as `listing` says."""
-    found = {}
-    for file in sorted(set(held.values())):
+def headers(model: Model, listing: Path, owners: Mapping[str, str], fetch: bool = True) -> dict[str, Header]:
+    """Headers of these tensors of a model by name; `owners`: the file of each by its name, as `listing` says."""
+    entries = {}
+    for file in sorted(set(owners.values())):
         path = folder(model, (file,), fetch=fetch) / file
         with TensorFile(path) as reader:
-            there = set(reader.names)
-            for name in (name for name, owner in held.items() if owner == file):
-                if name not in there:
+            names = set(reader.names)
+            for name in (name for name, owner in owners.items() if owner == file):
+                if name not in names:
                     raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
-                found[name] = reader.header(name)
-    return found
+                entries[name] = reader.header(name)
+    return entries

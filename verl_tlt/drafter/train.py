@@ -33,14 +33,14 @@ AVERAGE = "average"
 STATE = (*_MOMENTS, AVERAGE)
 """What the optimizer holds of each parameter, in its shape: AdamW's moments, and the average of its recent values."""
 AVERAGED_STEPS = 50
-"""Optimizer steps that the moving average reaches back, when it reaches far. At first it is a ninth of those taken: a
-new head's weights of twenty steps ago are worth little."""
+"""Most optimizer steps that the moving average reaches back. At first it reaches back a ninth of those taken: a new
+head's weights of twenty steps ago are worth little."""
 CLIP = 1.0
 """Largest gradient norm."""
 _REACHED, _DECAY = 0.5, 0.9
 """A draft position is unrolled once a moving average (decay 0.9) of the previous one's accuracy exceeds 0.5."""
 _MAX_EMPTY = 100
-"""Batches in a row without a loss that are an error."""
+"""Batches without a loss that are an error when they come in a row."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TrainSummary:
     tokens: int
     """Rows learned from."""
     weighted_tokens: float
-    """The same, each counted by its step's learning rate relative to that after the warm-up: how far they moved it."""
+    """Rows learned from, each times the `rate` of its step: how far they moved the drafter."""
     skipped: int
     """Micro-batches left out because they were not finite."""
     stopped: bool
@@ -98,12 +98,12 @@ def check_loss(loss: str) -> None:
 
 
 class DrafterTrainer:
-    """Trains a drafter, its verifier weights filled: the model, its optimizer, its place in the warm-up.
+    """Trains a drafter whose verifier weights are filled: the model, its optimizer, its place in the warm-up.
 
-    `learning_rate` holds after a linear warm-up over all sessions. `ttt_steps` are passes per step in the end: at first
-    there is one, and the next position is unrolled when drafts reach it, for until then a step costs less and teaches
-    as much. `loss` is a name of `speculators.losses`, or a JSON object of names and weights; a `DrafterError` for
-    another. `trained`: it has learned before, so its average reaches back as far as it ever does from the start.
+    `learning_rate` holds after a linear warm-up over all sessions. `ttt_steps`: most passes per step. Training begins
+    with one, and the next position is unrolled when drafts reach it, for until then a step costs less and teaches as
+    much. `loss`: a name of `speculators.losses`, or a JSON object of names and weights; a `DrafterError` for another.
+    `trained`: the drafter has learned before, so the average reaches back `AVERAGED_STEPS` from the start.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DrafterTrainer:
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments, **average}
         self.passes = 1
         """Draft positions that the next step unrolls."""
-        self._right = 0.0  # moving average of the last one's accuracy
+        self._accuracy = 0.0  # moving average, at the last of these positions
         self.steps = 0
         """Optimizer steps taken, over all sessions."""
         self.skipped = 0
@@ -172,9 +172,9 @@ class DrafterTrainer:
             self.skipped += 1
         else:
             self.steps += 1
-            self._right = _DECAY * self._right + (1 - _DECAY) * accuracy[-1]
-            if self._right > _REACHED and self.passes < self.ttt_steps:
-                self.passes, self._right = self.passes + 1, 0.0
+            self._accuracy = _DECAY * self._accuracy + (1 - _DECAY) * accuracy[-1]
+            if self._accuracy > _REACHED and self.passes < self.ttt_steps:
+                self.passes, self._accuracy = self.passes + 1, 0.0
             self._average()
         return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
 
@@ -206,7 +206,7 @@ class DrafterTrainer:
             "optimizer": optimizer,
             "steps": self.steps,
             "skipped": self.skipped,
-            "passes": [self.passes, self._right],
+            "passes": [self.passes, self._accuracy],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -214,8 +214,8 @@ class DrafterTrainer:
         saved = state["optimizer"]["state"]  # from a file, parameters are counted in text; there are none before a step
         moments = [saved.get(i, saved.get(str(i), {})) for i in range(len(self.parameters))]
         for own, values in zip(self.optimizer.state.values(), moments, strict=True):
-            asked = {key: value.shape for key, value in own.items() if key != AVERAGE}
-            if values and {key: value.shape for key, value in values.items()} != asked:
+            shapes = {key: value.shape for key, value in own.items() if key != AVERAGE}
+            if values and {key: value.shape for key, value in values.items()} != shapes:
                 raise DrafterError("The optimizer's moments are not those of the drafter.")
         average = state.get(AVERAGE, state["parameters"])  # older ones have none
         self._check(average)
@@ -227,7 +227,7 @@ class DrafterTrainer:
                 for key, value in values.items():
                     own[key].copy_(value)
         self.steps, self.skipped = state["steps"], state["skipped"]
-        self.passes, self._right = state.get("passes", (self.ttt_steps, 0.0))  # older ones had all from the start
+        self.passes, self._accuracy = state.get("passes", (self.ttt_steps, 0.0))  # older ones had all from the start
 
     def parameters_numpy(self) -> dict[str, np.ndarray]:
         """A float32 host copy of every trainable parameter, by name."""
@@ -249,7 +249,7 @@ class DrafterTrainer:
 
     @contextmanager
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
-        """The drafter with other weights inside the block; its own come back to the bit."""
+        """Give the drafter other weights inside the block; its own come back to the bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
         try:
@@ -258,7 +258,7 @@ class DrafterTrainer:
             self._copy_in(own)
 
     def rehearse(self, rows: int = ROW_BLOCK) -> None:
-        """A forward and a backward pass over so many rows of nothing: tunes kernels, which a stop would wait for."""
+        """Run a forward and a backward pass over `rows` of zeros: tunes kernels, which a stop would wait for."""
         hidden = self.model.hidden_size
         states = torch.zeros(rows + 1, (len(self.model.target_layer_ids) + 1) * hidden, dtype=torch.bfloat16)  # [L, 4H]
         tokens = torch.zeros(rows + 1, dtype=torch.int64)
@@ -295,13 +295,13 @@ class DrafterTrainer:
 def train_until(
     trainer: DrafterTrainer, batches: Iterable[Batch], should_stop: Callable[[], bool], max_tokens: float = math.inf
 ) -> TrainSummary:
-    """Step through `batches` until told to stop, out of data, or `max_tokens` rows have been learned from.
+    """Step through `batches` until `should_stop()`, the end of the data, or `max_tokens` rows learned from.
 
-    The flag is read before each micro-batch. A hundred batches in a row without a loss are a `DrafterError`.
+    `should_stop` is called before each micro-batch. A hundred batches in a row without a loss are a `DrafterError`.
     """
     first, skipped = trainer.steps, trainer.skipped
     tokens, drawn, empty, stopped, slowest = 0, 0, 0, False, 0.0  # empty: batches in a row without a loss
-    taken: list[StepResult] = []
+    results: list[StepResult] = []
     with ahead(batches, trainer.feed()) as source:
         while tokens < max_tokens and not (stopped := should_stop()):
             if (fed := next(source, None)) is None:
@@ -316,16 +316,16 @@ def train_until(
             result = trainer.step_on(fed)
             slowest = max(slowest, time.perf_counter() - begun)
             if not result.skipped:
-                taken.append(result)
+                results.append(result)
                 tokens += result.tokens
     return TrainSummary(
         steps=trainer.steps - first,
         batches=drawn,
         tokens=tokens,
-        weighted_tokens=sum(step.rate * step.tokens for step in taken),
+        weighted_tokens=sum(step.rate * step.tokens for step in results),
         skipped=trainer.skipped - skipped,
         stopped=stopped,
-        loss=float(np.mean([step.loss for step in taken])) if taken else math.nan,
+        loss=float(np.mean([step.loss for step in results])) if results else math.nan,
         slowest_s=slowest,
     )
 
@@ -372,9 +372,9 @@ class _Figures:
 
 
 class NoWaiting(TorchFunctionMode):
-    """Has the forward of `speculators` queue its work without a wait for the device: constants are filled in there.
+    """Makes the forward of `speculators` queue its work without a wait for the device: constants are filled in there.
 
-    Its accuracy counts (`cond_acc_*`) select rows, whose number the host would have to know: here others become False.
+    Accuracy counts (`cond_acc_*`) select rows, whose number the host would have to know: here other rows become False.
     """
 
     def __torch_function__(

@@ -29,7 +29,7 @@ def policy_part(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class VerifierWeights:
-    """The policy's tensors, any float dtype."""
+    """The policy's tensors that a drafter uses, of any float dtype."""
 
     embed: torch.Tensor
     """[V, H] input embedding."""
@@ -62,15 +62,15 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
         "norm": (model.verifier_norm, parts.norm),
     }
     for part, (module, given) in pairs.items():
-        if (held := module.weight.shape) != given.shape:
-            raise DrafterError(f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(held)}.")
+        if (shape := module.weight.shape) != given.shape:
+            raise DrafterError(f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(shape)}.")
     with torch.no_grad():
         for module, given in pairs.values():
             make_room(module).copy_(given)
 
 
 def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
-    """Where the three tensors are in a policy's files, without a tied head; a `DrafterError` where one does not fit."""
+    """Headers of a policy's embedding, head unless tied, and final norm; a `DrafterError` where one does not fit."""
     shape = policy_shape(policy)
     source, owners = tensor_files(policy, fetch)
     table, norm = [shape.vocab_size, shape.hidden_size], [shape.hidden_size]
@@ -83,10 +83,10 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
             raise DrafterError(f"{source} has no tensor {usual!r}, nor that of a language model in a larger one.")
     if shape.tied:
         names.pop("lm_head", None)
-    found = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
+    tensors = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
     for part, name in names.items():
-        found[name].must_be(norm if part == "norm" else table, "the policy's config")
-    return {part: found[name] for part, name in names.items()}
+        tensors[name].must_be(norm if part == "norm" else table, "the policy's config")
+    return {part: tensors[name] for part, name in names.items()}
 
 
 def _read(header: Header) -> torch.Tensor:

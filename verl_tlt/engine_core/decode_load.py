@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RECOUNT_EVERY = 256
 """Steps between two counts over all requests: the sum is off by some tokens with every request that comes or goes."""
 OVERDUE = 2 * RECOUNT_EVERY
-"""Steps after which a step has to wait for such a count, because `refresh` was not called."""
+"""Steps after which a step has to wait for a count over all requests, because `refresh` was not called."""
 STEPS_IN_FLIGHT = 4
 """Steps that vLLM schedules before it knows what came of the first: 1, with async scheduling 2, in a pipeline more."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LEAST_TRUST = 0.2
-"""Alone, an n-gram whose first token is accepted less often than this is not worth verifying."""
+"""Least acceptance rate of an n-gram's first token at which the n-gram is worth verifying."""
 _FADE = 0.99
 """Weight of the past in the drafter's own acceptance, per step."""
 
@@ -39,10 +39,10 @@ class NgramDrafts:
 
     def counted(self, stats: EngineStats, reset: bool) -> EngineStats:
         """`stats` with the n-grams verified since the last reset, and those whose first token was accepted."""
-        found = replace(stats, num_ngram_drafts=self.num_drafts, num_ngram_accepted=self.num_accepted)
+        stats = replace(stats, num_ngram_drafts=self.num_drafts, num_ngram_accepted=self.num_accepted)
         if reset:
             self.num_drafts = self.num_accepted = 0
-        return found
+        return stats
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step was scheduled: begin and end requests in the index, and mark whose draft is an n-gram."""
@@ -52,7 +52,7 @@ class NgramDrafts:
             if new.prompt_token_ids is not None:
                 self.index.begin(new.req_id, new.prompt_token_ids)
         drafts = output.scheduled_spec_decode_tokens
-        setattr(output, NGRAM_MARK, {r: found for r, found in self._proposed.items() if r in drafts})
+        setattr(output, NGRAM_MARK, {r: draft for r, draft in self._proposed.items() if r in drafts})
         self._proposed = {}
 
     def verified(self, output: SchedulerOutput, sampled: Sequence[Sequence[int]], row_of: Mapping[str, int]) -> None:
@@ -63,8 +63,8 @@ class NgramDrafts:
             tokens = len(sampled[row_of[request]])
             if not tokens:
                 continue
-            if found := ngrams.get(request):
-                self.index.trust.learn(found.matched, tokens > 1)
+            if ngram := ngrams.get(request):
+                self.index.trust.learn(ngram.matched, tokens > 1)
                 self.num_drafts += 1
                 self.num_accepted += tokens > 1
             else:
@@ -88,8 +88,8 @@ class NgramDrafts:
                 request.spec_token_ids = []
             if draft_length < 1 or request.structured_output_request is not None:
                 continue
-            found = self.index.propose(name, draft_length, least)
+            ngram = self.index.propose(name, draft_length, least)
             # One length for all keeps the step's cost that of its K; without a drafter a short draft is all there is.
-            if found is not None and len(found.tokens) >= len(request.spec_token_ids):
-                request.spec_token_ids = found.tokens
-                self._proposed[name] = found
+            if ngram is not None and len(ngram.tokens) >= len(request.spec_token_ids):
+                request.spec_token_ids = ngram.tokens
+                self._proposed[name] = ngram

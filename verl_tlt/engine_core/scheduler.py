@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNLEARNED = 4
-"""Finished steps that may wait; an engine that never asks for a grammar bitmask learns late."""
+"""Finished steps that may wait to be learned from; without calls for a grammar bitmask so many wait."""
 MAX_NGRAM_BYTES = 256 << 20
-"""Of the n-gram index of an engine: some two million tokens of responses."""
+"""Largest n-gram index of an engine: some two million tokens of responses."""
 
 
 def load_policy(settings: Mapping[str, Any]) -> Policy:
@@ -64,17 +64,17 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
     policy of one's own.
     """
     speculation, lengths, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
-    own = settings.get("policy_factory")
-    if own is None:
+    path = settings.get("policy_factory")
+    if path is None:
         return make_policy(speculation["policy"], lengths, speculation["fixed"], settings.get("active_share", 1.0))
-    module, _, name = own.partition(":")
+    module, _, name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"additional_config.tlt.policy_factory={own} cannot be loaded: {error}") from error
+        raise ValueError(f"additional_config.tlt.policy_factory={path} cannot be loaded: {error}") from error
     policy = factory(speculation, lengths, seed)
     if not isinstance(policy, Policy):
-        raise ValueError(f"additional_config.tlt.policy_factory={own} makes no verl_tlt.speculation.types.Policy.")
+        raise ValueError(f"additional_config.tlt.policy_factory={path} makes no verl_tlt.speculation.types.Policy.")
     return policy
 
 
@@ -248,8 +248,8 @@ class TLTScheduler(Scheduler):
         self._tlt_kv_tokens = load.kv_tokens
         longest = self._tlt_load.longest
         self._tlt_blocked = self.tlt.limits.outgrown(longest)
-        room = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_k, 0))
-        self._tlt_k = self.tlt.choose(load, longest, 0 if self._tlt_undrafted else room)
+        longest_draft = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_k, 0))
+        self._tlt_k = self.tlt.choose(load, longest, 0 if self._tlt_undrafted else longest_draft)
         self._tlt_waited_s += time.perf_counter() - waiting
         return max(self._tlt_k, 0)
 
@@ -282,7 +282,7 @@ class TLTScheduler(Scheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """As vLLM's, which cuts the rows."""
+        """As vLLM's, which cuts the rows; what it marks in them is noted."""
         rows = [list(row) for row in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         self._tlt_grammar.note_marks(scheduler_output, draft_token_ids.req_ids, rows)

@@ -37,7 +37,7 @@ class EngineStep(Step):
     row_of: Mapping[str, int] = field(default_factory=dict)  # request → row
     gone: Collection[str] = ()  # requests that ended while the step ran; their drafts do not count
     outputs: Mapping[int, EngineCoreOutputs] = field(default_factory=dict)
-    """What requests were given, by client."""
+    """What the requests got from the step, by client."""
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
 
@@ -47,10 +47,10 @@ class EngineStep(Step):
         self.latency_s = self.finished_s - (self.started_s if paused else self.previous_finished_s)
         self.decode_only = not self.prefilling and not paused
         for client in self.outputs.values():
-            for one in client.outputs:
-                tokens = len(one.new_token_ids)
+            for output in client.outputs:
+                tokens = len(output.new_token_ids)
                 self.num_generation_tokens += tokens
-                self.num_decode_tokens += 0 if one.request_id in self.prefilling else tokens
+                self.num_decode_tokens += 0 if output.request_id in self.prefilling else tokens
         drafts = self.output.scheduled_spec_decode_tokens if self.sampled else {}
         lengths = {name: self.sampled[self.row_of[name]] for name in drafts if name not in self.gone}
         self.accepted = [(name, tokens - 1) for name, tokens in lengths.items() if tokens]

@@ -1,6 +1,6 @@
 """JSON that others may have written, read within limits: from an ordinary file, of so many bytes, so many levels deep.
 
-It may be a pipe that never ends, a device, larger than the memory, or nested until a reader's stack overflows.
+Such a file may be a pipe that never ends, a device, larger than the memory, or nested until a reader's stack overflows.
 """
 
 import json
@@ -14,9 +14,9 @@ from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import open_descriptor
 
 MOST_BYTES = 256 << 20
-"""Bytes of one file; the largest that are read are tokenizers, of some 30 MB."""
+"""Most bytes of one file; the largest that are read are tokenizers, of some 30 MB."""
 MOST_LEVELS = 32
-"""Lists and objects inside each other."""
+"""Most lists and objects inside each other."""
 _DECODER = json.JSONDecoder(parse_int=lambda text: int(text) if len(text.lstrip("-")) <= 18 else float(text))
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

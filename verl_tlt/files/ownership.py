@@ -36,13 +36,13 @@ _ROOT = 0
 
 
 def _is_trusted(path: str | os.PathLike[str]) -> bool:
-    """Whether the user says of a path, without links, that nobody else can write there."""
+    """Whether a path, without links, is below the mount that the user trusts (`TRUSTED_MOUNT`)."""
     mount = os.environ.get(TRUSTED_MOUNT)
     return bool(mount) and Path(path).is_relative_to(os.path.realpath(str(mount)))
 
 
 def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | None:
-    """Why what `path` holds may be another user's, a sentence without its end; None: it is not, or is not there.
+    """Why the content of `path` may be another user's, a sentence without its end; None: it is not, or is not there.
 
     `also` is the user id of one more owner to trust.
     """
@@ -51,9 +51,9 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
         for entry in _entries(Path(path)):
             if _is_trusted(entry.parent):
                 continue
-            found, above = os.lstat(entry), os.stat(entry.parent)
-            if above.st_mode & stat.S_IWOTH and found.st_uid not in owners:
-                return f"{entry} belongs to user {found.st_uid}, and everybody may write to {entry.parent}"
+            status, parent = os.lstat(entry), os.stat(entry.parent)
+            if parent.st_mode & stat.S_IWOTH and status.st_uid not in owners:
+                return f"{entry} belongs to user {status.st_uid}, and everybody may write to {entry.parent}"
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -69,7 +69,7 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
 def seal(directory: Path) -> None:
     """Note what this user wrote to a directory, where permissions cannot show it: a code over names and digests.
 
-    Only who has this user's key can compute it. Where the key cannot be kept in private nothing is noted.
+    Only the holder of this user's key can compute that code. Where the key cannot be kept private, nothing is noted.
     """
     files = [path for path in directory.rglob("*") if path.is_file()]
     if any(other_owner(file) for file in files) and (key := _seal_key(make=True)) is not None:
@@ -79,9 +79,9 @@ def seal(directory: Path) -> None:
 def sealed(directory: Path) -> bool:
     """Whether all files of a directory are as this user wrote and sealed them, whoever might have changed them."""
     try:
-        said = (directory / SEAL).read_text()[:100] if (directory / SEAL).is_file() else None
-        key = None if said is None else _seal_key(make=False)
-        return key is not None and hmac.compare_digest(str(said), _code(key, directory))
+        code = (directory / SEAL).read_text()[:100] if (directory / SEAL).is_file() else None
+        key = None if code is None else _seal_key(make=False)
+        return key is not None and hmac.compare_digest(str(code), _code(key, directory))
     except (OSError, UnicodeDecodeError, TypeError):
         return False
 
@@ -104,8 +104,8 @@ def _seal_key(make: bool) -> bytes | None:
             with replacing(path, mode=0o600) as file:
                 file.write(secrets.token_bytes(32))
         with os.fdopen(open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found, key = os.fstat(file.fileno()), file.read(64)
-        private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+            status, key = os.fstat(file.fileno()), file.read(64)
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return key if private and len(key) == 32 and other_owner(path) is None else None
     except (OSError, TLTError) as error:
         logger.info("No key to seal files with (%s): %s", KEY, error)
@@ -120,12 +120,12 @@ def _entries(path: Path) -> Iterator[Path]:
 
 def check_private(directory: Path) -> None:
     """Raise TLTError where `directory` is a link, another user's or open to others; OSError where it is not there."""
-    found = os.lstat(directory)
-    if not stat.S_ISDIR(found.st_mode):
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode):
         raise TLTError(f"{directory} must be a directory.")
-    if found.st_uid != os.geteuid():
-        raise TLTError(f"{directory} belongs to user {found.st_uid}, not to this one.")
-    if found.st_mode & 0o077:
+    if status.st_uid != os.geteuid():
+        raise TLTError(f"{directory} belongs to user {status.st_uid}, not to this one.")
+    if status.st_mode & 0o077:
         raise TLTError(f"{directory} is open to other users; chmod 700 it.")
 
 
@@ -163,9 +163,9 @@ def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
 def check_writable(directory: str | os.PathLike[str], key: str) -> None:
     """Raise a TLTError, which names `key`, where no file can be made in a directory that may have to be made itself."""
     path = Path(os.path.abspath(expanded(directory)))
-    there = next(part for part in (path, *path.parents) if os.path.lexists(part))
+    existing = next(part for part in (path, *path.parents) if os.path.lexists(part))
     try:
-        with tempfile.TemporaryDirectory(dir=there, prefix=".verl-tlt-") as made:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".verl-tlt-") as made:
             (Path(made) / "file").write_bytes(b"\0")
     except OSError as error:
         raise TLTError(f"{key}={directory} cannot be written to: {error.strerror or error}.") from error
@@ -173,10 +173,10 @@ def check_writable(directory: str | os.PathLike[str], key: str) -> None:
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """`path` with `~` filled in; a TLTError where no home directory is known, as for a user id without an account."""
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
-        raise TLTError(f"{found} is in a home directory, and this user has none: set HOME, or give a path without ~.")
-    return Path(found)
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise TLTError(f"{full} is in a home directory, and this user has none: set HOME, or give a path without ~.")
+    return Path(full)
 
 
 def make_private_dir(prefix: str) -> Path:
@@ -197,8 +197,8 @@ def _remove_if_unowned(owner: Path) -> None:
     """Remove the directory of this lock file if this user made it and no process holds the lock."""
     try:
         # Others may give theirs a name like ours, or a link to something of ours.
-        found = os.lstat(owner.parent)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.lstat(owner.parent)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return
         lock = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # gone meanwhile, or no lock of ours

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 FIRST_RETRY_S = 0.5
 """Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
 LONGEST_RETRY_S = 8.0
-"""The pause doubles up to this: a bubble worth using is longer, so one that opens late is still used."""
+"""Longest pause, up to which it doubles: a bubble worth using is longer, so one that opens late is still used."""
 LEAST_SHARE = 0.5
 """Part of its fair share a replica must have carried at once: before dispatch all are idle, and routing is not even."""
 PATIENCE = 5
@@ -55,7 +55,7 @@ MODE_RULES = {
     # Rollout has replicas of its own, which are always busy.
     "separate_async": ModeRule("trainer"),
 }
-"""By `trainer.v1.trainer_mode`."""
+"""Rules by `trainer.v1.trainer_mode`."""
 
 
 class Command(NamedTuple):
@@ -83,11 +83,11 @@ class PhaseAccount:
     """Idle time of one sampling phase and what was trained in it. Dicts are keyed by replica; times in seconds."""
 
     bubble_s: Mapping[str, float]
-    """From the replica's last request until the last request of all; on the trainer's devices: its wait for samples."""
+    """Seconds from a replica's last request until the last of all; on the trainer's devices: its wait for samples."""
     used_s: Mapping[str, float]
     """Part of `bubble_s` in which the replica's spot worker trained."""
     stop_s: Mapping[str, float]
-    """From the stop command until the worker answered."""
+    """Seconds from the stop command until the worker answered."""
     failures: int
     """Sessions that failed at any stage."""
     end: float

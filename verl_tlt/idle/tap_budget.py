@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import median
 
 LEFT = 0.2
-"""Share of a bubble that may be left when a session's data is used up, without it being called short of data."""
+"""Share of a bubble that may be left when a session's data is used up; with more left it was short of data."""
 SHORTEST_S = 1.0
 """Shortest bubble in seconds that counts: a shorter one is over before data could matter."""
 STEP_SHARE = 0.5
@@ -26,11 +26,11 @@ REMEMBERED = 3
 """Number of steps whose costs count."""
 
 Seconds = Mapping[str, float]
-"""By replica."""
+"""Seconds by replica."""
 
 
 class TapBudget:
-    """Tokens for each worker's buffer, of `max_bytes`, from one step: `first`, then as bubbles tell if it `follows`.
+    """Tokens of one step to capture for each worker's buffer, of `max_bytes`: `first`, adapted to bubbles if `follows`.
 
     `cold`: a cold start is to come, which needs `COLD` times as many.
     """
@@ -43,7 +43,7 @@ class TapBudget:
         self._before: float | None = None  # when the step before this one was captured
 
     def _share(self, tokens: int) -> float:
-        """Of a step's time that so many tokens take; 0: nothing is known yet."""
+        """Share of a step's time that capturing so many tokens takes; 0: nothing is known yet."""
         return tokens * median(self._costs) if self._costs else 0.0
 
     def sampled(self, bubble_s: Seconds, trained_s: Seconds, exhausted: Mapping[str, bool], token_bytes: float) -> None:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def from_plain(kind: type[T], plain: Mapping[str, object]) -> T:
-    """The record again, also after JSON, which makes strings of integer keys; else `pydantic.ValidationError`."""
+    """Make a record of plain values, also after JSON made strings of integer keys; or `pydantic.ValidationError`."""
     from pydantic import TypeAdapter  # here: most readers of these records need no pydantic
 
     return TypeAdapter(kind).validate_python(plain)

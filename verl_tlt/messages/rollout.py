@@ -38,7 +38,7 @@ class DrafterFile:
 
     @property
     def untrained(self) -> bool:
-        """Nothing that it drafts is accepted: a random head."""
+        """Whether nothing that it drafts is accepted: a random head."""
         return bool(self.acceptance) and not any(self.acceptance)
 
 
@@ -118,7 +118,7 @@ class EngineStats:
     tokens_by_batch: Mapping[int, int] = field(default_factory=dict)
     """Tokens of decode-only steps by their batch."""
     load_intervals: tuple[LoadInterval, ...] = ()
-    """In order of time; at most some hundred, however long the rollout was."""
+    """Intervals in order of time; at most some hundred, however long the rollout was."""
     step_times: tuple[StepTime, ...] = ()  # of every draft length and batch with a clean step, ascending
     responses: tuple[ResponseDrafts, ...] = ()  # by length, ascending
     num_broken_drafts: int = 0
@@ -137,7 +137,7 @@ class LoadReply:
     ok: bool  # False: the drafter is as it was, unless vLLM itself failed half way
     error: str | None = None
     sums: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """Its part of the published weights' fingerprint (`drafter.digest.combined` joins all ranks')."""
+    """The worker's part of the published weights' fingerprint (`drafter.digest.combined` joins all ranks')."""
     seconds: float = 0.0
     full_graphs: tuple[int, ...] | None = None
     """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""

@@ -118,7 +118,7 @@ class SessionResult:
     seconds: float = 0.0
     loss: float = math.nan  # mean over the session's steps
     scores: HeldOutScores | None = None
-    """Of the candidate that was merged before it; None: it was judged already, or not to the end."""
+    """Scores of the candidate merged before this session; None: it was judged already, or not to the end."""
     judged_s: float = 0.0  # the part of `seconds` that went into the scores, before it trained
     slowest_s: float = 0.0  # its longest micro-batch: what a stop may have to wait for
     devices: float = 1.0  # mean number of devices that trained during `seconds`
@@ -172,7 +172,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class MergeFacts:
-    """Whose training is in an average, final or partial."""
+    """Workers and tokens behind an average, final or partial."""
 
     tokens: int
     included: tuple[str, ...]  # workers in it, in order; empty: all were excluded
@@ -200,7 +200,7 @@ class HeldOutScores:
     """
 
     prompts: np.ndarray
-    """Of each sequence its prompt, by a number, uint64 [S]: responses to one prompt resemble each other."""
+    """Number of each sequence's prompt, uint64 [S]: responses to one prompt resemble each other."""
     positions: np.ndarray  # positions judged in each sequence, int [S]
     candidate: np.ndarray
     served: np.ndarray
@@ -223,7 +223,7 @@ class HeldOutScores:
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def of(self, which: str) -> np.ndarray:
-        """[S, 1+K]."""
+        """The counts of one version, [S, 1+K]."""
         return {name: getattr(self, name) for name in VERSIONS}[which]
 
     def accept_length(self, which: str) -> float:

@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 STEPS, ROUNDS = 4, 2
-"""Clean steps wanted of each probe, whose median is taken, and probes of each load, at different times."""
+"""Clean steps of each probe, whose median is taken, and probes of each load, at different times."""
 PROMPT_TOKENS = 16
 
 
 def cost_key(config: VllmConfig, policy: str, drafter: Path | None = None) -> TableKey:
-    """What a table of step costs holds for: hardware, policy, drafter, vLLM's release and what the engine runs with.
+    """Key of a table of step costs: hardware, policy, drafter, vLLM's release and what the engine runs with.
 
     `config` is a running engine's, as vLLM resolved it from whatever it was started with. `policy` is a local directory
     or a name on the hub, of which the configuration counts; `drafter` a directory, of which the sizes count (None:
@@ -62,7 +62,7 @@ def _runs_with(config: VllmConfig) -> str:
     parallel = config.parallel_config
     mode = "NONE" if model.enforce_eager else getattr(compilation.cudagraph_mode, "name", "NONE")
     # How a step without a draft is padded depends on what graphs there are.
-    which = "of the longest draft" if os.environ.get(FULL_GRAPHS) == "0" else "of all drafts"
+    graphs = "of the longest draft" if os.environ.get(FULL_GRAPHS) == "0" else "of all drafts"
     parts = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
@@ -72,7 +72,7 @@ def _runs_with(config: VllmConfig) -> str:
         "expert parallel": parallel.enable_expert_parallel,
         "longest draft": config.num_speculative_tokens,  # to whose multiples graphs are padded
         "compilation": "none" if model.enforce_eager else getattr(compilation.mode, "name", compilation.mode),
-        "graphs": mode if mode == "NONE" else f"{mode} {which}",
+        "graphs": mode if mode == "NONE" else f"{mode} {graphs}",
         "attention": getattr(config.attention_config.backend, "name", None) or "auto",
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "scheduling": "async" if config.scheduler_config.async_scheduling else "sync",
@@ -82,7 +82,7 @@ def _runs_with(config: VllmConfig) -> str:
 
 
 def _drafter_sizes(directory: Path) -> str:
-    """Width of MLP and draft vocabulary, which may differ between drafters of one policy; it has one MTP head."""
+    """Width of MLP and draft vocabulary, in which drafters of one policy may differ; a policy has one MTP head."""
     config = json.loads((directory / "config.json").read_text())
     if config.get("speculators_model_type") == "mtp":
         return "mtp"
@@ -99,9 +99,9 @@ def _cpu_name() -> str:
 
 
 def plan_lengths(lengths: Sequence[int]) -> list[int]:
-    """What is worth measuring: OFF, the ends of the range, 1, whose step from 0 is the largest, and one in between.
+    """Draft lengths to measure: OFF, the ends of the range, 1 (the step from 0 to 1 is the largest), one in between.
 
-    So every draft length of an engine with CUDA graphs is: trying those that are guessed costs a run's first steps.
+    With CUDA graphs these are all lengths of an engine: a run would spend its first steps on trying guessed ones.
     """
     longest = max(lengths)
     between = [k for k in lengths if 1 < k < longest]
@@ -118,7 +118,7 @@ def plan_batches(max_batch: int) -> list[int]:
 async def calibrate(
     engine: AsyncLLM, lengths: Sequence[int], batches: Sequence[int], vocab_size: int, budget_s: float = 20.0
 ) -> LatencyTable:
-    """Step costs of a live engine that has no other work; it is left drafting, unforced, with an empty prefix cache.
+    """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
     A draft length between measured ones is interpolated, one without a clean step is missing. `batches` are measured in
     their order, and none but the first after `budget_s` seconds. `SchedulerCallError` where nobody answers.
@@ -145,9 +145,9 @@ async def calibrate(
 
 
 async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
-    """Have a live engine verify a few drafts of the longest kind: a drafter that it dies of shows itself here.
+    """Have a live engine verify a few drafts of the longest kind; an exception where it dies of them.
 
-    `engine` and `vocab_size` are `calibrate`'s, and so is how the engine is left. An exception where it died.
+    `engine` and `vocab_size` are as for `calibrate`, which leaves the engine in the same state.
     """
     probe = _Prober(engine, vocab_size)
     try:
@@ -184,7 +184,7 @@ class _Prober:
         self._drafting: bool | None = None
 
     async def warm(self, length: int, batches: Sequence[int]) -> bool:
-        """Use a draft length at both ends of the range once; False where this engine cannot switch its drafter off."""
+        """Use a draft length once at the range's ends, the first two batches; False: no switching the drafter off."""
         if not await self._hold(length):
             return False
         for batch in batches[:2]:
@@ -213,7 +213,7 @@ class _Prober:
         return True
 
     async def _set_drafting(self, enabled: bool) -> bool:
-        """Switch the drafter's own pass; whether the engine could."""
+        """Switch the drafter's own pass on or off; returns whether the engine could."""
         asked = self._engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
         refusals = await answered(self._engine, "switch its drafter", asked)
         # The drafter's cache has holes where it did not run; start both ways from nothing.

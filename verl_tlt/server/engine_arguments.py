@@ -33,7 +33,7 @@ _IN_FULL = (
     "distributed_executor_backend", "dtype", "enable_prefix_caching", "enable_return_routed_experts", "enforce_eager",
     "kv_transfer_config", "max_num_seqs",
 )  # fmt: skip
-"""What verl-tlt sets, reads or refuses. vLLM's parser takes the beginning of a name for it, and `no_` before."""
+"""Arguments that verl-tlt sets, reads or refuses. vLLM's parser takes the beginning of a name, too, or `no_` before."""
 
 
 def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
@@ -72,14 +72,13 @@ def engine_lengths(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
 
 
 def started_lengths(engine: AsyncLLM) -> tuple[int, ...]:
-    """The draft lengths that a running engine was started with."""
     return tuple(engine.vllm_config.additional_config["tlt"]["arms"])
 
 
 def speculative_config(
     drafter_dir: str, draft_length: int, source: str = "eagle", method: str = "eagle3"
 ) -> dict[str, Any]:
-    """VLLM's `speculative_config`: an EAGLE-3 drafter, the policy's MTP head, or for n-grams a proposer of nothing.
+    """vLLM's `speculative_config`: an EAGLE-3 drafter, the policy's MTP head, or for n-grams a proposer of nothing.
 
     Drafts are sampled: at temperature 1 a greedy draft is accepted with p(argmax) only. `draft_load_config` overrides
     verl's `load_format=dummy`, which would give random weights. vLLM looks for an MTP head where the policy is.
@@ -120,9 +119,9 @@ def engine_kwargs(
     mode, source = graph_mode(user, enforce_eager), tlt.speculation.source
     lengths = engine_lengths(tlt, mode)
     # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
-    able = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
+    by_default = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
     asked = user.get("async_scheduling")
-    is_async = source == "eagle" and not on_cpu and not hybrid and (able if asked is None else bool(asked))
+    is_async = source == "eagle" and not on_cpu and not hybrid and (by_default if asked is None else bool(asked))
     # Drafts longer than the policy chooses would only reserve memory and, with CUDA graphs, capture unused widths.
     method = tlt.drafter.method
     speculative = speculative_config(drafter_dir, max(1, lengths[-1]), source, method)
@@ -165,8 +164,8 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
         beginning = str(key).removeprefix("no_")
         hides = any(name.startswith(beginning) for name in _IN_FULL if name != key)
         if key == "config" or hides or not str(key).isidentifier():
-            own = "write each as a key of its own, in full and with underscores"
-            yield f"{WHERE}.{key} hides arguments from verl-tlt; {own}."
+            advice = "write each as a key of its own, in full and with underscores"
+            yield f"{WHERE}.{key} hides arguments from verl-tlt; {advice}."
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
             yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
@@ -201,7 +200,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
 
 
 def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a policy with recurrent states (`vllm_worker.hybrid_states`)."""
+    """Further reasons with a policy that has recurrent states (`vllm_worker.hybrid_states`)."""
     source = tlt.speculation.source
     if _release() >= graph_rules.V2_DRAFTS_FROM:
         yield (
@@ -218,7 +217,7 @@ def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _release() -> tuple[int, int]:
-    found = release(installed("vllm") or "")
-    if found is None:
+    numbers = release(installed("vllm") or "")
+    if numbers is None:
         raise TLTConfigError("vLLM is not installed here, and verl-tlt speculates with vLLM 0.24 or later.")
-    return found[:2]
+    return numbers[:2]

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_S = 300.0
-"""Seconds within which an engine sleeps, wakes up or loads a drafter; it takes a few, and one that hangs takes more."""
+"""Bound in seconds of falling asleep, waking up or loading a drafter, each of which takes a few seconds."""
 SCHEDULER_S = 30.0
-"""Seconds for an answer of the scheduler: an engine step, or a weight sync, may have to end first."""
+"""Bound in seconds of an answer of the scheduler: an engine step, or a weight sync, may have to end first."""
 LOOK_S = 0.5
 """Seconds between two looks whether an engine's process lives."""
 
@@ -36,8 +36,8 @@ class EngineGone(TLTError, RuntimeError):
 async def answered(engine: AsyncLLM, what: str, call: Awaitable[T], bound_s: float | None = None) -> T:
     """The answer to a call to an engine that `fail_calls_when_dead` watches; `EngineGone` where there will be none.
 
-    What the engine answers with an error is raised as vLLM raises it. `what` is what it was asked to do, `bound_s`
-    seconds (None: `ANSWER_S`).
+    What the engine answers with an error is raised as vLLM raises it. `what` names what the engine was asked to do;
+    `bound_s`: seconds (None: `ANSWER_S`).
     """
     bound_s = ANSWER_S if bound_s is None else bound_s
     try:

@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 class Launch(vLLMHttpServer):
     """verl's server up to the moment at which it starts its engine: its own code makes the engine's arguments.
 
-    `more` gives further arguments of vLLM's by the user's (`rollout.engine_kwargs.vllm`), which they overrule.
+    `further` makes more arguments of vLLM's from the user's (`rollout.engine_kwargs.vllm`), which they overrule.
     `extension` is the class that vLLM mixes into its workers; None: verl's.
     """
 
@@ -22,20 +22,20 @@ class Launch(vLLMHttpServer):
         self,
         rollout: DictConfig,
         model: DictConfig,
-        more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        further: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         extension: str | None = None,
     ) -> None:
         self.config, self.model_config = self._init_config(rollout), self._init_model_config(model)
         self._validate_configs()
         self.nnodes, self.node_rank, self.replica_rank = 1, 0, 0
-        self._disaggregation_role, self._more, self._extension = "null", more, extension
+        self._disaggregation_role, self._further, self._extension = "null", further, extension
 
     def _should_profile(self) -> bool:
         return False
 
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(kwargs)
-        kwargs.update(self._more(kwargs))
+        kwargs.update(self._further(kwargs))
 
     def _get_worker_extension_cls(self) -> str:
         return self._extension or super()._get_worker_extension_cls()

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 STORE_S = 120.0
-"""Seconds for the run's first drafter to come, while the servers start."""
+"""Bound in seconds of the wait for the run's first drafter, while the servers start."""
 ADMISSION_TIMEOUT_S = 2.0
 """Seconds to wait for admissions, which take milliseconds; one that is stuck means "busy"."""
 
@@ -58,7 +58,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     @property
     def _tlt_speculates(self) -> bool:
-        """Whether the engine has our scheduler and worker; after a start without a drafter it is stock verl's."""
+        """Whether the engine has our scheduler and worker; one started without a drafter is stock verl's."""
         return self.tlt.speculation.enable and not self._tlt_served.gave_up
 
     # ------------------------------------------------------------------ verl's hooks
@@ -81,12 +81,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self._tlt_watch = asyncio.create_task(fail_calls_when_dead(self.engine))
 
     def _tlt_give_up(self, error: Exception, what: str) -> None:
-        said = f"the engine {what} ({type(error).__name__}: {error})"
+        failure = f"the engine {what} ({type(error).__name__}: {error})"
         logger.error(
             "replica %d: %s; it is started again without one, and drafts nothing for the rest of the run",
-            self.replica_rank, said, exc_info=error,
+            self.replica_rank, failure, exc_info=error,
         )  # fmt: skip
-        self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=said, gave_up=True)
+        self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=failure, gave_up=True)
 
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(kwargs)
@@ -96,13 +96,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         policy = read_model_config(self.model_config.local_path)
-        about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
-        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, **about))
+        facts: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
+        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, **facts))
         end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
-        mine = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
-        os.environ.update(mine | engine_environment(self.tlt.speculation.source, self.tlt.drafter.method))
+        own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
+        os.environ.update(own | engine_environment(self.tlt.speculation.source, self.tlt.drafter.method))
         if self.tlt.trace.dir and self.tlt.trace.engine_steps:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
 
@@ -122,7 +122,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """As verl's, which owns the gate from here on and opens it; an engine that sleeps has nothing to abort."""
         left, self._tlt_left = self._tlt_left, False
-        if not left or self._tlt_has_requests:  # of one that has requests it is just being asked whether it may sleep
+        if not left or self._tlt_has_requests:  # one that has requests is just being asked whether it may sleep
             return await super().abort_all_requests(
                 reset_prefix_cache=reset_prefix_cache, reject_request=reject_request
             )
@@ -139,7 +139,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     # ------------------------------------------------------------------ leaving early
 
     async def tlt_try_sleep(self, recall: bool = False) -> bool:
-        """Sleep if and only if no request is in the engine or on its way into it; else serve on. Returns which.
+        """Sleep if and only if no request is in the engine or on its way into it; returns whether the engine sleeps.
 
         Closing the gate and counting happen on one event loop: a request admitted before is counted in the engine, one
         that comes after is rejected and sent to another replica (`server/client.py`). Unless it answers that it serves
@@ -174,9 +174,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return bool(self._admitting or self.engine.output_processor.request_states)
 
     async def tlt_recall(self) -> None:
-        """Serve again before the weight sync, with the weights the engine slept with; nothing where it has not left.
+        """Serve again before the weight sync, with the weights the engine slept with, if this server has left.
 
-        A `RuntimeError` where the weights were not kept: it goes on sleeping until the sync.
+        A `RuntimeError` where the weights were not kept: the engine sleeps on until the sync.
         """
         if not self._tlt_left:
             return
@@ -227,10 +227,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             raise
         except Exception as error:  # all replicas wait for the weight sync that this is a part of
             known = isinstance(error, DrafterError)
-            said = str(error) if known else f"{type(error).__name__}: {error}"
-            where = self.replica_rank, staged.version
-            logger.error("replica %d cannot use drafter v%d: %s", *where, said, exc_info=None if known else error)
-            self._tlt_served = replace(self._tlt_served, ok=False, error=said)
+            failure = str(error) if known else f"{type(error).__name__}: {error}"
+            rank, trace = self.replica_rank, None if known else error
+            logger.error("replica %d cannot use drafter v%d: %s", rank, staged.version, failure, exc_info=trace)
+            self._tlt_served = replace(self._tlt_served, ok=False, error=failure)
             await self._tlt_set_drafting(False, self._tlt_served.acceptance)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
@@ -270,13 +270,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.
 
-        Where the pass runs although it was to be off, or nobody knows, the engine at least drafts nothing.
+        Where the pass still runs, or may, although it was to be off, the engine at least drafts nothing.
         """
         try:
             refusal = await self._tlt_switch_pass(drafting)
             running, force_k = drafting or refusal is not None, None if drafting and refusal is None else 0
-            told = {"drafting": running, "force_k": force_k, "acceptance": list(acceptance)}
-            await ask_scheduler(self.engine, "control", **told)
+            settings = {"drafting": running, "force_k": force_k, "acceptance": list(acceptance)}
+            await ask_scheduler(self.engine, "control", **settings)
             self._tlt_served = replace(self._tlt_served, drafting=running)
             if drafting and refusal is not None:
                 raise RuntimeError(refusal)
@@ -301,17 +301,17 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return refusal
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
-        """Decode without drafts, or with them again, from the next weight sync on (`at_once`: now; it is idle)."""
+        """Decode without drafts, or with them, from the next weight sync on (`at_once`: now; the engine is idle)."""
         self._tlt_drafting_disabled = disabled
         if at_once:
             await self._tlt_reload()
 
     async def tlt_status(self) -> DrafterStatus:
-        """What is served, as it was last proved."""
+        """Which drafter is served, as of the last load."""
         return self._tlt_served
 
     async def tlt_stats(self) -> EngineStats:
-        """The scheduler's sums since the last call; those of an engine that did nothing without speculation."""
+        """The scheduler's sums since the last call; all zero without speculation."""
         if not self._tlt_has_scheduler:
             return EngineStats()
         await self._tlt_store()
@@ -351,29 +351,29 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         measures = self.tlt.speculation.calibrate
         if measures:
             await draft_once(self.engine, lengths[-1], vocab_size)
-        found = stored.calibration().for_lengths(lengths)
+        costs = stored.calibration().for_lengths(lengths)
         batches = plan_batches(self.config.max_num_seqs)
-        covered = found.covers(lengths, max(batches))
+        covered = costs.covers(lengths, max(batches))
         if known is not None and known.points:
-            found = known
+            costs = known
         elif measures and not covered:
-            found = await calibrate(self.engine, lengths, batches, vocab_size)
-        used = stored if covered or (stored.points and not measures) else found
+            costs = await calibrate(self.engine, lengths, batches, vocab_size)
+        used = stored if covered or (stored.points and not measures) else costs
         await ask_scheduler(self.engine, "control", points=used.to_list())
         await ask_scheduler(self.engine, "stats", reset=True)
-        return found
+        return costs
 
     async def _tlt_stored(self) -> LatencyTable:
-        """Step costs that an earlier run or `verl-tlt calibrate` found for an engine like this one; empty: nothing."""
+        """Step costs that an earlier run or `verl-tlt calibrate` measured on an engine like this one; empty: none."""
         directory = self.tlt.speculation.costs_dir
         if directory is None:
             return LatencyTable()
         drafter = self._tlt_dir / "drafter"
         self._tlt_key = cost_key(self.engine.vllm_config, self.model_config.local_path, drafter)
-        found = load_table(directory, self._tlt_key)
-        if found is not None:
+        table = load_table(directory, self._tlt_key)
+        if table is not None:
             logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
-        return found or LatencyTable()
+        return table or LatencyTable()
 
     async def _tlt_store(self) -> None:
         """Keep what this engine learned for the next run; of several replicas only the first does."""

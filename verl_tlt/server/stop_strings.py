@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WITH_THE_FIRST = ("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "events", "prefill_stats")
 WITH_THE_LAST = ("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params", "spec_decode_metrics")
-"""What a step says once; releases of vLLM differ in which of them it has."""
+"""Fields that only the first, or the last, of a step's outputs keeps; releases of vLLM differ in which exist."""
 
 
 def token_by_token(output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:

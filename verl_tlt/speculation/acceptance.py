@@ -16,7 +16,7 @@ DECAY_GUESS = 0.95
 WINDOW_DRAFTS, WINDOW_STEPS = 600.0, 16.0
 """Drafts and engine steps after which evidence counts 1/e; the longer of the two windows holds."""
 RECENT_DRAFTS, RECENT_STEPS = 32.0, 4.0
-"""The same of recent evidence, with which the rest is compared: a few long responses may be unlike the whole batch."""
+"""Such a window for recent evidence, which the rest is compared with: a few long responses may be unlike a batch."""
 CONTRADICTS = 3.0
 """Standard deviations between the recent rate and the whole evidence's, beyond which only the recent one counts."""
 STALE_AFTER = 4000.0

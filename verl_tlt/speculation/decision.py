@@ -21,12 +21,12 @@ USELESS = 1.05
 CLEARLY = 0.03
 """Share of the decoding time without drafts that must be saved or lost to count; less may be noise."""
 UNTRIED = 0.10
-"""The same while no drafter was tried in this run, when the estimate rests on short contexts and older text alone. For
+"""`CLEARLY` while no drafter was tried in this run: the estimate then rests on short contexts and older text alone. For
 less, one replica tries."""
 BETTER = 1.05
 """After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
 IN_A_ROW = 3
-"""Rollouts that show the same before speculation is disabled."""
+"""Rollouts in a row that lose time, or have hardly a draft accepted, before speculation is disabled."""
 FIRST_WAIT, LONGEST_WAIT = 8, 64
 """RL steps before what was given up (speculation, a replica's spot training) is tried again, and between two tries at
 most; each wait is twice the one before it."""
@@ -90,7 +90,7 @@ class RolloutDecision:
         return not self.against
 
     def _why_not(self, tried: bool) -> str:
-        """The reason with its figures; empty: there is none."""
+        """Why the drafter does not run, with figures; empty: it runs."""
         if self._never:
             return "tlt.speculation.policy=off"
         held_out = f"held-out accept length {self._promise():.2f}"
@@ -169,8 +169,8 @@ class RunDecision:
         """
         self.rollout.learn(stats.values(), gain)
         # More of their steps verified a draft than did not.
-        ks = [(s, s.steps_by_draft_length.items()) for s in stats.values() if s.num_drafts]
-        drafting = [s for s, steps in ks if sum(n if k > 0 else -n for k, n in steps) > 0]
+        drafted = [(s, s.steps_by_draft_length.items()) for s in stats.values() if s.num_drafts]
+        drafting = [s for s, steps in drafted if sum(n if k > 0 else -n for k, n in steps) > 0]
         drafts = sum(s.num_drafts for s in drafting)
         accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in drafting), drafts)
         useless = self._has_drafter and accepted <= USELESS

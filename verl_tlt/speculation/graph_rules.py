@@ -28,7 +28,7 @@ OLDEST = (0, 24)
 V2_DRAFTS_FROM = (0, 32)
 """The first release whose V2 runner drafts the length that it is asked for; older ones draft K_max."""
 _RECURRENT = ("linear_num_", "mamba_", "ssm_")
-"""How fields of a config begin that describe layers with a state instead of a KV cache."""
+"""Beginnings of config fields that describe layers with a state instead of a KV cache."""
 
 
 def runner_for(release: tuple[int, int], source: str = "eagle", method: str = "eagle3") -> Literal["V1", "V2"]:

@@ -77,7 +77,7 @@ class _PromptRollout:
 
     def extend(self, response: int, new: Iterable[int]) -> None:
         tokens, links, latest = self.tokens[response], self.links[response], self.latest
-        known, base = len(latest), response * _SPAN
+        grams, base = len(latest), response * _SPAN
         before = len(tokens)
         tokens.extend(new)
         for end in range(before, len(tokens)):
@@ -87,13 +87,13 @@ class _PromptRollout:
             gram = _gram(tokens, end)
             links.append(latest.get(gram, -1))
             latest[gram] = base + end
-        self.bytes += (len(tokens) - before) * TOKEN_BYTES + (len(latest) - known) * NGRAM_BYTES
+        self.bytes += (len(tokens) - before) * TOKEN_BYTES + (len(latest) - grams) * NGRAM_BYTES
 
     def longest_match(self, context: array[int]) -> tuple[int, array[int], int]:
         """(matched tokens, response, position after the match) of the longest match; 0 matched tokens: none."""
-        best, where, after = 0, context, 0
+        best, source, after = 0, context, 0
         if len(context) < SHORTEST:
-            return best, where, after
+            return best, source, after
         place = self.latest.get(_gram(context, len(context) - 1), -1)
         for _ in range(CANDIDATES):
             if place < 0:
@@ -103,9 +103,9 @@ class _PromptRollout:
             if end + 1 < len(tokens):  # nothing follows the context's own last token: it does not match itself there
                 length = _common_end(context, tokens, end)
                 if length > best:
-                    best, where, after = length, tokens, end + 1
+                    best, source, after = length, tokens, end + 1
             place = self.links[response][end]
-        return best, where, after
+        return best, source, after
 
 
 @dataclass
@@ -154,12 +154,12 @@ class NgramIndex:
         self._requests[request] = _Request(history, rollout, response)
 
     def extend(self, request: str, tokens: Sequence[int]) -> None:
-        held = self._requests.get(request)
-        if held is None:
+        entry = self._requests.get(request)
+        if entry is None:
             return
-        before = held.rollout.bytes
-        held.rollout.extend(held.response, tokens)
-        self.bytes += held.rollout.bytes - before
+        before = entry.rollout.bytes
+        entry.rollout.extend(entry.response, tokens)
+        self.bytes += entry.rollout.bytes - before
         if self.bytes > self.max_bytes:
             self._forget_oldest()
             if self.bytes > self.max_bytes:  # only running responses are left: this one is indexed no further
@@ -167,24 +167,24 @@ class NgramIndex:
 
     def end(self, request: str) -> None:
         """A request has finished or was aborted; its response stays in the index."""
-        held = self._requests.pop(request, None)
-        if held is not None:
-            held.rollout.running -= 1
+        entry = self._requests.pop(request, None)
+        if entry is not None:
+            entry.rollout.running -= 1
 
     def propose(self, request: str, length: int, least: float = 0.0) -> NgramDraft | None:
         """A draft of up to `length` tokens; None where no match has an expected acceptance of at least `least`."""
-        held = self._requests.get(request)
-        if held is None or length < 1:
+        entry = self._requests.get(request)
+        if entry is None or length < 1:
             return None
-        context = held.rollout.tokens[held.response]
-        best, where, after = 0, context, 0
-        for rollout in reversed(held.history.rollouts):
-            found = rollout.longest_match(context)
-            if found[0] > best:
-                best, where, after = found
+        context = entry.rollout.tokens[entry.response]
+        best, source, after = 0, context, 0
+        for rollout in reversed(entry.history.rollouts):
+            match = rollout.longest_match(context)
+            if match[0] > best:
+                best, source, after = match
         if not best or self.trust.of(best) < least:
             return None
-        return NgramDraft(where[after : after + length].tolist(), best)
+        return NgramDraft(source[after : after + length].tolist(), best)
 
     def new_policy(self) -> None:
         """The policy's weights changed: acceptance is counted anew; responses stay, for the next epoch."""

@@ -18,7 +18,7 @@ from verl_tlt.speculation.types import OFF, ControlError, Load, Policy, Step
 POLICIES = ("goodput", "table", "fixed", "off")
 """Names `make_policy` knows."""
 SWITCH_PRICE = 0.2
-"""What a change of K costs, in steps: K changes once staying has lost as much by the estimates."""
+"""Price of a change of K, in steps: K changes once staying has lost as much by the estimates."""
 ON_GAIN = 0.01
 """Relative goodput over K=0 that drafting must promise before it starts."""
 HOLD = 4
@@ -50,7 +50,7 @@ class GoodputPolicy(Policy):
         self._steps = 0
         self._budget = ProbeBudget()
         self._probe = Probe(0, 0)
-        """The one in progress; its `steps` are those left."""
+        """The probe in progress; its `steps` are those left."""
         self._prepared: LoadEstimates | None = None
         self._candidate: Probe | None = None
 
@@ -73,9 +73,9 @@ class GoodputPolicy(Policy):
         if here is None:
             return self._lengths[0]
         self._move(here)
-        found = self._candidate
-        if found and here.current == self._current and self._budget.spend(found.subject, found.price):
-            self._probe = found
+        probe = self._candidate
+        if probe and here.current == self._current and self._budget.spend(probe.subject, probe.price):
+            self._probe = probe
             return self._probe_on()
         return self._lengths[self._current]
 
@@ -169,8 +169,8 @@ class TablePolicy(Policy):
     def set_latency(self, table: LatencyTable) -> None:
         measured = set(table.lengths())
         self._usable = tuple(k for k in self._lengths if k in measured)
-        known = LatencyModel(self._usable, table=table, active_share=self._active_share) if 0 in self._usable else None
-        self._latency = known
+        model = LatencyModel(self._usable, table=table, active_share=self._active_share) if 0 in self._usable else None
+        self._latency = model
 
 
 def make_policy(name: str, lengths: tuple[int, ...], fixed: int | None = None, active_share: float = 1.0) -> Policy:

@@ -23,17 +23,17 @@ from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, interpolate
 
 COVERED = 0.5
-"""Share of the decoding time that must be comparable for a figure."""
+"""Share of the decoding time that must be comparable for a figure to be given."""
 MEMORY_STEPS = 500.0
-"""So many new steps at a load halve the weight of those known before."""
+"""New steps at a load that halve the weight of those before them."""
 UNMIXED = 0.1
 """Replicas that are busy, draft or train, on average over an interval, may differ by this from a whole number: else one
 came or went, and the interval is of two kinds."""
 REACH = 1.5
 """Batches are compared with one that was measured up to this factor away, where no calibration tells how costs grow."""
 SHORT_CONTEXT = 256
-"""Tokens of context per request up to which it hardly matters to the cost of a step. Longer ones are compared with the
-same octave or the next one on either side."""
+"""Tokens of context per request up to which context hardly matters to the cost of a step. Longer contexts are compared
+with the same octave or the next one on either side."""
 EARLY, SOON, RARELY = 2, 8, 256
 """Control rollouts at a run's beginning; rollouts before each of these, and before each later one."""
 
@@ -45,7 +45,7 @@ class Savings(NamedTuple):
     """What a rollout gained by drafting; None: too little can be compared (`COVERED`)."""
 
     saved_s: float | None
-    """Seconds by which it ended earlier; 0 where nothing was drafted, None also where a replica gave no statistics."""
+    """Seconds by which the rollout ended earlier; 0: nothing was drafted. None also where a replica gave no figures."""
     gain: float | None
     """Share of the decoding time without drafts that was saved where the drafter ran and nobody trained beside it."""
 
@@ -53,7 +53,7 @@ class Savings(NamedTuple):
 class ControlRollouts:
     """Which replicas decode a rollout without drafts, as the measure of the others; none in most rollouts.
 
-    Where they share a machine (`shared`) all are meant, else each in turn. With `every`
+    Where they share a machine (`shared`) all of them do, else each in turn. With `every`
     (`tlt.speculation.control_every`) None a run has `EARLY` such rollouts and then rarely one, since everybody waits
     for a replica that does not draft; else one in so many steps from the second on, 0: never. Rollouts that are OFF
     serve as well.
@@ -64,7 +64,7 @@ class ControlRollouts:
         self._plain = self._since = 0  # rollouts without drafts; rollouts since the last of them
 
     def chosen(self, step: int) -> list[str]:
-        """Those of the rollout of `step`, in which drafting pays."""
+        """Replicas that decode the rollout of `step` without drafts; asked only where drafting pays."""
         due = self._since >= (SOON if self._plain < EARLY else RARELY)
         if self._every is not None:
             due = self._every > 0 and step % self._every == 2 % self._every
@@ -89,7 +89,7 @@ class _Row(NamedTuple):
 
     @property
     def undisturbed(self) -> bool:
-        """It decoded as it would have without TLT."""
+        """Whether the replica decoded as it would have without TLT."""
         return self.interval.off and max(self.drafting, self.training) < UNMIXED
 
 
@@ -121,8 +121,8 @@ class SavingsAccount:
     def off_seconds(self, batch: float, context: float = CONTEXT_TOKENS, busy: int = 1) -> float | None:
         """Seconds of a step without drafts at `context` tokens a request, with so many busy replicas; None: unknown."""
         own = _octave(context)
-        found = (self._off_seconds_in(batch, octave, busy) for octave in (own, own - 1, own + 1))
-        return next((seconds for seconds in found if seconds is not None), None)
+        estimates = (self._off_seconds_in(batch, octave, busy) for octave in (own, own - 1, own + 1))
+        return next((seconds for seconds in estimates if seconds is not None), None)
 
     def _off_seconds_in(self, batch: float, octave: int, busy: int) -> float | None:
         points, calibrated = self._points.get((busy, octave)), self._calibrated if octave == 0 else ()
@@ -130,10 +130,10 @@ class SavingsAccount:
             return interpolate(calibrated, batch) if calibrated and busy == 1 else None
         if points[0][0] <= batch <= points[-1][0]:
             return interpolate(points, batch)
-        nearest, there = points[0] if batch < points[0][0] else points[-1]
+        nearest, nearest_s = points[0] if batch < points[0][0] else points[-1]
         if calibrated:
-            return there * interpolate(calibrated, batch) / interpolate(calibrated, nearest)
-        return there if max(nearest / batch, batch / nearest) <= REACH else None
+            return nearest_s * interpolate(calibrated, batch) / interpolate(calibrated, nearest)
+        return nearest_s if max(nearest / batch, batch / nearest) <= REACH else None
 
     def _late(self, rows: Iterable[_Row]) -> tuple[float, float]:
         """(Seconds by which these rows would have taken longer without drafts, their own), as far as that is known."""
@@ -163,9 +163,9 @@ class SavingsAccount:
 
     def _saved_s(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
         late = [self._late(of_replica) for of_replica in rows.values()]
-        every = [row for of_replica in rows.values() for row in of_replica]
-        compared_s = sum(seconds for _, seconds in late) + _seconds(row for row in every if row.undisturbed)
-        if compared_s < COVERED * _seconds(every):
+        all_rows = [row for of_replica in rows.values() for row in of_replica]
+        compared_s = sum(seconds for _, seconds in late) + _seconds(row for row in all_rows if row.undisturbed)
+        if compared_s < COVERED * _seconds(all_rows):
             return None
         ends = [of_replica[-1].interval.end for of_replica in rows.values()]
         return max(end + late_s for end, (late_s, _) in zip(ends, late, strict=True)) - max(ends)
@@ -182,15 +182,15 @@ class SavingsAccount:
         """Every interval of every replica with what went on beside it."""
         if not self._shared:
             return {name: [_Row(i, 1.0, 0.0, 0.0) for i in intervals] for name, intervals in rollout.items()}
-        every = [interval for intervals in rollout.values() for interval in intervals]
-        busy = _Count([(i.start, i.end) for i in every])
-        drafting = _Count([(i.start, i.end) for i in every if not i.off])
+        intervals = [interval for of_replica in rollout.values() for interval in of_replica]
+        busy = _Count([(i.start, i.end) for i in intervals])
+        drafting = _Count([(i.start, i.end) for i in intervals if not i.off])
         trained = _Count(training)
 
         def row(i: LoadInterval) -> _Row:
             return _Row(i, max(1.0, busy.average(i)), drafting.average(i), trained.average(i))
 
-        return {name: [row(i) for i in intervals] for name, intervals in rollout.items()}
+        return {name: [row(i) for i in of_replica] for name, of_replica in rollout.items()}
 
 
 def _seconds(rows: Iterable[_Row]) -> float:
@@ -203,7 +203,7 @@ def _octave(context: float) -> int:
 
 
 class _Count:
-    """How many of some spans of time there were at a time."""
+    """Number of spans of time that hold at once, on average over an interval."""
 
     def __init__(self, spans: Times) -> None:
         edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])

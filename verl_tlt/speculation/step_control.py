@@ -175,7 +175,7 @@ class StepControl:
         return {"drafting": self.drafting, "force_k": self.force_k}
 
     def learned(self) -> dict[str, Any]:
-        """What engine steps were found to cost, for the next run: `points` as `control` takes them."""
+        """Learned costs of engine steps, for the next run: `points` as `control` takes them."""
         costs = self.policy.latency
         table = self._calibration if costs is None else costs.to_table(self._calibration)
         return {"points": table.to_list()}

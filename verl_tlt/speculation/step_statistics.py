@@ -11,16 +11,14 @@ from verl_tlt.speculation.types import OFF, Step
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
 INTERVAL_S, MAX_INTERVALS = 0.25, 512
-"""Seconds of a `LoadInterval` at first, and how many there may be before that doubles."""
+"""Seconds of a `LoadInterval` at first, and how many there may be before the seconds double."""
 SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
-"""What `Step` and `EngineStats` both have."""
+"""Fields that `Step` and `EngineStats` both have."""
 CLASSES_PER_OCTAVE = 8
 """Classes of response lengths between one and its double: they bound what an engine reports."""
 
 
 class _LoadIntervals:
-    """Sums over intervals of time."""
-
     def __init__(self) -> None:
         self._width = INTERVAL_S
         self._rows: list[list[float]] = []  # off, start, end; sums: batches, contexts, seconds, plain steps, steps
@@ -92,7 +90,7 @@ class StepSums:
 
     def stats(self, reset: bool = False, policy_error: str | None = None) -> EngineStats:
         """The sums so far; `policy_error` is passed on."""
-        found = replace(
+        stats = replace(
             self._sums,
             num_draft_tokens_per_pos=tuple(self._offered.values()),
             num_accepted_tokens_per_pos=tuple(self._accepted.values()),
@@ -105,7 +103,7 @@ class StepSums:
         )
         if reset:
             self._begin()
-        return found
+        return stats
 
 
 class DraftsByLength:

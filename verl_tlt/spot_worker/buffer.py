@@ -27,7 +27,7 @@ class _Item:
 
 
 class Buffer:
-    """The sequences of recent steps. Each is either trained on or held out for the publish gate, for good.
+    """The sequences of recent RL steps. Each is either trained on or held out for the publish gate, for good.
 
     `max_bytes` caps them; with `keep_steps` of 1 only the newest RL step's stay. `held_out` is a share of prompts: a
     hash decides, the same in all buffers of a run, for from some of a prompt's responses a drafter learns what the

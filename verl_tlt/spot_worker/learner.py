@@ -1,7 +1,7 @@
 """What a spot worker does, without Ray: train a drafter, take part in merges, score, export and save it.
 
-What it learned is the difference between the average of its recent weights and the candidate that all learners agree
-on. The gate's scores need the training device, so a session begins with them, for the candidate merged before it.
+What a learner has learned is the average of its recent weights less the candidate that all learners agree on. The
+gate's scores need the training device, so a session begins with them, for the candidate merged before it.
 """
 
 import math
@@ -119,12 +119,12 @@ class SpotLearner:
         self._chosen = draft_ids  # has arrived; None: nothing to take over
         self._verifier_known = False
         self.whole_head: torch.Tensor | None = None
-        """The policy's, of which a pruned draft vocabulary has rows, and by which it is judged."""
+        """The policy's head: a pruned draft vocabulary has some of its rows, and is judged by all of them."""
         self._load_arrived()
         self.training_device.receive(self.trainer)
 
     def _transition(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
-        """An event of `DrafterVersions`; some come while a session runs in another thread."""
+        """Apply an event of `DrafterVersions`; some come while a session runs in another thread."""
         with self._versions_lock:
             self.versions = event(self.versions)
 
@@ -160,8 +160,8 @@ class SpotLearner:
                 self._model_lock.release()
         if self._draftable is None or not sequences:
             return stats
-        said = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
-        return replace(stats, responses=len(said), draftable=int(self._draftable[said].sum()))
+        responses = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
+        return replace(stats, responses=len(responses), draftable=int(self._draftable[responses].sum()))
 
     def _load_arrived(self) -> None:
         """Take over a draft vocabulary and verifier weights that have arrived; only during a turn."""
@@ -214,9 +214,9 @@ class SpotLearner:
         if sequences is not None:
             self._spent(judged_s, seconds, sum(map(len, sequences)), scores is not None, ran_out=not done.stopped)
         outcome: Literal["stopped", "exhausted"] = "stopped" if done.stopped else "exhausted"
-        alike = {name: getattr(done, name) for name in ("steps", "tokens", "skipped", "loss", "slowest_s")}
+        common = {name: getattr(done, name) for name in ("steps", "tokens", "skipped", "loss", "slowest_s")}
         epoch = epochs[done.batches]
-        return SessionResult(outcome, epochs=epoch, seconds=seconds, judged_s=judged_s, scores=scores, **alike)
+        return SessionResult(outcome, epochs=epoch, seconds=seconds, judged_s=judged_s, scores=scores, **common)
 
     def _rows(self) -> tuple[int, int]:
         """Most rows of a batch that is trained, and of one that is scored, whose sequences are whole."""
@@ -262,15 +262,15 @@ class SpotLearner:
                 self.trainer.move_average(candidate)
                 self.unmerged_steps = self.unmerged_tokens = 0
                 return
-            own = {name: value - base[name] for name, value in self._average().items()}
-            if all(np.isfinite(change).all() for change in own.values()):  # left out for too few steps
-                self.trainer.move_average({name: candidate[name] + change for name, change in own.items()})
+            changes = {name: value - base[name] for name, value in self._average().items()}
+            if all(np.isfinite(change).all() for change in changes.values()):  # left out for too few steps
+                self.trainer.move_average({name: candidate[name] + change for name, change in changes.items()})
             else:
                 self._start_from_candidate()
                 self.trainer.start_over()  # its moments may be what broke it
 
     def _average(self) -> Parameters:
-        """The average of its recent weights, itself; only during a turn: between sessions it is on the host."""
+        """The average of the recent weights, not a copy; only during a turn: between sessions it is on the host."""
         return {name: average.numpy() for name, average in self.trainer.averages().items()}
 
     def _start_from_candidate(self) -> None:
@@ -297,21 +297,21 @@ class SpotLearner:
     def _score_held_out(
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
     ) -> HeldOutScores | None:
-        """Candidate, served and initial on all of these, or as many scored before; None when told to stop."""
+        """Score candidate, served and initial drafter on all of these, or as many before; None when told to stop."""
         head = None if self.whole_head is None else self.whole_head.to(self.training_device.device, non_blocking=True)
         versions, rows = {which: self.versions.of(which) for which in VERSIONS}, self.config.drafter.rows
         if self._judging is None or any(self._judging.versions[which] is not versions[which] for which in VERSIONS):
             self._judging = Judging(versions)
         kept = KEPT_TOKENS if self.training_device.is_accelerator else min(rows, CPU_TOKENS)
-        how = (self.sampling, max_draft, head, should_stop, min(rows, kept))
-        for some in grouped(self._judging.new(sequences), len, kept):
+        arguments = (self.sampling, max_draft, head, should_stop, min(rows, kept))
+        for portion in grouped(self._judging.new(sequences), len, kept):
             if self._judging.enough(sequences):
                 break
-            scores = score_versions(self.trainer, versions, some, *how)
+            scores = score_versions(self.trainer, versions, portion, *arguments)
             if scores is None:
                 return None
-            self._judging.add(some, scores)
-        return self._judging.told(max_draft)
+            self._judging.add(portion, scores)
+        return self._judging.combined(max_draft)
 
     def _spent(self, judged_s: float, seconds: float, tokens: int, scored: bool, ran_out: bool) -> None:
         """Note what a session took to score, and how much the next one is to look at."""
@@ -374,10 +374,10 @@ def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
 
     One that verl still writes is taken to become as large as the largest beside it. `drafter`: name of its directory.
     """
-    there = _policy_bytes(checkpoint, drafter)
-    policy = max([there, *(_policy_bytes(step, drafter) for step in checkpoint.parent.glob("global_step_*"))])
+    written = _policy_bytes(checkpoint, drafter)
+    policy = max([written, *(_policy_bytes(step, drafter) for step in checkpoint.parent.glob("global_step_*"))])
     free = shutil.disk_usage(checkpoint).free
-    if free < needed + (policy - there) + policy:
+    if free < needed + (policy - written) + policy:
         raise DrafterError(
             f"{checkpoint} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes "
             f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {policy / 1e9:.3f} GB."

@@ -33,7 +33,7 @@ BLOCK = 1 << 16
 """Numbers with one scale: small enough to stay in a core's cache through all that is done to them."""
 LARGEST = 32767
 THREADS = min(4, os.cpu_count() or 1)
-"""Of one worker: one core alone cannot ask the memory for numbers fast enough."""
+"""Threads of one worker: one core alone cannot ask the memory for numbers fast enough."""
 TINY = 1e-30
 """A block of nothing larger is zero: its scale would have no inverse."""
 
@@ -99,17 +99,17 @@ def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -
         writer = _SliceWriter(blocks)
         for name, begin, end in blocks:
             after, before = now[name].reshape(-1)[begin:end], base[name].reshape(-1)[begin:end]
-            np.subtract(after, before, out=writer.room(end - begin))
+            np.subtract(after, before, out=writer.buffer(end - begin))
             if not writer.add():
                 return name
         return writer.slice(facts)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(write, _slices_of(base, slices)))
-    if broken := next((name for name in found if isinstance(name, str)), None):
+        parts = list(pool.map(write, _slices_of(base, slices)))
+    if broken := next((name for name in parts if isinstance(name, str)), None):
         excluded = _excluded(facts.included[0], f"{broken} is not finite")
         return [_empty(excluded) for _ in range(slices)]
-    return [part for part in found if isinstance(part, MergedSlice)]
+    return [part for part in parts if isinstance(part, MergedSlice)]
 
 
 def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
@@ -126,14 +126,14 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
         raise ValueError(f"Deltas of {', '.join(facts.included)} differ in length.")
     weights = [part.facts.tokens / facts.tokens for part in usable]
     lengths = usable[0].lengths
-    writer, one = _SliceWriter([("", 0, length) for length in lengths]), np.empty(max(lengths, default=0), np.float32)
+    writer, term = _SliceWriter([("", 0, length) for length in lengths]), np.empty(max(lengths, default=0), np.float32)
     begin = 0
     for block, length in enumerate(lengths):
         end = begin + length
-        total = writer.room(length)
+        total = writer.buffer(length)
         total.fill(0.0)
         for weight, part in zip(weights, usable, strict=True):
-            total += np.multiply(part.values[begin:end], np.float32(weight * part.scales[block]), out=one[:length])
+            total += np.multiply(part.values[begin:end], np.float32(weight * part.scales[block]), out=term[:length])
         writer.add()
         begin = end
     average = writer.slice(facts)
@@ -167,29 +167,29 @@ Block = tuple[str, int, int]
 
 
 def _slices_of(like: Mapping[str, np.ndarray], slices: int) -> Iterator[list[Block]]:
-    """The blocks of each slice: as many in each, as far as that goes."""
+    """The blocks of each slice, as evenly spread as they can be."""
     blocks = [(n, a, min(a + BLOCK, value.size)) for n, value in like.items() for a in range(0, value.size, BLOCK)]
     for i in range(slices):
         yield blocks[i * len(blocks) // slices : (i + 1) * len(blocks) // slices]
 
 
 class _SliceWriter:
-    """Blocks of numbers, one after the other, into 16 bits each."""
+    """Packs blocks of numbers, one after the other, into 16 bits a number."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._lengths = tuple(end - begin for _, begin, end in blocks)
         self._values = np.empty(sum(self._lengths), np.int16)
         self._scales = np.empty(len(blocks), np.float32)
         self._block = self._at = 0
-        self._room = np.empty(max(self._lengths, default=0), np.float32)
+        self._buffer = np.empty(max(self._lengths, default=0), np.float32)
 
-    def room(self, length: int) -> np.ndarray:
+    def buffer(self, length: int) -> np.ndarray:
         """Where the next block is to be written: the same memory each time, which stays in the cache."""
-        self._numbers = self._room[:length]
+        self._numbers = self._buffer[:length]
         return self._numbers
 
     def add(self) -> bool:
-        """Pack what was written there; False: a number in it is not finite."""
+        """Pack what was written into `buffer`; False: a number in it is not finite."""
         numbers = self._numbers
         top = float(max(numbers.max(), -numbers.min()))
         if not np.isfinite(top):

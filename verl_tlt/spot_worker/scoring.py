@@ -17,7 +17,7 @@ KEPT_TOKENS = 8192
 """Tokens after which the scores of all versions are kept, on an accelerator: each time their weights are moved there,
 a tenth of a second for a 7B policy's drafter."""
 CPU_TOKENS = 256
-"""The same on a CPU, and most between two looks there: with a real vocabulary it takes seconds for so many."""
+"""`KEPT_TOKENS` and `PORTION` on a CPU, which takes seconds for so many tokens with a real vocabulary."""
 HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
 FEWEST_PROMPTS = 8
@@ -37,7 +37,7 @@ class Judging:
     versions: Mapping[str, Parameters]
     scores: dict[str, list[SequenceScore]] = field(default_factory=lambda: {which: [] for which in VERSIONS})
     prompts: list[int] = field(default_factory=list)
-    """Of each sequence."""
+    """The prompt of each scored sequence, by a number."""
     tokens: int = 0
     seconds: float = 0.0
     judged_s: float = 0.0
@@ -45,12 +45,12 @@ class Judging:
     _seen: WeakSet[TrainingSequence] = field(default_factory=WeakSet)
 
     def enough(self, sequences: Sequence[TrainingSequence]) -> bool:
-        """Whether as much was scored as these are together."""
+        """Whether as many tokens and prompts were scored as these sequences have."""
         prompts = len({id(s) if s.prompt is None else s.prompt for s in sequences})
         return self.tokens >= sum(map(len, sequences)) and len({*self.prompts}) >= min(FEWEST_PROMPTS, prompts)
 
     def new(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-        """Those of them that were not scored yet."""
+        """Those of these sequences that were not scored yet."""
         return [sequence for sequence in sequences if sequence not in self._seen]
 
     def add(self, sequences: Sequence[TrainingSequence], scores: Mapping[str, list[SequenceScore]]) -> None:
@@ -58,16 +58,16 @@ class Judging:
             self.prompts.append(len(self.prompts) if sequence.prompt is None else sequence.prompt)
             self.tokens += len(sequence)
             self._seen.add(sequence)
-        for which, found in scores.items():
-            self.scores[which] += found
+        for version, new in scores.items():
+            self.scores[version] += new
 
-    def told(self, max_draft: int) -> HeldOutScores:
-        """As the gate is told; a candidate whose numbers are not finite has scores that are not either."""
-        of = {which: counts(found, max_draft) for which, found in self.scores.items()}
+    def combined(self, max_draft: int) -> HeldOutScores:
+        """The scores for the gate; a candidate whose numbers are not finite has scores that are not either."""
+        acceptances = {version: counts(scores, max_draft) for version, scores in self.scores.items()}
         if not all(np.isfinite(value).all() for value in self.versions["candidate"].values()):
-            of["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
+            acceptances["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
         positions = np.array([score.positions for score in self.scores["candidate"]], dtype=np.int64)
-        return HeldOutScores(np.array(self.prompts, dtype=np.uint64), positions, **of)
+        return HeldOutScores(np.array(self.prompts, dtype=np.uint64), positions, **acceptances)
 
 
 def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:
@@ -100,16 +100,16 @@ def score_versions(
     The trainer's own weights are restored. `lm_head` is the policy's whole head, for a pruned draft vocabulary.
     `should_stop` is asked before each portion: no more tokens than a micro-batch of `rows`, but a sequence at least.
     """
-    portion = min(rows, PORTION)
+    budget = min(rows, PORTION)
     # Until something is published, the served drafter is the initial one.
     scored: dict[int, list[SequenceScore]] = {id(parameters): [] for parameters in versions.values()}
     for parameters in {id(parameters): parameters for parameters in versions.values()}.values():
         with trainer.holding(parameters):
-            for some in grouped(sequences, len, portion):
+            for portion in grouped(sequences, len, budget):
                 if should_stop():
                     return None
                 scored[id(parameters)] += acceptance(
-                    trainer.model, some, **vars(sampling), max_draft=max_draft, budget=portion, lm_head=lm_head
+                    trainer.model, portion, **vars(sampling), max_draft=max_draft, budget=budget, lm_head=lm_head
                 )
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
 

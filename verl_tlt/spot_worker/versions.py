@@ -71,12 +71,12 @@ class DrafterVersions:
         return {name: getattr(self, name) for name in VERSIONS}[which]
 
     def copied(self) -> DrafterVersions:
-        """On memory of its own: arrays out of Ray's object store are read-only and keep the whole object there."""
+        """A copy on its own memory: arrays out of Ray's object store are read-only and keep the whole object there."""
         return copy.deepcopy(self)  # in which one version in two roles stays one
 
 
 def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:
-    """What is held now, in a form that can be compared with a checkpoint's files."""
+    """Checksums of what a worker holds now, to compare with those of a checkpoint's files."""
     return Resumed(
         steps=trainer.steps,
         candidate=checksum(trainer.averages()),

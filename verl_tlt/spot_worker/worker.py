@@ -49,17 +49,16 @@ KEEP_TUNED = "TRITON_CACHE_AUTOTUNING"
 """Environment variable: Triton keeps on the node's disk which tile of a kernel is the fastest. Trying the 21 of each of
 the loss's two kernels takes seconds, and a process that replaces another need not do it again."""
 
-
 DEVICE_ERRORS = (torch.cuda.CudaError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
-"""Types that say it without words."""
+"""Types of exceptions that tell of a device error, whatever their message."""
 LIBRARY = re.compile(
     r"\b(CUDA|HIP|cuDNN|MIOpen|cuBLAS|cuSOLVER|cuSPARSE|cuFFT|NCCL|RCCL)( driver| runtime| unknown)? error\b"
     r"|\bTriton Error \[(CUDA|HIP)\]|\bdevice-side assert\b",
     re.IGNORECASE,
 )
-"""How torch, Triton and CUDA's libraries begin what they raise as a plain RuntimeError."""
+"""Beginnings of what torch, Triton and CUDA's libraries raise as a plain RuntimeError."""
 MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|MemoryAllocation\b", re.IGNORECASE)
-"""In what they raise where memory is short: the process may go on."""
+"""Words in what these libraries raise where memory is short: the process may go on."""
 
 
 def _yield_to_engines() -> None:
@@ -75,8 +74,8 @@ def see_own_device() -> None:
     if os.environ.get(NOSET):
         import ray
 
-        if mine := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        if lent := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
 
 
 def release_freed() -> None:
@@ -95,8 +94,8 @@ def spoils_device(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        told = isinstance(link, RuntimeError) and LIBRARY.search(str(link))
-        if (told or isinstance(link, DEVICE_ERRORS)) and not MEMORY.search(str(link)):
+        from_library = isinstance(link, RuntimeError) and LIBRARY.search(str(link))
+        if (from_library or isinstance(link, DEVICE_ERRORS)) and not MEMORY.search(str(link)):
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
@@ -115,7 +114,7 @@ def ending_with_its_device() -> Iterator[None]:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Call it in a thread; an error that leaves the device unusable ends the process."""
+    """Call a function in a thread; an error that leaves the device unusable ends the process."""
     with ending_with_its_device():
         return await asyncio.to_thread(function, *arguments, **named)
 
@@ -156,8 +155,8 @@ class SpotWorker:
         """Take over what the tap captured: by group of actor ranks, from each rank a list of `HiddenStateShard`."""
         sequences, missing = [], 0
         for ranks in shards:
-            held = [shard for reference in ranks for shard in await reference]
-            whole, incomplete = await _in_thread(whole_sequences, held)
+            arrived = [shard for reference in ranks for shard in await reference]
+            whole, incomplete = await _in_thread(whole_sequences, arrived)
             sequences += whole
             missing += incomplete
         if missing:
@@ -186,7 +185,7 @@ class SpotWorker:
         return average.facts, average
 
     async def versions(self) -> DrafterVersions:
-        """What all spot workers hold alike, for one that joins them."""
+        """The versions that all spot workers hold, for one that joins them."""
         return self.learner.versions
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:
@@ -198,7 +197,7 @@ class SpotWorker:
             return None
 
     async def steps(self) -> int:
-        """Optimizer steps that its moments and its learning rate come from."""
+        """Optimizer steps behind the worker's moments and learning rate."""
         return self.learner.trainer.steps
 
 
@@ -207,26 +206,26 @@ def whole_sequences(shards: Iterable[HiddenStateShard]) -> tuple[list[TrainingSe
     rows: dict[int, list[HiddenStateShard]] = {}
     for shard in shards:
         rows.setdefault(shard.row, []).append(shard)
-    found = [_whole_sequence(rows[row]) for row in sorted(rows)]
-    whole = [sequence for sequence in found if sequence is not None]
-    return whole, len(found) - len(whole)
+    sequences = [_whole_sequence(rows[row]) for row in sorted(rows)]
+    whole = [sequence for sequence in sequences if sequence is not None]
+    return whole, len(sequences) - len(whole)
 
 
 def _whole_sequence(shards: list[HiddenStateShard]) -> TrainingSequence | None:
-    """One sequence; None where not every state of every token is there."""
+    """One sequence out of its shards; None where not every state of every token is there."""
     head = shards[0]
     length, hidden = len(head.tokens), head.states.shape[-1]
     states = np.empty((length, len(head.wanted), hidden), head.states.dtype)
-    known = np.zeros((length, len(head.wanted)), bool)
+    filled = np.zeros((length, len(head.wanted)), bool)
     for shard in shards:
         at = 0
         for begin, end in shard.stretches:
-            for layer, held in zip(shard.layers, shard.states, strict=True):
+            for layer, inputs in zip(shard.layers, shard.states, strict=True):
                 column = head.wanted.index(layer)
-                states[begin:end, column] = held[at : at + end - begin]
-                known[begin:end, column] = True
+                states[begin:end, column] = inputs[at : at + end - begin]
+                filled[begin:end, column] = True
             at += end - begin
-    if not known.all():
+    if not filled.all():
         return None
     wide = from_numpy16(states.reshape(length, -1))  # [L, 4H]
     return TrainingSequence(

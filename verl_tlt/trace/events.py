@@ -28,7 +28,7 @@ ENGINE_PREFIX = "engine-"
 Kind = Literal["run", "phase", "load", "idle", "session", "publish", "reload", "stopped", "step"]
 
 TRAINER_DEVICE = "trainer's device"
-"""How the name of a device of the trainer begins, where it stands for the replica that it has not."""
+"""Beginning of the name of a trainer's device, which stands for a replica where none is colocated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RunStarted:
     replicas: Sequence[str] = ()
     """Names of the rollout replicas, as in every other event."""
     standalone: Sequence[str] = ()
-    """Those on devices of their own, where the policy is never trained (`separate_async`)."""
+    """Replicas on devices of their own, where the policy is never trained (`separate_async`)."""
     gpus: int = 0
     """GPU workers of the job."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -139,11 +139,11 @@ class Stopped:
     kind: ClassVar[str] = "stopped"
     t: float
     step: int
-    """The RL step after whose rollout."""
+    """The RL step after whose rollout this happened."""
     cause: str
     """Why; empty: it goes on again."""
     replica: str = ""
-    """Whose spot training; empty: speculation."""
+    """Replica whose spot training it is; empty: it is speculation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class StepObservations:
     saved_s: float | None = None
     """Seconds by which the rollout ended earlier than without drafts (`speculation.savings`); None: unknown."""
     speculation_disabled: bool | None = None
-    """For the run or from outside; None: the engines told nothing."""
+    """Whether it is, for the run or from outside; None: the engines told nothing."""
     errors: Mapping[str, int] | None = None
     """Failures of TLT since the run began that did not end it, by what failed."""
 
@@ -102,9 +102,9 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
     ngrams = [r for r in replicas if r.num_ngram_drafts is not None]
     if drafts and ngrams:
-        found = sum(r.num_ngram_drafts or 0 for r in ngrams)
-        metrics["tlt/ngram_draft_frac"] = found / drafts
-        metrics["tlt/ngram_accept_rate"] = sum(r.num_ngram_accepted for r in ngrams) / found if found else None
+        verified = sum(r.num_ngram_drafts or 0 for r in ngrams)
+        metrics["tlt/ngram_draft_frac"] = verified / drafts
+        metrics["tlt/ngram_accept_rate"] = sum(r.num_ngram_accepted for r in ngrams) / verified if verified else None
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     metrics["tlt/broken_drafts"] = sum(r.num_broken_drafts for r in replicas)
@@ -126,7 +126,7 @@ def _tail_accept_length(rows: Sequence[ResponseDrafts]) -> float | None:
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Sums counters per draft position; an engine with shorter drafts has fewer of them."""
+    """Counters summed per draft position; an engine with shorter drafts has fewer of them."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
@@ -216,14 +216,14 @@ def counted_savings(metrics: Mapping[str, float]) -> float | None:
 
 def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, float]:
     """What the spot workers' buffers hold, and the tokens each gets in the next step; empty while all are empty."""
-    held = [s for s in stats if s.bytes]
-    if not held:
+    filled = [s for s in stats if s.bytes]
+    if not filled:
         return {}
-    sequences, nbytes = sum(s.sequences for s in held), sum(s.bytes for s in held)
-    responses = sum(s.responses for s in held)
-    coverage = {"tlt/draft_vocab_coverage": sum(s.draftable for s in held) / responses} if responses else {}
+    sequences, nbytes = sum(s.sequences for s in filled), sum(s.bytes for s in filled)
+    responses = sum(s.responses for s in filled)
+    coverage = {"tlt/draft_vocab_coverage": sum(s.draftable for s in filled) / responses} if responses else {}
     return coverage | {
-        "tlt/buffer_tokens": sum(s.tokens for s in held),
+        "tlt/buffer_tokens": sum(s.tokens for s in filled),
         "tlt/tap_tokens": tap_tokens,
         "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,
     }

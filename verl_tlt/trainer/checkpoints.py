@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT = "tlt_drafter"
 POLICY = "actor"
-"""Directories of drafter and policy inside verl's `global_step_N`; of an old one verl removes the policy's."""
+"""Directories of drafter and policy inside verl's `global_step_N`; verl removes the policy's of old steps."""
 
 
 def saved_drafter(resume_from: Path | None) -> Path | None:
-    """The drafter's directory in a `global_step_N` directory, which need not exist; None: nothing is resumed.
+    """The drafter's directory to resume from, by a `global_step_N` directory, which need not exist; None: none.
 
-    Where the run was killed while writing it, it is the newest earlier one.
+    Where the run was killed while it wrote that step's drafter, the newest earlier step's is taken.
     """
     if resume_from is None:
         return None
@@ -35,9 +35,9 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
     earlier = [n for n, p in steps.items() if n < _number(resume_from) and _holds_drafter(p)]
     if not earlier:
         return None
-    found = steps[max(earlier)] / CHECKPOINT
-    logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, found)
-    return found
+    drafter = steps[max(earlier)] / CHECKPOINT
+    logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, drafter)
+    return drafter
 
 
 def _holds_drafter(step: Path) -> bool:
@@ -60,8 +60,8 @@ def _number(step: Path) -> float:
 
 def remove_halves(step: Path) -> None:
     """Remove what a worker that failed or was killed has written of a drafter in the directory of a step."""
-    for left in step.glob(f".{CHECKPOINT}.*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for half in step.glob(f".{CHECKPOINT}.*"):
+        shutil.rmtree(half, ignore_errors=True)
 
 
 def tidy(step: Path, prunes: bool) -> None:

@@ -17,10 +17,10 @@ from verl_tlt.trainer.waits import Deadline
 logger = logging.getLogger(__name__)
 
 STEPS = 2
-"""Steps whose hidden states are there when it begins. Fewer hold too little: a head memorises what it trains on, and
-with less than some ten held-out sequences the gate hardly ever decides."""
+"""RL steps whose hidden states a cold start needs. Fewer hold too little: a head memorises what it trains on, and with
+less than some ten held-out sequences the gate hardly ever decides."""
 SHARE = 0.01
-"""Longest cold start, as a share of the run's time that is left, where nobody has said how long."""
+"""Longest cold start, as a share of the time that the run has left, where the user sets none."""
 LONGEST_S = 300.0
 """Longest cold start of a long run, in seconds: it has then passed many times over two steps' hidden states."""
 SHORTEST_S = 10.0
@@ -30,27 +30,27 @@ PORTIONS = 5
 SCORES_SHARE = 0.25
 """Largest share of a portion that its scores may take; where they took more, the next one is longer."""
 FLAT = 2
-"""Portions over which the rise of acceptance is averaged; as many that taught nothing at all end it."""
+"""Portions over which the rise of acceptance is averaged; as many that taught nothing end the cold start."""
 BEST = (0.8,) * 16
 """Conditional acceptance by draft position of a good drafter: no cold start makes a better one."""
 
 Saving = Callable[[Sequence[float]], float]
-"""Share of a rollout that drafting saves by a drafter's conditional acceptance; 0: it does not pay, or nobody knows."""
+"""Share of a rollout's time that drafting saves, by a drafter's conditional acceptance; 0: none, or unknown."""
 
 
 class ColdStart:
-    """When the one cold start of a run comes, if it is `wanted`, and ends: a pure state machine.
+    """Decides when a run's one cold start begins, if it is `wanted`, and when it ends: a pure state machine.
 
-    With `longest_s` it takes so many seconds at most, and begins whatever it may save. None: by the run's length, and
-    where it may pay.
+    With `longest_s` a cold start takes so many seconds at most, and begins whatever it may save. With None the run's
+    length bounds it, and it begins where it may pay.
     """
 
     def __init__(self, wanted: bool, longest_s: float | None) -> None:
         self.wanted = wanted and longest_s != 0.0
-        """It is still ahead."""
+        """The cold start is still to come."""
         self.portion_s = 0.0
         self.news: dict[str, float] = {}
-        """Metrics of its step: what it is expected to save, and in how many steps."""
+        """Metrics of the cold start's step: the seconds it is expected to save, and in how many steps."""
         self._longest_s = longest_s
         self._steps = self._steps_left = 0
         self._step_s = self._rollout_s = self._bubble_s = 0.0
@@ -71,11 +71,11 @@ class ColdStart:
         self._bubble_s += (bubble_s - self._bubble_s) / self._steps
 
     def due(self) -> bool:
-        """Whether it may begin, after the coming rollout at the latest."""
+        """Whether the cold start may begin, after the coming rollout at the latest."""
         return self.wanted and self._steps >= STEPS
 
     def begin(self, steps_left: int, saving: Saving) -> float:
-        """Seconds that it may take; 0: it would not pay. It is not asked again."""
+        """Seconds that the cold start may take; 0: it would not pay. Called once in a run."""
         self.wanted, self._steps_left, seconds = False, steps_left, self._longest_s
         if seconds is None:
             seconds = min(SHARE * steps_left * self._step_s, LONGEST_S)
@@ -85,12 +85,12 @@ class ColdStart:
         self.portion_s = seconds / PORTIONS
         return seconds
 
-    def _within(self, trained_s: float) -> float:
-        """Steps by which as much training comes earlier than in bubbles."""
+    def _steps_ahead(self, trained_s: float) -> float:
+        """RL steps whose bubbles would hold so many seconds of training; at most those that are left."""
         return min(self._steps_left, trained_s / self._bubble_s) if self._bubble_s > 0.0 else self._steps_left
 
     def _saves_s(self, share: float, trained_s: float) -> float:
-        return share * self._rollout_s * self._within(trained_s)
+        return share * self._rollout_s * self._steps_ahead(trained_s)
 
     def scored(self, seconds: float) -> None:
         """The scores of a portion took so many seconds, or were not done when it ended after as many."""
@@ -103,16 +103,16 @@ class ColdStart:
             self._verdicts.append(update.acceptance)
 
     def enough(self, spent_s: float, left_s: float, saving: Saving) -> str:
-        """Why it ends after `spent_s` seconds, with `left_s` to go; empty: it goes on."""
+        """Why the cold start ends after `spent_s` seconds, with `left_s` to go; empty: it goes on."""
         if self._fruitless >= FLAT:
             return "nothing was trained and merged in two portions"
         recent = self._verdicts[-1 - FLAT :]
-        before, now, over = recent[0], recent[-1], len(recent) - 1
-        if not over:
+        before, now, portions = recent[0], recent[-1], len(recent) - 1
+        if not portions:
             return ""
         saves_now = saving(now)
         for n in range(1, max(1, round(left_s / self.portion_s)) + 1):
-            rises = (1.0 - 0.5**n) / over  # each portion adds half of what the one before it did
+            rises = (1.0 - 0.5**n) / portions  # each portion adds half of what the one before it did
             ahead = [min(1.0, max(0.0, a + rises * (a - b))) for a, b in zip_longest(now, before, fillvalue=0.0)]
             adds_s = self._saves_s(saving(ahead) - saves_now, spent_s + n * self.portion_s)
             if adds_s > n * self.portion_s:
@@ -120,11 +120,11 @@ class ColdStart:
         return f"drafting saves {saves_now:.0%} of a rollout now, and more training would not bring back its time"
 
     def ended(self, seconds: float, saving: Saving) -> None:
-        """It is over after so many seconds: say what it is expected to save."""
-        within = max(1, round(self._within(seconds)))
-        expected_s = saving(self._verdicts[-1]) * self._rollout_s * within
-        self.news = {"tlt/cold_start_expected_s": expected_s, "tlt/cold_start_steps": within}
-        logger.info("TLT: it took %.0f s, and is expected to save %.0f s in %d steps", seconds, expected_s, within)
+        """The cold start took so many seconds: note in `news` what it is expected to save."""
+        steps = max(1, round(self._steps_ahead(seconds)))
+        expected_s = saving(self._verdicts[-1]) * self._rollout_s * steps
+        self.news = {"tlt/cold_start_expected_s": expected_s, "tlt/cold_start_steps": steps}
+        logger.info("TLT: it took %.0f s, and is expected to save %.0f s in %d steps", seconds, expected_s, steps)
 
 
 def train_in_portions(
@@ -134,7 +134,7 @@ def train_in_portions(
     learn: Callable[[Sequence[Session], float], DrafterUpdate | None],
     saving: Saving,
 ) -> str:
-    """Train until the rule, which has begun, has enough or the time is over; returns which, in words.
+    """Train until the rule, which has begun, has enough or the time is over; returns why it ended.
 
     `train`: all spot workers, for at most so many seconds. `learn`: judge what was merged before these sessions, and
     merge them, within so many seconds; None: it is late.

@@ -70,7 +70,7 @@ class Controller:
         self._updated = 0  # the last RL step with an update of the policy
         self._undrafted = ""  # why no engine can draft in this run; empty: one can
         self.spot = False
-        """Spot workers are there, and the actor is tapped."""
+        """Whether there are spot workers, and the actor is tapped."""
         self._start, self._pending_work = start, pending_work
         self._failures = FailureBudget()
         self._untrained = "spot training has not started"  # why nobody trains in this run; empty: it was set up
@@ -118,9 +118,9 @@ class Controller:
         self._count_failures(step)
 
     def warm_up(self, step: int, within_s: float = WARM_AGAIN_S, *, up: bool = True) -> None:
-        """Have spot workers that are new rehearse while nobody else is on their devices: before the first weight sync,
-        and, for those that replaced others and are `up`, when the engines sleep and the actor has not begun. In a
-        session it would delay a stop.
+        """Have new spot workers rehearse while nobody else is on their devices: before the first weight sync, and, for
+        those that replaced others and are `up`, when the engines sleep and the actor has not begun. A rehearsal in a
+        session would delay a stop.
         """
         with self.guard("warm-up"):
             new = [name for name in self.fleet.unrehearsed(up=up) if self._failures.allows(name, step + 1)]
@@ -162,7 +162,7 @@ class Controller:
             if self._arriving:  # one whose workers got nothing has new ones, which hold nothing
                 arriving, self._arriving = self._arriving, {}
                 self._buffers = self.fleet.waits.answers("hand-over", arriving, SILENT_S)
-                self.guard.count("incomplete sequences", sum(held.incomplete for held in self._buffers.values()))
+                self.guard.count("incomplete sequences", sum(stats.incomplete for stats in self._buffers.values()))
         self._count_failures(step)
         with self.guard("watch"):
             self._watch = SamplingWatch(
@@ -171,7 +171,7 @@ class Controller:
             )  # fmt: skip
 
     def _planner(self, step: int) -> ReplicaIdlePlanner:
-        ready, settle_s = self._able(step), self.tlt.spot.settle_s
+        ready, settle_s = self._trainable(step), self.tlt.spot.settle_s
         self._ready = bool(ready)
         if self.facts.rule.idle == "trainer":  # whose devices' replicas, if there are any, are not the balancer's
             names, begin = list(self.fleet.spot_workers), self.clock.time()
@@ -179,14 +179,14 @@ class Controller:
         names, requests = list(self.fleet.replicas), self.facts.requests
         return ReplicaIdlePlanner(names, expected_requests=requests, settle_s=settle_s, spot_workers=ready)
 
-    def _able(self, step: int) -> list[str]:
+    def _trainable(self, step: int) -> list[str]:
         """Replicas whose spot workers may train now and have enough to train on."""
         # A merge that is late still reads and replaces the workers' weights.
         if not (self.spot and self.speculation.may_train and self.updates.under_way is None):
             return []
-        fed = {name for name, held in self._buffers.items() if held.train_tokens >= self.tlt.buffer.min_tokens}
-        fed -= set(self.fleet.unrehearsed())
-        return [name for name in self.fleet.workers() if name in fed and self._failures.allows(name, step)]
+        supplied = {name for name, stats in self._buffers.items() if stats.train_tokens >= self.tlt.buffer.min_tokens}
+        supplied -= set(self.fleet.unrehearsed())
+        return [name for name in self.fleet.workers() if name in supplied and self._failures.allows(name, step)]
 
     def more_prompts(self) -> None:
         """The sampler is about to send more groups: replicas that have left are called back to serve them, too."""
@@ -241,7 +241,7 @@ class Controller:
             return
         with self._charged("cold start"):
             self.updates.publish(step, within_s=SHORTEST_S)  # what was trained in this sampling
-            if not self._able(step):
+            if not self._trainable(step):
                 return
             saving = self.speculation.saving
             if seconds := self._cold.begin(steps_left, saving):
@@ -250,9 +250,9 @@ class Controller:
                     train_in_portions(self._cold, Deadline(seconds, self.clock), train, learn, saving)
 
     def _train_together(self, step: int, seconds: float) -> Sequence[Session]:
-        if not (able := self._able(step)):
+        if not (names := self._trainable(step)):
             return []
-        planner = TrainerIdlePlanner(able, begin=self.clock.time(), settle_s=0.0, spot_workers=able)
+        planner = TrainerIdlePlanner(names, begin=self.clock.time(), settle_s=0.0, spot_workers=names)
         watch = SamplingWatch(
             self.fleet, planner, PendingWork, self.tlt.spot.poll_s, self.log.trace, step, clock=self.clock
         )  # fmt: skip
@@ -262,7 +262,7 @@ class Controller:
         return report.sessions
 
     def _learn(self, step: int, sessions: Sequence[Session], within_s: float) -> DrafterUpdate | None:
-        """Judge, merge and publish; None: it is late, and published with the weight sync."""
+        """Judge, merge and publish; None: the update is late, and published with the weight sync."""
         self.updates.begin(sessions)
         with self.guard("publish"):
             return self.updates.publish(step, within_s)
@@ -275,9 +275,9 @@ class Controller:
         if not self.spot:
             return
         with self._charged("tap"):
-            held = [s for s in self._buffers.values() if s.tokens]
+            filled = [s for s in self._buffers.values() if s.tokens]
             bubble_s, trained_s = self.log.observed.bubble_s, self.log.observed.bubble_trained_s
-            token_bytes = max((s.bytes / s.tokens for s in held), default=0.0)
+            token_bytes = max((s.bytes / s.tokens for s in filled), default=0.0)
             self._tap.sampled(bubble_s, trained_s, self.log.exhausted, token_bytes)
             start = self.clock.monotonic()
             taken = self.fleet.take(self._trains_next(step), self._tap.tokens)  # every rank puts what it has in a store
@@ -333,19 +333,19 @@ class Controller:
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's."""
-        found: dict[str, float] = {}
+        tlt: dict[str, float] = {}
         self._count_failures(step)
         with self.guard("metrics"):
             self._say_if_idle()
-            found |= self.log.finish(step, {**metrics, **self._cold.news}) | self._cold.news
-            bubble_s = found.get("tlt/bubble_s", 0.0) / len(self.fleet.replicas)
+            tlt |= self.log.finish(step, {**metrics, **self._cold.news}) | self._cold.news
+            bubble_s = tlt.get("tlt/bubble_s", 0.0) / len(self.fleet.replicas)
             step_s, rollout_s = (metrics.get(f"timing_s/{name}", 0.0) for name in ("step", "gen"))
-            found |= buffer_metrics(self._buffers.values(), self._tap.tokens)
+            tlt |= buffer_metrics(self._buffers.values(), self._tap.tokens)
             self._cold.stepped(step_s, rollout_s, bubble_s)
-        return found
+        return tlt
 
     def _say_if_idle(self) -> None:
-        """A run for which TLT does nothing any more does not go on in silence."""
+        """Count the replicas that are given up; log, once, where TLT does nothing for the run any more."""
         off = len(self._failures.off)
         self.log.observed.spot_off_replicas = off if self.spot else None
         given_up = "spot training is given up on every replica" if off >= len(self.fleet.workers()) else ""

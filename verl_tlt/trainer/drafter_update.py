@@ -34,7 +34,7 @@ OUTCOMES: dict[Action, tuple[Literal["published", "kept", "reverted"], Literal["
     "revert_served": ("reverted", "served"),
     "revert_initial": ("reverted", "initial"),
 }
-"""By what the gate says: what becomes of the candidate, and which drafter engines have after it."""
+"""By the gate's action: what becomes of the candidate, and the drafter that engines serve from then on."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class DrafterUpdate(MergeVerdict):
     """What became of the candidate, and of a step's sessions."""
 
     drafter: DrafterFile | None = None
-    """To be published; None: nothing changes for the engines."""
+    """The drafter to publish; None: nothing changes for the engines."""
     acceptance: list[float] = field(default_factory=list)
     """Conditional acceptance by draft position of whatever is served from now on."""
     excluded: dict[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class DrafterUpdates:
         self.served = served
         """The drafter that engines should serve."""
         self.since = 0
-        """RL step in which it was published."""
+        """RL step in which `served` was published."""
         self.under_way: futures.Future[DrafterUpdate] | None = None
         """The update that is running, or has run and is not published yet; nobody trains meanwhile. None: neither."""
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="tlt-merge")
@@ -135,7 +135,7 @@ class DrafterUpdates:
             out.reason = "merged, and the next session scores it" if merged.included else "every session was excluded"
 
     def publish(self, step: int, within_s: float = 0.0) -> DrafterUpdate | None:
-        """Publish what the update exported; None: it is late, and asked again in the next step."""
+        """Publish what the update exported; None: the update is late, and the next step asks again."""
         if self.under_way is None or not futures.wait([self.under_way], timeout=within_s).done:
             return None
         done, self.under_way = self.under_way, None

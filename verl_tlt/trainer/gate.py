@@ -1,8 +1,8 @@
 """The publish gate: compares a merged drafter with the served and the initial one, and decides whether it is served.
 
-They are compared by accept length at the same held-out positions, because it differs far more between sequences than
-between drafters. Positions of one sequence resemble each other, and so do the responses to one prompt: prompts are
-resampled, each with all of its sequences. Even so a difference of 1 % takes some 10k positions.
+Drafters are compared by accept length at the same held-out positions, because accept length differs far more between
+sequences than between drafters. Positions of one sequence resemble each other, and so do the responses to one prompt:
+prompts are resampled, each with all of its sequences. Even so a difference of 1 % takes some 10k positions.
 
 * revert where the candidate is surely worse by more than `WORSE` than the better of served and initial;
 * publish where it is surely not worse than the served drafter by `margin` or more, and not seen to be worse than the
@@ -10,8 +10,8 @@ resampled, each with all of its sequences. Even so a difference of 1 % takes som
 * hold otherwise: what is served stays, and the candidate trains on.
 
 "Surely" means that a candidate on the wrong side of the border is published (reverted) with a chance of `ERROR` at
-most. So does too little to judge hold, unless the served drafter is hardly ever accepted or the candidate is far
-better, as at the start of a run, when the drafter learns fastest and little is held out yet.
+most. With too little to judge the decision is hold, unless the served drafter is hardly ever accepted or the candidate
+is far better, as at the start of a run, when the drafter learns fastest and little is held out yet.
 """
 
 from typing import Literal, NamedTuple
@@ -36,17 +36,17 @@ FAR_BETTER = 0.2
 """Share by which an unjudged candidate must lead: ten standard errors of paired scores at `FEWEST` positions, so that
 not even prompts that happen to suit one drafter explain it."""
 FEWEST = 128
-"""Positions below which nothing is far better."""
+"""Fewest positions by which a candidate can be `FAR_BETTER`."""
 MIN_PROMPTS = 7
-"""Fewest prompts to judge by: fewer all favour one drafter of two alike with a chance above `ERROR` (2^-6 = 1.6 %)."""
+"""Fewest prompts to judge by: six all favour one of two equal drafters with a chance above `ERROR` (2^-6 = 1.6 %)."""
 
 
 class Decision(NamedTuple):
     action: Action
     reason: str
     interval: tuple[float, float] | None
-    """Around (accept length of the candidate / of the served drafter) - 1; the truth lies beyond either end with a
-    chance of `ERROR`. None: not judged."""
+    """Interval around (accept length of the candidate / of the served drafter) - 1; the truth lies beyond either end
+    with a chance of `ERROR`. None: not judged."""
 
 
 def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
@@ -87,14 +87,14 @@ def decide(scores: HeldOutScores, config: GateConfig, *, seed: int) -> Decision:
 def relative_interval(scores: HeldOutScores, against: str, *, error: float, seed: int) -> tuple[float, float]:
     """Interval of (accept length of the candidate / of `against`) - 1, missed with a chance of `error` on each side."""
     judged = scores.positions > 0
-    known, of = np.unique(scores.prompts[judged], return_inverse=True)  # [P]; [S]: each sequence's prompt in it
-    ours, theirs = scores.of("candidate")[judged], scores.of(against)[judged]  # [S, 1+K]
-    columns = (ours.sum(axis=1), ours[:, 0], theirs.sum(axis=1), theirs[:, 0], scores.positions[judged])
-    rows = np.zeros((len(known), len(columns)))  # sums of a prompt's sequences
-    np.add.at(rows, of, np.stack(columns, axis=1))
+    prompts, prompt_of = np.unique(scores.prompts[judged], return_inverse=True)  # [P]; [S]: index into the former
+    candidate, other = scores.of("candidate")[judged], scores.of(against)[judged]  # [S, 1+K]
+    columns = (candidate.sum(axis=1), candidate[:, 0], other.sum(axis=1), other[:, 0], scores.positions[judged])
+    rows = np.zeros((len(prompts), len(columns)))  # sums of a prompt's sequences
+    np.add.at(rows, prompt_of, np.stack(columns, axis=1))
 
     def relative(sums: np.ndarray) -> np.ndarray:
         return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]) - 1.0
 
-    held = rows[:, 4]  # a few prompts can hold most positions
-    return interval(rows, relative, error, seed, count=float(held.sum() ** 2 / np.square(held).sum()))
+    positions = rows[:, 4]  # a few prompts can hold most positions
+    return interval(rows, relative, error, seed, count=float(positions.sum() ** 2 / np.square(positions).sum()))

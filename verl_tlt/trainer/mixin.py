@@ -218,6 +218,6 @@ def _log_to_stderr() -> None:
     """TLT's messages go to the run's log, whatever libraries do to the root logger; verl does the same."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
-    ours = logging.getLogger("verl_tlt")
-    ours.handlers, ours.propagate = [handler], False
-    ours.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+    root = logging.getLogger("verl_tlt")
+    root.handlers, root.propagate = [handler], False
+    root.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))

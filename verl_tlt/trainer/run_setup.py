@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 MOST_BATCH_TOKENS = 4096
-"""Longer micro-batches would lengthen stops for nothing."""
+"""Largest default micro-batch, in tokens: a longer one would delay stops and gain nothing."""
 LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 """Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
 MEMORY_SHARE = 0.15
 """Part of a node's memory that its spot workers take together: buffers, drafters and optimizers, and what the actor's
 ranks hold for them while they hand over a step's hidden states."""
 FEW_HELD_OUT, MOST_HELD_OUT = 12, 0.25
-"""Prompts of the first two steps that are held out, if no more than this share of all prompts is then: with fewer than
+"""Prompts to hold out of the first two steps, and the largest share of prompts to hold out for that: with fewer than
 seven the gate judges nothing, and what is held out is not trained on."""
 
 
@@ -49,14 +49,14 @@ class FirstDrafter:
     origin: str
     """One phrase for the log: where it came from."""
     tokens_trained: int = 0
-    """By spot workers of this run before it was resumed."""
+    """Tokens that spot workers of this run trained on before it was resumed."""
     worker_bytes: int = 0
     """Host memory of a spot worker on an accelerator, beside its buffer."""
     draft_vocab: int = 0
     chosen: bool = True
-    """Which ones is settled; False: the first rollout is to choose them."""
+    """Which tokens the draft vocabulary has is settled; False: the first rollout is to choose them."""
     untrained: bool = False
-    """It is new, and a random head."""
+    """The drafter is new: a random head."""
     checkpoint: Path | None = None
     """Directory of the drafter's checkpoint that the run goes on from."""
 
@@ -69,7 +69,7 @@ class SpotPlan:
     policy_dir: str
     """Visible on every node."""
     drafter: DrafterFile
-    """The first one, float32."""
+    """The run's first drafter, float32."""
     sampling: RolloutSampling
     device: str
 
@@ -81,7 +81,7 @@ class RunFacts:
     rule: ModeRule
     requests: int
     dtype: str
-    """The rollout's, in which drafters are published."""
+    """The rollout's dtype, in which drafters are published."""
     checkpoints: Path
     """`trainer.default_local_dir`."""
     prunes: bool
@@ -89,11 +89,11 @@ class RunFacts:
     provenance: DrafterProvenance
     """Where this run's drafters come from; complete but for what training adds."""
     gpus: int
-    """Of the trainer."""
+    """Number of the trainer's GPUs."""
     shared: bool = False
-    """The replicas share a machine's processors, so that one's work slows the others' down."""
+    """The replicas share a machine's processors, so that the work of one slows the others."""
     active_share: float = 1.0
-    """Of the policy's weights, those that one token uses."""
+    """Share of the policy's weights that one token uses."""
     name: str = ""
     hardware: str = ""
 
@@ -110,7 +110,7 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter,
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-    node_bytes = min((there.get("memory", 0.0) for there in nodes), default=0.0)  # as far as Ray may use it
+    node_bytes = min((node.get("memory", 0.0) for node in nodes), default=0.0)  # as far as Ray may use it
     tlt = with_sizes(tlt, start.draft_vocab, accelerator, node_bytes, workers, start.worker_bytes)
     buffer = replace(tlt.buffer, window=min(tlt.buffer.window, context))
     share = held_out_share(buffer, config.data.train_batch_size, workers * config.trainer.nnodes)
@@ -240,7 +240,7 @@ def with_sizes(
 
 
 def held_out_share(buffer: BufferConfig, prompts: int, workers: int) -> float:
-    """Share of prompts held out in a whole run: what the user says, or the more the fewer are captured.
+    """Share of prompts held out in a whole run: the user's, or else larger the fewer prompts are captured.
 
     A step has so many `prompts`. How many of them are captured depends on the `workers` of all nodes, each of which
     takes `tokens_per_step` of sequences of up to `window` tokens.

@@ -1,6 +1,6 @@
-"""A switch for a run that goes on: a small file that the trainer reads between two rollouts.
+"""A switch for a running job: a small file that the trainer reads between two rollouts.
 
-It lies in the trace directory, because whoever watches a run has that directory and perhaps nothing else of it.
+The file lies in the trace directory, because whoever watches a run has that directory and perhaps nothing else of it.
 Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is installed.
 """
 
@@ -14,7 +14,7 @@ from verl_tlt.files.ownership import other_owner, replacing
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"
-"""What the trainer writes there from the start of a run on."""
+"""The trace, which the trainer writes in the same directory from the start of a run on."""
 
 
 class SwitchError(TLTError, ValueError):

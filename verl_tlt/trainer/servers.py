@@ -49,13 +49,13 @@ class Replica:
     ranks: Sequence[int]
     """The actor's ranks on its devices; empty: it is standalone, on devices of its own."""
     server: ActorHandle
-    """The one that owns the engine."""
+    """The server that owns the engine."""
     servers: Sequence[ActorHandle]
-    """On all nodes."""
+    """The servers on all nodes."""
 
     @property
     def colocated(self) -> bool:
-        """It shares its devices with the actor."""
+        """Whether the replica shares its devices with the actor."""
         return bool(self.ranks)
 
 
@@ -70,9 +70,9 @@ class Servers:
     ) -> None:
         colocated = manager.get_replicas()
         width = max(1, world_size // max(1, len(colocated)))
-        found = [(replica, range(i * width, (i + 1) * width)) for i, replica in enumerate(colocated)]
-        found += [(replica, range(0)) for replica in standalone.get_replicas()] if standalone else []
-        made = [Replica(r._server_address, ranks, r._server_handle, list(r.servers)) for r, ranks in found]
+        ranks_of = [(replica, range(i * width, (i + 1) * width)) for i, replica in enumerate(colocated)]
+        ranks_of += [(replica, range(0)) for replica in standalone.get_replicas()] if standalone else []
+        made = [Replica(r._server_address, ranks, r._server_handle, list(r.servers)) for r, ranks in ranks_of]
         self.replicas = {replica.name: replica for replica in made}
         self.balancer, self.store = (standalone or manager).global_load_balancer, store
         self.published: ObjectRef | None = None
@@ -82,8 +82,8 @@ class Servers:
         """Requests in flight by replica, of those that are in the load balancer."""
         # Asked many times a second, so Ray is to keep no record of it (4 KB a call).
         status = self.balancer.get_status.options(enable_task_events=False).remote()
-        found: dict[str, int] = ask(status, CALL_S)["servers"]
-        return found
+        requests: dict[str, int] = ask(status, CALL_S)["servers"]
+        return requests
 
     def leave(self, name: str) -> None:
         ask(self.balancer.remove_servers.remote([name]), CALL_S)
@@ -136,11 +136,11 @@ class Servers:
         With `tlt.speculation.calibrate=false` a stored table is looked up instead, which takes no time.
         """
         first, *others = self.replicas.values()
-        found: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        costs: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         # Where the first could not, its engine died of the drafter, and the others' do as well.
-        ask([r.server.tlt_calibrate.remote(found) for r in others], CALL_S if found.points else CALIBRATION_S)
-        logger.info("engine step costs: %s", found)
-        return found
+        ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
+        logger.info("engine step costs: %s", costs)
+        return costs
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""

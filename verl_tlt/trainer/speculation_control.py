@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpeculationControl:
-    """Asked before every rollout, told after it.
+    """Decides before every rollout who drafts, and learns from every rollout.
 
     `directory` is the switch's (`tlt.trace.dir`), `replicas` are in a fixed order; `shared`: on one machine.
     `active_share` is the policy's (`drafter.policy.active_share`).
@@ -46,7 +46,7 @@ class SpeculationControl:
 
     @property
     def undrafted_since(self) -> str:
-        """Why nothing is drafted, by the settings or since it was found not to pay; empty: it may be."""
+        """Why nothing is drafted, by the settings or since it did not pay; empty: drafting is allowed."""
         return "the settings turn speculation off" if self._never else self.decision.cause
 
     @property
@@ -72,7 +72,7 @@ class SpeculationControl:
         return list(self._undrafted)
 
     def _read_switch(self, step: int) -> None:
-        """An unreadable file changes nothing, and is complained about once."""
+        """Read the switch; a file that cannot be read changes nothing, and is logged once."""
         try:
             switch, complaint = read_switch(self.directory), ""
         except SwitchError as error:
@@ -80,14 +80,14 @@ class SpeculationControl:
         if complaint and complaint != self._complaint:
             logger.warning("%s TLT goes on as before.", complaint)
         if switch != self.switch:
-            said = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in asdict(switch).items())
-            logger.warning("TLT was switched from outside; from step %d on: %s", step, said)
+            changes = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in asdict(switch).items())
+            logger.warning("TLT was switched from outside; from step %d on: %s", step, changes)
         self.switch, self._complaint = switch, complaint
 
     def rollout_ended(self, stats: Mapping[str, EngineStats], training: Times = ()) -> float | None:
         """Seconds that TLT saved in a rollout during which replicas trained at some `Times`; None: unknown."""
         savings = self.account.rollout(stats, training)
         self._controls.ended(self._undrafted, bool(training))
-        if self.switch.speculation and (said := self.decision.learn(stats, savings.gain)):
-            logger.warning("%s", said)
+        if self.switch.speculation and (notice := self.decision.learn(stats, savings.gain)):
+            logger.warning("%s", notice)
         return savings.saved_s

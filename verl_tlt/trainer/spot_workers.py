@@ -44,21 +44,21 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 START_S = 300.0
-"""Seconds in which new spot workers may start; meanwhile they are not waited for, nor taken for silent."""
+"""Bound in seconds of a spot worker's start; meanwhile it is not waited for, nor taken for silent."""
 
 
 @dataclass
 class ReplicaWorkers:
-    """The spot workers of one colocated replica, one on each of its devices; without such replicas of one device."""
+    """The spot workers of one colocated replica, one on each of its devices; without such replicas, of one device."""
 
     replica: str
     ranks: Sequence[int]
-    """The actor's, on the workers' devices."""
+    """The actor's ranks on the workers' devices."""
     handles: dict[str, ActorHandle] = field(default_factory=dict)
-    """By spot worker, in the order of the ranks; empty until they are started."""
+    """Ray's handles by spot worker, in the order of the ranks; empty until the workers are started."""
     restarts: int = 0
     rehearsed: bool = False
-    """They were told to run once what a session runs (`SpotWorker.warm_up`)."""
+    """The workers were asked to run once what a session runs (`SpotWorker.warm_up`)."""
     _starting: dict[str, ObjectRef] = field(default_factory=dict)  # by worker: ready when it is up
     _since: float = 0.0
 
@@ -67,7 +67,7 @@ class ReplicaWorkers:
         return [self.replica if i == 0 else f"{self.replica}/{i}" for i in range(len(self.ranks))]
 
     def first(self) -> ActorHandle:
-        """One of them, where one is enough; all hold the same versions."""
+        """One of the workers, where one is enough; all hold the same versions."""
         return next(iter(self.handles.values()))
 
     def begin(self, handles: Mapping[str, ActorHandle]) -> None:
@@ -86,17 +86,17 @@ class ReplicaWorkers:
         return any(self._starts(name) for name in self.handles)
 
     def up(self) -> list[ActorHandle]:
-        """Those that are not."""
+        """The workers that have started."""
         return [worker for name, worker in self.handles.items() if not self._starts(name)]
 
     def call(self, method: str, combine: Callable[[list[Any]], T], *arguments: object) -> Call[T]:
         return self.sent({name: getattr(w, method).remote(*arguments) for name, w in self.handles.items()}, combine)
 
     def sent(self, calls: Mapping[str, ObjectRef], combine: Callable[[list[Any]], T], *, signs: bool = True) -> Call[T]:
-        """Calls that were made to some of them, as one; `signs`: each can give a sign of life meanwhile."""
-        asked = self.handles
-        up = [asked[name] for name in calls if signs and not self._starts(name)]
-        return Call(list(calls.values()), combine, up, lambda: self.handles is not asked or self.starting())
+        """Calls that were made to some workers, as one; `signs`: each can give a sign of life meanwhile."""
+        handles = self.handles
+        up = [handles[name] for name in calls if signs and not self._starts(name)]
+        return Call(list(calls.values()), combine, up, lambda: self.handles is not handles or self.starting())
 
 
 class Fleet(Servers):
@@ -118,8 +118,8 @@ class Fleet(Servers):
         super().__init__(llm_server_manager, standalone, actor.world_size, store)
         self.actor, self.pool, self.spot = actor, pool, spot
         ranks = {r.name: r.ranks for r in self.replicas.values() if r.colocated}
-        alone: dict[str, Sequence[int]] = {f"{TRAINER_DEVICE} {rank}": [rank] for rank in range(actor.world_size)}
-        self.spot_workers = {name: ReplicaWorkers(name, own) for name, own in (ranks or alone).items()}
+        devices: dict[str, Sequence[int]] = {f"{TRAINER_DEVICE} {rank}": [rank] for rank in range(actor.world_size)}
+        self.spot_workers = {name: ReplicaWorkers(name, own) for name, own in (ranks or devices).items()}
         self.waits = Waits(self.restart)
         self._shares: tuple[int, ...] = ()
         self._sources: Mapping[str, tuple[tuple[int, ...], int]] = {}
@@ -127,7 +127,7 @@ class Fleet(Servers):
         self._draft_ids: ObjectRef | None = None  # the tokens that drafters draft, where the run has chosen them
 
     def calibrate(self) -> LatencyTable:
-        """As of `Servers`; what spot workers import and load while they start would be measured, too."""
+        """As `Servers.calibrate`, once spot workers have started: their imports would be measured, too."""
         if self.spot.config.speculation.calibrate:
             ready = [w.__ray_ready__.remote() for r in self.spot_workers.values() for w in r.handles.values()]
             if ready:
@@ -154,10 +154,10 @@ class Fleet(Servers):
         for replica in replicas:
             replica.begin(self._new_workers(replica))
         if resume_from is not None:
-            for replica_name, held in self._on_workers("resume", "resume", str(resume_from)).items():
-                for name, found in zip(self.spot_workers[replica_name].names(), held, strict=True):
-                    said = found or "it holds no training"
-                    logger.info("spot worker %s goes on from %s: %s", name, resume_from, said)
+            for replica_name, states in self._on_workers("resume", "resume", str(resume_from)).items():
+                for name, state in zip(self.spot_workers[replica_name].names(), states, strict=True):
+                    facts = state or "it holds no training"
+                    logger.info("spot worker %s goes on from %s: %s", name, resume_from, facts)
         return None
 
     def take(self, train_next: bool, tokens: int) -> list[TappedStates]:
@@ -227,10 +227,10 @@ class Fleet(Servers):
         candidate than theirs; without others, from what was published last.
         """
         others = [self.spot_workers[name] for name in self.workers() if name not in names]
-        one = min(others, key=ReplicaWorkers.starting, default=None)  # rather one that is up
+        source = min(others, key=ReplicaWorkers.starting, default=None)  # rather one that is up
         for name in names:
             workers = self.spot_workers[name]
-            versions = one.first().versions.remote() if one is not None else None
+            versions = source.first().versions.remote() if source is not None else None
             gone = workers.handles
             # In its place before it dies: another thread that waits for it must not replace it once more.
             workers.begin(self._new_workers(workers, versions, None if others else self.published))
@@ -258,18 +258,18 @@ class Fleet(Servers):
         return self.spot_workers[name].call("train", SessionResult.combined)
 
     def stop(self, name: str) -> None:
-        """Ask them to end after their micro-batch; does not wait."""
+        """Ask a replica's spot workers to end after their micro-batch; does not wait."""
         for worker in self.spot_workers[name].handles.values():
             worker.stop.remote()
 
     def first_done(self, calls: Mapping[str, Call[SessionResult]], timeout_s: float) -> list[str]:
-        """Wait until at least one of these calls is done; those that are, or none after `timeout_s` seconds."""
+        """Wait until at least one of these calls is done; returns all that are, or none after `timeout_s` seconds."""
         deadline = Deadline(timeout_s)
-        every = [reference for call in calls.values() for reference in call.references]
-        while every:  # one question for all of them: a call each would cost a large fleet seconds a look
-            ready, waiting = ray.wait(every, num_returns=len(every), timeout=0)
-            there, left = set(ready), deadline.left()
-            if (done := [name for name, call in calls.items() if there.issuperset(call.references)]) or left <= 0:
+        references = [reference for call in calls.values() for reference in call.references]
+        while references:  # one question for all of them: a call each would cost a large fleet seconds a look
+            ready, waiting = ray.wait(references, num_returns=len(references), timeout=0)
+            answered, left = set(ready), deadline.left()
+            if (done := [name for name, call in calls.items() if answered.issuperset(call.references)]) or left <= 0:
                 return done
             ray.wait(waiting, num_returns=1, timeout=left)
         return []
@@ -296,7 +296,7 @@ class Fleet(Servers):
     def keep_as_served(self) -> None:
         """What was exported is published: every worker marks it as the served version.
 
-        The weight sync waits, so those that are starting do so when they can.
+        The weight sync waits for this, so workers that are still starting do so when they can.
         """
         calls = self._call_workers("mark_published")
         self.waits.answers("publish", {name: call for name, call in calls.items() if not call.excused()}, SILENT_S)
@@ -315,8 +315,8 @@ class Fleet(Servers):
             workers = self.spot_workers[name]
             call = workers.first().export.remote(version, dtype, list(acceptance))
             sent: Call[DrafterFile | None] = workers.sent({name: call}, lambda answers: answers[0], signs=False)
-            if found := self.waits.answers("export", {name: sent}, CALL_S, keep=True):
-                return found[name]
+            if files := self.waits.answers("export", {name: sent}, CALL_S, keep=True):
+                return files[name]
         raise CallFailed("no spot worker exported the drafter")
 
     def save(self, directory: Path, provenance: DrafterProvenance, beside: Path | None = None) -> dict[str, Call[None]]:
@@ -327,10 +327,10 @@ class Fleet(Servers):
         directory.parent.mkdir(parents=True, exist_ok=True)
         calls = {name: call for name, call in self._call_workers("steps").items() if not call.excused()}
         steps = self.waits.answers("save", calls, SILENT_S)
-        held = {(replica, i): count for replica, counts in steps.items() for i, count in enumerate(counts)}
-        if not held:
+        trained = {(replica, i): count for replica, counts in steps.items() for i, count in enumerate(counts)}
+        if not trained:
             raise CallFailed("no spot worker is there to write the drafter")
-        replica, i = max(held, key=held.__getitem__)
+        replica, i = max(trained, key=trained.__getitem__)
         workers = self.spot_workers[replica]
         name, place = list(workers.handles)[i], None if beside is None else str(beside.absolute())
         call = workers.handles[name].save.remote(str(directory.absolute()), provenance, place)
@@ -340,7 +340,7 @@ class Fleet(Servers):
         return {name: self.spot_workers[name].call(method, list, *args) for name in self.workers()}
 
     def _on_workers(self, during: str, method: str, *args: object) -> dict[str, list]:
-        """Call every spot worker and wait, in the background; the results by replica."""
+        """Call every spot worker and wait; the results by replica."""
         return self.waits.answers(during, self._call_workers(method, *args), CALL_S)
 
 

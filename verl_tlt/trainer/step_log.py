@@ -66,17 +66,17 @@ class StepLog:
         self.observed = StepObservations(errors=self.guard.counts, devices=before.devices)
         self.observed.published_version, self.observed.served_since = before.published_version, before.served_since
         self._off = ""
-        self.exhausted: dict[str, bool] = {}  # of the replicas that trained in a bubble: their last session was
+        self.exhausted: dict[str, bool] = {}  # by replica that trained in a bubble: its last session was
         self.reloads: dict[str, Reload] = {}  # by replica
 
     def _charge(self, part: str, seconds: float) -> None:
         _add(self.observed.overhead, {part: seconds})
 
-    def _event(self, kind: type[E], step: int, record: object, **more: Any) -> E:
-        """Write an event of what a record has of its fields, and of more."""
+    def _event(self, kind: type[E], step: int, record: object, **further: Any) -> E:
+        """Write an event whose fields are those that a record has, too, and further ones."""
         names = {field.name for field in dataclasses.fields(kind)}
         facts = {name: value for name, value in vars(record).items() if name in names}
-        event = kind(**facts | more | {"step": step, "t": self.clock.time()})
+        event = kind(**facts | further | {"step": step, "t": self.clock.time()})
         self.trace.add(event)
         return event
 
@@ -164,7 +164,7 @@ class StepLog:
     def speculated(self, step: int, saved_s: float | None, disabled: str, off: str = "") -> None:
         """Seconds that TLT saved in this rollout, why speculation is disabled after it, and why nobody drafted in it.
 
-        The reasons are empty where it is not, and where somebody did.
+        A reason is empty where speculation is not disabled, or somebody drafted.
         """
         self._off = off
         self.observed.saved_s, self.observed.speculation_disabled = saved_s, bool(disabled)
@@ -206,6 +206,6 @@ class StepLog:
         return tlt
 
 
-def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, seconds in more.items():
+def _add(sums: dict[str, float], terms: Mapping[str, float]) -> None:
+    for name, seconds in terms.items():
         sums[name] = sums.get(name, 0.0) + seconds

@@ -1,10 +1,10 @@
-"""Time: how the trainer waits for other processes. Whoever is asked has answered or raised, is silent, or has died.
+"""How the trainer waits for other processes: whoever is asked answers or raises, is silent, or has died.
 
 Every wait has a bound, after which whoever has not answered is *silent*. A spot worker is silent, too, when it gives no
 sign of life for `SILENT_S`, however long the bound is: its long work runs in a thread of its own (but for an export,
 `Fleet.export`). A spot worker that died or is silent is counted and replaced. One that is still starting, or was
-replaced meanwhile, is *excused*: it is left out and kept. The seconds are charged to the step, by name, by whichever of
-the controller's hooks waits.
+replaced meanwhile, is *excused*: it is left out and kept. The controller's hook that waits charges the seconds to the
+step, by name.
 """
 
 import logging
@@ -34,7 +34,7 @@ CALL_S = 120.0
 
 
 class Clock:
-    """Time, and waiting for it; a test gives one on which hours pass at once."""
+    """Time, and waits for it; tests replace it by one on which hours pass at once."""
 
     def time(self) -> float:
         return time.time()
@@ -93,7 +93,7 @@ def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float, bound_s
 
 
 def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
-    """`answer` of an actor that lives on when the call is given up: the call is taken back, and ends where it waits.
+    """As `answer`, of an actor that lives on: a call that is late is taken back, and ends where it waits.
 
     Ray does not take back what the actor has got and not begun; that begins before whatever is called later.
     """
@@ -101,14 +101,14 @@ def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
         return answer(reference, timeout_s)
     except CallFailed as error:
         if error.silent:
-            for one in [reference] if isinstance(reference, ray.ObjectRef) else reference:
-                ray.cancel(one)
+            for call in [reference] if isinstance(reference, ray.ObjectRef) else reference:
+                ray.cancel(call)
         raise
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """The same call to one or several spot workers, which is under way; `combine` makes one answer of theirs.
+    """A call under way, the same to one or several spot workers; `combine` makes one answer of theirs.
 
     The call depends on `workers`, which are up: all must give signs of life. `excused`: whether a failure says nothing
     about who serves now.
@@ -120,12 +120,12 @@ class Call(Generic[T]):
     excused: Callable[[], bool] = lambda: False
 
     def result(self, timeout_s: float) -> T:
-        """The answer, of all; `CallFailed` where one raised, died or is silent, once the others have answered."""
+        """The combined answer; `CallFailed` where one raised, died or is silent, once the others have answered."""
         deadline = Deadline(timeout_s)
-        while self.workers and deadline.left() > 0 and not _come(self.references, min(ASK_S, deadline.left())):
+        while self.workers and deadline.left() > 0 and not _arrived(self.references, min(ASK_S, deadline.left())):
             signs, left = [worker.__ray_ready__.remote() for worker in self.workers], deadline.left()
-            alive = _come(signs, min(SILENT_S - ASK_S, left))
-            if not alive and left >= SILENT_S - ASK_S and not _come(self.references, 0):
+            alive = _arrived(signs, min(SILENT_S - ASK_S, left))
+            if not alive and left >= SILENT_S - ASK_S and not _arrived(self.references, 0):
                 raise CallFailed(f"no sign of life within {SILENT_S:.0f} s", silent=True)
         answers, failures = [], []
         for reference in self.references:
@@ -139,8 +139,8 @@ class Call(Generic[T]):
         return self.combine(answers)
 
 
-def _come(references: Sequence[ObjectRef], timeout_s: float) -> bool:
-    """Whether all have come within so many seconds."""
+def _arrived(references: Sequence[ObjectRef], timeout_s: float) -> bool:
+    """Whether all results arrive within so many seconds."""
     return not ray.wait(references, num_returns=len(references), timeout=timeout_s)[1]
 
 
@@ -150,7 +150,7 @@ class Failure(NamedTuple):
     replica: str
     during: str  # what was waited for
     replaced: bool
-    """Its spot workers were: they died, were silent, or raised where that leaves them unlike the others."""
+    """The spot workers were replaced: they died, were silent, or raised where that leaves them unlike the others."""
 
 
 class Waits:
@@ -170,18 +170,18 @@ class Waits:
     ) -> dict[str, T]:
         """What replicas' spot workers answer within a bound that they share; those that fail are left out.
 
-        They are replaced together, since a successor takes over what those who stay hold. `keep`: an error that one
-        raises does not cost it its place, for it holds what it held before.
+        Workers that fail are replaced together, since a successor takes over what those who stay hold. `keep`: one that
+        raises an error is not replaced, for it holds what it held before.
         """
-        deadline, found, errors = Deadline(within_s, self._clock), {}, {}
+        deadline, answers, errors = Deadline(within_s, self._clock), {}, {}
         for name, call in calls.items():
             try:
-                found[name] = call.result(deadline.left())
+                answers[name] = call.result(deadline.left())
             except CallFailed as error:
                 errors[name] = error
         kept = {name for name, error in errors.items() if keep and not (error.died or error.silent)}
         self.failed(during, calls, errors, kept)
-        return found
+        return answers
 
     def failed(
         self, during: str, calls: Mapping[str, Call[T]], errors: Mapping[str, CallFailed], kept: Collection[str] = ()
@@ -200,5 +200,5 @@ class Waits:
             yield self._failures.popleft()
 
     def close(self) -> None:
-        """The run is over: whoever ends now was meant to."""
+        """The run is over: workers that end from now on have not failed."""
         self._over = True

@@ -121,7 +121,7 @@ class SamplingWatch:
         self.running: dict[str, tuple[Call[SessionResult], float]] = {}
         """Sessions by replica: (call, start)."""
         self.report = PhaseReport(planner.account(clock.time()))
-        """So far; `finish` returns it."""
+        """The phase so far; `finish` returns it."""
         self._end = clock.event()
         self._turn = clock.lock()  # a recall comes from the trainer's thread, while this one looks
         self._load: dict[str, int] = {}
@@ -154,18 +154,18 @@ class SamplingWatch:
             logger.warning("the load balancer had lost replica %s; it is put back", lost)
         self._do(commands)
         calls = {name: call for name, (call, _) in self.running.items()}
-        over = self.fleet.first_done(calls, 0.0) if calls else []
-        for name in over:
+        done = self.fleet.first_done(calls, 0.0) if calls else []
+        for name in done:
             self._collect(name)
-        return changed or bool(commands) or bool(over)
+        return changed or bool(commands) or bool(done)
 
     def _write_load(self, now: float) -> None:
-        """A line of the trace names every replica: a large fleet's are written less often."""
+        """Write the load to the trace. A line names every replica: a large fleet's are written less often."""
         self._written, self._write_at = self._load, now + LOAD_LINE_S * len(self._load)
         self.trace.emit("load", step=self.step, inflight=self._load)
 
     def _do(self, commands: list[idle.Command]) -> None:
-        """One replica after the other, until sampling ends: the trainer waits for what is being done then."""
+        """Carry out commands one by one, until sampling ends: the trainer waits for the one under way then."""
         queue = list(commands)
         while queue and not self._end.is_set():
             queue[:0] = self._carry_out(queue.pop(0))

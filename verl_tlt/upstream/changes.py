@@ -11,5 +11,5 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def upstream_change(name: str, **facts: str | tuple[str, ...]) -> Callable[[F], F]:
-    """Say of the code that makes a change why it does; `facts` are fields of `UpstreamChange` there, as literals."""
+    """Say why the decorated code changes upstream code; `facts` are fields of `UpstreamChange` there, as literals."""
     return lambda code: code

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 Callback = Callable[[Any], None]
-"""Takes the module, as whatever class it declares what it uses of it."""
+"""Takes the module; its parameter may have a class that declares what it uses of the module."""
 
 
 def when_imported(module_name: str, callback: Callback) -> None:
@@ -66,8 +66,8 @@ class _Finder(MetaPathFinder):
             return None
         busy.add(name)  # another plugin's finder may ask all finders too, including this one
         try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((s for s in found if s is not None), None)
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((s for s in specs if s is not None), None)
         finally:
             busy.discard(name)
         if spec is not None and spec.loader is not None:

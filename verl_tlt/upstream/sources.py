@@ -2,8 +2,8 @@
 
 A release number says little about a function that begins with an underscore. So what is used is listed in
 `symbols.yaml`, by our file that uses it, with the signature it relies on; a test compares the list with our imports.
-Looked at are the sources of the installed release, or of an unpacked wheel. Nothing of them is imported, so this works
-on a machine that could not run them.
+The sources are those of the installed release, or of an unpacked wheel. Nothing of them is imported, so this works on a
+machine that could not run them.
 """
 
 import ast
@@ -47,9 +47,9 @@ def by_file(users: Mapping[str, Sequence[Symbol]]) -> tuple[Symbol, ...]:
 def _symbol(row: str | dict[str, list[str]]) -> Symbol:
     """One row of `symbols.yaml`, which says how it is written."""
     text, says = next(iter(row.items())) if isinstance(row, dict) else (row, ())
-    if (found := _ROW.fullmatch(text)) is None:
+    if (match := _ROW.fullmatch(text)) is None:
         raise ValueError(f"symbols.yaml: {text} is no symbol.")
-    name, takes, has, moved_to = (part or "" for part in found.groups())
+    name, takes, has, moved_to = (part or "" for part in match.groups())
     return Symbol(name if ":" in name else f"{name}:", takes, has, tuple(says), moved_to)
 
 
@@ -70,22 +70,22 @@ class SourceTree:
         home, _, qualified = symbol.name.partition(":")
         if symbol.moved_to and self._module(symbol.moved_to) is not None:
             home = symbol.moved_to
-        if (found := self._module(home)) is None:
+        if (parsed := self._module(home)) is None:
             return f"there is no module {home}"
-        node: ast.AST = found[1]
+        node: ast.AST = parsed[1]
         module = home
         for depth, part in enumerate(qualified.split(".") if qualified else []):
             inner = self._member(node, module, part) if depth else self.definition(module, part)
             if inner is None:
                 return f"{home} has no {qualified}"
             node, module = inner
-        if wanted := symbol.takes.split():
+        if parameters := symbol.takes.split():
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return "is no function"
             arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             arguments = [a for a in arguments if a not in ("self", "cls")]
-            if arguments[: len(wanted)] != wanted:
-                return f"takes ({', '.join(arguments)}) and not ({', '.join(wanted)}, ...)"
+            if arguments[: len(parameters)] != parameters:
+                return f"takes ({', '.join(arguments)}) and not ({', '.join(parameters)}, ...)"
         names = {name for name, _, _ in self._members(node, module, assigned=True)} if symbol.has else set()
         if missing := [name for name in symbol.has.split() if name not in names]:
             return f"does not define {', '.join(missing)}"
@@ -96,7 +96,7 @@ class SourceTree:
         return None
 
     def table(self, module: str) -> Iterator[tuple[str, ast.expr]]:
-        """(key, value) of every entry with a constant string as its key in the dicts that a module writes out."""
+        """(key, value) of every entry with a constant string as its key in the dict literals of a module."""
         tree = self._module(module)
         for node in ast.walk(tree[1]) if tree else ():
             for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
@@ -105,8 +105,8 @@ class SourceTree:
 
     def _source(self, node: ast.AST, module: str) -> str:
         """The lines of a definition or module; `ast.get_source_segment` takes 50 ms on files as long as vLLM's."""
-        found = self._module(module)
-        lines = found[0].split("\n") if found else []
+        parsed = self._module(module)
+        lines = parsed[0].split("\n") if parsed else []
         return "\n".join(lines[node.lineno - 1 : node.end_lineno] if isinstance(node, ast.stmt) else lines)
 
     def _module(self, name: str) -> tuple[str, ast.Module] | None:
@@ -122,15 +122,12 @@ class SourceTree:
         """A module or class with its module's name, then the classes it inherits, as far as these sources have them."""
         yield node, module
         for base in node.bases if isinstance(node, ast.ClassDef) and depth < 5 else ():
-            found = self.definition(module, base.id) if isinstance(base, ast.Name) else None
-            if found is not None and isinstance(found[0], ast.ClassDef):
-                yield from self.with_bases(*found, depth + 1)
+            parent = self.definition(module, base.id) if isinstance(base, ast.Name) else None
+            if parent is not None and isinstance(parent[0], ast.ClassDef):
+                yield from self.with_bases(*parent, depth + 1)
 
     def _members(self, node: ast.AST, module: str, assigned: bool = False) -> Iterator[tuple[str, ast.AST, str]]:
-        """(name, definition, module) of what a module, or a class with its bases, defines.
-
-        If `assigned`, `self.x = ...` too.
-        """
+        """(name, definition, module) of all that a module or class with bases defines; `assigned`: `self.x =` too."""
         for owner, place in self.with_bases(node, module):
             for inner in getattr(owner, "body", []):
                 yield from ((name, inner, place) for name in _bound(inner))
@@ -139,17 +136,17 @@ class SourceTree:
                         yield deep.attr, deep, place
 
     def _member(self, node: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """The definition, and its module, of what a module, or a class with its bases, calls `name` itself."""
+        """(definition, module) of `name` in a module, or in a class with its bases; None: neither defines it itself."""
         members = self._members(node, module)
         return next(((n, place) for _, n, place in members if getattr(n, "name", None) == name), None)
 
     def definition(self, module: str, name: str, hops: int = 5) -> tuple[ast.AST, str] | None:
-        """What defines `name` of a module, and where: a package hands on what its modules define."""
+        """(definition, module) of a module's `name`, through imports: a package hands on what its modules define."""
         tree = self._module(module)
         if tree is None:
             return None
-        if (found := self._member(tree[1], module, name)) is not None:
-            return found
+        if (member := self._member(tree[1], module, name)) is not None:
+            return member
         for node in (n for n in tree[1].body if isinstance(n, ast.ImportFrom) and hops):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -207,6 +204,6 @@ def serves_eagle3(architecture: str) -> bool | None:
     if not isinstance(entry, ast.Tuple):
         return None
     module, name = (ast.literal_eval(part) for part in entry.elts[:2])
-    found = tree.definition(f"{VLLM_MODELS}.{module}", name)
-    classes = [node for node, _ in tree.with_bases(*found)] if found else []
+    model = tree.definition(f"{VLLM_MODELS}.{module}", name)
+    classes = [node for node, _ in tree.with_bases(*model)] if model else []
     return any(getattr(node, "name", None) == "SupportsEagle3" for node in classes)

@@ -19,7 +19,7 @@ class Supported:
     name: str
     lowest: Release
     newest_tested: Release
-    """Of a later minor release what verl-tlt relies on is looked up in its sources (`checks.rules`)."""
+    """In the sources of a later minor release, what verl-tlt relies on is looked up (`checks.rules`)."""
     remedy: str
 
 
@@ -42,11 +42,11 @@ _first: list[str] = []
 
 
 def look_first_in(folders: Iterable[str]) -> None:
-    """From now on find packages as `python -m` does that is started in the first of these folders."""
+    """From now on look for packages in these folders first, as `python -m` does that is started in the first."""
     _first[:] = [folder for folder in folders if folder]
 
 
-def _found(name: str) -> importlib.machinery.ModuleSpec | None:
+def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         spec = importlib.machinery.PathFinder.find_spec(name, _first) if _first and name not in sys.modules else None
         if spec is not None and spec.origin is not None:  # or else a folder of that name that is no package
@@ -58,7 +58,7 @@ def _found(name: str) -> importlib.machinery.ModuleSpec | None:
 
 def location(name: str) -> Path | None:
     """The directory of an importable top-level package; None where it is not there."""
-    spec = _found(name)
+    spec = _spec(name)
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
@@ -69,7 +69,7 @@ def installed(name: str) -> str | None:
     """
     module = sys.modules.get(name)
     folder = location(name)
-    if module is None and _found(name) is None:
+    if module is None and _spec(name) is None:
         return None
     if folder is not None and (own := folder / "version" / "version").is_file():  # verl's, also in a clone
         return own.read_text().strip()

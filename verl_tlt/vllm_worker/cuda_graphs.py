@@ -43,7 +43,7 @@ SAYS = {
     ),
     "_warmup_and_capture": ("uniform_decode=desc.uniform", "desc.num_tokens"),
 }
-"""What the rest of the runner must say: it changes from release to release, elsewhere."""
+"""Code that the rest of the runner must contain; other lines of it change from release to release."""
 
 
 def prepare_capture(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig, lengths: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ def captured_lengths(runner: GPUModelRunner | V2ModelRunner, lengths: Sequence[i
         graphs = [key for of_mode in keys.values() for key in of_mode]
         full = [key for mode, of_mode in keys.items() if mode.name == "FULL" for key in of_mode]
         widths = {key.num_tokens // key.num_reqs if key.uniform else None for key in full}
-    # A graph without a width is for requests of any.
+    # A graph without a width is for requests of any width.
     return tuple(length for length in lengths if widths & {1 + length, None}) if graphs else None
 
 
@@ -86,8 +86,8 @@ def unknown(runner: type, dispatcher: type, vllm_config: VllmConfig) -> str | No
         texts = {name: inspect.getsource(part) for name, part in {**parts, dispatcher.__name__: dispatcher}.items()}
     except (AttributeError, OSError, TypeError) as error:
         return f"vLLM's model runner is another one ({error})"
-    changed = [name for name, known in KNOWN.items() if digest(texts[name]) not in known]
-    changed += [name for name, said in SAYS.items() if any(words not in texts[name] for words in said)]
+    changed = [name for name, digests in KNOWN.items() if digest(texts[name]) not in digests]
+    changed += [name for name, code in SAYS.items() if any(line not in texts[name] for line in code)]
     return f"vLLM's {changed[0]} is not the one of 0.24 to 0.33" if changed else None
 
 

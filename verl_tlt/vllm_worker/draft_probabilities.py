@@ -167,13 +167,13 @@ class BrokenDrafts:
         speculator.propose = sound_logits
 
     def _count(self, broken: torch.Tensor) -> None:
-        """Add up drafts that are dropped, bool or int of any shape."""
+        """Add to the count of dropped drafts; `broken` is bool or int of any shape."""
         self._dropped += broken.sum()
         if self._on_host is not self._dropped:
             self._on_host.copy_(self._dropped, non_blocking=True)
 
     def _drop(self, probs: torch.Tensor) -> torch.Tensor:
-        """Zeros for rows without numbers, in place; a softmax has NaN everywhere in a row, or nowhere.
+        """Fill rows without numbers with zeros, in place; a softmax has NaN everywhere in a row, or nowhere.
 
         So one column is looked at, and broken rows alone are written: all of them are half a gigabyte for 64 requests.
         """
@@ -210,7 +210,7 @@ class BrokenDrafts:
 
 def kv_caches(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
     """KV cache tensors of a layer; none of one without attention, or before they are allocated."""
-    found = getattr(layer, "kv_cache", ())
-    for cache in found if isinstance(found, list | tuple) else [found]:
+    caches = getattr(layer, "kv_cache", ())
+    for cache in caches if isinstance(caches, list | tuple) else [caches]:
         if isinstance(cache, torch.Tensor) and cache.numel():
             yield cache

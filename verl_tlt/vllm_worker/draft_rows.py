@@ -30,9 +30,9 @@ def _replace(logits, per_slot, per_step, slots, drafts, per_draft, broken, width
     unbounded, finite = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        found = tl.load(start + column, mask=column < width, other=float("-inf")).to(tl.float32)
-        unbounded += tl.where(found < float("inf"), 0, 1)  # NaN too, which is less than nothing
-        finite += tl.where(found > float("-inf"), 1, 0)
+        values = tl.load(start + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        unbounded += tl.where(values < float("inf"), 0, 1)  # NaN too, which is less than nothing
+        finite += tl.where(values > float("-inf"), 1, 0)
     is_broken = (tl.sum(unbounded) > 0) | (tl.sum(finite) == 0)
     tl.store(broken + row * tl.num_programs(1) + step, tl.where(is_broken, 1, 0))
     if is_broken:
@@ -43,7 +43,7 @@ def _replace(logits, per_slot, per_step, slots, drafts, per_draft, broken, width
 
 
 def make_certain(logits: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Replace logits that are no distribution by those of a certain draft, in place; which ones, int32 [N, K].
+    """Replace logits that are no distribution by those of a certain draft, in place; returns which, int32 [N, K].
 
     `logits`, float [slots, K_max, V], are looked at in the rows of `slots`, int [N], and in the first K steps;
     `drafts`, int [N, K], is what was drafted. A row is broken that holds NaN or infinity, or nothing above minus

@@ -32,9 +32,9 @@ V2_RUNNER_SAYS = {
     ),
     "_dummy_run": ("self.speculator.propose(", "dummy_run=True"),
 }
-"""What methods of the V2 model runner must say."""
+"""Code that methods of the V2 model runner must contain."""
 V2_PROPOSE_SAYS = ("dummy_run: bool = False", "num_reqs = input_batch.num_reqs", "return self.draft_tokens[:num_reqs]")
-"""What the V2 speculator's `propose` must say."""
+"""Code that the V2 speculator's `propose` must contain."""
 
 
 class NoProposals:
@@ -61,7 +61,7 @@ class NoProposals:
     removed_by="A switch of vLLM's that leaves the pass out until the prefix cache is reset.",
 )
 def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> str | None:
-    """Whether the drafter's own pass runs in steps that draft nothing; returns why it cannot be skipped, or None."""
+    """Run or skip the drafter's own pass in steps that draft nothing; returns why it cannot be skipped, or None."""
     is_v2 = hasattr(runner, "speculator")
     proposer = runner.speculator if is_v2 else getattr(runner, "drafter", None)
     if proposer is None or isinstance(proposer, NoProposals):  # the former on a pipeline stage without the drafter
@@ -130,12 +130,12 @@ def _make_v2_skippable(runner: V2ModelRunner, speculator: EagleSpeculator) -> No
 
 def unknown_v2(runner: type, speculator: type) -> str | None:
     """Why `_make_v2_skippable` does not know these two classes, from their source; None: it does."""
-    parts = [(runner, name, said) for name, said in V2_RUNNER_SAYS.items()] + [(speculator, "propose", V2_PROPOSE_SAYS)]
-    for owner, name, said in parts:
+    parts = [(runner, name, code) for name, code in V2_RUNNER_SAYS.items()] + [(speculator, "propose", V2_PROPOSE_SAYS)]
+    for owner, name, code in parts:
         try:
             text = inspect.getsource(getattr(owner, name))
         except (AttributeError, OSError, TypeError) as error:
             return f"vLLM's V2 model runner is another one ({error})"
-        if any(words not in text for words in said):
+        if any(line not in text for line in code):
             return f"{owner.__name__}.{name} of vLLM's V2 model runner is not the one of 0.24 to 0.33"
     return None

@@ -48,12 +48,12 @@ class LiveDrafter:
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
         self._own_head = _has_own_head(Path(vllm_config.speculative_config.model))
         self._finite: tuple[int, ...] | None = None
-        """The version of the file in which no number was found that is not finite."""
+        """Version of the last file whose numbers were all finite."""
 
     def shared_modules(self) -> tuple[str, ...]:
         """Which of embedding and head are the policy's own (vLLM `_maybe_share_embeddings`, `_maybe_share_lm_head`)."""
-        theirs = {id(p) for p in self._policy.parameters()}
-        parts = {name for name, p in self.model.named_parameters() if id(p) in theirs}
+        policys = {id(p) for p in self._policy.parameters()}
+        parts = {name for name, p in self.model.named_parameters() if id(p) in policys}
         return tuple(part for part in ("embed_tokens", "lm_head") if any(part in name for name in parts))
 
     def load(self, file: Path | None) -> Sums:
@@ -96,7 +96,7 @@ class LiveDrafter:
 
     @contextmanager
     def _together(self, failure: str) -> Iterator[None]:
-        """Run a part of a load; where it fails on one rank it fails on all, which would wait for that one later."""
+        """Run a part of a load; a failure on one rank is one on all, which would wait for that rank later."""
         try:
             yield
         except Exception:
@@ -134,7 +134,7 @@ class LiveDrafter:
                 )
 
     def _own_parameters(self) -> dict[str, torch.Tensor]:
-        """What is not the policy's, the head without the rows that vLLM pads it with."""
+        """The parameters that are not the policy's, the head without the rows that vLLM pads it with."""
         shared = self.shared_modules()
         own = {n: p for n, p in self.model.named_parameters() if not any(part in n for part in shared)}
         if _HEAD in own:
@@ -158,7 +158,7 @@ class LiveDrafter:
         columns: dict[str, tuple[int, ...]] = {}
         for name, tensor in tensors.items():
             if name == "d2t":
-                if (own := dict(self.model.named_parameters()).get(OFFSETS)) is None or len(own) != len(tensor):
+                if (d2t := dict(self.model.named_parameters()).get(OFFSETS)) is None or len(d2t) != len(tensor):
                     raise DrafterError(f"{file} drafts {len(tensor)} tokens, and the served drafter does not.")
                 tokens = torch.arange(len(tensor)) + tensor  # [DV]
                 if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
@@ -172,10 +172,10 @@ class LiveDrafter:
         if unknown := sorted(rows.keys() - live.keys()):
             raise DrafterError(f"{file} holds {unknown[0]}, which the served drafter does not have.")
         for name, parameter in live.items() if self._shards == 1 else ():
-            shape, theirs = (rows[name], *columns[name]), tuple(parameter.shape)
+            shape, served = (rows[name], *columns[name]), tuple(parameter.shape)
             by_vocabulary = "lm_head" in name or "embed_tokens" in name  # vLLM pads their rows, and its loader checks
-            if shape[by_vocabulary:] != theirs[by_vocabulary:]:
-                raise DrafterError(f"{file}: {name} is {list(shape)}, the served drafter's is {list(theirs)}.")
+            if shape[by_vocabulary:] != served[by_vocabulary:]:
+                raise DrafterError(f"{file}: {name} is {list(shape)}, the served drafter's is {list(served)}.")
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
@@ -195,9 +195,9 @@ class LiveDrafter:
         head = getattr(policy, "lm_head", None) or policy.model.embed_tokens  # the latter where they are tied
         head = getattr(head, "base_layer", head)  # under a LoRA wrapper
         first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
-        here = (ids >= first) & (ids < last)  # [DV]
+        on_rank = (ids >= first) & (ids < last)  # [DV]
         rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
-        rows[here] = head.weight[ids[here] - first]
+        rows[on_rank] = head.weight[ids[on_rank] - first]
         return rows
 
     def _write_head(self, rows: torch.Tensor) -> None:
@@ -206,8 +206,8 @@ class LiveDrafter:
             from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 
             rows = tensor_model_parallel_all_reduce(rows)
-        own = self.model.lm_head
-        own.weight_loader(own.weight, rows.to(own.weight.dtype))
+        head = self.model.lm_head
+        head.weight_loader(head.weight, rows.to(head.weight.dtype))
 
 
 def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
@@ -246,22 +246,22 @@ def unwrap_embedding(drafter: Eagle3LlamaForCausalLM) -> None:
 
 def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The drafter's buffers by name, without those of the policy (vLLM builds one rotary table for equal settings)."""
-    theirs = {buffer.data_ptr() for buffer in policy.buffers()}
-    return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in theirs}
+    policys = {buffer.data_ptr() for buffer in policy.buffers()}
+    return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in policys}
 
 
 def _version(file: Path) -> tuple[int, ...] | None:
-    """What changes when a file is staged again; None: there is none."""
+    """Inode, time and size, which change when a file is staged again; None: there is no file."""
     if not file.is_file():
         return None
-    found = file.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    stat = file.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
-    """NaN differs from itself, so bytes are compared."""
-    one, other = (tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (live, kept))
-    return torch.equal(one, other)
+    """Whether all bytes are the same: NaN differs from itself."""
+    live, kept = (tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (live, kept))
+    return torch.equal(live, kept)
 
 
 def _has_own_head(directory: Path) -> bool:

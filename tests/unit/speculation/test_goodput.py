@@ -227,3 +227,20 @@ def test_k_changes_once_staying_has_lost_a_fifth_of_a_step_and_is_then_kept(gain
     if looks:
         policy.acceptance.set_prior([0.0])  # the gain is lost at once
         assert [policy.choose(Load(8, 8000)) for _ in range(HOLD - 1)] == [1] * (HOLD - 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tail_that_costs_more_than_calibrated_is_no_reason_to_try_every_length(seed):
+    """Small batches with long contexts cost 1.4 times what was calibrated, whatever the length."""
+    lengths = (0, 1, 2, 3, 4, 5)
+    points = [
+        LatencyPoint(b, 32 * b, k, QWEN3_8B_H100.seconds(b, 32 * b, max(k, 0), k) / (1.0 if b > 32 else 1.4), 4, True)
+        for b in (1, 2, 4, 8, 16, 32, 64, 128)
+        for k in (OFF, *lengths)
+    ]
+    policy = GoodputPolicy(lengths)
+    policy.set_latency(LatencyTable(tuple(points)))
+    policy.set_acceptance([0.8, 0.75, 0.7, 0.65, 0.6])
+    engine = SteadyEngine(policy, acceptance=0.8, batch=96, sigma=0.05, seed=seed).run(40)
+    engine.batch, engine.lengths = 12, []
+    assert len({*engine.run(60).lengths}) <= 3

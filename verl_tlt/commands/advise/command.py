@@ -1,4 +1,4 @@
-"""`verl-tlt advise`: reads a recipe and what a run of it showed, simulates, judges, and prints what decides."""
+"""`verl-tlt advise`: reads a recipe and a run's metrics, simulates, judges, and prints the numbers that decide."""
 
 from collections.abc import Mapping
 
@@ -44,7 +44,7 @@ def advise(options: AdviseOptions, console: Console) -> Verdict:
 
 
 def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
-    """The recipe, the run and what the user says; and what had to be assumed, value and why."""
+    """The scenario that recipe, run and user describe; and what had to be assumed, value and why."""
     if given.response_length is not None and given.metrics:
         raise TLTError(f"--response-length is read from the run in {given.metrics}: leave it out.")
     recipe = read_arguments(given.recipe, given.config_name, given.run_script)
@@ -75,15 +75,15 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
 
 
 def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
-    """What to do next, one sentence each."""
-    said = []
+    """Advice on what to do next, one sentence each."""
+    sentences = []
     if not n.has_drafter:
-        said.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")
+        sentences.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")
     if scenario.spot and (why := never_trained(n)):
-        said.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
+        sentences.append(f"Set tlt.spot.enable=false, or change what keeps sessions from beginning: {why}.")
     if n.accept["likely"] > 2.3 and scenario.arms[-1] <= 3 and n.tail_share > 0.3:
-        said.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
-    return [*said, "verl-tlt compare measures it: stock verl and TLT in turns."]
+        sentences.append("Try tlt.speculation.max_draft_length=7: small batches bear longer drafts.")
+    return [*sentences, "verl-tlt compare measures it: stock verl and TLT in turns."]
 
 
 def _rows(scenario: Scenario, n: Numbers) -> list[tuple[str, str, str]]:

@@ -24,8 +24,7 @@ BANDWIDTH_REACHED, FLOPS_REACHED, TRAINING_REACHED = 0.9, 0.4, 0.3
 EAGER_S = 0.25e-3
 """Seconds that each layer adds where an engine has no CUDA graphs."""
 BESIDE_BYTES = 3e9
-"""Taken on each device of an engine by what is neither weights nor KV cache: context, activations, graphs, drafter.
-An assumption."""
+"""Assumed bytes on each device of an engine beside weights and KV cache: context, activations, graphs, drafter."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ GPUS = {
     "L40S": Gpu(0.86e12, 362e12, 48e9),
     "B200": Gpu(8.0e12, 2250e12, 180e9),
 }
-"""By the name that `--gpu` takes."""
+"""Accelerators by the name that `--gpu` takes."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,16 @@ KNOWN = (
     Shape(70.6e9, 70.6e9, 80, 328e3, 0.27e9),
     Shape(235e9, 22e9, 94, 193e3, 0.13e9),
 )
-"""Qwen and Llama policies; one known by its name alone is like the nearest in size, a mixture like a mixture."""
+"""Qwen and Llama policies. A policy known by name alone is taken for the nearest in size, a mixture for a mixture."""
 
 
 def find_shape(policy: str) -> tuple[Shape, str]:
     """(shape, where it is from): the policy's config on this disk, else the size in its name; else a `TLTError`."""
     try:
-        found = policy_shape(read_model_config(policy, fetch=False))
-        kv_bytes = 2 * found.num_layers * found.num_kv_heads * found.head_dim * BYTES
-        head = found.hidden_size * draft_vocab_size(None, found.vocab_size, "")
-        return Shape(*found.parameters, found.num_layers, kv_bytes, head), "its config.json"
+        known = policy_shape(read_model_config(policy, fetch=False))
+        kv_bytes = 2 * known.num_layers * known.num_kv_heads * known.head_dim * BYTES
+        head = known.hidden_size * draft_vocab_size(None, known.vocab_size, "")
+        return Shape(*known.parameters, known.num_layers, kv_bytes, head), "its config.json"
     except DrafterError:
         pass  # not on this disk, or of another kind: its name may tell
     sized = re.search(r"(\d+(?:\.\d+)?)[bB](?:-[aA](\d+(?:\.\d+)?)[bB])?(?![a-zA-Z])", Path(policy).name)
@@ -94,10 +93,10 @@ def find_shape(policy: str) -> tuple[Shape, str]:
 
 
 def shape_of_size(parameters: float, active: float | None = None) -> Shape:
-    """The known shape nearest in size, with this many parameters, of which a mixture's token uses those `active`."""
-    alike = [s for s in KNOWN if (s.active < s.parameters) == (active is not None)]
-    near = min(alike, key=lambda s: abs(s.parameters / parameters - 1.0))
-    return Shape(parameters, active or parameters, near.layers, near.kv_bytes, near.head)
+    """The known shape nearest in size, with this many parameters, of which a token of a mixture uses `active`."""
+    candidates = [s for s in KNOWN if (s.active < s.parameters) == (active is not None)]
+    nearest = min(candidates, key=lambda s: abs(s.parameters / parameters - 1.0))
+    return Shape(parameters, active or parameters, nearest.layers, nearest.kv_bytes, nearest.head)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class StepGuess:
 
 
 def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, guess: StepGuess) -> Roofline:
-    """Costs of an engine's steps over so many devices."""
+    """Cost of a step of an engine over so many `devices`."""
     reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
     layer_s, head_s = BYTES * shape.active / shape.layers / reads, BYTES * shape.head / reads
     coefficients = (
@@ -145,9 +144,9 @@ class Workload:
     """`actor_rollout_ref.model.path`, as it is written."""
     mode: str
     gpus: int
-    """Of the trainer."""
+    """GPUs of the trainer."""
     replicas: int
-    """That decode."""
+    """Replicas that decode."""
     tensor_parallel: int
     requests: int
     """Responses of a step: prompts times samples."""

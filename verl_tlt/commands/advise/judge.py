@@ -1,4 +1,4 @@
-"""Yes, no, or what it depends on: rules over a run's numbers. The first that applies answers, and names its number."""
+"""Judges whether TLT pays, by rules over a run's numbers. The first rule that applies answers, and names its number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Literal
 WORTH = 1.05
 """How many times as fast a step must become for TLT to be worth its trouble."""
 BOUND = 1.15
-"""The same for a rollout that takes no time at all: below this no drafter is worth it."""
+"""How many times as fast a step must become with a rollout of no duration: below this no drafter is worth it."""
 FULL = 0.15
 """Share of engine time at small batches below which replicas are taken for always full."""
 TOOL_BOUND = 0.5
@@ -15,7 +15,7 @@ TOOL_BOUND = 0.5
 SHORT_S = 15.0
 """A rollout of fewer seconds is short: what TLT does once a step is a large part of it."""
 PEERS = "Others measured no gain to 2.12 times (docs/alternatives.md)"
-"""Whole steps, of two users of the TLT paper's code and of the paper."""
+"""Speed-ups of whole steps, of two users of the TLT paper's code and of the paper."""
 
 Answer = Literal["yes", "yes, with a trained drafter", "no", "it depends"]
 
@@ -25,38 +25,38 @@ class Numbers:
     """What decides. Shares are 0 to 1, seconds are of one RL step; mappings are by setting: low, likely, high."""
 
     gen_s: float
-    """Stock's rollout."""
+    """Seconds of stock's rollout."""
     rest_s: float
-    """Of a step outside rollout."""
+    """Seconds of a step outside rollout."""
     overhead_s: float
-    """TLT's own work on the critical path."""
+    """Seconds of TLT's own work on the critical path."""
     rollout: Mapping[str, float]
-    """How many times as fast the engines are done."""
+    """How many times as fast as stock's the engines are done."""
     accept: Mapping[str, float]
     """Accept length at K=3, or at the longest draft below."""
     accept_known: bool
-    """Given by the user or shown by a run; else assumed."""
+    """Whether the user gave the acceptance; else it is assumed."""
     tail_share: float
     """Part of the engines' decoding time at batches below 32."""
     bubble_s: float
-    """Mean over replicas: nothing to decode while another replica still decodes."""
+    """Mean over replicas of the time without anything to decode while another replica still decodes."""
     bubble_needed_s: float
-    """Bubble that a session needs for its result to be merged."""
+    """Seconds of bubble that a session needs for its result to be merged."""
     replicas: int
     has_drafter: bool
     trains: bool
-    """Idle time may train the drafter."""
+    """Whether idle time may train the drafter."""
     mode: str = "sync"
     reward_s: float = 0.0
     """Part of `rest_s`."""
     tool_share: float = 0.0
     """Part of a response's time in which it waits for tools."""
     response_mean: float = 0.0
-    """Tokens."""
+    """Mean tokens of a response."""
     tail_break_even: float = 1.0
-    """Accept length above which that K pays at a batch of 8."""
+    """Accept length above which the K of `accept` pays at a batch of 8."""
     measured: bool = True
-    """Whether the seconds are a run's."""
+    """Whether the seconds were measured in a run; else they are simulated."""
     context: int = 0
     """Tokens of context of a request in the tail: a mean response, and its prompt."""
     break_even: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Numbers:
     kv_tokens: int = 0
     """Tokens of context that an engine's KV cache holds."""
     assumed: Mapping[str, str] = field(default_factory=dict)
-    """What neither recipe nor run nor user says: what is taken for it, and why."""
+    """What is assumed where neither recipe nor run nor user says it: value and why."""
 
     @property
     def share(self) -> float:

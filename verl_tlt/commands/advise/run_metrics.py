@@ -38,7 +38,7 @@ class RunMetrics:
     clipped: float
     """Share of responses as long as their step's longest (`response_length/clip_ratio`)."""
     longest: float
-    """The longest response of all steps."""
+    """Tokens of the longest response of all steps."""
     prompt_mean: float | None = None
     reward_s: float | None = None
     tool_share: float | None = None
@@ -51,20 +51,20 @@ class RunMetrics:
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """A run from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
+    """A run's means from verl's metrics file or console log; raises `TLTError` where neither shows a finished step."""
     steps: dict[int, dict[str, float]] = {}
     try:
         if (size := os.stat(path).st_size) > MOST_LOG_BYTES:
             raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
         for line in read_lines(path, LONGEST_LINE):
-            if (found := _of_line(line.decode(errors="replace"))) is not None:
-                steps.setdefault(found[0], {}).update(found[1])
+            if (row := _parsed(line.decode(errors="replace"))) is not None:
+                steps.setdefault(row[0], {}).update(row[1])
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
     return _summary(steps, f"--metrics {path}")
 
 
-def _of_line(line: str) -> tuple[int, dict[str, float]] | None:
+def _parsed(line: str) -> tuple[int, dict[str, float]] | None:
     if line.lstrip().startswith("{"):
         try:
             record = parse(line)

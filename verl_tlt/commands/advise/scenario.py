@@ -1,4 +1,4 @@
-"""What a run would do: from its recipe, and what a run of it showed, to simulated rollouts at three settings.
+"""Estimates what a run would do: simulated rollouts at three settings, from its recipe and the metrics of a run.
 
 The settings are the likely one and both ends of the range. They differ in what is known least: how often drafts are
 accepted, and what an engine step and a drafter's pass take beyond reading their weights. What neither recipe nor run
@@ -18,7 +18,7 @@ from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 8, 32, 128)
-"""At which the break-even accept length is shown."""
+"""Batches at which the break-even accept length is shown."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ Seconds per layer hold the decoding of one request that others measured on GPUs 
 MEDIAN_SHARE, SIGMA = 1 / 10, 1.0
 """Median response over the longest allowed, and the spread of the logarithm: one response in a hundred is cut."""
 OVERHEAD_S = 0.5
-"""TLT's own work on the critical path of a step; the toy's steps have 0.1 to 0.4 s."""
+"""Seconds of TLT's own work on the critical path of a step; the toy's steps have 0.1 to 0.4 s."""
 FIXED_S = 5.0
-"""Weight sync, and reward that rollout does not hide."""
+"""Seconds of a step for weight sync, and for reward that rollout does not hide."""
 SESSION_BEGINS_S = 2.1
-"""From a replica's last response to the first micro-batch: it falls asleep, and the drafter moves to the device."""
+"""Seconds from a replica's last response to the first micro-batch: sleep, and moving the drafter to the device."""
 LEAST_TOKENS = 8 * 1024
 """Tokens of the shortest session whose result is merged (`min_merge_steps` micro-batches)."""
 ENOUGH_RESPONSES = 1024
@@ -66,12 +66,12 @@ class Scenario:
     arms: tuple[int, ...]
     """Draft lengths that the policy may choose."""
     spot: bool
-    """Idle time trains the drafter."""
+    """Whether idle time trains the drafter."""
     has_drafter: bool
-    """The recipe names a drafter to start from."""
+    """Whether the recipe names a drafter to start from."""
     metrics: RunMetrics | None = None
     acceptance: tuple[float, ...] = ()
-    """Given by the user; empty: assumed."""
+    """Conditional acceptance by position, given by the user; empty: assumed."""
     response: float | None = None
     """Mean response in tokens, given by the user."""
 
@@ -108,7 +108,7 @@ def estimate(scenario: Scenario) -> Numbers:
         response_mean=likely.tokens / work.requests,
         tail_break_even=even[8][k],
         accept_known=bool(scenario.acceptance),
-        accept={name: expected_accept_lengths(_acceptance(scenario, of), k)[k] for name, of in SETTINGS.items()},
+        accept={name: expected_accept_lengths(_acceptance(scenario, guess), k)[k] for name, guess in SETTINGS.items()},
         measured=run is not None,
         reward_s=(run and run.reward_s) or 0.0,
         tool_share=(run and run.tool_share) or 0.0,
@@ -183,41 +183,41 @@ def _lengths(scenario: Scenario) -> simulation.LogNormal:
 
 
 def _assumed(scenario: Scenario) -> dict[str, str]:
-    """What neither recipe nor run nor user says: what `estimate` takes for it, and why."""
+    """What `estimate` assumes where neither recipe nor run nor user says it: value and why."""
     work, run, known, longest = scenario.work, scenario.metrics, scenario.acceptance, scenario.arms[-1]
-    found = {"KV cache": f"what the weights and {hardware.BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"}
+    assumed = {"KV cache": f"what the weights and {hardware.BESIDE_BYTES / 1e9:g} GB a GPU for all else leave"}
     if run is None and scenario.response is not None:
-        found["spread of lengths"] = f"log-normal, sigma {SIGMA}"
+        assumed["spread of lengths"] = f"log-normal, sigma {SIGMA}"
     elif run is None:
-        found["response lengths"] = (
+        assumed["response lengths"] = (
             f"log-normal, median {work.response * MEDIAN_SHARE:.0f} (a tenth of data.max_response_length), sigma "
             f"{SIGMA}: one in a hundred is cut; --metrics or --response-length is better"
         )
     if run is None or not run.prompt_mean:
-        found["mean prompt"] = f"{scenario.prompt} tokens, a quarter of data.max_prompt_length"
+        assumed["mean prompt"] = f"{scenario.prompt} tokens, a quarter of data.max_prompt_length"
     layer, drafting = (
         sorted(1e3 * getattr(setting.step, name) for setting in SETTINGS.values()) for name in ("layer_s", "pass_s")
     )
-    found["step costs"] = (
+    assumed["step costs"] = (
         f"the GPU's data sheet: 90 % of its bandwidth, 40 % of its FLOP/s; besides {layer[1]:g} ms ({layer[0]:g} to "
         f"{layer[2]:g}) a layer, and {drafting[1]:g} ms ({drafting[0]:g} to {drafting[2]:g}) a pass of the drafter"
     )
     if not known:
-        found["acceptance"] = (
+        assumed["acceptance"] = (
             "accept length 1.95 to 3.2 at K=3, of a drafter that is trained along or made by verl-tlt warmup; "
             "verl-tlt evaluate measures one"
         )
     elif len(known) < longest:
-        found[f"acceptance beyond position {len(known)}"] = (
+        assumed[f"acceptance beyond position {len(known)}"] = (
             f"{known[-1]:.2f} as there, up to position {longest}; --acceptance takes one number for each"
         )
-    found["TLT's own work in a step"] = f"{OVERHEAD_S} s"
+    assumed["TLT's own work in a step"] = f"{OVERHEAD_S} s"
     if run is None:
-        found["outside rollout"] = (
+        assumed["outside rollout"] = (
             f"log-probs and update at 30 % of the data sheet's FLOP/s on {work.gpus} GPUs, and {FIXED_S:g} s for "
             "weight sync and reward; --metrics says better"
         )
-    return found
+    return assumed
 
 
 def _acceptance(scenario: Scenario, setting: Setting) -> tuple[float, ...]:

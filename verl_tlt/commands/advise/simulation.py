@@ -52,7 +52,7 @@ class EngineSpec:
 @dataclass
 class Decoded:
     seconds: float = 0.0
-    """Until its last response; 0 where it had none."""
+    """Seconds until the replica's last response; 0 where it had none."""
     seconds_by_batch: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of decoding by batch, rounded down to a power of two."""
 
@@ -62,7 +62,7 @@ def rollout(
 ) -> tuple[Decoded, Decoded]:
     """One rollout of a replica, decoded by (stock, TLT); TLT does not run a drafter that does not pay.
 
-    `lengths`: tokens of the responses, [requests]; `prompt`: of each prompt.
+    `lengths`: tokens of the responses, [requests]; `prompt`: tokens of each prompt.
     """
     stock = decode(spec, lengths, prompt)
     drafted = decode(spec, lengths, prompt, step_gains(spec, acceptance, lengths.size, rng))
@@ -81,7 +81,7 @@ def step_gains(
 
 def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None = None) -> Decoded:
     """Decode all responses as stock, or with the `step_gains` of a drafter that runs all the time."""
-    found = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
+    decoded = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
     left = lengths.astype(np.float64)  # tokens to go, [requests]
     queue = np.arange(lengths.size)  # requests that are not done, those that decode first
     while queue.size:
@@ -105,11 +105,11 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
         gained = np.minimum(gain * steps, left[rows])
         middle_kv = round(kv * middle / batch + 0.5 * float(gained.sum()))
         seconds = steps * spec.step_seconds(middle, middle_kv, k)
-        found.seconds += seconds
-        found.seconds_by_batch[1 << (middle.bit_length() - 1)] += seconds
+        decoded.seconds += seconds
+        decoded.seconds_by_batch[1 << (middle.bit_length() - 1)] += seconds
         left[rows] -= gained
         queue = queue[left[queue] > 1e-9]
-    return found
+    return decoded
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class SimulatedRollout:
 
     tokens: float
     stock_s: float
-    """Stock's rollout: until the last replica is done."""
+    """Stock's rollout, until the last replica is done."""
     rollout_s: float
-    """The same with TLT."""
+    """TLT's rollout, until the last replica is done."""
     tail_share: float
     """Share of stock's decoding time at batches below `SMALL_BATCH`."""
     bubble_share: float
@@ -196,7 +196,7 @@ def from_moments(mean: float, longest: float, clipped: float, requests: int, lim
     z = STANDARD_NORMAL.inv_cdf(1.0 - min(max(share, 1e-7), 0.5))
 
     def with_spread(sigma: float) -> LogNormal:
-        """`share` of all responses are longer than `edge`."""
+        """The distribution of this spread in which a `share` of all responses is longer than `edge`."""
         return LogNormal(edge * math.exp(-z * sigma), sigma, limit)
 
     # a larger sigma with the same upper quantile has a lower mean
@@ -204,7 +204,7 @@ def from_moments(mean: float, longest: float, clipped: float, requests: int, lim
 
 
 def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `below`, which is true up to some value, turns false."""
+    """The value at which `below`, which is true up to it, turns false."""
     for _ in range(60):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if below(middle) else (low, middle)

@@ -1,4 +1,4 @@
-"""`verl-tlt compare`: takes the turns that are left, and says what all of them together tell."""
+"""`verl-tlt compare`: takes the turns that are left, and reports the results of all of them."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SAY_EVERY_S = 600.0
 
 
 def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
-    """Compare the recipe with stock verl and with TLT, and print what it says; what was measured is always kept."""
+    """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     check_writable(options.out, "--out")
     plan = make_plan(recipe, options.steps, options.out.resolve())
     drafter = located(options.drafter) if options.drafter else given_drafter(plan)
@@ -78,24 +78,24 @@ def clock(seconds: float) -> str:
 
 
 def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) -> None:
-    """Print what the turns taken so far say, and write it down."""
-    found = found_of(arms, record)
-    if not found["ratios"]:
+    """Print the results of the turns taken so far, and write them down."""
+    result = found_of(arms, record)
+    if not result["ratios"]:
         say(console, "No arm has steps to compare with stock's yet.")
         return
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for row in arm_rows(found):
+    for row in arm_rows(result):
         table.add_row(*row)
     console.print(table)
-    for line in found["sentences"]:
+    for line in result["sentences"]:
         say(console, line)
     say(console, f"Rows: {write(plan, arms, record)}")
 
 
 def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
-    """The raw rows and what is concluded from them, in the comparison's folder."""
+    """Write the raw rows and what is concluded from them into the comparison's folder."""
     path = plan.folder / "compare.json"
     with replacing(path) as file:
         file.write(json.dumps(found_of(arms, record), indent=1).encode())
@@ -103,7 +103,7 @@ def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
 
 
 def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, console: Console) -> None:
-    """What is about to happen, and what it needs."""
+    """Print what is about to happen, and what it needs."""
     for arm in arms:
         say(console, f"{arm.name}: {arm.label}")
     say(console, f"All begin with {plan.start or 'the policy of the recipe'}.")

@@ -1,4 +1,4 @@
-"""One turn of one arm: its job goes on from its last checkpoint for some steps, and ends, with all it started."""
+"""One turn of one arm: a job goes on from the arm's last checkpoint for some steps; then its processes are ended."""
 
 import os
 import re
@@ -27,7 +27,7 @@ LONGEST_LINE = 300
 def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
     """Run turn number `turn` (from 0 on) of `arm`; a CompareError names the log of a job that failed.
 
-    So many seconds `stall_s` without a line in its log count as hung; `tell` is called about once a second with the
+    A job that has logged nothing for `stall_s` seconds counts as hung; `tell` is called about once a second with the
     number of finished steps.
     """
     home, begin = plan.folder / arm.name, plan.checkpoint(arm, turn)
@@ -72,10 +72,10 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
 
 
 def job_environment(script: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process, with what the recipe's script has set, and a turn's own."""
+    """The environment of this process, with the variables of the recipe's script and a turn's own."""
     env = {**os.environ, **script, **own}
     if (Path(tempfile.gettempdir()) / RAY_CLUSTER).exists():
-        env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # the job's own temporary folder would hide the cluster
+        env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # else the job's temporary folder hides the cluster
     return env
 
 
@@ -87,7 +87,7 @@ def keep_only(home: Path, checkpoint: Path | None) -> None:
 
 
 def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
-    """What verl's `file` logger has of finished RL steps, by step."""
+    """Metrics of finished RL steps, by step, as verl's `file` logger wrote them."""
     if not metrics.exists():
         return {}
     with open_ordinary(metrics) as file:
@@ -100,22 +100,22 @@ def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
 
 
 def accepted(lines: Iterable[str]) -> float | None:
-    """The accept length that vLLM logged for intervals, as one; None: nothing was drafted.
+    """Mean accept length of all drafts, of which vLLM logs the mean in intervals; None: nothing was drafted.
 
-    How many drafts an interval had follows from its accept length, unless nothing was accepted in it: then it is taken
-    to have had drafts as long as those of the others.
+    The number of an interval's drafts follows from its accept length, unless nothing was accepted in it: then its
+    drafts are taken to be as long as those of the other intervals.
     """
-    found = [(float(m[1]), int(m[2]), int(m[3])) for line in lines if (m := ACCEPTED.search(line))]
-    told = [(tokens, tokens / (length - 1), drafted) for length, tokens, drafted in found if length > 1]
-    if not told:
-        return 1.0 if any(drafted for _, _, drafted in found) else None
-    tokens, drafts, drafted = map(sum, zip(*told, strict=True))
-    of_none = sum(drafted for length, _, drafted in found if length <= 1)
-    return 1 + tokens / (drafts * (1 + of_none / drafted))
+    intervals = [(float(m[1]), int(m[2]), int(m[3])) for line in lines if (m := ACCEPTED.search(line))]
+    counted = [(tokens, tokens / (length - 1), drafted) for length, tokens, drafted in intervals if length > 1]
+    if not counted:
+        return 1.0 if any(drafted for _, _, drafted in intervals) else None
+    tokens, drafts, drafted = map(sum, zip(*counted, strict=True))
+    rejected = sum(drafted for length, _, drafted in intervals if length <= 1)
+    return 1 + tokens / (drafts * (1 + rejected / drafted))
 
 
 def failure(what: str, log: Path) -> str:
-    """What happened to a job, the last error that its log names, and its last lines."""
+    """A message on a job that failed: what happened, the last error that its log names, and its last lines."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).splitlines()  # without colours
     last = "\n".join(f"    {line[:LONGEST_LINE]}" for line in lines[-LAST_LINES:])
     errors = [match[1].strip() for line in lines if (match := ERROR.search(line))]  # without Ray's prefix

@@ -41,13 +41,13 @@ class Arm:
 
     name: str
     label: str
-    """What it is, in words that stand in a table."""
+    """Description of the arm, as it is printed."""
     tlt: bool
-    """Whether it has the flag, and the recipe's settings of TLT."""
+    """Whether the arm has the flag, and the recipe's settings of TLT."""
     overrides: tuple[str, ...] = ()
-    """After those of the recipe."""
+    """Overrides after those of the recipe."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of every process of its jobs, besides the recipe's."""
+    """Variables of every process of its jobs, besides the recipe's."""
 
     @property
     def own_speculation(self) -> bool:
@@ -68,8 +68,8 @@ def vllm_arm(
 
     The weights of the EAGLE-3 `drafter` are read from its file, though verl fills in the policy's later. `longest`: K;
     `schedule` has rows of `num_speculative_tokens_per_batch_size`. `lost`: with verl's defaults, by which engines lose
-    the drafter in sleep, while others never sleep. What is left in a GPU's memory may be NaN, which drawn drafts would
-    bring into the tokens: there drafts are the likeliest tokens.
+    the drafter in sleep, while other engines never sleep. What is then in a GPU's memory may be NaN, which sampled
+    drafts would bring into the tokens: there drafts are greedy.
     """
     table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}" if schedule else ""
     config = (
@@ -88,14 +88,14 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
         TLT: Arm(TLT, "the recipe with verl-tlt", True, given),
         NO_SPOT: Arm(NO_SPOT, "verl-tlt whose drafter is not trained", True, (*given, "++tlt.spot.enable=false")),
     }
-    found = {STOCK: known[STOCK]}
+    arms = {STOCK: known[STOCK]}
     for name in filter(None, names):
         match = re.fullmatch(r"vllm-([1-9][0-9]?)(-lost)?", name)
         if name not in known and (match is None or int(match[1]) > LONGEST_DRAFT):
             vllm = f"vllm-1 to vllm-{LONGEST_DRAFT} and vllm-1-lost to vllm-{LONGEST_DRAFT}-lost"
             raise CompareError(f"There is no arm {name!r}; there are {', '.join(known)}, {vllm}.")
         if match is None:
-            found[name] = known[name]
+            arms[name] = known[name]
             continue
         if drafter is None:
             raise CompareError(f"The arm {name} needs a drafter: name one with --drafter or tlt.drafter.path.")
@@ -103,26 +103,26 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
             "its engines never sleep, since verl's defaults lose the drafter"
         )  # fmt: skip
         label = f"vLLM's own speculation, K={match[1]}; {sleeps}"
-        found[name] = vllm_arm(name, label, drafter, int(match[1]), lost=bool(match[2]))
-    if len(found) == 1:
+        arms[name] = vllm_arm(name, label, drafter, int(match[1]), lost=bool(match[2]))
+    if len(arms) == 1:
         raise CompareError(f"Stock verl is compared with nothing: give another arm, such as --arms {TLT}.")
-    return list(found.values())
+    return list(arms.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every turn of every arm shares."""
+    """Settings that all turns of all arms share."""
 
     stock: Recipe
     """The recipe without anything of TLT's."""
     tlt: tuple[str, ...]
-    """What makes it a recipe with TLT."""
+    """Overrides that make it a recipe with TLT."""
     start: Path | None
     """The checkpoint in which all arms begin; None: the policy of the recipe."""
     steps: int
-    """Of a turn."""
+    """RL steps of a turn."""
     folder: Path
-    """Where each arm has a folder of its own."""
+    """Folder in which each arm has a folder of its own."""
 
     def recipe(self, arm: Arm) -> Recipe:
         overrides = (*self.stock.overrides, *(self.tlt if arm.tlt else ()), *arm.overrides)
@@ -134,7 +134,7 @@ class Plan:
         return first + self.steps * (turn + 1)
 
     def checkpoint(self, arm: Arm, turn: int) -> Path | None:
-        """What an arm's turn begins with; None: the policy of the recipe."""
+        """The checkpoint that an arm's turn begins with; None: the policy of the recipe."""
         return self.folder / arm.name / f"{STEP}{self.last_step(turn - 1)}" if turn else self.start
 
     def command(self, arm: Arm, turn: int) -> list[str]:
@@ -156,18 +156,18 @@ class Plan:
         ]  # fmt: skip
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
-        """What must stay the same for turns to be comparable; names may differ, many a script writes the date there."""
-        found: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
-        found["recipe"] = [word for word in self.stock.overrides if not NAMES.fullmatch(key_of(word))]
+        """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
+        facts: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
+        facts["recipe"] = [word for word in self.stock.overrides if not NAMES.fullmatch(key_of(word))]
         for arm in arms:
             words = (*(self.tlt if arm.tlt else ()), *arm.overrides)
             kept = [word for word in words if not NAMES.fullmatch(key_of(word))]
-            found[f"arm {arm.name}"] = [*kept, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
-        return found
+            facts[f"arm {arm.name}"] = [*kept, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
+        return facts
 
 
 def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
-    """Take a recipe apart, with TLT or without."""
+    """The plan for a recipe, which may have TLT's overrides already."""
     if not recipe.overrides:
         raise CompareError("There is no recipe: give the overrides of verl.trainer.main_ppo, or a script.")
     if recipe.unread:
@@ -210,7 +210,7 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     for arm in (arm for arm in arms if arm.tlt):
-        if refused := [found.sentence for found in diagnose(plan.recipe(arm)) if found.level == "refuse"]:
+        if refused := [finding.sentence for finding in diagnose(plan.recipe(arm)) if finding.level == "refuse"]:
             raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
     if drafter is not None and not any(arm.tlt for arm in arms):
         drafting = plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))

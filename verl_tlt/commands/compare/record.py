@@ -1,4 +1,4 @@
-"""What the turns of a comparison measured, kept in a file that a comparison called again goes on with."""
+"""What the turns of a comparison measured, kept in a file with which a comparison that is called again goes on."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from verl_tlt.files.ownership import open_to_append, other_owner, replacing
 
 
 class CompareError(TLTError):
-    """What a comparison was asked for cannot be compared, or a job of it failed."""
+    """A comparison cannot be made as it was asked for, or a job of it failed."""
 
 
 @dataclass(frozen=True)
@@ -28,39 +28,39 @@ class Step:
     step_s: float
     rollout_s: float
     tokens: float
-    """Of all responses."""
+    """Tokens of all responses."""
     longest: float
     """Tokens of the longest response."""
     reward: float
     accept_length: float | None = None
     accept_length_tail: float | None = None
-    """Of the longest tenth of the responses."""
+    """Accept length of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
     cold_start_s: float | None = None
-    """The part of `overhead_s` in which the drafter of a run without one was trained."""
+    """Part of `overhead_s` in which the drafter of a run without one was trained."""
     off_frac: float | None = None
     """Share of engine steps that drafted nothing; None: the run has no TLT."""
     prompt: float | None = None
-    """Mean tokens of its prompts: other ones, other prompts."""
+    """Mean tokens of the step's prompts: steps that differ in it had other prompts."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one job measured: so many steps of one arm."""
+    """Measurements of one job, which ran some steps of one arm."""
 
     arm: str
     turn: int
-    """From 0 on."""
+    """Number of the turn, from 0 on."""
     steps: list[Step]
-    """All but its first, in which everything is used for the first time."""
+    """All steps but the first, in which everything is used for the first time."""
     seconds: float
-    """From the start of the job to its end."""
+    """Seconds from the start of the job to its end."""
     first_s: float
-    """The first step, its checkpoint apart."""
+    """Seconds of the first step, its checkpoint apart."""
     checkpoint_s: float
     accept_length: float | None = None
-    """Of vLLM's own speculation: vLLM's log over the whole turn."""
+    """Accept length of vLLM's own speculation, from vLLM's log of the whole turn."""
 
     @property
     def start_s(self) -> float:
@@ -72,7 +72,7 @@ _TURNS = TypeAdapter(list[Turn])
 
 
 def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
-    """From verl's metrics of a step; what the checkpoint took is no part of its time."""
+    """A step by verl's metrics; the time of its checkpoint is not counted."""
     row = step_row(metrics)
     needed = {name: row[name] for name in ("step_s", "rollout_s", "tokens", "reward")}
     if missing := [name for name, value in needed.items() if value is None]:
@@ -103,7 +103,7 @@ def schedule(arms: Iterable[str], rounds: int) -> Iterator[tuple[str, int]]:
 
 
 class Record:
-    """What was measured so far, in the `turns.json` of a folder that one process at a time has.
+    """The turns measured so far, in the `turns.json` of a folder that one process at a time uses.
 
     `asked` must stay the same for turns to be comparable, by its name on the command line: else a CompareError.
     """
@@ -161,7 +161,7 @@ class Record:
         return [asdict(turn) for turn in self.turns]
 
     def seconds_left(self, arms: Iterable[str], rounds: int) -> float | None:
-        """What the turns that are left take, as long as those before; None: none was taken yet."""
+        """Seconds of the turns that are left, if they take as long as those before; None: none was taken yet."""
         if not self.turns:
             return None
         left = self.left(arms, rounds)

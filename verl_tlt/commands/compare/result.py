@@ -19,13 +19,13 @@ RATIOS = {"rollout_per_token": "rollout", "e2e_per_token": "step"}
 """Ratios that are shown, by their name in the result."""
 COVERED = 0.95
 FEWEST = 5
-"""Measurements below which an interval holds the truth too seldom to be told by."""
+"""Fewest measurements for a verdict: with fewer, intervals hold the true value too seldom."""
 Pairs = Sequence[tuple[Step, Step]]
 T = TypeVar("T")
 
 
 def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
-    """Everything that is concluded from the turns of arms that have any, as JSON has it."""
+    """Everything that is concluded from the turns of those arms that have any, as JSON has it."""
     taken = {arm.name: record.of(arm.name) for arm in arms if record.steps(arm.name)}
     stock = record.steps(STOCK)
     compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
@@ -47,7 +47,7 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
 
 
 def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, Any]:
-    """What it is, medians of its steps' accept lengths (stock's vLLM logs one for a whole turn), and rewards."""
+    """An arm's label, medians of its steps' accept lengths (stock's vLLM logs one for a whole turn), and rewards."""
     steps = [step for turn in turns for step in turn.steps]
     logged = [turn.accept_length for turn in turns if turn.accept_length]
 
@@ -74,8 +74,8 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     both = pairs(record.steps(best), record.steps(TLT))
     if not both:
         return []
-    found = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
-    return [verdict(TLT, f"{best}, the fastest of the others", found)]
+    per_token = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
+    return [verdict(TLT, f"{best}, the fastest of the others", per_token)]
 
 
 # ---------------------------------------------------------------------- numbers
@@ -88,7 +88,7 @@ def pairs(stock: Sequence[Step], arm: Sequence[Step]) -> list[tuple[Step, Step]]
 
 
 def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], seed: int = 0) -> list[float]:
-    """`figure` of the sums of all rows, and between what 95 % of such measurements would find it: [of all, low, high].
+    """`figure` of the sums of all rows, and its 95 % interval: [of all, low, high].
 
     For few rows the limits lie further out than 95 % of the draws (`bootstrap.tail`): six then hold the truth in 91 of
     100 cases, not in 84.
@@ -106,16 +106,17 @@ def ratio(
     `pooled` has an interval from `low` to `high` (95 %); `each` are the ratios of single pairs.
     """
 
-    def of(sums: Floats) -> Floats:
+    def speedup(sums: Floats) -> Floats:
         return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
 
     rows = [(seconds(theirs), per(theirs), seconds(ours), per(ours)) for theirs, ours in both]
-    found = dict(zip(("pooled", "low", "high"), (round(value, 4) for value in pooled(rows, of, seed)), strict=True))
-    return {**found, "each": [round(float(one), 4) for one in of(np.asarray(rows, dtype=np.float64))]}
+    of_all, low, high = (round(value, 4) for value in pooled(rows, speedup, seed))
+    each = [round(float(value), 4) for value in speedup(np.asarray(rows, dtype=np.float64))]
+    return {"pooled": of_all, "low": low, "high": high, "each": each}
 
 
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """Rollout and whole step against stock, by step and by token, what it is ahead, and the account of `tlt/saved_s`.
+    """An arm's rollout and step against stock's, by step and by token, its lead, and its account of `tlt/saved_s`.
 
     `rollout_off` is of the rollouts in which nothing was drafted, per token; None: there was none.
     """
@@ -133,24 +134,24 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
 
 
 def saved(both: Pairs) -> dict[str, float] | None:
-    """What an arm's `tlt/saved_s` claimed over the steps that had one, and by how much their rollouts were shorter.
+    """What an arm's `tlt/saved_s` claimed where it has one, and by how much those rollouts were shorter than stock's.
 
-    95 % of the draws find what was measured from `measured_low_s` to `measured_high_s`, and the claim's error from
-    `error_low_s` to `error_high_s`: stock's step is of another time than ours, so the machine's pace is in it too.
+    In 95 % of the draws what was measured is from `measured_low_s` to `measured_high_s`, and the claim's error from
+    `error_low_s` to `error_high_s`: stock's step ran at another time than ours, so the machine's pace is in it too.
     None: no step had a claim.
     """
-    told = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in both if ours.saved_s is not None]
-    if not told:
+    claims = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in both if ours.saved_s is not None]
+    if not claims:
         return None
-    measured = pooled(told, lambda sums: sums[:, 1])
-    error = pooled(told, lambda sums: sums[:, 0] - sums[:, 1])
+    measured = pooled(claims, lambda sums: sums[:, 1])
+    error = pooled(claims, lambda sums: sums[:, 0] - sums[:, 1])
     names = ("claimed_s", "measured_s", "measured_low_s", "measured_high_s", "error_low_s", "error_high_s")
-    figures = (sum(claim for claim, _ in told), *measured, *error[1:])
+    figures = (sum(claim for claim, _ in claims), *measured, *error[1:])
     return {name: round(figure, 2) for name, figure in zip(names, figures, strict=True)}
 
 
 def lead(both: Pairs) -> dict[str, Any]:
-    """How far an arm is ahead of stock, had stock written as many tokens in each step.
+    """How far an arm would be ahead of stock, had stock written as many tokens in each step.
 
     `seconds` are (step, seconds ahead after it and all before it that count), negative while behind; `from_step` is the
     first from which it stays ahead, None: it is behind at the end.
@@ -171,21 +172,21 @@ def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
 
 
 def verdict(name: str, other: str, ratio: Mapping[str, Any]) -> str:
-    """Whether arm `name` was faster than `other`, a sentence, by a pooled ratio."""
+    """A sentence on whether arm `name` was faster than `other`, by a pooled ratio."""
     faster, low, high = ratio["pooled"], ratio["low"], ratio["high"]
-    count, found = len(ratio["each"]), f"{faster:.2f}x (95 %: {low:.2f} to {high:.2f}) in a step per token"
+    count, measured = len(ratio["each"]), f"{faster:.2f}x (95 %: {low:.2f} to {high:.2f}) in a step per token"
     if count < FEWEST:
         so_far = f"so far {name} against {other}: {faster:.2f}x"
         return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}); take more rounds."
     if low > 1:
-        return f"{name} was faster than {other}: {found}."
+        return f"{name} was faster than {other}: {measured}."
     if high < 1:
-        return f"{name} was slower than {other}: {found}."
-    return f"No difference seen between {name} and {other}: {found}; more rounds narrow these bounds."
+        return f"{name} was slower than {other}: {measured}."
+    return f"No difference seen between {name} and {other}: {measured}; more rounds narrow these bounds."
 
 
 def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
-    """When an arm that had fallen behind `other` made up for it, by its `lead`; empty: it never had."""
+    """A sentence on when an arm that had fallen behind `other` caught up, by its `lead`; empty: it was never behind."""
     step, low = min(lead["seconds"], key=lambda row: row[1])
     last, end = lead["seconds"][-1]
     if low >= 0:
@@ -198,7 +199,7 @@ def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
 
 
 def left_out(turns: Mapping[str, Sequence[Turn]], stock: str) -> Iterator[str]:
-    """What the ratios do not contain, a sentence for each arm: a long run pays it once, a turn every time."""
+    """Sentences on what the ratios leave out, one for each arm: a long run pays it once, a turn every time."""
     of_stock = mean(turn.start_s + turn.first_s for turn in turns[stock])
     for name, taken in turns.items():
         start, first = mean(turn.start_s for turn in taken), mean(turn.first_s for turn in taken)
@@ -210,12 +211,12 @@ def left_out(turns: Mapping[str, Sequence[Turn]], stock: str) -> Iterator[str]:
         )
 
 
-def arm_rows(found: Mapping[str, Any]) -> list[list[str]]:
+def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
     """A row for each arm: its name, ratios with their intervals, accept length, mean and deviation of rewards."""
     rows = []
-    for name, arm in found["arms"].items():
-        shown = [found["ratios"][name][what] for what in RATIOS] if name in found["ratios"] else []
-        ratios = [f"{of['pooled']:.2f}x ({of['low']:.2f} to {of['high']:.2f})" for of in shown] or ["1"] * len(RATIOS)
+    for name, arm in result["arms"].items():
+        shown = [result["ratios"][name][key] for key in RATIOS] if name in result["ratios"] else []
+        ratios = [f"{r['pooled']:.2f}x ({r['low']:.2f} to {r['high']:.2f})" for r in shown] or ["1"] * len(RATIOS)
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         reward = f"{mean(arm['reward']):.3f}"
         if len(arm["reward"]) > 1:

@@ -34,8 +34,8 @@ def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
     findings = [*examine_recipe(recipe), *which_verl()]
     if recipe.assumed:
-        more = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
-        taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{more}"
+        others = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
+        taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{others}"
         findings.insert(1, Finding("ok", "script", taken))
     for package in ("verl", "vllm"):
         if symbols := check_symbols(package):
@@ -44,30 +44,30 @@ def diagnose(recipe: Recipe) -> list[Finding]:
 
 
 def which_verl() -> list[Finding]:
-    """Where verl was looked at: as `python -m` finds it, a clone in the working directory hides the installed one."""
-    if (found := location("verl")) is None:
+    """The folder that verl is read in: as for `python -m`, a clone in the working directory hides the installed one."""
+    if (folder := location("verl")) is None:
         return []
     spec = importlib.util.find_spec("verl")
     other = next(iter(spec.submodule_search_locations or ()), None) if spec else None
-    hidden = f", which hides that in {other}" if other and os.path.realpath(other) != os.path.realpath(found) else ""
-    return [Finding("warn" if hidden else "ok", "verl's folder", f"verl is read in {found}{hidden}")]
+    hidden = f", which hides that in {other}" if other and os.path.realpath(other) != os.path.realpath(folder) else ""
+    return [Finding("warn" if hidden else "ok", "verl's folder", f"verl is read in {folder}{hidden}")]
 
 
 def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
     """The doctor's answer in a sentence, and the command's exit status: 0 can run, 1 cannot run, 3 can run if."""
-    refused, open_ = ([f.sentence for f in findings if f.level == level] for level in ("refuse", "if"))
+    refused, conditions = ([f.sentence for f in findings if f.level == level] for level in ("refuse", "if"))
     if refused:
-        more = f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""
-        return f"TLT cannot run here: {refused[0]}{more}", 1
-    if open_:
-        return f"TLT can run, if this is put right or holds where it runs: {' '.join(open_)}", 3
+        others = f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""
+        return f"TLT cannot run here: {refused[0]}{others}", 1
+    if conditions:
+        return f"TLT can run, if this is put right or holds where it runs: {' '.join(conditions)}", 3
     if not recipe.overrides:
         return "TLT can run with what is installed here; give your recipe to know whether that can, too.", 0
     return "TLT can run here.", 0
 
 
 def examine_recipe(recipe: Recipe) -> list[Finding]:
-    """Releases, and a recipe if its overrides are given."""
+    """Findings on the installed releases, and on a recipe if its overrides are given."""
     first = rules.examine_packages()
     if not recipe.overrides or installed("verl") is None:
         return first
@@ -83,35 +83,34 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
 
 def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
     """GPUs that a process with this environment would see; `root` holds `dev` and `sys`."""
-    there = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
+    count = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
     for node in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")):  # AMD's; a CPU is 0
-        there += Path(node).read_text().strip() not in ("", "0")
-    there = there or int(os.path.exists(os.path.join(root, "dev/dxg")))  # WSL's: one or more
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        if (asked := environment.get(name)) is not None:
-            names = [one.strip() for one in asked.split(",")]
-            until = next((i for i, one in enumerate(names) if one in ("", "-1")), len(names))
-            there = min(there, until) if not any(one.startswith("MIG") for one in names) else until
-    return there
+        count += Path(node).read_text().strip() not in ("", "0")
+    count = count or int(os.path.exists(os.path.join(root, "dev/dxg")))  # WSL's: one or more
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if (value := environment.get(variable)) is not None:
+            names = [name.strip() for name in value.split(",")]
+            listed = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+            count = min(count, listed) if not any(name.startswith("MIG") for name in names) else listed
+    return count
 
 
 def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Finding]:
-    """Whether the GPUs that the recipe asks for are seen from here; none where it runs on the CPU."""
+    """Whether the GPUs that the recipe asks for are seen here; no finding for a recipe that runs on the CPU."""
     device, what = str(select(config, "trainer.device", "cuda")), "GPUs"
     if device == "cpu":
         return []
     if device != "cuda":
         return [Finding("if", what, f"trainer.device={device}: whether there are such devices was not looked at.")]
-    nodes, each = number(config, "trainer.nnodes", 1), number(config, "trainer.n_gpus_per_node", 1)
-    here = visible_gpus(environment)
-    wanted = f"trainer.nnodes={nodes} and trainer.n_gpus_per_node={each} ask for {nodes * each} GPUs"
-    if nodes * each <= here:
-        return [Finding("ok", what, f"{here} GPUs are seen here")]
-    return [Finding("if", what, f"{wanted}, and {here or 'none'} {'is' if here == 1 else 'are'} seen here.")]
+    nodes, per_node = number(config, "trainer.nnodes", 1), number(config, "trainer.n_gpus_per_node", 1)
+    seen = visible_gpus(environment)
+    wanted = f"trainer.nnodes={nodes} and trainer.n_gpus_per_node={per_node} ask for {nodes * per_node} GPUs"
+    if nodes * per_node <= seen:
+        return [Finding("ok", what, f"{seen} GPUs are seen here")]
+    return [Finding("if", what, f"{wanted}, and {seen or 'none'} {'is' if seen == 1 else 'are'} seen here.")]
 
 
 def findings_table(findings: list[Finding]) -> Table:
-    """The findings, a row each."""
     rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
     style = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
     for finding in findings:
@@ -122,19 +121,19 @@ def findings_table(findings: list[Finding]) -> Table:
 
 
 def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
-    """What only a real engine on this machine can tell (`commands.doctor.engine_check`), as findings."""
+    """Findings that only a real engine on this machine can give (`commands.doctor.engine_check`)."""
     from verl_tlt.commands.doctor.engine_check import EngineJob, keep_costs, run_job
 
     try:
         _needs_gpu(recipe, cpu)
-        found = run_job(EngineJob(recipe, cpu))
+        answer = run_job(EngineJob(recipe, cpu))
     except TLTError as error:
         return [Finding("refuse", "engine", str(error))]
     try:
-        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(found, costs_directory(recipe))[0]}")
+        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(answer, costs_directory(recipe))[0]}")
     except TLTConfigError as error:
         kept = Finding("warn", "cost table", str(error))
-    return [*found.findings, kept]
+    return [*answer.findings, kept]
 
 
 def _needs_gpu(recipe: Recipe, cpu: bool) -> None:
@@ -143,7 +142,7 @@ def _needs_gpu(recipe: Recipe, cpu: bool) -> None:
 
 
 def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
-    """Measure the costs of a recipe's engine for so many seconds and keep them; returns the file and its table.
+    """Measure the step costs of a recipe's engine for so many `seconds` and keep them; returns the file and its table.
 
     `out` is the directory of the table; None: where the recipe's run looks for it. A `TLTError` says that the doctor
     refuses the recipe, or that the engine could not be started or measured.
@@ -151,7 +150,7 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
     from verl_tlt.commands.doctor.engine_check import EngineJob, keep_costs, run_job
 
     _needs_gpu(recipe, cpu)
-    # Data need not be there: nothing is trained.
+    # Missing data is no reason to refuse: nothing is trained.
     refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
     if refusals:
         raise TLTConfigError("\n".join(refusals))
@@ -161,9 +160,9 @@ def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tu
 
 
 def costs_directory(recipe: Recipe) -> Path:
-    """Where a run of the recipe looks for step costs; where runs do by default, if this one looks nowhere."""
-    asked = read_settings(compose(recipe.overrides, recipe.config)).speculation.costs_dir
-    return Path("" if (asked or COSTS_DIR).startswith("~") else recipe.directory or "", asked or COSTS_DIR)
+    """The directory in which a run of the recipe looks for step costs; the default one where it looks nowhere."""
+    directory = read_settings(compose(recipe.overrides, recipe.config)).speculation.costs_dir or COSTS_DIR
+    return Path("" if directory.startswith("~") else recipe.directory or "", directory)
 
 
 def cost_table(costs: LatencyTable) -> Table:

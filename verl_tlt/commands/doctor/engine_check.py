@@ -1,4 +1,4 @@
-"""`verl-tlt doctor --gpu`: what only the machine itself can answer, found out with a real engine in a few minutes.
+"""`verl-tlt doctor --gpu`: what only the machine itself can tell, measured with a real engine in a few minutes.
 
 `verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
 program (`child_engine`). A CPU (`--cpu`) has no device context.
@@ -27,8 +27,8 @@ from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolat
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
-"""At which stock's engine is timed, and ours in OFF."""
-DEAR = 1.10
+"""Batches at which stock's engine is timed, and ours with drafting OFF."""
+TOO_SLOW = 1.10
 """Ratio to the slower of stock's two readings above which a step without the drafter's pass costs too much."""
 _CONTEXT = """
 import sys, torch
@@ -37,12 +37,12 @@ torch.cuda.synchronize()
 print("ready", flush=True)
 sys.stdin.read()
 """
-"""A spot worker between two sessions: nothing but its CUDA context on the device."""
+"""A program that has on the device what a spot worker has between two sessions: nothing but a CUDA context."""
 
 
 @dataclass(frozen=True)
 class EngineJob:
-    """What the child process is asked: the step costs of a recipe's engine, and unless `costs_only` all else."""
+    """The child process's job: measure a recipe's step costs, and unless `costs_only` answer all other questions."""
 
     recipe: Recipe
     cpu: bool
@@ -53,14 +53,14 @@ class EngineJob:
 
 @dataclass
 class Answer:
-    """What the child process answers."""
+    """The child process's answer to an `EngineJob`."""
 
     findings: list[Finding]
     """A finding per question; of step costs, one per draft length."""
     costs: LatencyTable
-    """Of every draft length, OFF included."""
+    """Seconds of a step at every draft length, OFF included."""
     key: TableKey
-    """What the costs hold for."""
+    """Hardware, models and release of vLLM that the costs hold for."""
 
 
 # ---------------------------------------------------------------------- in the child process
@@ -95,8 +95,8 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     return Answer([*findings, *judge_costs(costs, stock, off)], costs, key)
 
 
-def _checked(said: Mapping[str, object], directory: Path) -> dict[str, Any]:
-    job = from_plain(EngineJob, said)
+def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
+    job = from_plain(EngineJob, fields)
     with job.recipe.place():
         return asdict(asyncio.run(check(job, directory)))
 
@@ -143,10 +143,10 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
             await engine.llm.wake_up()
             await engine.generate(range(1, 9), 4)
         except Exception as error:  # whatever vLLM raises here is the finding
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             asleep = f"With another context of {context_gib:.2f} GiB on the device the engine did not wake"
             remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
-            return Finding("refuse", what, f"{asleep}: {said}; {remedy}.")
+            return Finding("refuse", what, f"{asleep}: {cause}; {remedy}.")
         free_gib = torch.cuda.mem_get_info()[0] / 2**30
         return Finding("ok", what, f"context {context_gib:.2f} GiB, {free_gib:.2f} GiB free after waking")
     finally:
@@ -154,25 +154,25 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
 
 
 def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: Mapping[int, float]) -> list[Finding]:
-    """What a step costs by draft length, and without the drafter's pass beside stock's; seconds by batch.
+    """Findings on the cost of a step by draft length, and with drafting OFF against stock's; seconds by batch.
 
-    `stock` was read before the other engine and after it.
+    `stock` has two readings: from before our engine ran and from after.
     """
     off_s = costs.by_batch(OFF)
     if not off_s or not stock or not off:
         return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
     ratios = sorted(mean(off[b] / read[b] for b in read) for read in stock)
-    said = ", ".join(
-        f"batch {b}: {1e3 * of:.2f} against {' and '.join(f'{1e3 * read[b]:.2f}' for read in stock)} ms"
-        for b, of in off.items()
+    milliseconds = ", ".join(
+        f"batch {b}: {1e3 * step_s:.2f} against {' and '.join(f'{1e3 * read[b]:.2f}' for read in stock)} ms"
+        for b, step_s in off.items()
     )
-    sentence = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times stock's step, read before and after ({said})."
-    findings = [Finding("ok" if ratios[0] <= DEAR else "warn", "drafter off against stock", sentence)]
+    sentence = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times stock's step, read before and after ({milliseconds})."
+    findings = [Finding("ok" if ratios[0] <= TOO_SLOW else "warn", "drafter off against stock", sentence)]
     for k in (k for k in costs.lengths() if k >= 0):
         seconds = costs.by_batch(k)
-        dear = ", ".join(f"{batch}: {interpolate(seconds, batch) / of:.2f}x" for batch, of in off_s)
+        by_batch = ", ".join(f"{batch}: {interpolate(seconds, batch) / step_s:.2f}x" for batch, step_s in off_s)
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
-        findings.append(Finding("ok", f"K={k} against off", f"by batch {dear}; {meaning}"))
+        findings.append(Finding("ok", f"K={k} against off", f"by batch {by_batch}; {meaning}"))
     return findings
 
 
@@ -186,8 +186,8 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Answer:
     if job.cpu or not torch.cuda.is_available():
         child_engine.require_cpu_platform()
     setup = set_up(job.recipe)
-    if (found := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
-        raise TLTConfigError(found.sentence)
+    if (finding := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
+        raise TLTConfigError(finding.sentence)
     fetch_policy(setup.model.path)
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
         module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
@@ -195,13 +195,13 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Answer:
     return from_plain(Answer, answer)
 
 
-def keep_costs(found: Answer, directory: Path) -> tuple[Path, LatencyTable]:
+def keep_costs(answer: Answer, directory: Path) -> tuple[Path, LatencyTable]:
     """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
-    arms = found.costs.lengths()
+    arms = answer.costs.lengths()
     if OFF not in arms or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
     try:
-        return save_table(directory, found.key, found.costs), found.costs
+        return save_table(directory, answer.key, answer.costs), answer.costs
     except OSError as error:
         raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
 

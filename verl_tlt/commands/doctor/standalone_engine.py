@@ -43,7 +43,7 @@ class Setup:
 
 
 def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
-    """What a recipe's engine is made of, with other values at the dotted keys of `changes`."""
+    """The parts of a recipe's engine, with other values at the dotted keys of `changes`."""
     from omegaconf import OmegaConf, open_dict
 
     config = compose(recipe.overrides, recipe.config)
@@ -64,18 +64,18 @@ def run_environment(recipe: Recipe) -> dict[str, str]:
 
 
 def fetch_policy(policy: str | os.PathLike[str]) -> None:
-    """Download what an engine reads of a policy on the hub and the cache has not; a `NotHereError` says why not."""
+    """Download the files of a hub policy that an engine reads and the cache lacks; a `NotHereError` says why not."""
     from huggingface_hub import snapshot_download
 
     if not is_name(policy):
         return
     name = os.fspath(policy)
     try:  # without a hub this is the cached folder, of which any part may be missing
-        there = Path(snapshot_download(name, allow_patterns=list(_READ), ignore_patterns=list(_TWICE)))
+        folder = Path(snapshot_download(name, allow_patterns=list(_READ), ignore_patterns=list(_TWICE)))
     except (OSError, ValueError) as error:
         raise NotHereError(f"{name} is no folder here and could not be fetched: {first_line(error)}.") from error
-    _, owners = tensor_files(there, fetch=False)
-    if missing := sorted(file for file in set(owners.values()) if not (there / file).is_file()):
+    _, owners = tensor_files(folder, fetch=False)
+    if missing := sorted(file for file in set(owners.values()) if not (folder / file).is_file()):
         raise NotHereError(f"{name}: {missing[0]} is not in the local cache, and could not be fetched.")
 
 
@@ -99,11 +99,11 @@ class StandaloneEngine:
         return list(await answered(self.llm, f"answer {method}", self.llm.collective_rpc(method, args=args)))
 
     async def fingerprint(self) -> str:
-        """Of the drafter that is live: each rank's, where it has one."""
+        """Fingerprint of the live drafter: those of all ranks that have one."""
         return " ".join(filter(None, await self.every("tlt_fingerprint")))
 
     async def step_seconds(self, batch: int, tokens: int = 64) -> float:
-        """Seconds on the wall clock from a token of `batch` requests to the next: of a long decode less a short one."""
+        """Wall-clock seconds of a step of `batch` requests: a long decode less a short one, by token."""
         prompts = [[(7 * i + 13 * j) % (self.vocab_size - 1) + 1 for j in range(PROMPT_TOKENS)] for i in range(batch)]
 
         async def timed(new: int) -> float:
@@ -116,7 +116,7 @@ class StandaloneEngine:
         return max(long - short, 1e-9) / tokens
 
     async def wall_seconds(self, batches: Sequence[int]) -> dict[int, float]:
-        """`step_seconds` by batch, the lower of two: a busy machine only ever adds."""
+        """`step_seconds` by batch, the lower of two readings: other load on the machine only adds time."""
         turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
         return {batch: min(turn[batch] for turn in turns) for batch in batches}
 
@@ -129,11 +129,11 @@ class StandaloneEngine:
 
 @asynccontextmanager
 async def start(
-    setup: Setup, directory: Path, drafting: bool = True, more: Mapping[str, Any] | None = None
+    setup: Setup, directory: Path, drafting: bool = True, extra: Mapping[str, Any] | None = None
 ) -> AsyncIterator[StandaloneEngine]:
-    """An engine as the recipe would have it; without `drafting` as stock verl would start it.
+    """Start an engine as the recipe's run would; without `drafting` as stock verl would.
 
-    The only place where a command starts an engine. `more` are further arguments of vLLM's.
+    Commands start engines nowhere else. `extra` are further arguments of vLLM's.
     """
     from verl_tlt.server.launch import Launch
 
@@ -141,11 +141,11 @@ async def start(
 
     def arguments(user: Mapping[str, Any]) -> dict[str, Any]:
         if drafter is None:
-            return dict(more or {})
+            return dict(extra or {})
         policy = read_model_config(setup.model.path)
         about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
         ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, **about)
-        return {**ours, **(more or {})}
+        return {**ours, **(extra or {})}
 
     before = dict(os.environ)
     if drafting:
@@ -164,7 +164,7 @@ async def start(
 
 
 def write_drafter(setup: Setup, directory: Path) -> Path:
-    """The recipe's drafter, or a random head of its shape: for costs it does not matter what a drafter knows."""
+    """Write the recipe's drafter, or a random head of its shape: step costs do not depend on a drafter's weights."""
     from verl_tlt.drafter.checkpoint import stage
     from verl_tlt.trainer.run_setup import first_drafter
 

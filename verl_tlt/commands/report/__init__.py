@@ -1,1 +1,1 @@
-"""Runs in commands: reads a run's trace back, and shows it as table, picture and page."""
+"""`verl-tlt report`: reads a run's trace back, and shows it as table, picture and page."""

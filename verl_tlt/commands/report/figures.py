@@ -49,9 +49,9 @@ WIDTH = 5.0
 MARGIN = 0.12
 """Inches around a chart: a browser without the font takes one that may be a little wider."""
 COLUMNS = 600
-"""Times at which a replica's lane is sampled."""
+"""Number of times at which a replica's lane is sampled."""
 MOST_LANES = 64
-"""Replicas in a chart; of more the first."""
+"""Most replicas in a chart; of more, the first are drawn."""
 LANE, STRIP = 0.84, 0.26
 """Height of a lane and of the draft lengths at its bottom, as a share of the distance between lanes."""
 
@@ -67,7 +67,7 @@ class Chart:
     note: str
     draw: Callable[[Axes], None]
     height: float = 3.2
-    """In inches, on the page."""
+    """Height in inches, on the page."""
 
     def svg(self) -> str:
         """The chart as SVG, in base64."""

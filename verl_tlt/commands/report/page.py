@@ -52,7 +52,7 @@ def serve_command(trace: RunTrace) -> str:
     if run is None or not run.policy or not run.drafter:
         return ""
     speculation, settings = (
-        found if isinstance(found := run.config.get(name), Mapping) else {} for name in ("speculation", "drafter")
+        section if isinstance(section := run.config.get(name), Mapping) else {} for name in ("speculation", "drafter")
     )
     drafter, policy = shlex.quote(run.drafter), shlex.quote(run.policy)
     own = settings.get("method") == "mtp"

@@ -26,14 +26,14 @@ from verl_tlt.trace import events
 from verl_tlt.trace.events import Event, RunStarted
 
 LONGEST_LINE = 1 << 20
-"""Bytes; a longer line is read in pieces, so that it cannot fill the memory."""
+"""Most bytes of a line; a longer one is read in pieces, so that it cannot fill the memory."""
 MOST_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
-"""Of all files, and of those that hold other lines than engine steps, which take some times their size of memory."""
+"""Most bytes of all files, and of files with lines other than engine steps, which take several times that in memory."""
 MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
 MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
-"""Of a file: if so much cannot be read, and less could, it is no trace."""
+"""Lines and bytes of a file: if more than that, and more than half of its lines, cannot be read, it is no trace."""
 _LARGEST, _LATEST = 1e100, 1e11
-"""Of a metric, and of a time in unix seconds; what is computed from them stays finite."""
+"""Largest metric, and latest time in unix seconds: what is computed from them stays finite."""
 
 E = TypeVar("E", bound=Event)
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in events.EVENT_TYPES.items()}
@@ -95,7 +95,7 @@ class RunTrace:
         return named + sorted(others)
 
     def label(self, replica: str) -> str:
-        """What pictures call a replica, whose name may be an address."""
+        """A replica's name in pictures; its name in the trace may be an address."""
         known = replica in self.replicas and not replica.startswith(events.TRAINER_DEVICE)
         return f"replica {self.replicas.index(replica)}" if known else replica
 
@@ -109,14 +109,14 @@ def read_trace(directory: str | Path) -> RunTrace:
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{path} is not a directory; give the trace directory of a run (tlt.trace.dir).")
-    found: list[Event] = []
+    parsed: list[Event] = []
     engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     skipped = 0
     for file in _files(path):
         good = bad = bad_bytes = 0
         for size, record in _records(file):
             if (event := parse_event(record)) is not None:
-                found.append(event)
+                parsed.append(event)
                 good += 1
             elif file.name.startswith(events.ENGINE_PREFIX) and (numbers := _engine_step(record)):
                 engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
@@ -126,27 +126,27 @@ def read_trace(directory: str | Path) -> RunTrace:
             if bad > good and (bad > MOST_UNREADABLE or bad_bytes > MOST_UNREADABLE_BYTES):
                 raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
         skipped += bad
-    if not found and not engines:
+    if not parsed and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
-    found, repeated = _without_repeated(sorted(found, key=lambda e: e.t))
-    steps = {e.step: e for e in _of(found, events.Step)}
+    parsed, repeated = _without_repeated(sorted(parsed, key=lambda e: e.t))
+    steps = {e.step: e for e in _of_type(parsed, events.Step)}
     trace = RunTrace(
         path,
-        runs=_of(found, RunStarted),
+        runs=_of_type(parsed, RunStarted),
         steps={step: steps[step].metrics for step in sorted(steps)},
         off={step: steps[step].off for step in sorted(steps) if steps[step].off},
-        phases=_of(found, events.Phase),
-        loads=_of(found, events.LoadSample),
-        idles=_of(found, events.Idle),
-        sessions=_of(found, events.Session),
-        publishes=_of(found, events.Publish),
-        reloads=_of(found, events.Reload),
-        stops=_of(found, events.Stopped),
+        phases=_of_type(parsed, events.Phase),
+        loads=_of_type(parsed, events.LoadSample),
+        idles=_of_type(parsed, events.Idle),
+        sessions=_of_type(parsed, events.Session),
+        publishes=_of_type(parsed, events.Publish),
+        reloads=_of_type(parsed, events.Reload),
+        stops=_of_type(parsed, events.Stopped),
         engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
         skipped=skipped,
     )
     _check(path, "names", len(trace.replicas), MOST_REPLICAS, "replicas")
-    _check(path, "names", len({getattr(event, "step", 0) for event in found}), MOST_STEPS, "RL steps")
+    _check(path, "names", len({getattr(event, "step", 0) for event in parsed}), MOST_STEPS, "RL steps")
     return trace
 
 
@@ -197,29 +197,29 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield len(line), record if isinstance(record, dict) else {}
 
 
-def _of(found: Sequence[Event], cls: type[E]) -> list[E]:
-    return [event for event in found if isinstance(event, cls)]
+def _of_type(parsed: Sequence[Event], cls: type[E]) -> list[E]:
+    return [event for event in parsed if isinstance(event, cls)]
 
 
-def _without_repeated(found: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
+def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
     """The events without those of steps that a later run repeated, and the times in which these steps ran."""
-    starts = [(i, event) for i, event in enumerate(found) if isinstance(event, RunStarted)]
+    starts = [(i, event) for i, event in enumerate(parsed) if isinstance(event, RunStarted)]
     if len(starts) > MOST_STARTS:
         raise TraceError(f"The trace has {len(starts)} starts of a run, and up to {MOST_STARTS} can be told apart.")
-    steps = np.array([getattr(event, "step", -np.inf) for event in found])
-    begun = np.array([getattr(event, "start", event.t) for event in found])
-    kept = np.ones(len(found), bool)
+    steps = np.array([getattr(event, "step", -np.inf) for event in parsed])
+    begun = np.array([getattr(event, "start", event.t) for event in parsed])
+    kept = np.ones(len(parsed), bool)
     repeated: list[tuple[float, float]] = []
     for i, start in starts:
         again = kept[:i] & (steps[:i] >= start.step0)
         if again.any():
             repeated.append((float(begun[:i][again].min()), start.t))
             kept[:i] &= ~again
-    return [event for event, keep in zip(found, kept, strict=True) if keep], repeated
+    return [event for event, keep in zip(parsed, kept, strict=True) if keep], repeated
 
 
 def _engine_step(record: Mapping[str, Any]) -> list[float] | None:
-    """What `EngineSteps` holds of one engine step; None: the line is malformed."""
+    """The columns of `EngineSteps` for one engine step; None: the line is malformed."""
     try:
         numbers = [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
     except (KeyError, TypeError, ValueError, OverflowError):

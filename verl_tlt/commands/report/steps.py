@@ -90,7 +90,7 @@ def paid(rows: Mapping[int, Row]) -> str:
 
 
 def cold_start(trace: RunTrace) -> str:
-    """What a cold start was expected to save, and what the account has since, in a sentence; empty: there was none."""
+    """A sentence on what a cold start was expected to save and what was saved since; empty: there was none."""
     for step, metrics in trace.steps.items():
         if (expected_s := metrics.get("tlt/cold_start_expected_s")) is not None:
             until = step + round(metrics.get("tlt/cold_start_steps", 0.0))
@@ -104,9 +104,9 @@ def cold_start(trace: RunTrace) -> str:
 
 
 def sentences(trace: RunTrace) -> Iterator[str]:
-    """What is said of a run before its figures, the answer first."""
-    if said := paid(rows_of_trace(trace)):
-        yield said
+    """Sentences about a run, the answer first, to be read before its figures."""
+    if answer := paid(rows_of_trace(trace)):
+        yield answer
     if trace.off:
         last, why = list(trace.off.items())[-1]
         yield f"OFF in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
@@ -151,7 +151,7 @@ def rich_table(rows: Mapping[int, Row], title: str) -> Table:
 
 
 def _response_tokens(metrics: Mapping[str, float]) -> int | None:
-    """From what verl logs: mean lengths of responses and prompts, and the total of all tokens."""
+    """Tokens of a step's responses, from what verl logs: mean lengths of responses and prompts, and all tokens."""
     names = ("response_length/mean", "prompt_length/mean", "perf/total_num_tokens")
     if any(name not in metrics for name in names):
         return None
@@ -167,7 +167,7 @@ E = TypeVar("E", Phase, Session)
 Ints = npt.NDArray[np.int64]
 
 NO_STEP = -2
-"""Stands for the draft length at a time when the engine ran no step; OFF is -1."""
+"""Stand-in for the draft length at a time when the engine ran no step; OFF is -1."""
 GAP_S = 0.1
 """Seconds between two engine steps that are no pause."""
 
@@ -228,7 +228,7 @@ def sampled(trace: RunTrace, step: RLStep, replica: str, at: npt.NDArray[np.floa
 
 
 def _by_step(events: Iterable[E]) -> defaultdict[int, list[E]]:
-    found: defaultdict[int, list[E]] = defaultdict(list)
+    grouped: defaultdict[int, list[E]] = defaultdict(list)
     for event in events:
-        found[event.step].append(event)
-    return found
+        grouped[event.step].append(event)
+    return grouped

@@ -18,7 +18,7 @@ from verl_tlt.commands.script.words import Stopped, Unreadable
 from verl_tlt.config import TLTConfigError
 
 NOT_RUN = "not-run"
-"""Stands in a name or a path for what a program of the script would print, such as the date."""
+"""Stand-in, in a name or a path, for what a program of the script would print, such as the date."""
 REMEDY = "nothing of a script is run: set it yourself, or add --run-script."
 NAMES = re.compile(
     r"trainer\.(experiment_name|project_name|logger|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
@@ -50,8 +50,8 @@ def read_script(
     except TLTConfigError:
         raise
     except (LookupError, OSError, RecursionError, TypeError, ValueError) as error:  # no valid bash, most likely
-        said = f"({type(error).__name__}: {error})"
-        raise TLTConfigError(f"{script}, line {shell.line}, cannot be read {said}.") from None
+        cause = f"({type(error).__name__}: {error})"
+        raise TLTConfigError(f"{script}, line {shell.line}, cannot be read {cause}.") from None
     start = only_start(str(script), shell.starts, shell.others, stopped)
     start = replace(start, words=tuple(_known(str(script), word, shell) for word in start.words))
     if MARK.search(start.directory):
@@ -60,7 +60,7 @@ def read_script(
 
 
 def contents(script: str | os.PathLike[str]) -> str:
-    """A script's text."""
+    """A script's text; a `TLTConfigError` where it has none that bash reads."""
     if not os.path.isfile(script):
         raise TLTConfigError(f"{script} {'is no script' if os.path.exists(script) else 'does not exist'}.")
     with Path(script).open(errors="replace", newline="") as file:
@@ -72,7 +72,7 @@ def contents(script: str | os.PathLike[str]) -> str:
 
 
 def only_start(script: str, starts: Sequence[Start], others: Sequence[str], stopped: str) -> Start:
-    """The one way in which a script starts `main_ppo`; `stopped` says why it came to nothing else."""
+    """The only way in which a script starts `main_ppo`; `stopped` says why the script ended early."""
     if not starts:
         instead = f"it starts `{others[-1]}`" if others else "it ends before"
         raise TLTConfigError(f"{script} does not start `python -m {MAIN}` here: {(stopped or instead).rstrip('.')}.")
@@ -111,11 +111,11 @@ def recipe_of(script: str, arguments: Sequence[str], start: Start, looked_at: se
     options, rest = parser.parse_known_args(start.words)
     overrides = [word for word in rest if not word.startswith("-")]
     if options.config_dir:
-        more = os.path.join(start.directory, options.config_dir)
-        verls = options.config_path or "pkg://verl.trainer.config"
-        primary = os.path.isfile(os.path.join(more, f"{options.config_name.removesuffix('.yaml')}.yaml"))
-        overrides.append(f"hydra.searchpath=[{verls if primary else f'file://{more}'}]")
-        options.config_path = more if primary else options.config_path
+        folder = os.path.join(start.directory, options.config_dir)
+        searched = options.config_path or "pkg://verl.trainer.config"
+        primary = os.path.isfile(os.path.join(folder, f"{options.config_name.removesuffix('.yaml')}.yaml"))
+        overrides.append(f"hydra.searchpath=[{searched if primary else f'file://{folder}'}]")
+        options.config_path = folder if primary else options.config_path
     unread = tuple(sorted(name for name, value in start.environment.items() if MARK.search(value)))
     own = ("PWD", "OLDPWD", "SHLVL", "_", *unread)
     changed = {k: v for k, v in start.environment.items() if os.environ.get(k) != v and k not in own}

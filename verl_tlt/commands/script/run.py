@@ -31,7 +31,7 @@ from verl_tlt.upstream.versions import look_first_in
 SECONDS = 60.0
 """Longest time that a script may take."""
 LARGEST = 20_000_000
-"""Bytes of a file that it writes, what it prints as errors among them."""
+"""Most bytes of a file that the script writes, its standard error included."""
 _REFUSED = {
     "x86_64": (59, 62, 200, 234, 41, 160, 302),
     "aarch64": (221, 129, 130, 131, 198, 164, 261),
@@ -68,7 +68,7 @@ command() { case "$1" in -v|-V) __is_here "$@" ;; -p) shift; "$@" ;; *) "$@" ;; 
 def read_arguments(arguments: Sequence[str], config_name: str, run: bool = False) -> Recipe:
     """The recipe that a command is given: overrides, or a script and what is given to that.
 
-    `run` runs the script. verl is found as the recipe finds it from here on.
+    `run`: the script is run. From here on this process looks up verl where the recipe's would.
     """
     first = arguments[0] if arguments else ""
     if os.path.exists(first) or (first.endswith(".sh") and "=" not in first):
@@ -81,16 +81,16 @@ def read_arguments(arguments: Sequence[str], config_name: str, run: bool = False
 
 
 def run_script(script: str, arguments: Sequence[str] = ()) -> Recipe:
-    """How a script starts `main_ppo`, found out by running it; raises a `TLTConfigError` where it does not."""
+    """How a script starts `main_ppo`, learnt by running it; raises a `TLTConfigError` where it does not."""
     text = contents(script)
     names = _programs(text, script)
-    told = f"with stand-ins that print nothing for {', '.join(sorted(names)) or 'no program'}"
-    told = f"{script} is run by bash now, {told}; what it redirects into files is written."
-    print(printable(told), file=sys.stderr, flush=True)
+    stand_ins = f"with stand-ins that print nothing for {', '.join(sorted(names)) or 'no program'}"
+    notice = f"{script} is run by bash now, {stand_ins}; what it redirects into files is written."
+    print(printable(notice), file=sys.stderr, flush=True)
     imports = {name for name in re.findall(r"import\s+([A-Za-z]\w*)", text) if importlib.util.find_spec(name) is None}
     ends = os.pipe()  # holds one byte: processes of a pipeline record one after the other
     with (
-        tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude, tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as prelude, tempfile.TemporaryFile() as errors,
         open(ends[0], "rb") as lock, open(ends[1], "wb", buffering=0) as unlock,
     ):  # fmt: skip
         unlock.write(b".")
@@ -103,11 +103,11 @@ def run_script(script: str, arguments: Sequence[str] = ()) -> Recipe:
             "TLT_MISSING": " ".join(f"import {name}" for name in imports), "TLT_LOCK": str(lock.fileno()),
             "TLT_UNLOCK": str(unlock.fileno()), "__name": "", "__turn": "",
         }  # fmt: skip
-        _run([script, *arguments], {**os.environ, **own}, said, (record, prelude, lock, unlock))
+        _run([script, *arguments], {**os.environ, **own}, errors, (record, prelude, lock, unlock))
         record.seek(0)
         starts, others = _recorded(record.read().decode(errors="surrogateescape"), own)
-        said.seek(max(0, os.fstat(said.fileno()).st_size - 200))
-        last = (said.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+        errors.seek(max(0, os.fstat(errors.fileno()).st_size - 200))
+        last = (errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
     start = only_start(script, starts, others, last if not others else "")
     return recipe_of(script, arguments, start, None)
 
@@ -126,8 +126,8 @@ def _programs(text: str, script: str) -> set[str]:
     return names
 
 
-def _run(words: Sequence[str], environment: dict[str, str], said: IO[bytes], files: Sequence[IO[bytes]]) -> None:
-    """Run bash until all its processes have ended; `said` is for what it prints as errors."""
+def _run(words: Sequence[str], environment: dict[str, str], errors: IO[bytes], files: Sequence[IO[bytes]]) -> None:
+    """Run bash until all its processes have ended; `errors` is its standard error."""
     bash, refused = shutil.which("bash", path=os.defpath), _REFUSED.get(platform.machine())
     if bash is None or refused is None or sys.platform != "linux":
         raise TLTConfigError("--run-script needs bash on Linux, on x86_64 or aarch64: give the overrides instead.")
@@ -147,7 +147,7 @@ def _run(words: Sequence[str], environment: dict[str, str], said: IO[bytes], fil
     read, write = os.pipe()  # every process of the script holds the other end
     try:
         running = subprocess.Popen(
-            [bash], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, preexec_fn=start,
+            [bash], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=start,
             pass_fds=[write, *(file.fileno() for file in files)], process_group=0,
         )  # fmt: skip
     except subprocess.SubprocessError as error:
@@ -168,7 +168,7 @@ def _run(words: Sequence[str], environment: dict[str, str], said: IO[bytes], fil
 
 
 def _recorded(record: str, own: dict[str, str]) -> tuple[list[Start], list[str]]:
-    """What was called: starts of `main_ppo`, and other Python programs."""
+    """The calls in `record`: starts of `main_ppo`, and other Python programs."""
     starts: list[Start] = []
     others: list[str] = []
     for call in record.split("\n\n\0")[:-1]:

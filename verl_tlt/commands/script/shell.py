@@ -42,7 +42,7 @@ _NEEDS_RUNNING = re.compile(
     r"command(?! -[vV]))\s"
 )
 _CHANGING = ("variable_assignment", "declaration_command", "unset_command", "for_statement", "arithmetic_expansion")
-"""What a branch may not have in it of which it is not known whether it is taken."""
+"""Nodes that a branch must not have where it is not known whether the branch is taken."""
 _PROGRAMS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|.*\.sh")
 """Programs that a script may start in place of `main_ppo`."""
 _IMPORT = re.compile(r"\s*import\s+([A-Za-z_]\w*)\s*;?\s*")
@@ -58,7 +58,7 @@ class Exit(Exception):
 
 
 class Shell(Words):
-    """A bash that follows a script; `starts` is what came of it. A status of None is one that is not known."""
+    """A bash that follows a script; `starts` are the starts of `main_ppo` in it. A status of None is not known."""
 
     def __init__(self, script: str, arguments: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
         own: dict[str, Value] = {"HOSTNAME": os.uname().nodename, "UID": str(os.getuid()), "BASH_SOURCE": [script]}
@@ -67,20 +67,20 @@ class Shell(Words):
         self.functions: set[str] = set()
         self.starts: list[Start] = []
         self.others: list[str] = []
-        """Python programs and scripts that it starts besides, their first words."""
+        """First words of the other Python programs and scripts that it starts."""
         self.printed: list[str | None] | None = None
-        """Within a substitution, what was printed; None in it: by a program, so not known."""
+        """Texts printed within a substitution; None among them: a program printed it, so it is not known."""
         self.made: set[str] = set()
         """Directories that the script makes."""
         self.substituted: int | None = 0
-        """Status of the last substitution, which is that of the assignment in which it is."""
+        """Status of the last substitution, which is also that of an assignment around it."""
         self.assumed: dict[str, None] = {}
-        """Commands after which the script is read on as if they had gone well, which a run alone could tell."""
+        """Commands that are taken to go well, which only a run could tell."""
         self.tested = False
-        """Whether the status of what is carried out is asked for, so that `set -e` ends nothing."""
+        """Whether the status of the current command is asked for, so that `set -e` ends nothing."""
 
     def forked(self) -> Shell:
-        """A shell that knows the same, and keeps to itself what it sets."""
+        """A copy of this shell, whose assignments and options stay its own."""
         other = copy.copy(self)
         other.variables, other.exported, other.arguments = {**self.variables}, {*self.exported}, [*self.arguments]
         other.options = {*self.options}
@@ -89,7 +89,7 @@ class Shell(Words):
     def apart(self, nodes: Iterable[Node], printed: list[str | None] | None) -> int | None:
         """Carry out commands in a subshell."""
         shell = self.forked()
-        if printed is not self.printed:  # a substitution, in which bash drops it
+        if printed is not self.printed:  # a substitution, in which bash drops `set -e`
             shell.options.discard("e")
         shell.printed = printed
         try:
@@ -120,7 +120,7 @@ class Shell(Words):
     # ------------------------------------------------------------------ structure
 
     def sequence(self, nodes: Iterable[Node], asked: bool = False) -> int | None:
-        """The status of the last of some commands; where it is `asked` for, `set -e` ends nothing."""
+        """Carry out commands and return the last one's status; where that is `asked` for, `set -e` ends nothing."""
         status: int | None = 0
         outside = self.tested
         for node in nodes:
@@ -172,7 +172,7 @@ class Shell(Words):
         body, kept = node.child_by_field_name("body"), self.printed
         if body is None:  # `$(< file)`
             return self._print(None)
-        if any(re.match(r"(1|&)?>(?!&1)", text_of(one)) for one in node.children_by_field_name("redirect")):
+        if any(re.match(r"(1|&)?>(?!&1)", text_of(child)) for child in node.children_by_field_name("redirect")):
             self.printed = None
         status = self.sequence([body])
         self.printed = kept
@@ -215,7 +215,7 @@ class Shell(Words):
             cases.append((patterns, [c for c in item.children[close + 1 :] if c.is_named]))
         try:
             text = self.known(self.value(text_of(node.named_children[0])))
-            body = next((body for some, body in cases if any(self.matches(text, p) for p in some)), [])
+            body = next((body for patterns, body in cases if any(self.matches(text, p) for p in patterns)), [])
         except Unreadable as error:
             return self._undecided([*(body for _, body in cases), []], str(error))
         return self.sequence(body)
@@ -227,15 +227,15 @@ class Shell(Words):
     # ------------------------------------------------------------------ what cannot be decided
 
     def _undecided(self, bodies: Sequence[Sequence[Node]], reason: str, loop: bool = False) -> int | None:
-        """Go on after a branch of which it is not known, for this reason, whether it is taken, or how often."""
+        """Go on after branches of which it is not known, for this `reason`, which one is taken, or how often."""
         starting = [body for body in bodies if any(MAIN in text_of(node) for node in body)]
         going_on = [body for body in bodies if not gives_up(body)]
-        if only := next((some for some in (starting, going_on) if len(some) == 1 and not loop), None):
+        if only := next((group for group in (starting, going_on) if len(group) == 1 and not loop), None):
             self.assumed[reason] = None
             return self.sequence(only[0])
         if starting:
             raise Unreadable(f"{reason}, which decides how it starts {MAIN}")
-        for node in (inner for body in going_on for one in body for inner in walk(one)):
+        for node in (inner for body in going_on for command in body for inner in walk(command)):
             text = text_of(node)
             name = text.split()[0] if node.type == "command" else ""
             changes = name in ("cd", "set", "shift", *self.functions) or (name and _NEEDS_RUNNING.match(text + " "))

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 MAIN = "verl.trainer.main_ppo"
 MARK = re.compile("\ue000([0-9]+)\ue001")
-"""Stands in a value for what only a run could tell: characters that no script may contain."""
+"""A mark, which stands in a value for what only a run could tell; no script may contain its characters."""
 LONGEST = 1_000_000
-"""Characters of a script or of a value in it."""
+"""Most characters of a script or of a value in it."""
 _NAMED = re.compile(rf"(?<!\S)(-[A-Za-z]*m\s*|--module[\s=]){re.escape(MAIN)}(?![\w.])")
 _ONLY_NAMES = re.compile(r"echo|printf|:|true|kill|p?kill|ps|pgrep|[ef]?grep|git|logger")
 """Programs that are given the words of a start and start nothing."""
@@ -26,11 +26,11 @@ _HANDS_ON = re.compile(
     r"conda|mamba|micromamba|poetry|pixi|pipenv|torchrun|accelerate|deepspeed|nsys|ncu|py-spy|coverage|debugpy|cProfile|"
     r"viztracer|pdb|memray|torch\.distributed\.(run|launch)|accelerate\.commands\.launch|run|job|submit|launch|profile|record"
 )
-"""Programs, modules of Python and commands of programs that start what they are given by the words they are given."""
+"""Programs, modules of Python and commands of programs that start the words they are given as a command."""
 _OTHERWISE = re.compile(r"xargs|parallel|find|watch|ssh|su|sudo|chroot|docker|podman|(ba|z|da)?sh|.*\.(py|sh)")
-"""Programs that may give it others, also where they stand behind an option."""
+"""Programs that may give a start other words, also where they stand behind an option."""
 _OPTION = re.compile(r"-(?!\w*[cm]$|-module$).*", re.DOTALL)
-"""An option whose value may stand behind it, which of `-c` and `-m` is what is run."""
+"""An option whose value may follow it; after `-c` and `-m`, which this leaves out, comes what is run."""
 _LAUNCHERS = re.compile(r"--(runtime-env|export|env-file|working-dir|chdir|cwd|directory)\b")
 """Options that give a start variables or a directory of its own."""
 _WORDS = {"concatenation", "expansion", "simple_expansion", "string", "arithmetic_expansion", "word", "raw_string"}
@@ -43,14 +43,14 @@ class Start:
     """A command that starts `main_ppo`."""
 
     words: tuple[str, ...]
-    """After the name of the module."""
+    """Words after the name of the module."""
     environment: Mapping[str, str]
     directory: str
     line: int
     through: str = ""
-    """A program by which it may be given words or variables that are not known; "": there is none."""
+    """A program that may give the start words or variables that are not known; "": there is none."""
     assumed: tuple[str, ...] = ()
-    """Commands before it that were not run and are taken to go well, and options of its launcher that change little."""
+    """Earlier commands, which were not run and are taken to go well, and options of its launcher that change little."""
 
 
 def start_of(words: Sequence[str], environment: Mapping[str, str], directory: str, line: int) -> Start | None:
@@ -96,8 +96,8 @@ def parse(text: str, name: str) -> Node:
     root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
     for node in walk(root, below=lambda node: node.type not in _WORDS):
         if node.is_error or node.is_missing:
-            said = shorten(text_of(node)) or node.type
-            raise TLTConfigError(f"{name}, line {node.start_point.row + 1}, is no bash that can be read: `{said}`.")
+            fault = shorten(text_of(node)) or node.type
+            raise TLTConfigError(f"{name}, line {node.start_point.row + 1}, is no bash that can be read: `{fault}`.")
     return root
 
 

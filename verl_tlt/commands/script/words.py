@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 SPACES = " \t\n"
-"""Where bash splits what is not quoted, unless the script sets `IFS`."""
+"""Characters at which bash splits what is not quoted, unless the script sets `IFS`."""
 Value = str | list[str]
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#])(?:\[(@|[0-9]+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
@@ -61,9 +61,9 @@ class Words(ABC):
         self.script, self.arguments, self.variables = script, list(arguments), variables
         self.directory, self.line = directory, 0
         self.options: set[str] = set()
-        """What `set` has turned on: `e`, `u`, `a`."""
+        """Options that `set` has turned on: `e`, `u`, `a`."""
         self.reasons: list[str] = []
-        """Of each mark, why its text is not known."""
+        """Why the text of each mark is not known."""
         self.looked_at: set[str] = set()
         """Arguments that the script has expanded."""
 
@@ -74,23 +74,23 @@ class Words(ABC):
     # ------------------------------------------------------------------ marks
 
     def mark(self, reason: str) -> str:
-        """Stands in a value for a text that is not known."""
+        """A mark, which stands in a value for a text that is not known."""
         self.reasons.append(reason)
         return f"\ue000{len(self.reasons) - 1}\ue001"
 
     def cause_of(self, text: str) -> str:
         """Why `text`, which has a mark, is not known."""
-        found = MARK.search(text)
-        return self.reasons[int(found[1])] if found else ""
+        match = MARK.search(text)
+        return self.reasons[int(match[1])] if match else ""
 
     def known(self, text: str) -> str:
-        """`text` where all of it is known."""
+        """`text` where all of it is known; else `Unreadable`."""
         if MARK.search(text):
             raise Unreadable(self.cause_of(text))
         return text
 
     def cause(self, text: str) -> str:
-        """A piece of the script by which something cannot be known, for a sentence."""
+        """A piece of the script that keeps something from being known, for a sentence."""
         return f"`{shorten(text)}` (line {self.line})"
 
     # ------------------------------------------------------------------ words
@@ -196,21 +196,21 @@ class Words(ABC):
         if match is None or (match[1] == "*" and quoted):
             raise Unreadable(self.cause(f"${{{body}}}"))
         name, index, sign, rest = match.groups()
-        found = self.lookup(name, index)
-        empty = found is None or found == [] or (sign and sign[0] == ":" and found in ("", [""]))
+        value = self.lookup(name, index)
+        empty = value is None or value == [] or (sign and sign[0] == ":" and value in ("", [""]))
         if sign and sign[-1] == "+":
-            return self.pieces(rest, quoted) if not empty else [] if isinstance(found, list) else [Piece("", quoted)]
+            return self.pieces(rest, quoted) if not empty else [] if isinstance(value, list) else [Piece("", quoted)]
         if sign and empty:
             if sign[-1] == "?":
                 raise Stopped(f"{name}: {MARK.sub('...', self.value(rest)) or 'parameter null or not set'}")
             if sign[-1] == "=":
                 self.variables[name] = self.value(rest)
             return self.pieces(rest, quoted) or [Piece("", quoted)]
-        if found is None and "u" in self.options:
+        if value is None and "u" in self.options:
             raise Stopped(f"{name}: unbound variable")
-        if not isinstance(found, list):
-            return [Piece(found or "", quoted)]
-        return [part for one in found for part in (None, Piece(one, quoted))][1:]
+        if not isinstance(value, list):
+            return [Piece(value or "", quoted)]
+        return [part for text in value for part in (None, Piece(text, quoted))][1:]
 
     def lookup(self, name: str, index: str | None = None) -> Value | None:
         """The value of a variable or of an argument, or of an array or a part of it; None: it is not set."""
@@ -220,9 +220,9 @@ class Words(ABC):
             self.looked_at.update(self.arguments)
             return list(self.arguments)
         if name.isdigit() and name != "0":
-            found = self.arguments[int(name) - 1 : int(name)]
-            self.looked_at.update(found)
-            return found[0] if found else None
+            values = self.arguments[int(name) - 1 : int(name)]
+            self.looked_at.update(values)
+            return values[0] if values else None
         if name in ("RANDOM", "SECONDS", "BASHPID") and name not in self.variables:
             raise Unreadable(self.cause(f"${name}"))
         value = {"0": self.script, "PWD": self.directory}.get(name, self.variables.get(name))
@@ -235,7 +235,7 @@ class Words(ABC):
     # ------------------------------------------------------------------ arithmetic
 
     def arithmetic(self, text: str) -> int:
-        """The value of `$((text))`; what it would assign is not known any more."""
+        """The value of `$((text))`; variables that it would assign are not known any more."""
         reason = self.cause(f"(({text}))")
         text = "".join(piece.text for piece in self.pieces(text, quoted=True) if piece)
         if re.search(r"\+\+|--|<<=|>>=|(?<![=!<>])=(?!=)", text):
@@ -253,11 +253,11 @@ class Words(ABC):
     # ------------------------------------------------------------------ tests
 
     def matches(self, text: str, pattern: str) -> bool:
-        """Whether a text is one of a pattern, which is not expanded yet."""
+        """Whether a text matches a pattern, which is not expanded yet."""
         return fnmatch.fnmatchcase(text, self.pattern(pattern))
 
     def holds(self, node: Node, strings: bool) -> bool:
-        """Whether a test holds; `strings`: that of `[`, in which the right side is no pattern."""
+        """Whether a test holds; `strings`: it is one of `[`, in which the right side is no pattern."""
         if node.type in ("unary_expression", "binary_expression"):
             left, sign, right = node.children[0], text_of(node.children[-2]), node.children[-1]
         else:
@@ -297,7 +297,7 @@ def _computed(node: ast.expr) -> int:
 
 
 def _skip(text: str, at: int, quoted: bool = False) -> int:
-    """Where the quote, expansion or character ends that begins at `at`; an IndexError where it does not end."""
+    """The end of the quote, expansion or character that begins at `at`; an IndexError where it does not end."""
     if text[at] in "\\`" or (text[at] == "'" and not quoted):
         if (closed := _CLOSED.match(text, at)) is None:
             raise IndexError(text)

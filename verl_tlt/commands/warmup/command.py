@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 STATE = "state.safetensors"
-"""In the working directory: the training run's."""
+"""File of the training run's state, in the working directory."""
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
 _OF_RESPONSES = ("model", "recipe", "response_length", "temperature", "top_p", "top_k", "samples", "seed")
@@ -54,7 +54,7 @@ _OF_TRAINING = (
     "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "loss",
     "batch_tokens", "learning_rate",
 )  # fmt: skip
-"""Options with other values of which training begins anew, on the same responses."""
+"""Options that training alone depends on: with other values it begins anew, on the same responses."""
 
 
 def warmup(options: WarmupOptions, console: Console) -> Path:
@@ -62,8 +62,8 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     _check(options)
     prompts, device = read_for(options, options.prompts, options.limit), engine.find_device(options.device)
     fetch_policy(options.model)
-    if said := begin(options, prompts):
-        say(console, said)
+    if notice := begin(options, prompts):
+        say(console, notice)
     with engine.make_bars(console) as bars:
         responses = _responses(options, prompts, bars)
         stage = engine.Stage(bars, "train", "loading the policy")
@@ -71,9 +71,9 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
         _train(run, stage)
     directory = _save(options, prompts, responses, run)
     shutil.rmtree(options.work)
-    of_run = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
+    arguments = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
     drafting = f"accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}"
-    say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {of_run}")
+    say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {arguments}")
     return directory
 
 
@@ -116,7 +116,7 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
-    """Make the working directory, or go on with it unless its responses are others or another user's.
+    """Make the working directory, or go on in one unless its responses are of another job or of another user.
 
     Returns a sentence where an earlier run's training is given up.
     """
@@ -179,8 +179,8 @@ def _drafter(
         return load_own_head(options.model, options.model, device=device)
     draft_ids, whole = None, policy_shape(options.model).vocab_size
     if (size := draft_vocab_size(options.draft_vocab, whole, "--draft-vocab")) < whole:
-        said = torch.tensor([t for r in responses for t in r.tokens])
-        draft_ids = most_frequent(torch.bincount(said, minlength=whole), size)
+        generated = torch.tensor([t for r in responses for t in r.tokens])
+        draft_ids = most_frequent(torch.bincount(generated, minlength=whole), size)
     return build_drafter(
         options.model,
         aux_layers=_parse_layers(options.aux_layers),

@@ -36,33 +36,33 @@ from verl_tlt.server.engine_arguments import speculative_config
 
 RESPONSES = "responses.jsonl"
 ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker is one more process there
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # all is here
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # all files are here
 GPU_MEMORY = 0.85
 """Share of each GPU's memory that an engine takes where no recipe says one."""
 LINE_S = 60.0
-"""Seconds between two lines where the output is no terminal, unless another tenth is done."""
+"""Seconds between two lines of progress where the output is no terminal, unless another tenth is done."""
 
 
 @dataclass(frozen=True)
 class GenerationJob:
     recipe: Recipe
     changes: Mapping[str, Any]
-    """Values of verl's config that are other than the recipe's, by their dotted keys."""
+    """Values of verl's config that differ from the recipe's, by their dotted keys."""
     prompts: list[list[int]]
     samples: int = 1
     drafter: str | None = None
-    """Directory of what drafts; an MTP head is in the model's own."""
+    """Directory of the drafter; an MTP head is in the model's own directory."""
     method: str = "eagle3"
     draft_length: int = 3
     on_cpu: bool = False
 
 
-def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **more: Any) -> GenerationJob:
+def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **fields: Any) -> GenerationJob:
     """A job for the engine of the options' recipe, or without one for an engine with verl's defaults."""
     run, on_cpu = read_run(options.recipe), find_device(options.device) == "cpu"
     changes: dict[str, Any] = {
         f"{MODEL}.path": str(options.model),
-        f"{MODEL}.mtp.enable_rollout": False,  # what drafts is said by the job
+        f"{MODEL}.mtp.enable_rollout": False,  # the job says what drafts
         f"{ROLLOUT}.name": "vllm",
         f"{ROLLOUT}.temperature": options.temperature,
         f"{ROLLOUT}.top_p": options.top_p,
@@ -78,7 +78,7 @@ def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **m
         if options.tensor_parallel == 1:
             changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     recipe = run.recipe if run else Recipe(())
-    return GenerationJob(recipe, changes, [list(prompt) for prompt in prompts], on_cpu=on_cpu, **more)
+    return GenerationJob(recipe, changes, [list(prompt) for prompt in prompts], on_cpu=on_cpu, **fields)
 
 
 def context_of(options: EngineOptions, prompts: Sequence[Sequence[int]]) -> int:
@@ -89,7 +89,7 @@ def context_of(options: EngineOptions, prompts: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True)
 class Response:
-    """One response of the prompt with that number."""
+    """One response to the prompt whose number is `prompt`."""
 
     prompt: int
     sample: int
@@ -137,15 +137,15 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
 
 
 def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
-    """What was generated so far, by (prompt, sample), without a line that a kill cut short."""
-    found = {}
+    """The responses generated so far, by (prompt, sample), without a line that a kill cut short."""
+    responses = {}
     for line in read_lines(file) if file.is_file() else ():
         try:
             response = from_plain(Response, parse(line))
         except ValueError:
             continue
-        found[response.prompt, response.sample] = response
-    return found
+        responses[response.prompt, response.sample] = response
+    return responses
 
 
 def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> list[Text]:
@@ -158,18 +158,18 @@ def make_bars(console: Console) -> Progress:
 
 
 class Stage:
-    """One stage of a command, which begins now."""
+    """Progress of one stage of a command, which begins when this is made."""
 
     def __init__(self, bars: Progress, name: str, note: str) -> None:
         self.bars, self._name, self._began = bars, name, time.monotonic()
-        self._task, self._tenths, self._said = bars.add_task(name, total=1.0, note=note), 0, self._began
+        self._task, self._tenths, self._line_at = bars.add_task(name, total=1.0, note=note), 0, self._began
 
     def tell(self, share: float, note: str) -> None:
-        """Show what share is done: on the bar, and where the output is no terminal as a line now and then."""
+        """Show the share that is done on the bar, and where the output is no terminal in a line now and then."""
         now, tenths = time.monotonic(), int(10 * share)
         self.bars.update(self._task, completed=share, note=note)
-        if not self.bars.console.is_terminal and (tenths > self._tenths or now > self._said + LINE_S):
-            self._tenths, self._said = tenths, now
+        if not self.bars.console.is_terminal and (tenths > self._tenths or now > self._line_at + LINE_S):
+            self._tenths, self._line_at = tenths, now
             self.say(f"{note} after {now - self._began:.0f} s")
 
     def say(self, text: str) -> None:
@@ -180,13 +180,13 @@ class Stage:
 
 
 async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
-    """Generate what is asked and not there yet; what vLLM counted is the answer, where a drafter was given."""
+    """Generate the responses of `job` that are missing; returns vLLM's counters where a drafter was given."""
     out, setup = directory / RESPONSES, set_up(job.recipe, job.changes)
     done = _read_responses(out)
-    more: dict[str, Any] = {"disable_log_stats": False}
+    extra: dict[str, Any] = {"disable_log_stats": False}
     if job.drafter:
-        more["speculative_config"] = speculative_config(job.drafter, job.draft_length, method=job.method)
-    async with start(setup, directory, drafting=False, more=more) as engine:
+        extra["speculative_config"] = speculative_config(job.drafter, job.draft_length, method=job.method)
+    async with start(setup, directory, drafting=False, extra=extra) as engine:
         with out.open("a") as stream:
             if done or out.stat().st_size:
                 stream.write("\n")  # after a line that a kill cut short
@@ -196,7 +196,7 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
 
 
 async def _answer(engine: StandaloneEngine, job: GenerationJob, place: tuple[int, int], stream: TextIO) -> None:
-    """Write down one response, sampled as verl's agent loops ask for it."""
+    """Generate one response, sampled as verl's agent loops ask for it, and write it to `stream`."""
     from vllm.sampling_params import RequestOutputKind
 
     prompt, rollout = job.prompts[place[0]], engine.setup.rollout

@@ -39,7 +39,7 @@ BATCH_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Verdict:
-    """Prediction and count side by side."""
+    """Acceptance in the same responses, as predicted (`simulated`) and as vLLM counted it (`served`)."""
 
     simulated: DraftCounts
     served: DraftCounts
@@ -56,11 +56,11 @@ class Verdict:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
-    """Serve, count, and score the same answers."""
+    """Have vLLM answer prompts with the drafter at work and count, then score the same answers."""
     check_owner(options.drafter)
     prompts = choose_prompts(options)
     fetch_policy(options.model)
-    # As a run serves it: what is in the file besides does not reach vLLM. It casts to the policy's dtype.
+    # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
     drafter = _load(options, prompts)
     method = drafter.config.speculators_model_type
     config, weights, _ = to_drafter_file(drafter, "float32")
@@ -89,7 +89,7 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
 
 
 def linked(policy: Model, directory: Path) -> Path:
-    """Make a directory of links to a policy's files, which are all here: one that can be changed without the policy."""
+    """Make a directory of links to a policy's files, all of them local; changing it leaves the policy as it is."""
     directory.mkdir()
     for path in (path for path in folder(policy, (CONFIG,)).resolve().iterdir() if path.is_file()):
         (directory / path.name).symlink_to(path)
@@ -97,21 +97,21 @@ def linked(policy: Model, directory: Path) -> Path:
 
 
 def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
-    """Token ids of the prompts to answer: of the file that the drafter was warmed up with only those held out."""
+    """Token ids of the prompts to answer; of the file that the drafter was warmed up with, only those held out."""
     facts, sources, form = provenance(options.drafter), options.prompts, AS_IS
     if sources is None:
         if "prompts" not in facts:
             raise DrafterError(f"{options.drafter} does not say which prompts it was warmed up with; give --prompts.")
         named = facts["prompts"]
         sources = [Path(str(file)) for file in (named if isinstance(named, list) else [named])]
-    if "prompt_form" in facts:  # held out are prompts as they were then
+    if "prompt_form" in facts:  # which prompts are held out depends on their form in the warm-up
         try:
             form = from_plain(PromptForm, facts["prompt_form"])
         except ValueError as error:
             raise DrafterError(f"{options.drafter}: provenance.json has a `prompt_form` of another kind.") from error
-    found = read_for(options, sources, facts.get("prompts_limit"), least=1, form=form)
-    warmed_up_with = facts.get("prompts_sha256") == found.digest
-    chosen = [p for i, p in enumerate(found.tokens) if not warmed_up_with or i in found.held_out]
+    prompts = read_for(options, sources, facts.get("prompts_limit"), least=1, form=form)
+    warmed_up_with = facts.get("prompts_sha256") == prompts.digest
+    chosen = [p for i, p in enumerate(prompts.tokens) if not warmed_up_with or i in prompts.held_out]
     return chosen[: options.limit]
 
 

@@ -1,6 +1,6 @@
 """A user's prompts as token ids, in the form the rollout would give them to the policy; and the recipe of that rollout.
 
-Read are verl's own parquet (column `prompt`, chat messages), JSON lines or a JSON array with the same field or plain
+Files are verl's own parquet (column `prompt`, chat messages), JSON lines or a JSON array with the same field or plain
 text in it, and plain text with one prompt a line. Messages go through the policy's chat template, as verl does it.
 A part of the prompts is held out by a hash of its tokens: the same whichever command reads the file.
 """
@@ -38,12 +38,12 @@ MODEL = "actor_rollout_ref.model"
 HELD_OUT = 0.1
 """Share of the prompts that are never trained on."""
 MIN_PROMPTS = 16
-"""Responses to fewer would be learnt by heart, and nothing would be left to judge the drafter on."""
+"""Fewest prompts: responses to fewer are learnt by heart, and nothing is left to judge the drafter on."""
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How a run makes a prompt of a row of its data."""
+    """How a run makes a prompt from a row of its data."""
 
     key: str = "prompt"
     """The field or column with text or messages; verl's `data.prompt_key`."""
@@ -56,16 +56,16 @@ AS_IS = PromptForm()
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a file held, and which part of it is for judging."""
+    """The prompts of some files, and which of them are for judging."""
 
     tokens: tuple[tuple[int, ...], ...]
     """Ids of each prompt; equal prompts once."""
     digest: str
-    """Sixteen hex digits of the file's content, for provenance."""
+    """Sixteen hex digits of the files' content, for provenance."""
     held_out: frozenset[int]
     """Numbers of the prompts that are for judging only."""
     form: PromptForm = AS_IS
-    """How they were made of the file's rows."""
+    """How the prompts were made from the files' rows."""
 
     @property
     def ids_digest(self) -> str:
@@ -135,7 +135,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Where each prompt is, for a message, and the prompt: text, messages, or an object with such a field."""
+    """For each prompt its place, for a message, and its row: text, messages, or an object with such a field."""
     kind, number = file.suffix.lower(), 0
     read = {".parquet": _parquet, ".txt": _text}.get(kind, _json)
     try:
@@ -185,9 +185,9 @@ def _encode(row: Any, tokenizer: PreTrainedTokenizerBase, where: str, form: Prom
         raise DrafterError(f"{where} is neither text nor a list of messages with `role` and `content`.")
     if not tokenizer.chat_template and not form.template.get("chat_template"):
         raise DrafterError(f"{where} is a chat, but the policy's tokenizer has no chat template.")
-    asked = {**form.template, "add_generation_prompt": True, "tokenize": False}
+    arguments = {**form.template, "add_generation_prompt": True, "tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(row, **asked)
+        text = tokenizer.apply_chat_template(row, **arguments)
     except Exception as error:  # a template is a program, and may raise whatever it likes
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise DrafterError(f"{where} is refused by the policy's chat template: {reason}.") from error
@@ -224,7 +224,7 @@ class Run:
     """verl's, as the recipe composes it."""
 
     def options(self) -> dict[str, Any]:
-        """Fields of the commands' options that the recipe decides."""
+        """Options of the commands that the recipe decides, by field."""
         sampling = {name: self._float(name) for name in ("temperature", "top_p")}
         return {
             "model": Path(self._path(str(select(self.config, POLICY, "")))),
@@ -243,18 +243,18 @@ class Run:
         return PromptForm(str(select(self.config, "data.prompt_key", "prompt")), template)
 
     def tokenizer(self) -> tuple[str, bool]:
-        """Where its tokenizer is, and whether code in its files may run."""
+        """Where the run's tokenizer is, and whether code in its files may run."""
         place = select(self.config, f"{MODEL}.tokenizer_path") or select(self.config, POLICY, "")
         return self._path(str(place)), bool(select(self.config, f"{MODEL}.trust_remote_code", False))
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens; a run leaves longer ones out."""
+        """Tokens of the longest prompt; a run leaves longer ones out."""
         return number(self.config, f"{ROLLOUT}.prompt_length", 512)
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence of its engines, where it says one."""
+        """Longest sequence of the run's engines, in tokens; None: the recipe says none."""
         return number(self.config, f"{ROLLOUT}.max_model_len", 0) or None
 
     def _prompts(self) -> list[Path]:
@@ -266,8 +266,8 @@ class Run:
 
     def _path(self, path: str) -> str:
         """A path as the script's own working directory has it; a name on the hub as it is."""
-        beside = os.path.join(self.recipe.directory or ".", os.path.expanduser(path))
-        return os.path.abspath(beside) if os.path.exists(beside) else located(path)
+        local = os.path.join(self.recipe.directory or ".", os.path.expanduser(path))
+        return os.path.abspath(local) if os.path.exists(local) else located(path)
 
     def _float(self, name: str) -> float:
         value = select(self.config, f"{ROLLOUT}.{name}", 1.0)
@@ -283,7 +283,7 @@ def read_for(
     least: int = MIN_PROMPTS,
     form: PromptForm = AS_IS,
 ) -> Prompts:
-    """The prompts that leave room for a response, in the form of the options' recipe, or without one in `form`."""
+    """The prompts that leave room for a response, in the recipe's form, or without a recipe in `form`."""
     positions, run = policy_shape(options.model).max_position_embeddings, read_run(options.recipe)
     if (longest := positions - options.response_length) < 1:
         raise DrafterError(

@@ -1,7 +1,7 @@
 """Trains a drafter on recorded responses of its policy until a budget is used up; a killed run can go on.
 
-Everything random follows from the seed and the place in the run, and the state is written often, so a run that was
-killed ends as it would have without. Held-out responses are scored along the way and the best weights are kept: a
+Everything random follows from the seed and the place in the run, and the state is written often, so a killed run that
+goes on ends as one that was not killed. Held-out responses are scored along the way and the best weights are kept: a
 small set of prompts is learnt by heart sooner or later.
 """
 
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 CHECKS = 10
-"""Most times that weights which have trained are scored on the held-out responses."""
+"""Most checks: scorings of trained weights on the held-out responses."""
 CHECK_SHARE = 0.1
-"""Most of a run's time that scoring takes, as a share."""
+"""Largest share of a run's time that checks take."""
 JUDGED_TOKENS, FEW_TOKENS, PROBE_TOKENS = 8_192, 1_024, 512
-"""Tokens of held-out responses: most in a check, fewest for which checks are made fewer, and timed before the first."""
+"""Tokens of held-out responses: most in a check, fewest in one of several checks, and timed before the first."""
 FREE_TOKENS = 2_048
-"""Most tokens scored in a whole run, however long that takes: with fewer nothing can be judged."""
+"""Tokens that a run may always score, however long that takes: with fewer nothing can be judged."""
 SAVE_EVERY_S = 60.0
 LAST_LR = 0.1
-"""Learning rate at the end of the budget, as a share of the first: it falls along a line."""
+"""Learning rate at the end of the budget, as a share of the first; the rate falls linearly."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class CheckPlan:
     """How the held-out responses are scored in a run."""
 
     scores: int
-    """Times: of the first weights, and of later ones, the last of them at the end."""
+    """Number of scorings: one of the first weights, the others of later ones, the last at the end."""
     tokens: int
-    """Of responses, each time the same."""
+    """Tokens of responses in each scoring, the same ones each time."""
 
 
 def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
     """As many checks as fit into their share of a run of `run_s` seconds, of as many tokens as fit.
 
-    `token_s`: seconds to score a token of a response, its share of the prompt in them; `held_out`: how many there are.
+    `token_s`: seconds to score a token of a response, its share of the prompt included; `held_out`: all such tokens.
     """
     whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
     scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
@@ -76,7 +76,7 @@ def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
 
 
 class PolicyTexts(Library):
-    """Texts of a policy with its states, for a drafter, whose verifier weights are filled from the policy."""
+    """A policy's texts and hidden states, for a drafter whose verifier weights this fills from the policy."""
 
     def __init__(
         self, drafter: Eagle3DraftModel, options: EngineOptions, texts: Sequence[Text], device: str, max_bytes: int
@@ -91,11 +91,11 @@ class PolicyTexts(Library):
         self._whole_head = parts.lm_head.to(device) if drafter.use_draft_vocab else None  # [V, H]
 
     def tokens(self, numbers: Iterable[int]) -> int:
-        """Of these texts together."""
+        """Tokens of these texts together."""
         return sum(len(self.texts[n].tokens) for n in numbers)
 
     def responses(self, numbers: Iterable[int]) -> int:
-        """Tokens of these texts' responses: the prompt's are read, and no draft of them is judged."""
+        """Tokens of these texts' responses; those of prompts do not count, since no draft of them is judged."""
         return sum(len(self.texts[n].tokens) - self.texts[n].prompt_len for n in numbers)
 
     def grouped(self, numbers: Iterable[int], budget: int) -> Iterator[list[int]]:
@@ -105,7 +105,7 @@ class PolicyTexts(Library):
     def score(
         self, drafter: Eagle3DraftModel, numbers: Sequence[int], budget: int, tell: Callable[[int, int], None]
     ) -> SequenceScore:
-        """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: done, and all."""
+        """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: tokens done, all."""
         scores, done, options = list[SequenceScore](), 0, self._options
         for group in self.grouped(numbers, budget):
             tell(done, self.tokens(numbers))
@@ -125,7 +125,7 @@ class PolicyTexts(Library):
 
 @dataclass
 class TrainingProgress:
-    """Where the run is; all of it survives a kill."""
+    """How far a training run is; all of it survives a kill."""
 
     epoch: int = 0
     batch: int = 0
@@ -133,13 +133,13 @@ class TrainingProgress:
     tokens: int = 0
     """Rows with a loss that were learned from."""
     seconds: float = 0.0
-    """Of training, without the checks."""
+    """Seconds of training, without the checks."""
     check_seconds: float = 0.0
     loss: float = math.nan  # moving average
     checks: list[dict[str, float]] = field(default_factory=list)
     """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
     acceptance: list[float] = field(default_factory=list)
-    """By draft position, of the best weights."""
+    """Acceptance of the best weights, by draft position."""
     plan: dict[str, int] = field(default_factory=dict)
     """The `CheckPlan`, once it is made."""
 
@@ -153,7 +153,7 @@ class TrainingRun:
     train: list[int]
     """Numbers of the texts to learn from."""
     judged: list[int]
-    """Of those held out."""
+    """Numbers of the held-out texts."""
     options: WarmupOptions
     state_file: Path
 
@@ -161,9 +161,9 @@ class TrainingRun:
         self.progress = TrainingProgress()
         self.best = self.trainer.parameters_numpy()
         self.tell_scored: Callable[[int, int], None] = lambda done, total: None
-        """Called while held-out responses are scored, with tokens."""
+        """Called while held-out responses are scored, with the tokens done and in all."""
         self._peak_lr = self.trainer.learning_rate
-        self._turn = threading.Lock()  # of policy and drafter: both at once would need more of the device's memory
+        self._turn = threading.Lock()  # policy and drafter in turn: both at once need more of the device's memory
         self._lengths = [self.library.tokens([n]) for n in self.train]
         self._plan = self._plan_of(0)
 
@@ -190,8 +190,8 @@ class TrainingRun:
             self.best = {name: value.numpy() for name, value in state["best"].items()}
             self._plan = self._plan_of(self.progress.epoch)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            said = f"is no state of this training, such as another release would write ({first_line(error)})"
-            raise DrafterError(f"{self.state_file} {said}: remove it to train anew on the same responses.") from error
+            reason = f"is no state of this training, such as another release would write ({first_line(error)})"
+            raise DrafterError(f"{self.state_file} {reason}: remove it to train anew on the same responses.") from error
 
     def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
         """Train to the end of the budget, then take the best weights; `tell` is called after every step."""
@@ -212,12 +212,12 @@ class TrainingRun:
         self.save()
 
     def _check_if_due(self) -> None:
-        """Score the weights at evenly spread places of the run; its first tenth says how many."""
+        """Score the weights at evenly spread places of the run; the first tenth of its budget says at how many."""
         p = self.progress
         if not p.plan and self.spent >= 1.0 / CHECKS:
             p.plan = asdict(self._plan_checks())
         if p.plan and not p.checks:
-            with self.trainer.holding(self.best):  # those before training
+            with self.trainer.holding(self.best):  # the weights before training
                 self._check(step=0, tokens=0)
         if p.plan and self.spent >= len(p.checks) / (p.plan["scores"] - 1):
             self._check(self.trainer.steps, p.tokens)
@@ -256,7 +256,7 @@ class TrainingRun:
         os.replace(draft, self.state_file)
 
     def _batches(self) -> Iterator[Batch]:
-        """All that is left to train on, epoch after epoch; drawn in a thread of its own."""
+        """The batches that are left to train on, epoch after epoch; drawn in a thread of its own."""
         epoch, left = self.progress.epoch, self._plan[self.progress.batch :]
         while left:
             for spans in left:

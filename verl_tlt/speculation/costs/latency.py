@@ -40,6 +40,14 @@ _REACH = 9.0
 """Squared distance, by `_APART`, beyond which neighbours say nothing."""
 _APART = (1.0, 0.06, 2.0)
 """Weights of the squared distance between cells, in half-octaves of batch, octaves of context and draft lengths."""
+_SHARED = 0.5
+"""Weight of a deviation from the calibration that another draft length showed at a load, 1 being that of the same."""
+_DOUBT = 1.0
+"""Samples that count for no deviation at all."""
+_TRUST = 3.0
+"""Samples of its own that outweigh by half what other cells say of a cell."""
+_TELLING = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Samples of a cell after which what is believed of the others about its load is computed anew."""
 _FIRST = 3
 """First samples, whose median is compared with what the neighbours suggest."""
 _CLIP = 2.5
@@ -73,6 +81,7 @@ class LatencyModel:
         self.jitter = 0.05
         """Relative noise of a single step."""
         self._largest: dict[int, int] = {}
+        self._seeded = False
         self._count = 0
         self._next_fit = 1
         self._buckets: dict[tuple[int, int], _Bucket] = {}
@@ -95,9 +104,11 @@ class LatencyModel:
                 continue
             if cell is None:
                 cell = self._cells[key] = Cell(p.draft_length, 0.0, math.inf, self.jitter)
+            self._seeded = True
             for _ in range(min(p.samples, _SEED_SAMPLES)):
                 cell.learn(level, self._pace, 0.0, _MEMORY)
                 cell.place(p.batch, p.kv_tokens)
+            cell.expect_level()
         if table.points:
             self._refit(iterations=30)
 
@@ -110,8 +121,9 @@ class LatencyModel:
         key = _key(batch, kv_tokens, draft_length)
         cell = self._cells.get(key)
         if cell is None:
-            prior, sigma = self._borrowed(*key[:2], (draft_length,))[0]
-            cell = self._cells[key] = Cell(draft_length, prior, sigma, self.jitter)
+            expected, moved, sigma = self._borrowed(*key[:2], (draft_length,))[0]
+            cell = self._cells[key] = Cell(draft_length, expected + moved, sigma, self.jitter)
+            cell.expected = expected
         self._largest[draft_length] = max(self._largest.get(draft_length, 0), batch)
         log_ratio = math.log(seconds / self._shape.seconds(batch, kv_tokens, draft_length))
         # A sample is divided between its cell and the machine's pace, by the uncertainty of each.
@@ -122,6 +134,10 @@ class LatencyModel:
         self._pace_variance -= self._pace_variance**2 / expected
         self.jitter += 0.02 * (cell.spread - self.jitter)
         cell.place(batch, kv_tokens)
+        if not self._seeded:
+            cell.expect_level()
+        elif cell.own_samples in _TELLING:
+            self._buckets.pop(key[:2], None)
         if bucket := self._buckets.get(key[:2]):
             position = self.lengths.index(draft_length)
             bucket.factors[position], bucket.sigmas[position] = math.exp(cell.level), cell.sigma()
@@ -160,36 +176,48 @@ class LatencyModel:
                 continue
             shape = self._shape.seconds(cell.batch, cell.kv_tokens, cell.draft_length)
             seconds = shape * math.exp(cell.level + pace)
-            where = round(cell.batch), round(cell.kv_tokens)
-            points.append(LatencyPoint(*where, cell.draft_length, seconds, round(cell.samples)))
+            load = round(cell.batch), round(cell.kv_tokens)
+            points.append(LatencyPoint(*load, cell.draft_length, seconds, round(cell.samples)))
         return LatencyTable(tuple(points))
 
     def _bucket(self, batch: int, kv_tokens: int) -> _Bucket:
         """The bucket of a load, made on first use after a refit and kept up to date by `observe`."""
-        where = _key(batch, kv_tokens, 0)[:2]
-        found = self._buckets.get(where)
-        if found is None:
-            found = self._buckets[where] = _Bucket([], [])
-            for k, (level, sigma) in zip(self.lengths, self._borrowed(*where, self.lengths), strict=True):
-                cell = self._cells.get((*where, k))
-                found.factors.append(math.exp(cell.level if cell else level))
-                found.sigmas.append(cell.sigma() if cell else sigma)
-        return found
+        load = _key(batch, kv_tokens, 0)[:2]
+        bucket = self._buckets.get(load)
+        if bucket is None:
+            bucket = self._buckets[load] = _Bucket([], [])
+            for k, (expected, moved, sigma) in zip(self.lengths, self._borrowed(*load, self.lengths), strict=True):
+                level = expected + moved
+                if cell := self._cells.get((*load, k)):
+                    others = _TRUST / (_TRUST + cell.own_samples)
+                    level = cell.level + others * (cell.expected + moved - cell.level)
+                    sigma = cell.sigma()
+                bucket.factors.append(math.exp(level))
+                bucket.sigmas.append(sigma)
+        return bucket
 
-    def _borrowed(self, batch: int, context: int, lengths: Sequence[int]) -> list[tuple[float, float]]:
-        """Correction (log) and uncertainty for cells without measurements: the neighbours' average, by distance."""
+    def _borrowed(self, batch: int, context: int, lengths: Sequence[int]) -> list[tuple[float, float, float]]:
+        """For draft lengths at a load: expected correction (log), how far it seems to be off, and its uncertainty.
+
+        Expected is the average of what was expected of the neighbours, by distance, of calibrated ones what they were.
+        What a run measures at about a load is off for all draft lengths nearly alike: it has other contexts and
+        requests than a calibration, and a busier machine.
+        """
         if not self._cells:
-            return [(0.0, math.inf)] * len(lengths)
+            return [(0.0, 0.0, math.inf)] * len(lengths)
+        cells = list(self._cells.values())
         keys = np.array(list(self._cells), dtype=np.float64).T  # [3, cells]
-        levels = np.array([cell.level for cell in self._cells.values()])  # [cells]
-        samples = np.array([min(cell.samples, 8.0) for cell in self._cells.values()])  # [cells]
+        levels, expected = np.array([[cell.level, cell.expected] for cell in cells]).T  # [cells] each
+        samples, own = np.array([[min(c.samples, 8.0), min(c.own_samples, 8.0)] for c in cells]).T  # [cells] each
         here = _APART[0] * (keys[0] - batch) ** 2 + _APART[1] * (keys[1] - context) ** 2  # [cells]
-        distance = here + _APART[2] * (keys[2] - np.array(lengths, dtype=np.float64)[:, None]) ** 2  # [lengths, cells]
-        votes = np.exp(-distance) * samples
-        level = (votes @ levels) / (votes.sum(axis=1) + 0.5)
-        nearest = np.minimum(np.where(samples > 0, distance, _REACH).min(axis=1), _REACH)
+        apart = _APART[2] * (keys[2] - np.array(lengths, dtype=np.float64)[:, None]) ** 2  # [lengths, cells]
+        votes = np.exp(-here - apart) * samples
+        base = (votes @ expected) / (votes.sum(axis=1) + 0.5)
+        deviating = np.exp(-here) * own * (_SHARED + (1.0 - _SHARED) * np.exp(-apart))
+        moved = (deviating @ (levels - expected)) / (deviating.sum(axis=1) + _DOUBT)
+        nearest = np.minimum(np.where(samples > 0, here + apart, _REACH).min(axis=1), _REACH)
         sigma = _NEAR + (_FAR - _NEAR) * np.sqrt(nearest / _REACH)
-        return list(zip(level.tolist(), sigma.tolist(), strict=True))
+        return list(zip(base.tolist(), moved.tolist(), sigma.tolist(), strict=True))
 
     def _refit(self, iterations: int = 3) -> None:
         """Fit the roofline to what the cells say, then restate the cells relative to the new roofline."""
@@ -226,13 +254,14 @@ class Cell:
         self.level = self.prior = prior
         self.variance = self.prior_variance = prior_sigma**2
         self.spread = jitter
-        self.samples = 0.0
+        self.samples = self.own_samples = 0.0
+        self.expected = prior
         self.first: list[float] = []
         self.batch, self.kv_tokens = 0.0, 0.0
 
     def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
         """Take in log(measured / roofline), those before `memory` at 1/e; returns what to add to `pace` (a log)."""
-        self.samples = min(self.samples + 1.0, memory)
+        self.samples, self.own_samples = min(self.samples + 1.0, memory), self.own_samples + 1.0
         if len(self.first) < _FIRST:
             self.first.append(log_ratio - pace)
             self._begin()
@@ -247,6 +276,10 @@ class Cell:
         self.variance = max(self.variance - self.variance**2 / expected, self.spread**2 / memory, _COARSE**2)
         return pace_variance / expected * clipped
 
+    def expect_level(self) -> None:
+        """Take what is known for what was to be expected: no other cell is off for it."""
+        self.expected, self.own_samples = self.level, 0.0
+
     def sigma(self) -> float:
         return math.sqrt(self.variance) + (0.02 if len(self.first) < _FIRST else 0.0)
 
@@ -260,6 +293,7 @@ class Cell:
         """Restate everything relative to a roofline that changed by `-offset` here."""
         self.level += offset
         self.prior += offset
+        self.expected += offset
         self.first = [x + offset for x in self.first]
 
     def _begin(self) -> None:

@@ -28,7 +28,7 @@ _SPREAD = np.array([1.0, 0.7, 1.0, 1.2, 1.0, 1.0, 0.7, 1.0, 0.5])
 _USUAL_KNEE = 200.0
 """Tokens at which a step is usually as much compute as memory."""
 _USUAL_KV = 8192.0
-"""KV tokens on which a step usually spends their share, at least; a calibration has far fewer."""
+"""Fewest KV tokens at which a step spends the usual share on them; a calibration has far fewer."""
 _CONTEXTS = 8.0
 """Longest over shortest context per request from which on the KV coefficient is fitted. A calibration has one context:
 the cost of its KV tokens cannot be separated from that of its batch."""
@@ -48,7 +48,7 @@ def weights_read(active_share: float, tokens: Any) -> Any:
 
 
 class Roofline:
-    """Nine positive coefficients, and what follows; `active_share`: of the weights, what one token uses."""
+    """The nine positive coefficients and the seconds they give; `active_share`: share of the weights one token uses."""
 
     def __init__(self, active_share: float = 1.0) -> None:
         self._active_share = active_share
@@ -141,8 +141,8 @@ def _step(
 def _log_seconds(log: Params, table: Params, read: Params) -> Params:
     """Log seconds of each row (batch, KV tokens, K), [n], with its `weights_read`."""
     batch, kv_tokens, k = table.T
-    found: Params = np.log(_seconds(np.exp(log), batch, kv_tokens, k, read))
-    return found
+    logs: Params = np.log(_seconds(np.exp(log), batch, kv_tokens, k, read))
+    return logs
 
 
 def _seconds(coefficients: Iterable[float], batch: Any, kv_tokens: Any, k: Any, read: Any) -> Any:

@@ -220,3 +220,34 @@ def test_a_stored_measurement_counts_as_so_many(samples):
     arm = 1 + ARMS.index(3)
     vague = [LatencyModel(ARMS, table=table).uncertainty(8, 8000)[arm] for table in (stored, guessed)]
     assert vague[0] < vague[1], "a line between two others is no measurement"
+
+
+def calibrated(batches=(1, 4, 8, 16, 32), lengths=(OFF, *ARMS)):
+    """A model that knows a calibration with contexts of 32 tokens."""
+    points = [
+        LatencyPoint(b, 32 * b, k, true(b, 32 * b, k), samples=4, calibrated=True) for b in batches for k in lengths
+    ]
+    return LatencyModel(ARMS, table=LatencyTable(tuple(points)))
+
+
+def off_by(factor):
+    return lambda batch, kv, k: factor * true(batch, kv, k)
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.4])
+def test_what_a_load_costs_more_than_calibrated_is_believed_of_lengths_not_measured_there(factor):
+    """Else those look better by as much, and each is tried in turn."""
+    model, before, rng = calibrated(), calibrated(), np.random.default_rng(9)
+    measure(model, 12, 2, 12, rng, context=300, cost=off_by(factor))
+    for k in ARMS:
+        moved = model.seconds(12, 3600, k) / before.seconds(12, 3600, k)
+        assert abs(np.log(moved)) > 0.5 * abs(np.log(factor)) and (moved > 1) == (factor > 1), k
+        assert model.seconds(1, 300, k) == pytest.approx(before.seconds(1, 300, k), rel=0.06), "a load far off"
+
+
+def test_what_one_length_alone_costs_more_is_known_once_another_was_measured_there():
+    model, rng = calibrated(), np.random.default_rng(10)
+    measure(model, 12, 5, 24, rng, context=300, cost=off_by(1.4))
+    measure(model, 12, 2, 24, rng, context=300)
+    assert model.seconds(12, 3600, 5) == pytest.approx(1.4 * true(12, 3600, 5), rel=0.08)
+    assert model.seconds(12, 3600, 2) == pytest.approx(true(12, 3600, 2), rel=0.08)
