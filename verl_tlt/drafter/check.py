@@ -76,8 +76,8 @@ def check_drafter(
     return drafter
 
 
-def check_config(path: Path) -> None:
-    """Raise a `DrafterError` where the config in `path` is no drafter's, whatever policy it may be for."""
+def check_config(path: Path) -> str:
+    """`CheckedDrafter.method` of the config in `path`; a `DrafterError` where it is no drafter's, for any policy."""
     file = path / CONFIG
     config = read_json(file)
     kind = config.get("speculators_model_type")
@@ -88,6 +88,7 @@ def check_config(path: Path) -> None:
             check_kind(config, file)
     except (KeyError, TypeError, AttributeError) as error:
         raise DrafterError(f"{file} is no EAGLE-3 drafter: {type(error).__name__}, {error}.") from error
+    return kind or "eagle3"
 
 
 def check_owner(drafter: Model, also: int | None = None) -> None:
