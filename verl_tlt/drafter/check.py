@@ -113,6 +113,8 @@ def drafter_folder(drafter: Model) -> Path:
     path = folder(drafter, (WEIGHTS, INDEX), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
+    if is_name(drafter) and not (path / CONFIG).is_file():
+        raise NotHereError(f"{drafter}: {CONFIG} is not in the local cache, and could not be fetched.")
     if is_name(drafter) and not (path / WEIGHTS).is_file():
         for file in sorted(set(tensor_files(path)[1].values())):
             folder(drafter, (file,))
