@@ -99,7 +99,9 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
     except DrafterError:
         shape = None  # `check_policy` says so; the trainer checks again once the policy is there
     try:
-        return _new_drafter(settings, shape) if path is None else _drafter(path, policy, shape, positions)
+        if path is None:
+            return _new_drafter(settings, shape)
+        return _drafter(path, settings.drafter.method, policy, shape, positions)
     except NotHereError as error:
         return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:
@@ -131,18 +133,23 @@ def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:
     return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
 
 
-def _drafter(path: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
+def _drafter(path: str, method: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
     """Whether the drafter at `path` fits, as far as files are here; a `DrafterError` where it does not."""
+    found = Finding("ok", DRAFTER, f"{DRAFTER} is usable")
     if shape is None:
-        check_config(folder(located(path), (CONFIG,)))
+        kind = check_config(folder(located(path), (CONFIG,)))
         unknown = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
-        return Finding("warn", DRAFTER, f"{DRAFTER}={path} is an EAGLE-3 drafter; {unknown}.")
-    if is_name(path) and not _has_weights(path):
-        read_config(folder(path, (CONFIG,)), shape, positions)
+        found = Finding("warn", DRAFTER, f"{DRAFTER}={path} is a drafter for {METHOD}={kind}; {unknown}.")
+    elif is_name(path) and not _has_weights(path):
+        if (kind := check_config(place := folder(path, (CONFIG,)))) == "eagle3":
+            read_config(place, shape, positions)
         later = "fits by its config; its weights are fetched when the run starts, and were not checked"
-        return Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
-    check_drafter(located(path), located(policy), positions)
-    return Finding("ok", DRAFTER, f"{DRAFTER} is usable")
+        found = Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
+    else:
+        kind = check_drafter(located(path), located(policy), positions).method
+    if kind != method:
+        raise DrafterError(f"{path} holds a drafter for {METHOD}={kind}, not {method}.")
+    return found
 
 
 def _has_weights(drafter: str) -> bool:

@@ -76,8 +76,8 @@ def check_drafter(
     return drafter
 
 
-def check_config(path: Path) -> None:
-    """Raise a `DrafterError` where the config in `path` is no drafter's, whatever policy it may be for."""
+def check_config(path: Path) -> str:
+    """`CheckedDrafter.method` of the config in `path`; a `DrafterError` where it is no drafter's, for any policy."""
     file = path / CONFIG
     config = read_json(file)
     kind = config.get("speculators_model_type")
@@ -88,6 +88,7 @@ def check_config(path: Path) -> None:
             check_kind(config, file)
     except (KeyError, TypeError, AttributeError) as error:
         raise DrafterError(f"{file} is no EAGLE-3 drafter: {type(error).__name__}, {error}.") from error
+    return kind or "eagle3"
 
 
 def check_owner(drafter: Model, also: int | None = None) -> None:
@@ -112,6 +113,8 @@ def drafter_folder(drafter: Model) -> Path:
     path = folder(drafter, (WEIGHTS, INDEX), besides=(CONFIG, PROVENANCE))
     if not path.is_dir():
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
+    if is_name(drafter) and not (path / CONFIG).is_file():
+        raise NotHereError(f"{drafter}: {CONFIG} is not in the local cache, and could not be fetched.")
     if is_name(drafter) and not (path / WEIGHTS).is_file():
         for file in sorted(set(tensor_files(path)[1].values())):
             folder(drafter, (file,))

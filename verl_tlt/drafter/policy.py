@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,13 +151,18 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
     """
     if not is_name(model):
         return Path(os.path.expanduser(model))
-    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 
     name = os.fspath(model)
     try:
         for file in any_of:
             if isinstance(cached := try_to_load_from_cache(name, file), str):
-                return Path(cached).parent
+                commit = (here := Path(cached).parent).name
+                for other in besides if fetch else ():
+                    if try_to_load_from_cache(name, other, revision=commit) is None:  # nor known not to exist
+                        with suppress(OSError, ValueError):
+                            hf_hub_download(name, other, revision=commit)
+                return here
         snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except (OSError, ValueError) as error:
         offline = "it is not in the local cache, and HF_HUB_OFFLINE is set"

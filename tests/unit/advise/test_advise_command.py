@@ -65,6 +65,15 @@ def test_a_stock_run_replaces_assumptions(metrics):
     assert "the run's policy: that of the recipe, which --metrics " in said
 
 
+def test_accept_lengths_are_for_the_context_that_the_run_showed(metrics):
+    """A mean response of 1200 tokens behind the run's mean prompt, whatever data.max_prompt_length allows."""
+    contexts = []
+    for prompt in (120.0, 480.0):
+        _, said = advise(*RECIPE, "--metrics", metrics(**{"prompt_length/mean": prompt}))
+        contexts.append(int(re.search(r"step costs at (\d+) tokens", said)[1]))
+    assert contexts[1] - contexts[0] == 360
+
+
 @pytest.mark.parametrize(
     ("recipe", "run", "decides"),
     [

@@ -133,6 +133,10 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, monkeypatc
         assert said.exit_code == 1 and "No GPU found; --cpu measures on the CPU." in said.output
 
 
+FOUR = [f"dev/nvidia{i}" for i in range(4)]
+AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CPU and three GPUs
+
+
 @pytest.mark.parametrize(
     ("files", "environment", "found"),
     [
@@ -142,6 +146,14 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, monkeypatc
         (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
         (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
         (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "7"}, 0),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "1, 3,4,0"}, 2),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "2,-2,3"}, 1),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-d1c6ab0f"}, 2),
+        (FOUR, {"HIP_VISIBLE_DEVICES": "0"}, 4),
+        (["dev/dxg"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (AMD, {"HIP_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}, 2),
+        (AMD, {"HIP_VISIBLE_DEVICES": "3"}, 0),
         (["sys/class/kfd/kfd/topology/nodes/0/gpu_id", "sys/class/kfd/kfd/topology/nodes/1/gpu_id"], {}, 1),
     ],
 )

@@ -11,7 +11,15 @@ import torch
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.command import cost_table
-from verl_tlt.commands.doctor.engine_check import Answer, EngineJob, check_sleep, judge_costs, keep_costs, run_job
+from verl_tlt.commands.doctor.engine_check import (
+    Answer,
+    EngineJob,
+    check_sleep,
+    check_waking,
+    judge_costs,
+    keep_costs,
+    run_job,
+)
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain
@@ -151,3 +159,26 @@ async def test_the_drafter_of_every_rank_is_compared(reloads, level):
     engine.llm, engine.drafter = TwoRanks(reloads=reloads), Path("drafter")
     found = await check_sleep(engine)
     assert found.level == level and ("sleep discarded it" in found.sentence or found.sentence.endswith(f": {reloads}."))
+
+
+async def test_a_second_process_without_a_context_is_refused_and_the_engine_wakes(monkeypatch):
+    """That process is a real one, which sees no device; no GPU is needed here."""
+    calls = []
+
+    class Engine(SimpleNamespace):
+        async def sleep(self, level):
+            calls.append("sleep")
+
+        async def wake_up(self):
+            calls.append("wake up")
+
+        async def generate(self, prompt, tokens):
+            calls.append("generate")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
+    engine = Engine()
+    engine.llm = engine
+    found = await check_waking(engine)
+    assert found.level == "refuse" and "no other process could open a CUDA context" in found.sentence
+    assert calls == ["sleep", "wake up", "generate"], "the questions that follow need an engine that is awake"

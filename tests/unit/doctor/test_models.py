@@ -185,7 +185,39 @@ def test_what_is_no_eagle3_head_is_refused_whether_or_not_the_policy_is_here(cac
     assert found.level == "warn" and found.sentence.endswith("so whether tlt.drafter.path fits was not checked.")
     if not there:
         found = look(drafter_at(tmp_path / "fine", policy))
-        assert found.level == "warn" and "is an EAGLE-3 drafter; whether it fits was not checked" in found.sentence
+        assert found.level == "warn" and "=eagle3; whether it fits was not checked" in found.sentence
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """A policy, and drafters for it by their method."""
+    from mtp_policy import make_mtp_policy
+
+    from verl_tlt.drafter import build_drafter, load_own_head, save_drafter
+
+    place = tmp_path_factory.mktemp("heads")
+    make_mtp_policy(place / "policy", "qwen3_5")
+    for method, model in (("eagle3", build_drafter(place / "policy")), ("mtp", load_own_head(*[place / "policy"] * 2))):
+        save_drafter(model, place / method, {})
+    return place
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("there", ["all", "no policy", "no weights"])
+def test_a_drafter_for_another_method_is_refused_wherever_its_config_can_be_read(cached, heads, tmp_path, kind, there):
+    policy = "Org/absent" if there == "no policy" else str(heads / "policy")
+    path, levels = str(heads / kind), {}
+    if there == "no weights":
+        path = cached("Org/drafter")
+        shutil.copy(heads / kind / "config.json", tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc")
+    for method in ("eagle3", "mtp"):
+        found = check_recipe_drafter(TLTConfig.from_dict({"drafter": {"path": path, "method": method}}), policy, 64)
+        levels[method] = found.level
+        if method != kind:
+            assert found.sentence.endswith(f"{path} holds a drafter for tlt.drafter.method={kind}, not {method}.")
+        elif there == "no policy":
+            assert f"{path} is a drafter for tlt.drafter.method={kind}; whether it fits was not" in found.sentence
+    assert levels.pop(kind) == ("ok" if there == "all" else "warn") and list(levels.values()) == ["refuse"]
 
 
 def test_links_in_a_circle_and_deep_files_are_findings(policy, tmp_path):

@@ -1,5 +1,6 @@
 """`--run-script`: bash carries a script out, and no program of it is started."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -127,3 +128,15 @@ def test_a_process_that_it_leaves_behind_is_ended(tmp_path, monkeypatch):
     with pytest.raises(TLTConfigError, match="did not end within 1 s"):
         run_script(str(script))
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_without_a_process_for_bash_it_is_one_sentence_and_nothing_stays_open(tmp_path, monkeypatch):
+    def popen(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # no more processes for this user
+
+    (script := tmp_path / "recipe.sh").write_text(START)
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TLTConfigError, match=r"^--run-script needs a process .*temporarily unavailable"):
+        run_script(str(script))
+    assert os.listdir("/proc/self/fd") == before

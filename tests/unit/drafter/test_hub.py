@@ -99,3 +99,12 @@ def test_without_a_hub_the_sentence_says_so(cache, policy_dir):
     name = cache("Org/policy", policy_dir)
     with pytest.raises(NotHereError, match=r"weights\.bin is not in the local cache"):
         folder(name, ("weights.bin",), fetch=False)
+
+
+def test_weights_without_a_config_are_no_refusal_without_a_hub(cache, policy_dir, drafter, tmp_path):
+    """Another node may have it, so the doctor warns."""
+    saved = save_drafter(drafter, tmp_path / "drafter", {})
+    (saved / "config.json").unlink()
+    name = cache("Org/drafter", saved)
+    with pytest.raises(NotHereError, match=r"^Org/drafter: config\.json is not in the local cache, and could not be"):
+        check_drafter(name, policy_dir)

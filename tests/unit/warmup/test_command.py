@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import resource
 import subprocess
 import sys
 
@@ -99,6 +100,20 @@ def test_a_state_of_another_kind_is_named(settings, answered, state):
     write_state(state, wanted.work / command.STATE)
     with pytest.raises(command.DrafterError, match=rf"{command.STATE} is no state of this training"):
         warmup(wanted, QUIET)
+
+
+def test_stopped_while_it_notes_its_settings_it_goes_on(settings):
+    """By a full disk, which leaves of a file what a kill might."""
+    wanted = settings()
+    begin(wanted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            begin(wanted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert begin(wanted) is None
 
 
 def test_other_settings_do_not_go_on_from_it(settings, answered):

@@ -1,4 +1,4 @@
-"""A policy named on the hub: all that an engine without the hub reads is fetched before it starts."""
+"""A model named on the hub: what an engine without the hub reads, and a drafter's other files, are fetched."""
 
 import hashlib
 import http.server
@@ -27,6 +27,12 @@ from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 fetch_policy("Org/policy")
 assert GenerationConfig.from_pretrained("Org/policy").eos_token_id == [7, 8]
 AutoTokenizer.from_pretrained("Org/policy"), AutoModelForCausalLM.from_pretrained("Org/policy")
+"""
+
+FOLDER = """
+import os
+from verl_tlt.drafter.check import drafter_folder
+path = drafter_folder("Org/policy")
 """
 
 
@@ -60,10 +66,12 @@ def hub(policy_dir, tmp_path):
             elif "/resolve/" in self.path and file.is_file():
                 self.reply(file.read_bytes())
             else:
-                self.send_error(404)
+                self.reply(b"", status=404)
 
-        def reply(self, content):
-            self.send_response(200)
+        def reply(self, content, status=200):
+            self.send_response(status)
+            if status == 404:
+                self.send_header("X-Error-Code", "EntryNotFound")
             self.send_header("Content-Length", str(len(content)))
             self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
             self.send_header("X-Repo-Commit", COMMIT)
@@ -80,27 +88,48 @@ def hub(policy_dir, tmp_path):
     server.shutdown()
 
 
-def test_an_engine_without_the_hub_finds_all_that_it_reads(hub, tmp_path, monkeypatch):
-    address, asked = hub
-    cache = tmp_path / "cache"
+@pytest.fixture
+def python(hub, tmp_path, monkeypatch):
+    """Runs a program for which that hub is the only one, and whose cache is in `tmp_path`; returns what it prints."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", address)
-    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_ENDPOINT", hub[0])
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
 
-    def python(code):
+    def run(code):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+        return done.stdout
 
+    return run
+
+
+def test_an_engine_without_the_hub_finds_all_that_it_reads(hub, python, tmp_path, monkeypatch):
+    asked = hub[1]
     python(FETCH)
-    there = {path.name for path in cache.rglob("snapshots/*/*")}
+    there = {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*")}
     assert {"generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= there
     assert not there & {"pytorch_model.bin", "consolidated.safetensors", "original"}
     before = len(asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     python(READ)
     assert len(asked) == before
+
+
+@pytest.mark.parametrize("file", ["config.json", "provenance.json"])
+def test_beside_a_drafters_weights_that_are_here_its_other_files_are_fetched(hub, python, tmp_path, file):
+    (tmp_path / "policy" / "provenance.json").write_text("{}")
+    python('from huggingface_hub import hf_hub_download; hf_hub_download("Org/policy", "model.safetensors")')
+    assert file in python(f"{FOLDER}print(*os.listdir(path))").split()
+
+
+def test_a_file_that_the_hub_does_not_have_is_asked_for_once(hub, python):
+    counts = []
+    for _ in range(3):
+        python(FOLDER)
+        counts.append(sum("provenance.json" in path for path in hub[1]))
+    assert counts[0] <= 1 and counts[1] == counts[2] == 1
 
 
 def test_without_a_hub_what_is_missing_is_one_sentence(tmp_path, monkeypatch, policy_dir):

@@ -1,12 +1,14 @@
 """How often a stage without a moving bar says where it is."""
 
 import io
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.warmup import engine
 
@@ -35,3 +37,22 @@ def test_a_stage_without_a_terminal_says_every_tenth_and_every_minute(monkeypatc
 def test_what_is_said_is_printed_as_it_is(capsys):
     say(make_console(), "4:100: [bold] and :smile:")
     assert capsys.readouterr().out == "4:100: [bold] and :smile:\n"
+
+
+def test_what_a_kill_left_is_no_response(tmp_path, monkeypatch):
+    """Two tries were killed, the second within a line; the third is under way."""
+    rows = [json.dumps({"prompt": i, "sample": 0, "tokens": [1, 2]}) + "\n" for i in range(4)]
+    (tmp_path / engine.RESPONSES).write_text(rows[0] + "\n" + rows[1] + rows[2][:-5] + "\n" + rows[2])
+    told = []
+
+    def child(*_, tell, **__):
+        tell()
+        with (tmp_path / engine.RESPONSES).open("a") as stream:
+            stream.write(rows[3])
+        tell()
+
+    monkeypatch.setattr(engine, "run_job", child)
+    stage = SimpleNamespace(tell=lambda share, note: told.append((share, note)))
+    responses, _ = engine.generate(engine.GenerationJob(Recipe(()), {}, [[5]] * 4), tmp_path, stage)
+    assert len(responses) == 4
+    assert told == [(0.75, "3 of 4 responses"), (1.0, "4 of 4 responses"), (1.0, "4 of 4 responses")]

@@ -88,7 +88,7 @@ def estimate(scenario: Scenario) -> Numbers:
     kv_tokens, lengths = _kv_tokens(scenario), _lengths(scenario)
     engine, rollouts = _simulated(scenario, kv_tokens, lengths)
     likely, speeds = rollouts["likely"], [rollout.speed for rollout in rollouts.values()]
-    context = round(likely.tokens / work.requests) + work.prompt // 4
+    context = round(likely.tokens / work.requests) + scenario.prompt
     even = {batch: break_even(engine, batch, context) for batch in BATCHES if batch <= max(work.max_num_seqs, 8)}
     k = max(k for k in even[8] if k <= max(3, min(even[8])))
     gen_s, rest_s = (run.gen_s, run.rest_s) if run else (likely.stock_s, _rest_s(scenario, lengths.mean()))

@@ -9,6 +9,7 @@ import glob
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,14 +84,17 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
 
 def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
     """GPUs that a process with this environment would see; `root` holds `dev` and `sys`."""
-    count = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
+    count = nvidia = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
     for node in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")):  # AMD's; a CPU is 0
         count += Path(node).read_text().strip() not in ("", "0")
+    most = count or float("inf")
     count = count or int(os.path.exists(os.path.join(root, "dev/dxg")))  # WSL's: one or more
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")[: 1 if nvidia else 2]:
         if (value := environment.get(variable)) is not None:
             names = [name.strip() for name in value.split(",")]
-            listed = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+            # CUDA stops at the first index that no device has; other names are believed.
+            known = takewhile(lambda s: 0 <= int(s) < most if s.removeprefix("-").isdecimal() else s, names)
+            listed = len(list(known))
             count = min(count, listed) if not any(name.startswith("MIG") for name in names) else listed
     return count
 

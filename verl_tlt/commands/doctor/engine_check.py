@@ -137,7 +137,7 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
     )
     try:
         assert other.stdout is not None
-        other.stdout.readline()
+        opened = other.stdout.readline()
         context_gib = (before - torch.cuda.mem_get_info()[0]) / 2**30
         try:
             await engine.llm.wake_up()
@@ -147,6 +147,9 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
             asleep = f"With another context of {context_gib:.2f} GiB on the device the engine did not wake"
             remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
             return Finding("refuse", what, f"{asleep}: {cause}; {remedy}.")
+        if not opened:
+            unopened = "Beside the engine no other process could open a CUDA context, as a spot worker must"
+            return Finding("refuse", what, f"{unopened}: nvidia-smi shows the device's compute mode and memory.")
         free_gib = torch.cuda.mem_get_info()[0] / 2**30
         return Finding("ok", what, f"context {context_gib:.2f} GiB, {free_gib:.2f} GiB free after waking")
     finally:

@@ -150,9 +150,10 @@ def _run(words: Sequence[str], environment: dict[str, str], errors: IO[bytes], f
             [bash], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=start,
             pass_fds=[write, *(file.fileno() for file in files)], process_group=0,
         )  # fmt: skip
-    except subprocess.SubprocessError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         os.close(read)
-        raise TLTConfigError("--run-script needs seccomp, which this machine refuses: give the overrides.") from error
+        why = f"a process ({error})" if isinstance(error, OSError) else "seccomp"
+        raise TLTConfigError(f"--run-script needs {why}, which this machine refuses: give the overrides.") from error
     finally:
         os.close(program)
         os.close(write)

@@ -39,7 +39,7 @@ from verl_tlt.drafter import (
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.drafter.rehearsal import rehearse
-from verl_tlt.files.ownership import check_writable, other_owner
+from verl_tlt.files.ownership import check_writable, other_owner, replacing
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -133,7 +133,8 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     work.mkdir(parents=True, exist_ok=True)
     if changed:
         state.unlink(missing_ok=True)
-    file.write_text(json.dumps(wanted))
+    with replacing(file) as stream:
+        stream.write(json.dumps(wanted).encode())
     before = next(iter(changed.values()), None)
     return before and f"{work} was begun with {before}: its responses are kept, and training begins anew."
 

@@ -115,7 +115,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     total = len(job.prompts) * job.samples
 
     def tell() -> None:
-        done = out.read_bytes().count(b"\n") if out.is_file() else 0
+        done = out.read_bytes().count(b"}\n") if out.is_file() else 0  # other lines are what kills left
         stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
     if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):
