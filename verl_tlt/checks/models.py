@@ -135,21 +135,21 @@ def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:
 
 def _drafter(path: str, method: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
     """Whether the drafter at `path` fits, as far as files are here; a `DrafterError` where it does not."""
-    found = Finding("ok", DRAFTER, f"{DRAFTER} is usable")
+    finding = Finding("ok", DRAFTER, f"{DRAFTER} is usable")
     if shape is None:
         kind = check_config(folder(located(path), (CONFIG,)))
         unknown = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
-        found = Finding("warn", DRAFTER, f"{DRAFTER}={path} is a drafter for {METHOD}={kind}; {unknown}.")
+        finding = Finding("warn", DRAFTER, f"{DRAFTER}={path} is a drafter for {METHOD}={kind}; {unknown}.")
     elif is_name(path) and not _has_weights(path):
         if (kind := check_config(place := folder(path, (CONFIG,)))) == "eagle3":
             read_config(place, shape, positions)
         later = "fits by its config; its weights are fetched when the run starts, and were not checked"
-        found = Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
+        finding = Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
     else:
         kind = check_drafter(located(path), located(policy), positions).method
     if kind != method:
         raise DrafterError(f"{path} holds a drafter for {METHOD}={kind}, not {method}.")
-    return found
+    return finding
 
 
 def _has_weights(drafter: str) -> bool:
