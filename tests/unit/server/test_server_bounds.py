@@ -157,6 +157,9 @@ async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_dec
         (8, True, (OFF, 0, 2), None),
         (64, True, (OFF, 0, 2), [1, 32, 16, 8, 4, 2]),
         (8, True, (0, 2), [1, 8, 4, 2]),
+        (8, False, (0, 2), None),
+        (64, False, (0, 2), [1, 32, 16, 8, 4, 2]),
+        (8, False, (OFF, 2), [1, 8, 4, 2]),
     ],
 )
 async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
