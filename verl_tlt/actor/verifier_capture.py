@@ -86,7 +86,9 @@ class VerifierCapture:
                 for part, tensor in base().items():
                     if part in self._wanted:
                         self._keep(part, tensor)
-            if self.armed and {"embed", "norm"} <= self._arrived:
+            if self.armed and self._arrived:
+                if missing := [part for part in self._wanted if part not in self._arrived]:
+                    raise RuntimeError(f"{' and '.join(missing)} did not arrive with the weight sync")
                 self._captured_before = True
                 arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
                 arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once

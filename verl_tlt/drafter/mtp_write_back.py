@@ -36,18 +36,19 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     embedding = locate_parts(directory)["embed"]
     with TensorFile(embedding.file) as reader:
         dtype = reader.dtype(embedding.name)
-    pieces = {SHARD: {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}}
+    head_tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
-    for file in {owners[name] for name in owners.keys() - others.keys()} - {SHARD}:  # with an older head
-        with TensorFile(directory / file) as reader:
-            pieces[file] = {name: reader.get_tensor(name) for name in reader.names if name in others}
     config = read_json(directory / CONFIG)
     # verl sets the count to 0 (`model.mtp.enable=False`) before it saves a policy, and vLLM then divides by it.
     (config.get("text_config") or config)[layout.count] = 1
-    index = {"metadata": {}, "weight_map": {**others, **dict.fromkeys(tensors, SHARD)}}
-    contents = {file: save(piece, metadata={"format": "pt"}) for file, piece in pieces.items()}
-    texts = {INDEX: index, CONFIG: config}
+    texts = {INDEX: {"metadata": {}, "weight_map": {**others, **dict.fromkeys(tensors, SHARD)}}, CONFIG: config}
+    contents = {SHARD: save(head_tensors, metadata={"format": "pt"})}
     contents |= {file: (json.dumps(fields, indent=1) + "\n").encode() for file, fields in texts.items()}
+    for file in {*owners.values()} - {SHARD}:  # an older head goes last, so that a kill at any time leaves a whole one
+        with TensorFile(directory / file) as reader:
+            kept = [name for name in reader.names if not name.startswith(layout.prefix)]
+            if len(kept) < len(reader.names):
+                contents[file] = save({n: reader.get_tensor(n) for n in kept}, metadata={"format": "pt"})
     for file, content in contents.items():
         with replacing(directory / file) as stream:
             stream.write(content)

@@ -144,14 +144,15 @@ async def calibrate(
     return _table(measured, lengths)
 
 
-async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
+async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> bool:
     """Have a live engine verify a few drafts of the longest kind; an exception where it dies of them.
 
-    `engine` and `vocab_size` are as for `calibrate`, which leaves the engine in the same state.
+    Returns whether its drafter can be switched off. `engine` and `vocab_size` are as for `calibrate`, which leaves the
+    engine in the same state.
     """
     probe = _Prober(engine, vocab_size)
     try:
-        await probe.warm(length, [1])
+        return await probe.warm(length, [1]) and await probe.warm(OFF, [])
     finally:
         await probe.release()
 

@@ -75,6 +75,11 @@ def started_lengths(engine: AsyncLLM) -> tuple[int, ...]:
     return tuple(engine.vllm_config.additional_config["tlt"]["arms"])
 
 
+def most_requests(engine: AsyncLLM) -> int:
+    """Most requests that an engine decodes at once; vLLM's own setting (`engine_kwargs`) has won."""
+    return int(engine.vllm_config.scheduler_config.max_num_seqs)
+
+
 def speculative_config(
     drafter_dir: str, draft_length: int, source: str = "eagle", method: str = "eagle3"
 ) -> dict[str, Any]:

@@ -27,11 +27,12 @@ from verl_tlt.files.ownership import make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
-from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
+from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, most_requests, started_lengths
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.speculation.graph_rules import is_hybrid
+from verl_tlt.speculation.types import OFF
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -349,11 +350,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         stored = await self._tlt_stored()
         lengths, vocab_size = started_lengths(self.engine), len(self.model_config.tokenizer)
         measures = self.tlt.speculation.calibrate
-        if measures:
-            await draft_once(self.engine, lengths[-1], vocab_size)
+        can_be_off = measures and await draft_once(self.engine, lengths[-1], vocab_size)
         costs = stored.calibration().for_lengths(lengths)
-        batches = plan_batches(self.config.max_num_seqs)
-        covered = costs.covers(lengths, max(batches))
+        batches = plan_batches(most_requests(self.engine))
+        covered = costs.covers((OFF, *lengths) if can_be_off else lengths, max(batches))
         if known is not None and known.points:
             costs = known
         elif measures and not covered:

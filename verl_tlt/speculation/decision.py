@@ -58,7 +58,9 @@ class RolloutDecision:
 
     def __init__(self, policy: str, source: str = "eagle", active_share: float = 1.0) -> None:
         self._active_share = active_share
-        self._never, self._always = policy == "off", policy == "fixed" or source != "eagle"
+        self._always = policy == "fixed" or source != "eagle"
+        self.never = "tlt.speculation.policy=off" if policy == "off" else ""
+        """Why the drafter runs in no rollout; empty: it may."""
         self._costs: LatencyModel | None = None
         self._longest = 0  # draft length that was measured; 0: none
         self._work: Mapping[int, float] = {}  # tokens by batch in the last rollout
@@ -78,6 +80,8 @@ class RolloutDecision:
             drafting = [k for k in lengths if k >= 0]
             self._costs = LatencyModel(drafting, table=table, active_share=self._active_share)
             batches = [batch for batch, _ in table.by_batch(OFF)]
+            if not self._longest and not self._always:
+                self.never = self.never or "no step with a draft was measured at start (see tlt.speculation.arms)"
             self._even = {b: b / self._costs.seconds(b, b * CONTEXT_TOKENS, OFF) for b in batches}
 
     def drafts(self, acceptance: Sequence[float], tried: bool = False) -> bool:
@@ -86,13 +90,11 @@ class RolloutDecision:
         `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
         """
         self._acceptance = acceptance
-        self.against = "" if self._always and not self._never else self._why_not(tried)
+        self.against = self.never or ("" if self._always else self._why_not(tried))
         return not self.against
 
     def _why_not(self, tried: bool) -> str:
         """Why the drafter does not run, with figures; empty: it runs."""
-        if self._never:
-            return "tlt.speculation.policy=off"
         held_out = f"held-out accept length {self._promise():.2f}"
         if self._promise() <= BETTER * self._lost:
             return f"{held_out}, and drafting lost time with {self._lost:.2f}"

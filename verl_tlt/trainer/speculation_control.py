@@ -36,7 +36,8 @@ class SpeculationControl:
         self._undrafted: Sequence[str] = ()
         self.off = ""
         """Why no replica drafts in the coming rollout; empty: one does."""
-        self._shared, self._never = shared, not config.enable or config.policy == "off"
+        self._shared = shared
+        self._never = "the settings turn speculation off" if not config.enable or config.policy == "off" else ""
         self._complaint = ""
 
     @property
@@ -47,7 +48,7 @@ class SpeculationControl:
     @property
     def undrafted_since(self) -> str:
         """Why nothing is drafted, by the settings or since it did not pay; empty: drafting is allowed."""
-        return "the settings turn speculation off" if self._never else self.decision.cause
+        return self._never or self.decision.rollout.never or self.decision.cause
 
     @property
     def may_train(self) -> bool:
@@ -56,6 +57,8 @@ class SpeculationControl:
 
     def calibrated(self, table: LatencyTable) -> None:
         self.decision.rollout.calibrated(table)
+        if not self._never and (why := self.decision.rollout.never):
+            logger.warning("Nothing is drafted in this run: %s.", why)
         self.account.calibrated(table.by_batch(OFF))
 
     def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:

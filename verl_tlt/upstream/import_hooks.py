@@ -78,8 +78,12 @@ class _Finder(MetaPathFinder):
         """Call the callbacks whose module was there when they were given, once it has been executed."""
         ready = [entry for entry in self.unfinished if not _is_executing(entry[1])]
         self.unfinished = [entry for entry in self.unfinished if entry not in ready]
-        for name, module, callback in ready:
-            callback(sys.modules.get(name, module))
+        try:
+            while ready:
+                name, module, callback = ready.pop(0)
+                callback(sys.modules.get(name, module))
+        finally:
+            self.unfinished[:0] = ready  # one has raised: the others are called at the next import
 
 
 _FINDER = _Finder()

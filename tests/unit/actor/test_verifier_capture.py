@@ -151,6 +151,18 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
     assert torch.equal(found.reference["norm"], policy()["model.norm.weight"].bfloat16())
 
 
+def test_a_head_that_does_not_arrive_is_not_taken_to_be_the_embedding():
+    capture, params = VerifierCapture(torch.bfloat16, stored), policy()
+    params["lm_head.base_layer.weight"] = params.pop("lm_head.weight")
+    assert len(sync(capture, params)) == 5
+    found = capture.take()
+    assert (found.reference, found.errors) == (None, 1)
+    sync(capture, policy())
+    assert torch.equal(capture.take().reference["lm_head"], policy()["lm_head.weight"].bfloat16())
+    sync(capture, {"model.layers.0.lora_A.weight": torch.ones(1)})
+    assert capture.take().errors == 0, "a sync of adapters alone has none of the parts"
+
+
 def test_an_object_store_that_hangs_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(verifier_capture, "PUT_S", 0.05)
     go_on = threading.Event()

@@ -12,6 +12,7 @@ import torch
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.command import cost_table
 from verl_tlt.commands.doctor.engine_check import (
+    BATCHES,
     Answer,
     EngineJob,
     check_sleep,
@@ -24,6 +25,7 @@ from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
+from verl_tlt.server import calibration
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table
 from verl_tlt.speculation.types import OFF
@@ -132,6 +134,28 @@ def test_a_policy_that_is_not_here_is_one_sentence():
     said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
     with pytest.raises(TLTConfigError, match=said):
         run_job(job)
+
+
+async def test_it_measures_what_the_engine_decodes_at_once_whoever_said_so(monkeypatch):
+    """The recipe says 64 and the user told vLLM 8."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=8), additional_config={"tlt": {"arms": [0, 1]}}
+    )
+    model = SimpleNamespace(get_vocab_size=lambda: 10)
+    setup = SimpleNamespace(rollout=SimpleNamespace(max_num_seqs=64))
+    engine, asked = StandaloneEngine(SimpleNamespace(vllm_config=config, model_config=model), None, setup), []
+
+    async def step_seconds(batch):
+        return 0.01 * batch
+
+    async def calibrate(llm, lengths, batches, vocab_size, budget_s):
+        asked.extend(batches)
+
+    engine.step_seconds = step_seconds
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    assert (await engine.wall_seconds(BATCHES)).keys() == {1, 4}
+    await engine.measure_costs(1.0)
+    assert asked == [1, 8, 4, 2]
 
 
 class TwoRanks(SimpleNamespace):

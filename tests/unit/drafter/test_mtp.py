@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from verl_tlt.drafter import (
     load_drafter,
     load_own_head,
     load_policy,
+    mtp_write_back,
     pack,
     policy_shape,
     provenance,
@@ -43,6 +45,8 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.digest import combined, own_shards, partial_sums
 from verl_tlt.drafter.mtp_tensors import head_shapes, mtp_tensors
+from verl_tlt.drafter.tensor_file import tensor_files
+from verl_tlt.files.ownership import replacing
 from verl_tlt.trainer.run_setup import first_drafter
 
 FAMILIES = ["mimo", "qwen3_5", "qwen3_5_moe"]
@@ -435,6 +439,52 @@ def test_a_head_that_was_there_makes_room(family, policy_dir, tmp_path):
         assert len(held) == len(dict(held)), "every tensor is in one file"
         assert all(torch.equal(dict(held)[n], t.bfloat16()) for n, t in head.items())
         assert all(torch.equal(dict(held)[n], t) for n, t in others.items())
+
+
+def all_tensors(policy):
+    """The tensors of a policy as its index, or its one file, says where they are."""
+    _, owners = tensor_files(policy)
+    files = {file: load_file(policy / file) for file in set(owners.values())}
+    return {name: files[file][name] for name, file in owners.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("writes", range(6))
+def test_a_policy_is_whole_wherever_writing_a_head_back_ends_and_another_try_completes_it(
+    family, policy_dir, tmp_path, monkeypatch, shards, writes
+):
+    policy, new = tmp_path / "policy", random_head(policy_dir, 1)
+    make_mtp_policy(policy, family)
+    before = load_file(policy / "model.safetensors")
+    if shards > 1:
+        (policy / "model.safetensors").unlink()
+        owners = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(sorted(before))}
+        for file in set(owners.values()):
+            save_file({n: before[n] for n, owner in owners.items() if owner == file}, policy / file)
+        (policy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    (tmp_path / "head").mkdir()
+    save_file(new, tmp_path / "head" / "model.safetensors")
+
+    left = iter(range(writes))
+
+    @contextmanager
+    def until_killed(path):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        with replacing(path) as file:
+            yield file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp_write_back, "replacing", until_killed)
+        with suppress(KeyboardInterrupt):
+            write_back(tmp_path / "head", policy)
+    found, heads = all_tensors(policy), [{n: before[n] for n in new}, new]
+    assert mtp_tensors(policy).keys() == new.keys() and found.keys() == before.keys()
+    assert any(all(torch.equal(found[n], t) for n, t in head.items()) for head in heads), "the old head or the new one"
+    assert all(torch.equal(found[n], t) for n, t in before.items() if n not in new)
+    written = write_back(tmp_path / "head", policy)
+    held = [name for file in policy.glob("*.safetensors") for name in load_file(file)]
+    assert sorted(held) == sorted(before) and load_file(written).keys() == new.keys()
 
 
 def test_a_head_of_another_policy_does_not_go_back(family, policy_dir, tmp_path):

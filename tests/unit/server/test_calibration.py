@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
-from verl_tlt.server.calibration import calibrate, plan_batches, plan_lengths
+from verl_tlt.server.calibration import calibrate, draft_once, plan_batches, plan_lengths
 from verl_tlt.speculation.types import OFF
 
 
@@ -71,6 +71,13 @@ def test_where_off_always_stalled_it_costs_what_k_0_costs():
 
 def test_an_engine_that_cannot_switch_its_drafter_off_has_no_off_arm():
     assert run(MadeEngine(can_switch_off=False)).lengths() == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("can_switch_off", [True, False])
+async def test_the_first_drafts_show_whether_the_drafter_can_be_switched_off(can_switch_off):
+    engine = MadeEngine(can_switch_off)
+    assert await draft_once(engine, 3, 100) == can_switch_off
+    assert engine.tokens and engine.drafting and engine.force_k is None, "left as it was found"
 
 
 def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():

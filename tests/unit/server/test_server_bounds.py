@@ -125,6 +125,12 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
     assert asked[-1] == method, "an engine that is gone is asked nothing more"
 
 
+def vllm_config(arms, requests):
+    """What vLLM resolved of an engine that decodes so many requests at once."""
+    scheduler = SimpleNamespace(max_num_seqs=requests)
+    return SimpleNamespace(additional_config={"tlt": {"arms": arms}}, scheduler_config=scheduler)
+
+
 @pytest.mark.parametrize("batch", [1, 32])
 async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_decoded(
     server, tmp_path, monkeypatch, batch
@@ -136,14 +142,52 @@ async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_dec
     save_table(tmp_path, key, table)
     server.tlt = TLTConfig.from_dict({"speculation": {"calibrate": False, "costs_dir": str(tmp_path)}})
     server.engine = Engine(control=lambda **settings: told.append(settings) or {}, stats=lambda reset: {})
-    server.engine.vllm_config = SimpleNamespace(additional_config={"tlt": {"arms": [0, 1, 2]}})
-    server.config, server._tlt_dir = SimpleNamespace(max_num_seqs=64), tmp_path
+    server.engine.vllm_config, server._tlt_dir = vllm_config([0, 1, 2], 64), tmp_path
     server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abc")
     assert set((await server.tlt_calibrate()).points) == set(table.points)
     assert told == [{"points": table.to_list()}]
     other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 1, 2)})
     found = await server.tlt_calibrate(other)
     assert found == other, "replicas of a run use one table"
+
+
+@pytest.mark.parametrize(
+    ("requests", "can_be_off", "stored", "measured"),
+    [
+        (8, True, (OFF, 0, 2), None),
+        (64, True, (OFF, 0, 2), [1, 32, 16, 8, 4, 2]),
+        (8, True, (0, 2), [1, 8, 4, 2]),
+        (8, False, (0, 2), None),
+        (64, False, (0, 2), [1, 32, 16, 8, 4, 2]),
+        (8, False, (OFF, 2), [1, 8, 4, 2]),
+    ],
+)
+async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
+    server, tmp_path, monkeypatch, requests, can_be_off, stored, measured
+):
+    """`requests` is what vLLM decodes at once, after what the user told it itself."""
+    key, asked, told = TableKey("CPU", "policy", "0.28"), [], []
+    costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)})
+
+    async def draft_once(*_):
+        return can_be_off
+
+    async def calibrate(engine, lengths, batches, vocab_size):
+        asked.append(batches)
+        return costs
+
+    for name, stand_in in {"cost_key": lambda *_: key, "draft_once": draft_once, "calibrate": calibrate}.items():
+        monkeypatch.setattr(module, name, stand_in)
+    kept = LatencyTable.calibrated({k: [(1, 0.03), (8, 0.04)] for k in stored})
+    save_table(tmp_path, key, kept)
+    server.tlt = TLTConfig.from_dict({"speculation": {"costs_dir": str(tmp_path)}})
+    server.engine = Engine(control=lambda points: told.append(points) or {}, stats=lambda reset: {})
+    server.engine.vllm_config, server._tlt_dir = vllm_config([0, 2], requests), tmp_path
+    server.config = SimpleNamespace(max_num_seqs=64)
+    server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abc")
+    found = await server.tlt_calibrate()
+    assert asked == ([measured] if measured else []) and found == (costs if measured else kept)
+    assert told == [found.to_list()]
 
 
 async def test_one_that_fails_to_sleep_keeps_its_gate_closed_until_the_weight_sync(server, monkeypatch):

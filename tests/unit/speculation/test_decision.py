@@ -87,6 +87,16 @@ def test_without_costs_a_drafter_is_tried_unless_it_is_useless_whatever_a_step_c
     assert not no_off.drafts([0.1, 0.1, 0.1])
 
 
+@pytest.mark.parametrize("acceptance", [(), [0.8, 0.7, 0.6]])
+def test_where_no_draft_was_measured_nobody_drafts_unless_it_is_ordered(acceptance):
+    undrafted = LatencyTable.calibrated({k: MEASURED.by_batch(k) for k in (OFF, 0)})
+    run, ordered = RunDecision(REPLICAS), RunDecision(REPLICAS, policy="fixed")
+    for made in (run, ordered):
+        made.rollout.calibrated(undrafted)
+    assert run.drafting(acceptance) == [] and "tlt.speculation.arms" in run.rollout.against
+    assert ordered.drafting(acceptance) == REPLICAS
+
+
 def test_a_draft_measured_cheaper_than_no_drafter_at_all_is_taken_to_cost_as_much():
     table = LatencyTable.calibrated({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]})
     assert expected_saving([0.06], LatencyModel((0, 1), table=table), {1: 100}) == pytest.approx(1 - 1 / 1.06)

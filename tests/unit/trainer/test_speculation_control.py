@@ -37,6 +37,16 @@ def test_where_nobody_drafts_there_is_nothing_to_measure(tmp_path):
     assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train and "next to nothing" in live.off
 
 
+@pytest.mark.parametrize(("policy", "times"), [("goodput", 1), ("fixed", 0), ("off", 0)])
+def test_that_no_draft_was_measured_is_said_once(tmp_path, said, policy, times):
+    live = control(tmp_path, policy=policy)
+    live.calibrated(LatencyTable.calibrated({OFF: [(4, 0.01)], 0: [(4, 0.011)]}))
+    for step in range(3):
+        assert bool(live.undrafted(step, (0.8, 0.7))) == bool(live.off) == (policy != "fixed")
+        live.rollout_ended({})
+    assert said.text.count("tlt.speculation.arms") == times and bool(live.undrafted_since) == (policy != "fixed")
+
+
 def test_a_rollout_that_one_replica_tries_alone_needs_no_control(tmp_path):
     live = control(tmp_path, control_every=None)
     live.calibrated(LatencyTable.calibrated({k: [(4, s)] for k, s in {OFF: 0.01, 0: 0.0105, 3: 0.0155}.items()}))

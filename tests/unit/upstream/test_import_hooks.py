@@ -94,6 +94,22 @@ def test_an_error_of_the_callback_leaves_through_the_import(module_file):
         importlib.import_module(name)
 
 
+def test_an_error_of_a_callback_that_waited_leaves_the_others_for_the_next_import(module_file):
+    body = (
+        "from verl_tlt.upstream.import_hooks import when_imported\nseen = []\n"
+        "def fail(module):\n    raise RuntimeError('boom')\n"
+        "for callback in (fail, lambda m: seen.append('second'), lambda m: seen.append('third')):\n"
+        "    when_imported(__name__, callback)\n"
+    )
+    module = importlib.import_module(module_file("hooked_half_error", body))
+    after = module_file("hooked_half_error_after", "")
+    with pytest.raises(RuntimeError, match="boom"):
+        importlib.import_module(after)
+    assert module.seen == []
+    importlib.import_module(after)
+    assert module.seen == ["second", "third"]
+
+
 def test_two_finders_that_ask_each_other_do_not_recurse(module_file, monkeypatch):
     class Asker:
         """A finder of another plugin that delegates to everybody else, as ours does."""

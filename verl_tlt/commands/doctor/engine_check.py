@@ -72,12 +72,11 @@ async def check(job: EngineJob, directory: Path) -> Answer:
 
     setup, findings = set_up(job.recipe), list[Finding]()
     stock, off = list[dict[int, float]](), dict[int, float]()
-    batches = [b for b in BATCHES if b <= int(setup.rollout.max_num_seqs)]
 
     async def read_stock() -> None:
         if not job.costs_only:
             async with start(setup, directory, drafting=False) as engine:
-                stock.append(await engine.wall_seconds(batches))
+                stock.append(await engine.wall_seconds(BATCHES))
 
     await read_stock()
     async with start(setup, directory) as engine:
@@ -88,7 +87,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         costs = await engine.measure_costs(job.budget_s)
         if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
             await ask_scheduler(engine.llm, "control", drafting=False)
-            off = await engine.wall_seconds(batches)
+            off = await engine.wall_seconds(BATCHES)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
         key = cost_key(engine.llm.vllm_config, setup.model.path, drafter)
     await read_stock()  # a machine's pace changes within minutes

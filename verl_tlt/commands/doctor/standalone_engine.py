@@ -116,14 +116,15 @@ class StandaloneEngine:
         return max(long - short, 1e-9) / tokens
 
     async def wall_seconds(self, batches: Sequence[int]) -> dict[int, float]:
-        """`step_seconds` by batch, the lower of two readings: other load on the machine only adds time."""
+        """`step_seconds` by batch, up to the engine's largest, the lower of two readings: other load only adds time."""
+        batches = [batch for batch in batches if batch <= engine_arguments.most_requests(self.llm)]
         turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
         return {batch: min(turn[batch] for turn in turns) for batch in batches}
 
     async def measure_costs(self, budget_s: float) -> LatencyTable:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
         arms = engine_arguments.started_lengths(self.llm)
-        batches = calibration.plan_batches(int(self.setup.rollout.max_num_seqs))
+        batches = calibration.plan_batches(engine_arguments.most_requests(self.llm))
         return await calibration.calibrate(self.llm, arms, batches, self.vocab_size, budget_s=budget_s)
 
 

@@ -93,10 +93,9 @@ class LatencyTable:
                 points.append(LatencyPoint(batch, batch * CONTEXT_TOKENS, length, seconds, 0, True))
         return LatencyTable(tuple(points))
 
-    def covers(self, lengths: Iterable[int], batch: int) -> bool:
-        """Whether OFF and all `lengths` have points, OFF up to `batch` at least."""
-        known = self.lengths()
-        return {OFF, *lengths} <= set(known) and self.by_batch(OFF)[-1][0] >= batch
+    def covers(self, lengths: Sequence[int], batch: int) -> bool:
+        """Whether all `lengths` have points, the first one up to `batch` at least."""
+        return {*lengths} <= {*self.lengths()} and self.by_batch(lengths[0])[-1][0] >= batch
 
     def to_list(self) -> list[dict[str, Any]]:
         return [asdict(p) for p in self.points]

@@ -155,4 +155,4 @@ def test_a_stored_calibration_stands_in_where_it_has_off_all_arms_and_the_batch(
     costs = LatencyTable.calibrated({k: [(b, 0.01 + 1e-4 * b * (k + 2)) for b in (1, 8, 32)] for k in calibrated})
     learned = [LatencyPoint(b, b * 300, k, 0.05, 500) for b in (1, 64) for k in (OFF, 0, 1, 3)]
     stored = LatencyTable((*costs.points, *learned))
-    assert stored.calibration().for_lengths((0, 1, 2, 3)).covers((0, 1, 2, 3), batch) == covered
+    assert stored.calibration().for_lengths((0, 1, 2, 3)).covers((OFF, 0, 1, 2, 3), batch) == covered
