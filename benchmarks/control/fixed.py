@@ -175,7 +175,7 @@ def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts, table: Lat
             steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
             told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}
     tokens, longest = ({arm: what(decoded[arm]) for arm in ARMS} for what in (sum, max))
-    told_of, again = engine.models.acceptance, _read_again(prompts)
-    alone = {arm: predict(table, told_of, [decoded[arm]], again, (NONE,))[NONE] for arm in ARMS}
+    again = _read_again(prompts)
+    undrafted = {arm: predict(table, (), [decoded[arm]], again, (NONE,))[NONE] for arm in ARMS}
     ordered = {arm: seconds[arm] for arm in ARMS}
-    return {"seconds": ordered, "undrafted": alone, "chose": told, "tokens": tokens, "longest": longest}
+    return {"seconds": ordered, "undrafted": undrafted, "chose": told, "tokens": tokens, "longest": longest}

@@ -67,6 +67,7 @@ class _Bucket(NamedTuple):
 
     factors: list[float]  # corrections of the roofline
     sigmas: list[float]  # their relative uncertainty
+    moved: list[float]  # how far the corrections measured about here are off what was expected, logs
 
 
 class LatencyModel:
@@ -89,28 +90,36 @@ class LatencyModel:
             self.seed(table)
 
     def seed(self, table: LatencyTable) -> None:
-        """Start from a stored table, until measurements outweigh it."""
-        for p in table.points:
-            if not self._shape.ready:
-                self._shape.start(p.batch, p.kv_tokens, p.seconds)
-            key = _key(p.batch, p.kv_tokens, p.draft_length)
-            self._largest[p.draft_length] = max(self._largest.get(p.draft_length, 0), p.batch)
-            level = math.log(p.seconds / self._shape.seconds(p.batch, p.kv_tokens, p.draft_length))
-            cell = self._cells.get(key)
-            if p.samples < 1:
-                if cell is None:
-                    self._cells[key] = Cell(p.draft_length, level, _GUESS, self.jitter)
-                    self._cells[key].place(p.batch, p.kv_tokens)
-                continue
+        """Start from a stored table, until measurements outweigh it; a run's own figures are off its calibration's."""
+        calibrated = [p for p in table.points if p.calibrated]
+        for points, reference in ((calibrated, True), ([p for p in table.points if not p.calibrated], not calibrated)):
+            for p in points:
+                self._seed_point(p, reference)
+            if points:
+                self._refit(iterations=30)
+
+    def _seed_point(self, p: LatencyPoint, reference: bool) -> None:
+        """Start a cell from one point; `reference`: it is what was to be expected there."""
+        if not self._shape.ready:
+            self._shape.start(p.batch, p.kv_tokens, p.seconds)
+        key = _key(p.batch, p.kv_tokens, p.draft_length)
+        self._largest[p.draft_length] = max(self._largest.get(p.draft_length, 0), p.batch)
+        level = math.log(p.seconds / self._shape.seconds(p.batch, p.kv_tokens, p.draft_length))
+        cell = self._cells.get(key)
+        if p.samples < 1:
             if cell is None:
-                cell = self._cells[key] = Cell(p.draft_length, 0.0, math.inf, self.jitter)
-            self._seeded = True
-            for _ in range(min(p.samples, _SEED_SAMPLES)):
-                cell.learn(level, self._pace, 0.0, _MEMORY)
+                cell = self._cells[key] = Cell(p.draft_length, level, _GUESS, self.jitter)
                 cell.place(p.batch, p.kv_tokens)
+                cell.expect_level()
+            return
+        if cell is None:
+            cell = self._cells[key] = Cell(p.draft_length, 0.0, math.inf, self.jitter)
+        self._seeded = True
+        for _ in range(min(p.samples, _SEED_SAMPLES)):
+            cell.learn(level, self._pace, 0.0, _MEMORY)
+            cell.place(p.batch, p.kv_tokens)
+        if reference:
             cell.expect_level()
-        if table.points:
-            self._refit(iterations=30)
 
     def observe(self, batch: int, kv_tokens: int, draft_length: int, seconds: float) -> None:
         """Learn from one clean step that verified `draft_length` and drafted as many again."""
@@ -140,7 +149,8 @@ class LatencyModel:
             self._buckets.pop(key[:2], None)
         if bucket := self._buckets.get(key[:2]):
             position = self.lengths.index(draft_length)
-            bucket.factors[position], bucket.sigmas[position] = math.exp(cell.level), cell.sigma()
+            bucket.factors[position] = math.exp(cell.believed(bucket.moved[position]))
+            bucket.sigmas[position] = cell.sigma()
         self._count += 1
         if self._count >= self._next_fit:
             self._refit()
@@ -185,21 +195,17 @@ class LatencyModel:
         load = _key(batch, kv_tokens, 0)[:2]
         bucket = self._buckets.get(load)
         if bucket is None:
-            bucket = self._buckets[load] = _Bucket([], [])
+            bucket = self._buckets[load] = _Bucket([], [], [])
             for k, (expected, moved, sigma) in zip(self.lengths, self._borrowed(*load, self.lengths), strict=True):
-                level = expected + moved
-                if cell := self._cells.get((*load, k)):
-                    others = _TRUST / (_TRUST + cell.own_samples)
-                    level = cell.level + others * (cell.expected + moved - cell.level)
-                    sigma = cell.sigma()
-                bucket.factors.append(math.exp(level))
-                bucket.sigmas.append(sigma)
+                cell = self._cells.get((*load, k))
+                bucket.factors.append(math.exp(cell.believed(moved) if cell else expected + moved))
+                bucket.sigmas.append(cell.sigma() if cell else sigma)
+                bucket.moved.append(moved)
         return bucket
 
     def _borrowed(self, batch: int, context: int, lengths: Sequence[int]) -> list[tuple[float, float, float]]:
         """For draft lengths at a load: expected correction (log), how far it seems to be off, and its uncertainty.
 
-        Expected is the average of what was expected of the neighbours, by distance, of calibrated ones what they were.
         What a run measures at about a load is off for all draft lengths nearly alike: it has other contexts and
         requests than a calibration, and a busier machine.
         """
@@ -207,17 +213,26 @@ class LatencyModel:
             return [(0.0, 0.0, math.inf)] * len(lengths)
         cells = list(self._cells.values())
         keys = np.array(list(self._cells), dtype=np.float64).T  # [3, cells]
-        levels, expected = np.array([[cell.level, cell.expected] for cell in cells]).T  # [cells] each
-        samples, own = np.array([[min(c.samples, 8.0), min(c.own_samples, 8.0)] for c in cells]).T  # [cells] each
+        off = np.array([cell.level - cell.expected for cell in cells])  # [cells]
+        samples, own = np.array([[c.samples, min(c.own_samples, 8.0)] for c in cells]).T  # [cells] each
         here = _APART[0] * (keys[0] - batch) ** 2 + _APART[1] * (keys[1] - context) ** 2  # [cells]
         apart = _APART[2] * (keys[2] - np.array(lengths, dtype=np.float64)[:, None]) ** 2  # [lengths, cells]
-        votes = np.exp(-here - apart) * samples
-        base = (votes @ expected) / (votes.sum(axis=1) + 0.5)
-        deviating = np.exp(-here) * own * (_SHARED + (1.0 - _SHARED) * np.exp(-apart))
-        moved = (deviating @ (levels - expected)) / (deviating.sum(axis=1) + _DOUBT)
+        votes = np.exp(-here) * own * (_SHARED + (1.0 - _SHARED) * np.exp(-apart))
+        moved = (votes @ off) / (votes.sum(axis=1) + _DOUBT)
         nearest = np.minimum(np.where(samples > 0, here + apart, _REACH).min(axis=1), _REACH)
         sigma = _NEAR + (_FAR - _NEAR) * np.sqrt(nearest / _REACH)
-        return list(zip(base.tolist(), moved.tolist(), sigma.tolist(), strict=True))
+        expected = self._expected([(batch, context, k) for k in lengths])
+        return list(zip(expected, moved.tolist(), sigma.tolist(), strict=True))
+
+    def _expected(self, keys: Sequence[_Key]) -> list[float]:
+        """Corrections (log) that the reference cells suggest for cells: their average, by distance."""
+        references = {key: cell for key, cell in self._cells.items() if cell.reference}
+        if not references:
+            return [0.0] * len(keys)
+        apart = (np.array(keys, dtype=np.float64)[:, None] - np.array(list(references))) ** 2 @ np.array(_APART)
+        votes = np.exp(-apart) * [min(cell.samples, 8.0) for cell in references.values()]  # [keys, references]
+        average = votes @ [cell.expected for cell in references.values()] / (votes.sum(axis=1) + 0.5)
+        return [float(one) for one in average]
 
     def _refit(self, iterations: int = 3) -> None:
         """Fit the roofline to what the cells say, then restate the cells relative to the new roofline."""
@@ -232,6 +247,9 @@ class LatencyModel:
         self._shape.fit(rows, believed, [min(c.samples, 16.0) if c.samples > 1 else 0.25 for c in cells], iterations)
         for row, seconds, cell in zip(rows, believed, cells, strict=True):
             cell.shift(math.log(seconds / max(self._shape.seconds(*row), 1e-12)) - cell.level)
+        later = [key for key, cell in self._cells.items() if not cell.reference]
+        for key, expected in zip(later, self._expected(later) if later else (), strict=True):
+            self._cells[key].expected = expected
         self._buckets.clear()
         self._next_fit = max(self._count + 1, min(2 * self._count, self._count + _REFIT_EVERY))
 
@@ -256,6 +274,8 @@ class Cell:
         self.spread = jitter
         self.samples = self.own_samples = 0.0
         self.expected = prior
+        self.reference = False
+        """What is expected of cells without measurements comes from this one: it was calibrated, or nothing was."""
         self.first: list[float] = []
         self.batch, self.kv_tokens = 0.0, 0.0
 
@@ -278,7 +298,11 @@ class Cell:
 
     def expect_level(self) -> None:
         """Take what is known for what was to be expected: no other cell is off for it."""
-        self.expected, self.own_samples = self.level, 0.0
+        self.reference, self.expected, self.own_samples = True, self.level, 0.0
+
+    def believed(self, moved: float) -> float:
+        """The level, in which few samples of its own count for less than how far other cells are off (`moved`)."""
+        return self.level + _TRUST / (_TRUST + self.own_samples) * (self.expected + moved - self.level)
 
     def sigma(self) -> float:
         return math.sqrt(self.variance) + (0.02 if len(self.first) < _FIRST else 0.0)

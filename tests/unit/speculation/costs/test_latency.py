@@ -1,5 +1,7 @@
 """The latency model: few samples suffice, it extrapolates, forgives stalls, and lets measurements overrule shapes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -251,3 +253,26 @@ def test_what_one_length_alone_costs_more_is_known_once_another_was_measured_the
     measure(model, 12, 2, 24, rng, context=300)
     assert model.seconds(12, 3600, 5) == pytest.approx(1.4 * true(12, 3600, 5), rel=0.08)
     assert model.seconds(12, 3600, 2) == pytest.approx(true(12, 3600, 2), rel=0.08)
+
+
+def test_what_is_believed_of_the_others_is_no_more_than_was_measured_and_survives_as_a_table():
+    """The roofline is fitted to what was measured, too: a deviation must not count twice."""
+    model, before, rng = calibrated(), calibrated(), np.random.default_rng(11)
+    points = (dataclasses.replace(p, calibrated=True) for p in model.to_table().points)
+    calibration = LatencyTable(tuple(points))
+    measure(model, 12, 2, 40, rng, context=300, cost=off_by(1.4))
+    again = LatencyModel(ARMS, table=model.to_table(calibration))
+    for k in ARMS:
+        ratios = [one.seconds(12, 3600, k) / before.seconds(12, 3600, k) for one in (model, again)]
+        assert 1.2 < ratios[0] < 1.45 and ratios[1] == pytest.approx(ratios[0], rel=0.05), k
+
+
+def test_an_estimate_does_not_jump_between_two_samples_of_a_cell():
+    model, rng = calibrated(), np.random.default_rng(12)
+    measure(model, 12, 2, 30, rng, context=300, cost=off_by(1.4), sigma=0.0)
+    for k, steps in ((3, 12), (1, 12)):
+        seconds = []
+        for _ in range(steps):
+            measure(model, 12, k, 1, rng, context=300, cost=off_by(1.2), sigma=0.0)
+            seconds.append(model.seconds(12, 3600, k))
+        assert (np.abs(np.diff(np.log(seconds[3:]))) < 0.02).all(), "after the first three"
