@@ -1,6 +1,7 @@
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -192,13 +193,15 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
 
 
-def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
-    trace = StepTrace(tmp_path / "engine-0.jsonl")
-    trace.path.mkdir()
+@pytest.mark.parametrize("in_the_way", [Path.mkdir, lambda path: path.parent.touch()])
+def test_a_trace_that_cannot_be_written_ends_alone(tmp_path, in_the_way):
+    path = tmp_path / "engine-0.jsonl" if in_the_way is Path.mkdir else tmp_path / "trace" / "engine-0.jsonl"
+    in_the_way(path)
+    trace = StepTrace(path)
     control = StepControl(Remembers(), LIMITS, trace)
     record(control, step(), step())
     control.flush()
-    assert "directory" in trace.failed
+    assert trace.failed
     assert control.stats().num_steps == 2
 
 
@@ -213,6 +216,13 @@ def test_the_calibration_is_stored_as_it_was_told():
     again = StepControl(Remembers(), LIMITS)
     again.control(points=control.learned()["points"])
     assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored
+
+
+@pytest.mark.parametrize("policy", ["goodput", "table", "fixed", "off"])
+def test_a_policy_that_learns_no_costs_keeps_those_of_earlier_runs(policy):
+    control, known = StepControl(make_policy(policy, LIMITS.lengths), LIMITS), points({0: [[1, 0.01]], 3: [[8, 0.02]]})
+    control.control(points=[point | {"calibrated": False, "samples": 20} for point in known])
+    assert len(control.learned()["points"]) == 2
 
 
 def test_a_drafter_that_broke_is_off_until_it_is_switched_on_again(caplog):
