@@ -76,6 +76,7 @@ GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm
         json.dumps(GOOD | {"points": "none"}),
         json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 0}]}),
         json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 1e300}]}),
+        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 1e-300}]}),  # estimates of 0 would divide
         json.dumps(GOOD | {"points": [GOOD["points"][0] | {"batch": 10**400}]}),
         json.dumps(GOOD | {"points": [GOOD["points"][0] | {"kv_tokens": 10**400}]}),
         json.dumps(GOOD | {"points": GOOD["points"][:1] * 20_000}),
