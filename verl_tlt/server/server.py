@@ -313,6 +313,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def tlt_stats(self) -> EngineStats:
         """The scheduler's sums since the last call; all zero without speculation."""
+        if self._tlt_served.gave_up:  # what the rollout would have taken without drafts cannot be told
+            return EngineStats(failure="it runs without its drafter")
         if not self._tlt_has_scheduler:
             return EngineStats()
         await self._tlt_store()

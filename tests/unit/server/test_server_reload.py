@@ -12,8 +12,9 @@ from vllm.config import VllmConfig
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.digest import combined, partial_sums
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadInterval, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
+from verl_tlt.speculation.savings import SavingsAccount
 from verl_tlt.vllm_worker.extension import TLTWorkerExtension
 from verl_tlt.vllm_worker.live_drafter import LiveDrafter
 
@@ -130,6 +131,17 @@ async def test_a_refused_drafter_whose_pass_cannot_be_skipped_drafts_nothing(tmp
 async def test_an_engine_that_refuses_the_pass_it_is_to_run_drafts_nothing_and_says_so(tmp_path):
     status, told = await reload(tmp_path, Workers(FINE, RuntimeError("no such method")))
     assert not status.ok and "no such method" in status.error and told[-1]["force_k"] == 0
+
+
+async def test_what_an_engine_without_its_drafter_decodes_is_no_part_of_what_was_saved():
+    """It may have been the last of the rollout: nobody knows what that would have taken without drafts."""
+    server = object.__new__(TLTvLLMHttpServer)
+    server.tlt, server.node_rank, server._tlt_served = TLTConfig.from_dict({}), 0, DrafterStatus(gave_up=True)
+    drafted = EngineStats(num_drafts=9, load_intervals=(LoadInterval(0.0, 1.0, 4.0, 9.0, 1.0, 20.0, False),))
+    account = SavingsAccount(False)
+    account.calibrated([(4, 0.1)])
+    assert account.rollout({"b": drafted}).saved_s == pytest.approx(1.0)
+    assert account.rollout({"a": await server.tlt_stats(), "b": drafted}).saved_s is None
 
 
 class Drafter(torch.nn.Module):
