@@ -350,7 +350,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_measure(self, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
-        lengths, vocab_size = started_lengths(self.engine), len(self.model_config.tokenizer)
+        # Of the policy: a tokenizer may know tokens that the policy has no embedding for.
+        vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
+        lengths = started_lengths(self.engine)
         measures = self.tlt.speculation.calibrate
         can_be_off = measures and await draft_once(self.engine, lengths[-1], vocab_size)
         costs = stored.calibration().for_lengths(lengths)
