@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy, make_policy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
@@ -137,7 +137,7 @@ def test_sums_are_those_of_the_steps_and_reset():
     policy = Remembers()
     control = StepControl(policy, LIMITS)
     steps = [
-        step(),
+        step(accepted=[("a", 2), ("b", 1)], ended=[("a", 12)]),
         step(drafted=0, clean=False, latency_s=0.06),
         step(drafted=0, **UNDRAFTED, num_decode_tokens=4),
         step(drafted=OFF, **UNDRAFTED, num_decode_tokens=4),
@@ -151,8 +151,9 @@ def test_sums_are_those_of_the_steps_and_reset():
     assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
     assert stats.tokens_by_batch == {4: 24}
     assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
+    assert stats.responses == (ResponseDrafts(1, 12, 1, 2),)
     assert from_plain(EngineStats, json.loads(json.dumps(asdict(stats)))) == stats, "nothing is lost on the way"
-    assert control.stats().num_steps == 0
+    assert control.stats().num_steps == 0 and control.stats().responses == ()
 
 
 def test_the_next_choice_is_prepared_unless_it_is_overruled():
