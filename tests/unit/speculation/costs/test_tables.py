@@ -63,6 +63,11 @@ def test_a_second_save_replaces_the_first_and_leaves_no_litter(tmp_path):
 
 
 GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm": KEY.vllm}, "points": TABLE.to_list()}
+NO_MEASUREMENTS = (
+    {"seconds": 0}, {"seconds": -1.0}, {"seconds": float("nan")}, {"seconds": 1e300},
+    {"seconds": 1e-300},  # estimates of 0 would divide
+    {"batch": 0}, {"batch": 10**400}, {"kv_tokens": 10**400}, {"draft_length": -2},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -73,12 +78,8 @@ GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm
         b"\xff\xfe\x00{",
         json.dumps(GOOD | {"schema": 99}),
         json.dumps(GOOD | {"key": {"hardware": "TPU"}}),
-        json.dumps(GOOD | {"points": "none"}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 0}]}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 1e300}]}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 1e-300}]}),  # estimates of 0 would divide
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"batch": 10**400}]}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"kv_tokens": 10**400}]}),
+        *(json.dumps(GOOD | {"points": points}) for points in ("none", ["row"], [{"batch": 1}])),
+        *(json.dumps(GOOD | {"points": [GOOD["points"][0] | wrong]}) for wrong in NO_MEASUREMENTS),
         json.dumps(GOOD | {"points": GOOD["points"][:1] * 20_000}),
         '{"schema": 1, "key": ' + "[" * 100_000 + "]" * 100_000 + "}",
         '{"schema": 1, "points": ' + "9" * 5000 + "}",
