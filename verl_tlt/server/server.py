@@ -313,6 +313,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def tlt_stats(self) -> EngineStats:
         """The scheduler's sums since the last call; all zero without speculation."""
+        if self._tlt_served.gave_up:  # what the rollout would have taken without drafts cannot be told
+            return EngineStats(failure="it runs without its drafter")
         if not self._tlt_has_scheduler:
             return EngineStats()
         await self._tlt_store()
@@ -348,7 +350,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_measure(self, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
-        lengths, vocab_size = started_lengths(self.engine), len(self.model_config.tokenizer)
+        # Of the policy: a tokenizer may know tokens that the policy has no embedding for.
+        vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
+        lengths = started_lengths(self.engine)
         measures = self.tlt.speculation.calibrate
         can_be_off = measures and await draft_once(self.engine, lengths[-1], vocab_size)
         costs = stored.calibration().for_lengths(lengths)

@@ -53,14 +53,18 @@ class RolloutDecision:
     """Judges a drafter by held-out acceptance, step costs, the last rollout's batches, and what the last try lost.
 
     The policy "fixed" is an order; n-grams (`source`) draft whatever a drafter is worth. `active_share` as in
-    `Roofline`.
+    `Roofline`; `arms`: `tlt.speculation.arms`.
     """
 
-    def __init__(self, policy: str, source: str = "eagle", active_share: float = 1.0) -> None:
+    def __init__(
+        self, policy: str, source: str = "eagle", active_share: float = 1.0, arms: Sequence[int] | None = None
+    ) -> None:
         self._active_share = active_share
         self._always = policy == "fixed" or source != "eagle"
         self.never = "tlt.speculation.policy=off" if policy == "off" else ""
         """Why the drafter runs in no rollout; empty: it may."""
+        if arms is not None and not any(arms) and not self._always:
+            self.never = self.never or f"tlt.speculation.arms={list(arms)}"
         self._costs: LatencyModel | None = None
         self._longest = 0  # draft length that was measured; 0: none
         self._work: Mapping[int, float] = {}  # tokens by batch in the last rollout
@@ -146,23 +150,29 @@ class RunDecision:
     """
 
     def __init__(
-        self, replicas: Sequence[str], policy: str = "goodput", source: str = "eagle", active_share: float = 1.0
+        self,
+        replicas: Sequence[str],
+        policy: str = "goodput",
+        source: str = "eagle",
+        active_share: float = 1.0,
+        arms: Sequence[int] | None = None,
     ) -> None:
         self.cause = ""
         """Why speculation is disabled for the run; empty: it is not."""
-        self.rollout = RolloutDecision(policy, source, active_share)
+        self.rollout = RolloutDecision(policy, source, active_share, arms)
         self._replicas, self._has_drafter, self._ordered = list(replicas), source == "eagle", policy == "fixed"
         self._useless = self._losing = 0
-        self._wait = self._until = self._probes = 0  # rollouts between two probes, and to the next one
+        self._wait = self._until = 0  # rollouts between two probes, and to the next one
+        self._turn = 0  # of the replica that drafts alone
 
     def drafting(self, acceptance: Sequence[float]) -> list[str]:
         """Replicas that draft in the coming rollout; argument and error as in `RolloutDecision.drafts`."""
-        worth = self.rollout.drafts(acceptance)
-        if not self.cause:
-            if not worth and self.rollout.drafts(acceptance, tried=True):  # one tries, until its gain is known
-                return self._replicas[:1]
-            return self._replicas if worth else []
-        return [] if self._until > 0 else [self._replicas[self._probes % len(self._replicas)]]
+        worth, one = self.rollout.drafts(acceptance), [self._replicas[self._turn % len(self._replicas)]]
+        if self.cause:
+            return [] if self._until > 0 else one
+        if not worth and self.rollout.drafts(acceptance, tried=True):  # one tries, until a gain is known
+            return one
+        return self._replicas if worth else []
 
     def learn(self, stats: Mapping[str, EngineStats], gain: float | None) -> str | None:
         """Take note of a rollout; returns what the user is to be told, None: nothing new.
@@ -178,6 +188,8 @@ class RunDecision:
         useless = self._has_drafter and accepted <= USELESS
         if self.cause:
             return self._after_probe(bool(drafting) and not useless, gain or 0.0)
+        if gain is None:
+            self._turn += 1  # this one may be unable to draft
         if not drafting:
             return None
         self._useless = self._useless + 1 if useless else 0
@@ -202,7 +214,7 @@ class RunDecision:
         self._until -= 1
         if self._until >= 0:
             return None
-        self._probes += 1
+        self._turn += 1
         if accepted and gain > CLEARLY:
             self.cause = ""
             return f"Speculation is enabled again: a replica that drafted as a probe saved {gain:.0%} of its decoding."

@@ -8,6 +8,7 @@ has FULL graphs captured for the other draft lengths too, and V2 captures those 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,8 @@ DRAFT_LOGITS_LIMIT = 2**30
 it sleeps, so the trainer goes without them."""
 OLDEST = (0, 24)
 """The first vLLM release, (major, minor), that can change the draft length from step to step."""
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's environment variable for its model runner: 0 is V1 with any release."""
 V2_DRAFTS_FROM = (0, 32)
 """The first release whose V2 runner drafts the length that it is asked for; older ones draft K_max."""
 _RECURRENT = ("linear_num_", "mamba_", "ssm_")
@@ -33,7 +36,8 @@ _RECURRENT = ("linear_num_", "mamba_", "ssm_")
 
 def runner_for(release: tuple[int, int], source: str = "eagle", method: str = "eagle3") -> Literal["V1", "V2"]:
     """The model runner for a `tlt.speculation.source` and `tlt.drafter.method`; n-grams and MTP heads have V1."""
-    return "V2" if source == "eagle" and method == "eagle3" and release >= V2_DRAFTS_FROM else "V1"
+    drafts = source == "eagle" and method == "eagle3" and release >= V2_DRAFTS_FROM
+    return "V2" if drafts and os.environ.get(V2_RUNNER) != "0" else "V1"
 
 
 def has_full_graphs(mode: str) -> bool:

@@ -45,7 +45,6 @@ class StepTrace:
     """Appends one JSON line per engine step to a file, a buffer at a time; a disk that fails costs only the trace."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.failed: str | None = None
         self._lines: list[str] = []
@@ -69,6 +68,7 @@ class StepTrace:
         if not lines or self.failed:
             return
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(open_to_append(self.path), "a") as file:
                 file.writelines(lines)
         except OSError as error:
@@ -87,7 +87,7 @@ class StepControl:
         self.drafting = True
         self.force_k: int | None = None
         self.policy_error: str | None = None
-        self._calibration = LatencyTable()
+        self._costs = LatencyTable()
         self._sums = StepSums()
 
     def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
@@ -168,14 +168,14 @@ class StepControl:
             self.drafting = bool(settings["drafting"])
         if settings.get("points"):
             table = LatencyTable.from_list(settings["points"])
-            self._calibration = table.calibration()
             self.policy.set_latency(table)
+            self._costs = table
         if settings.get("acceptance"):
             self.policy.set_acceptance([float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}
 
     def learned(self) -> dict[str, Any]:
-        """Learned costs of engine steps, for the next run: `points` as `control` takes them."""
-        costs = self.policy.latency
-        table = self._calibration if costs is None else costs.to_table(self._calibration)
+        """Costs of engine steps for the next run: `points` as `control` takes them, and what was learned since."""
+        learned = self.policy.latency
+        table = self._costs if learned is None else learned.to_table(self._costs.calibration())
         return {"points": table.to_list()}

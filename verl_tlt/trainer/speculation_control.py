@@ -26,7 +26,7 @@ class SpeculationControl:
         self, directory: str, replicas: list[str], config: SpeculationConfig, shared: bool, active_share: float
     ) -> None:
         self.directory, self.replicas = directory, replicas
-        self.decision = RunDecision(self.replicas, config.policy, config.source, active_share)
+        self.decision = RunDecision(self.replicas, config.policy, config.source, active_share, config.arms)
         self.saving = self.decision.rollout.saving
         self.account = SavingsAccount(shared)
         self._controls = ControlRollouts(self.replicas, config.control_every, shared)

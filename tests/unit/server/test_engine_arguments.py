@@ -56,10 +56,14 @@ def test_graphs_are_those_that_verl_asks_for_and_vllm_can_capture(user, mode):
     assert graph_mode(user, enforce_eager=True) == "NONE"
 
 
-@pytest.mark.parametrize("value", ["{not json", "[1]", 3])
-def test_an_argument_that_is_no_mapping_is_named(value):
-    with pytest.raises(TLTConfigError, match=r"vllm\.compilation_config must be a mapping or its JSON"):
-        graph_mode({"compilation_config": value}, enforce_eager=False)
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [("compilation_config", value, "mapping or its JSON") for value in ("{not json", "[1]", 3)]
+    + [("decode_context_parallel_size", value, "whole number") for value in ("two", [2])],
+)
+def test_an_argument_of_another_kind_is_named(key, value, kind):
+    with pytest.raises(TLTConfigError, match=rf"vllm\.{key} must be a {kind}"):
+        graph_mode({key: value}, enforce_eager=False)
 
 
 def test_the_v2_runner_is_told_every_arm_and_no_other_runner_is(vllm_is, monkeypatch):
@@ -112,6 +116,7 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
     ("user", "sentence"),
     [
         ({"data_parallel_size": 2}, "vllm.data_parallel_size must be 1"),
+        ({"data_parallel_size": "two"}, "vllm.data_parallel_size must be a whole number, not 'two'"),
         ({"logits_processors": ["a:B"]}, "vllm.logits_processors cannot be used with a drafter"),
         ({"reasoning_parser": "qwen3"}, "vllm.reasoning_parser lets requests ask for thinking_token_budget"),
         ({"reasoning_config": {"reasoning_start_str": "<t>"}}, "vllm.reasoning_config lets requests ask for"),

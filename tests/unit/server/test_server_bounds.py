@@ -125,34 +125,43 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
     assert asked[-1] == method, "an engine that is gone is asked nothing more"
 
 
-def vllm_config(arms, requests):
-    """What vLLM resolved of an engine that decodes so many requests at once."""
-    scheduler = SimpleNamespace(max_num_seqs=requests)
-    return SimpleNamespace(additional_config={"tlt": {"arms": arms}}, scheduler_config=scheduler)
+@pytest.fixture
+def measured(server, tmp_path, monkeypatch):
+    """Have the server know a stored table, and its engine draft these lengths; returns what the scheduler is told."""
+
+    def of(arms, stored, requests=64, **speculation):
+        """`requests` is what vLLM decodes at once, after what the user told it itself."""
+        key, told = TableKey("CPU", "policy", "0.28"), []
+        monkeypatch.setattr(module, "cost_key", lambda *_: key)
+        save_table(tmp_path, key, stored)
+        server.tlt = TLTConfig.from_dict({"speculation": {**speculation, "costs_dir": str(tmp_path)}})
+        server.engine = Engine(control=lambda points: told.append(points) or {}, stats=lambda reset: {})
+        server.engine.vllm_config = SimpleNamespace(
+            additional_config={"tlt": {"arms": arms}}, scheduler_config=SimpleNamespace(max_num_seqs=requests),
+            model_config=SimpleNamespace(get_vocab_size=lambda: 3),
+        )  # fmt: skip
+        server._tlt_dir, server.config = tmp_path, SimpleNamespace(max_num_seqs=64)
+        server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abcd")
+        return told
+
+    return of
 
 
 @pytest.mark.parametrize("batch", [1, 32])
 async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_decoded(
-    server, tmp_path, monkeypatch, batch
+    server, measured, monkeypatch, batch
 ):
-    key, told = TableKey("CPU", "policy", "0.28"), []
-    monkeypatch.setattr(module, "cost_key", lambda *_: key)
     monkeypatch.setattr(module, "draft_once", None)
     table = LatencyTable.calibrated({k: [(1, 0.01), (batch + 1, 0.02)] for k in (OFF, 0, 1, 2)})
-    save_table(tmp_path, key, table)
-    server.tlt = TLTConfig.from_dict({"speculation": {"calibrate": False, "costs_dir": str(tmp_path)}})
-    server.engine = Engine(control=lambda **settings: told.append(settings) or {}, stats=lambda reset: {})
-    server.engine.vllm_config, server._tlt_dir = vllm_config([0, 1, 2], 64), tmp_path
-    server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abc")
+    told = measured([0, 1, 2], table, calibrate=False)
     assert set((await server.tlt_calibrate()).points) == set(table.points)
-    assert told == [{"points": table.to_list()}]
+    assert told == [table.to_list()]
     other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 1, 2)})
-    found = await server.tlt_calibrate(other)
-    assert found == other, "replicas of a run use one table"
+    assert await server.tlt_calibrate(other) == other, "replicas of a run use one table"
 
 
 @pytest.mark.parametrize(
-    ("requests", "can_be_off", "stored", "measured"),
+    ("requests", "can_be_off", "stored", "batches"),
     [
         (8, True, (OFF, 0, 2), None),
         (64, True, (OFF, 0, 2), [1, 32, 16, 8, 4, 2]),
@@ -163,30 +172,24 @@ async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_dec
     ],
 )
 async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
-    server, tmp_path, monkeypatch, requests, can_be_off, stored, measured
+    server, measured, monkeypatch, requests, can_be_off, stored, batches
 ):
-    """`requests` is what vLLM decodes at once, after what the user told it itself."""
-    key, asked, told = TableKey("CPU", "policy", "0.28"), [], []
-    costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)})
+    costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
     async def draft_once(*_):
         return can_be_off
 
     async def calibrate(engine, lengths, batches, vocab_size):
+        assert vocab_size == 3, "tokens that only the tokenizer knows would end the engine"
         asked.append(batches)
         return costs
 
-    for name, stand_in in {"cost_key": lambda *_: key, "draft_once": draft_once, "calibrate": calibrate}.items():
-        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(module, "draft_once", draft_once)
+    monkeypatch.setattr(module, "calibrate", calibrate)
     kept = LatencyTable.calibrated({k: [(1, 0.03), (8, 0.04)] for k in stored})
-    save_table(tmp_path, key, kept)
-    server.tlt = TLTConfig.from_dict({"speculation": {"costs_dir": str(tmp_path)}})
-    server.engine = Engine(control=lambda points: told.append(points) or {}, stats=lambda reset: {})
-    server.engine.vllm_config, server._tlt_dir = vllm_config([0, 2], requests), tmp_path
-    server.config = SimpleNamespace(max_num_seqs=64)
-    server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abc")
+    told = measured([0, 2], kept, requests)
     found = await server.tlt_calibrate()
-    assert asked == ([measured] if measured else []) and found == (costs if measured else kept)
+    assert asked == ([batches] if batches else []) and found == (costs if batches else kept)
     assert told == [found.to_list()]
 
 

@@ -12,8 +12,9 @@ from vllm.config import VllmConfig
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.digest import combined, partial_sums
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadInterval, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
+from verl_tlt.speculation.savings import SavingsAccount
 from verl_tlt.vllm_worker.extension import TLTWorkerExtension
 from verl_tlt.vllm_worker.live_drafter import LiveDrafter
 
@@ -64,33 +65,24 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
     assert told == [{"drafting": True, "force_k": None, "acceptance": [0.8, 0.7]}]
 
 
+@pytest.mark.parametrize("refusals", [(None, None), (None, "V2 cannot"), RuntimeError("no such method")])
 @pytest.mark.parametrize(
-    ("loads", "drafter", "why"),
+    ("loads", "why"),
     [
-        ([FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))], NEW, "lacks fc.weight"),
-        ([FINE[0], FINE[0]], NEW, "differs from the published"),
-        (RuntimeError("engine died"), NEW, "RuntimeError: engine died"),
+        ([FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))], "lacks fc.weight"),
+        ([FINE[0], FINE[0]], "differs from the published"),
+        (RuntimeError("engine died"), "RuntimeError: engine died"),
+        (KeyError("no such key"), "no such key"),  # what nobody thought of
     ],
 )
-async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_else(tmp_path, loads, drafter, why):
-    workers = Workers(loads)
-    status, told = await reload(tmp_path, workers, drafter)
+async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_else(tmp_path, loads, why, refusals):
+    workers = Workers(loads, refusals)
+    status, told = await reload(tmp_path, workers)
     assert not status.ok and why in status.error and status.reloads == 8
     assert (status.version, status.acceptance) == (3, (0.5,)), "of what was served before"
-    assert not status.drafting and workers.asked[-1] == ("tlt_set_drafting", False)
-    assert told[-1]["drafting"] is False
-
-
-@pytest.mark.parametrize("refusals", [(None, None), (None, "V2 cannot")], ids=["", "a pass that cannot be skipped"])
-async def test_what_nobody_thought_of_stops_the_drafting_and_not_the_weight_sync(tmp_path, monkeypatch, refusals):
-    monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_load", lambda self, staged: {}["no such key"])
-    workers = Workers(FINE, refusals)
-    status, told = await reload(tmp_path, workers)
-    assert not status.ok and "no such key" in status.error and workers.asked[-1] == ("tlt_set_drafting", False)
-    if any(refusals):
-        assert told[-1]["force_k"] == 0, "its drafts would be verified"
-    else:
-        assert not status.drafting and told[-1]["drafting"] is False
+    assert workers.asked[-1] == ("tlt_set_drafting", False)
+    assert told[-1]["force_k"] == 0, "its drafts would be verified"
+    assert status.drafting == told[-1]["drafting"] == (refusals != (None, None)), "a pass that cannot be skipped runs"
 
 
 @pytest.mark.parametrize(("method", "trains"), [("mtp", True), ("mtp", False), ("eagle3", True)])
@@ -119,17 +111,20 @@ async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):
     assert told == [{"drafting": True, "force_k": 0, "acceptance": [0.8, 0.7]}]
 
 
-@pytest.mark.parametrize("refusals", [(None, "V2 cannot"), RuntimeError("no such method")])
-async def test_a_refused_drafter_whose_pass_cannot_be_skipped_drafts_nothing(tmp_path, refusals):
-    bad = [FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))]
-    status, told = await reload(tmp_path, Workers(bad, refusals))
-    assert not status.ok and "lacks fc.weight" in status.error
-    assert told[-1]["force_k"] == 0, "its drafts would be verified"
-
-
 async def test_an_engine_that_refuses_the_pass_it_is_to_run_drafts_nothing_and_says_so(tmp_path):
     status, told = await reload(tmp_path, Workers(FINE, RuntimeError("no such method")))
     assert not status.ok and "no such method" in status.error and told[-1]["force_k"] == 0
+
+
+async def test_what_an_engine_without_its_drafter_decodes_is_no_part_of_what_was_saved():
+    """It may have been the last of the rollout: nobody knows what that would have taken without drafts."""
+    server = object.__new__(TLTvLLMHttpServer)
+    server.tlt, server.node_rank, server._tlt_served = TLTConfig.from_dict({}), 0, DrafterStatus(gave_up=True)
+    drafted = EngineStats(num_drafts=9, load_intervals=(LoadInterval(0.0, 1.0, 4.0, 9.0, 1.0, 20.0, False),))
+    account = SavingsAccount(False)
+    account.calibrated([(4, 0.1)])
+    assert account.rollout({"b": drafted}).saved_s == pytest.approx(1.0)
+    assert account.rollout({"a": await server.tlt_stats(), "b": drafted}).saved_s is None
 
 
 class Drafter(torch.nn.Module):

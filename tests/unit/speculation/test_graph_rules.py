@@ -19,9 +19,11 @@ from verl_tlt.speculation.graph_rules import (
 
 
 @pytest.mark.parametrize(("release", "runner"), [((0, 24), "V1"), ((0, 31), "V1"), ((0, 32), "V2"), ((1, 0), "V2")])
-def test_the_runner_is_one_that_drafts_what_it_is_asked_for(release, runner):
+def test_the_runner_is_one_that_drafts_what_it_is_asked_for(monkeypatch, release, runner):
     assert runner_for(release) == runner
     assert runner_for(release, "ngram") == runner_for(release, "both") == "V1"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert runner_for(release) == "V1", "vLLM would give up FULL graphs for a table of draft lengths"
 
 
 @pytest.mark.parametrize(

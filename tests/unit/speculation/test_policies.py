@@ -20,27 +20,18 @@ def step(drafted, verified=0, batch=4):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_takes_every_call(name):
-    policy = make_policy(name, (0, 1, 3))
+def test_every_policy_takes_every_call_and_every_step(name):
+    """A rollout begins with prefills only: nobody decodes, and K may just have changed."""
+    policy, before = make_policy(name, (0, 1, 3)), 0
     policy.set_acceptance([0.8, 0.7])
     policy.set_latency(TABLE)
-    before = 0
-    for _ in range(50):
+    for turn in range(50):
         k = policy.choose(Load(4, 2000))
         assert k in (0, 1, 3)
         policy.observe(step(k, before))
-        before = k
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_step_of_prompts_alone_is_no_riddle(name):
-    """A rollout begins with prefills only: nobody decodes, and K may just have changed."""
-    policy = make_policy(name, (0, 1, 3))
-    policy.set_latency(TABLE)
-    for drafted, verified in ((0, 3), (3, 0), (1, 3), (OFF, 0), (0, 0), (3, 3)):
+        drafted, verified = ((0, 3), (3, 0), (1, 3), (OFF, 0), (0, 0), (3, 3))[turn % 6]
         policy.observe(Step(0, 0, drafted, verified, 0, (0,) * verified, 0, 0.5, clean=False))
-        policy.observe(step(0))
-        assert policy.choose(Load(4, 2000)) in (0, 1, 3)
+        before = k
 
 
 def test_table_is_the_argmax_of_what_it_was_given():

@@ -1,11 +1,12 @@
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import pytest
 
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy, make_policy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
@@ -136,7 +137,7 @@ def test_sums_are_those_of_the_steps_and_reset():
     policy = Remembers()
     control = StepControl(policy, LIMITS)
     steps = [
-        step(),
+        step(accepted=[("a", 2), ("b", 1)], ended=[("a", 12)]),
         step(drafted=0, clean=False, latency_s=0.06),
         step(drafted=0, **UNDRAFTED, num_decode_tokens=4),
         step(drafted=OFF, **UNDRAFTED, num_decode_tokens=4),
@@ -150,8 +151,9 @@ def test_sums_are_those_of_the_steps_and_reset():
     assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
     assert stats.tokens_by_batch == {4: 24}
     assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
+    assert stats.responses == (ResponseDrafts(1, 12, 1, 2),)
     assert from_plain(EngineStats, json.loads(json.dumps(asdict(stats)))) == stats, "nothing is lost on the way"
-    assert control.stats().num_steps == 0
+    assert control.stats().num_steps == 0 and control.stats().responses == ()
 
 
 def test_the_next_choice_is_prepared_unless_it_is_overruled():
@@ -192,13 +194,15 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
 
 
-def test_a_trace_that_cannot_be_written_ends_alone(tmp_path):
-    trace = StepTrace(tmp_path / "engine-0.jsonl")
-    trace.path.mkdir()
+@pytest.mark.parametrize("in_the_way", [Path.mkdir, lambda path: path.parent.touch()])
+def test_a_trace_that_cannot_be_written_ends_alone(tmp_path, in_the_way):
+    path = tmp_path / "engine-0.jsonl" if in_the_way is Path.mkdir else tmp_path / "trace" / "engine-0.jsonl"
+    in_the_way(path)
+    trace = StepTrace(path)
     control = StepControl(Remembers(), LIMITS, trace)
     record(control, step(), step())
     control.flush()
-    assert "directory" in trace.failed
+    assert trace.failed
     assert control.stats().num_steps == 2
 
 
@@ -213,6 +217,13 @@ def test_the_calibration_is_stored_as_it_was_told():
     again = StepControl(Remembers(), LIMITS)
     again.control(points=control.learned()["points"])
     assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored
+
+
+@pytest.mark.parametrize("policy", ["goodput", "table", "fixed", "off"])
+def test_a_policy_that_learns_no_costs_keeps_those_of_earlier_runs(policy):
+    control, known = StepControl(make_policy(policy, LIMITS.lengths), LIMITS), points({0: [[1, 0.01]], 3: [[8, 0.02]]})
+    control.control(points=[point | {"calibrated": False, "samples": 20} for point in known])
+    assert len(control.learned()["points"]) == 2
 
 
 def test_a_drafter_that_broke_is_off_until_it_is_switched_on_again(caplog):

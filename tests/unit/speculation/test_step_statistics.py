@@ -1,12 +1,6 @@
 """Drafts counted by the length their response reached, worked out by hand."""
 
-import json
-from dataclasses import asdict
-
-from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
-from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.step_control import Limits, StepControl
+from verl_tlt.messages.rollout import ResponseDrafts
 from verl_tlt.speculation.step_statistics import DraftsByLength
 from verl_tlt.speculation.types import Step
 
@@ -54,11 +48,3 @@ def test_lengths_within_a_twelfth_share_a_row_and_there_are_few_rows():
     assert len(rows) <= 8 * 15 + 1
     means = [row.num_tokens / row.responses for row in rows]
     assert means == sorted(means)
-
-
-def test_the_account_carries_them_to_the_trainer_and_back_to_nothing():
-    control = StepControl(FixedPolicy(2), Limits((0, 1, 2)))
-    control.record(Step(2, 100, 2, 2, accepted=[("a", 2), ("d", 1)], ended=[("a", 12), ("d", 200)]))
-    sent = json.loads(json.dumps(asdict(control.stats(reset=True))))
-    assert from_plain(EngineStats, sent).responses == (ResponseDrafts(1, 12, 1, 2), ResponseDrafts(1, 200, 1, 1))
-    assert control.stats().responses == ()

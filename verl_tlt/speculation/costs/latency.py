@@ -116,7 +116,7 @@ class LatencyModel:
             cell = self._cells[key] = Cell(p.draft_length, 0.0, math.inf, self.jitter)
         self._seeded = True
         for _ in range(min(p.samples, _SEED_SAMPLES)):
-            cell.learn(level, self._pace, 0.0, _MEMORY)
+            cell.learn(level, self._pace, 0.0)
             cell.place(p.batch, p.kv_tokens)
         if reference:
             cell.expect_level()
@@ -139,7 +139,7 @@ class LatencyModel:
         self._pace *= 1.0 - _PACE_RETURN
         self._pace_variance += _PACE_DRIFT
         expected = cell.spread**2 + self._pace_variance + cell.variance
-        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance, _MEMORY)
+        self._pace += cell.learn(log_ratio, self._pace, self._pace_variance)
         self._pace_variance -= self._pace_variance**2 / expected
         self.jitter += 0.02 * (cell.spread - self.jitter)
         cell.place(batch, kv_tokens)
@@ -279,9 +279,9 @@ class Cell:
         self.first: list[float] = []
         self.batch, self.kv_tokens = 0.0, 0.0
 
-    def learn(self, log_ratio: float, pace: float, pace_variance: float, memory: float) -> float:
-        """Take in log(measured / roofline), those before `memory` at 1/e; returns what to add to `pace` (a log)."""
-        self.samples, self.own_samples = min(self.samples + 1.0, memory), self.own_samples + 1.0
+    def learn(self, log_ratio: float, pace: float, pace_variance: float) -> float:
+        """Take in log(measured / roofline); returns what to add to `pace` (a log)."""
+        self.samples, self.own_samples = min(self.samples + 1.0, _MEMORY), self.own_samples + 1.0
         if len(self.first) < _FIRST:
             self.first.append(log_ratio - pace)
             self._begin()
@@ -293,7 +293,7 @@ class Cell:
         # 1.3 keeps the scale estimate unbiased under the clip for Gaussian noise; stalls move it little.
         self.spread = max(self.spread + 0.05 * (1.3 * min(abs(surprise), 2.0 * clip) - self.spread), 0.002)
         self.level += self.variance / expected * clipped
-        self.variance = max(self.variance - self.variance**2 / expected, self.spread**2 / memory, _COARSE**2)
+        self.variance = max(self.variance - self.variance**2 / expected, self.spread**2 / _MEMORY, _COARSE**2)
         return pace_variance / expected * clipped
 
     def expect_level(self) -> None:

@@ -44,7 +44,7 @@ class LatencyPoint:
     batch: Annotated[int, Field(ge=1, le=_MOST)]
     kv_tokens: Annotated[int, Field(ge=0, le=_MOST)]
     draft_length: Annotated[int, Field(ge=OFF, le=64)]  # K, or OFF (-1) for a step without any drafter
-    seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    seconds: Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
     samples: Annotated[int, Field(ge=0, le=_MOST)] = 1
     """Steps behind this figure; 0: it is interpolated between measured draft lengths."""
     calibrated: bool = False

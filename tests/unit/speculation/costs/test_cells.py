@@ -12,7 +12,7 @@ SAMPLES = (0.30, 0.34, 0.31, 0.33, 0.29, 0.32)
 def fed(samples, prior=0.1, cell=None):
     cell = Cell(3, prior, 0.2, 0.03) if cell is None else cell
     for sample in samples:
-        cell.learn(sample, 0.0, 0.0, 96.0)
+        cell.learn(sample, 0.0, 0.0)
     return cell
 
 
@@ -30,7 +30,7 @@ def test_a_shift_restates_everything(before, offset):
 def test_the_centre_is_the_mean_of_the_loads():
     cell = Cell(3, 0.0, math.inf, 0.03)
     for batch, kv in ((2, 100), (4, 300), (9, 500)):
-        cell.learn(0.1, 0.0, 0.0, 96.0)
+        cell.learn(0.1, 0.0, 0.0)
         cell.place(batch, kv)
     assert (cell.batch, cell.kv_tokens) == pytest.approx((5, 300))
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.simulate.hardware import QWEN3_8B_H100
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
-from verl_tlt.speculation.types import OFF, ControlError
+from verl_tlt.speculation.types import OFF
 
 ARMS = (0, 1, 2, 3, 5, 7)
 
@@ -158,22 +158,6 @@ def test_a_calibration_of_one_context_says_little_about_longer_ones():
     for batch in (1, 4, 32):
         short, long = model.seconds(batch, 32 * batch, OFF), model.seconds(batch, 1000 * batch, OFF)
         assert short <= long < 1.4 * short
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"batch": 1},
-        {"batch": 0, "kv_tokens": 1, "draft_length": 0, "seconds": 1.0},
-        {"batch": 1, "kv_tokens": 1, "draft_length": -2, "seconds": 1.0},
-        {"batch": 1, "kv_tokens": 1, "draft_length": 0, "seconds": float("nan")},
-        {"batch": 1, "kv_tokens": 1, "draft_length": 0, "seconds": -1.0},
-        "row",
-    ],
-)
-def test_rows_that_are_no_measurement_are_refused(row):
-    with pytest.raises(ControlError, match="Latency points"):
-        LatencyTable.from_list([row])
 
 
 def test_a_load_of_nothing_has_a_latency_as_any_other_once_anything_was_measured():

@@ -63,6 +63,11 @@ def test_a_second_save_replaces_the_first_and_leaves_no_litter(tmp_path):
 
 
 GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm": KEY.vllm}, "points": TABLE.to_list()}
+NO_MEASUREMENTS = (
+    {"seconds": 0}, {"seconds": -1.0}, {"seconds": float("nan")}, {"seconds": 1e300},
+    {"seconds": 1e-300},  # estimates of 0 would divide
+    {"batch": 0}, {"batch": 10**400}, {"kv_tokens": 10**400}, {"draft_length": -2},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -73,11 +78,8 @@ GOOD = {"schema": 1, "key": {"hardware": KEY.hardware, "model": KEY.model, "vllm
         b"\xff\xfe\x00{",
         json.dumps(GOOD | {"schema": 99}),
         json.dumps(GOOD | {"key": {"hardware": "TPU"}}),
-        json.dumps(GOOD | {"points": "none"}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 0}]}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"seconds": 1e300}]}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"batch": 10**400}]}),
-        json.dumps(GOOD | {"points": [GOOD["points"][0] | {"kv_tokens": 10**400}]}),
+        *(json.dumps(GOOD | {"points": points}) for points in ("none", ["row"], [{"batch": 1}])),
+        *(json.dumps(GOOD | {"points": [GOOD["points"][0] | wrong]}) for wrong in NO_MEASUREMENTS),
         json.dumps(GOOD | {"points": GOOD["points"][:1] * 20_000}),
         '{"schema": 1, "key": ' + "[" * 100_000 + "]" * 100_000 + "}",
         '{"schema": 1, "points": ' + "9" * 5000 + "}",
@@ -120,13 +122,9 @@ def test_a_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("batch", "seconds"), [(1, 0.1), (2, 0.1), (3, 0.15), (4, 0.2), (6, 0.4), (8, 0.6), (10, 0.8), (0.5, 0.1)]
 )
-def test_interpolation_is_linear_flat_below_and_continues_the_last_slope(batch, seconds):
+def test_interpolation_is_linear_flat_below_and_continues_a_last_slope_that_rises(batch, seconds):
     assert interpolate([(2, 0.1), (4, 0.2), (8, 0.6)], batch) == pytest.approx(seconds)
-
-
-def test_noise_never_makes_a_larger_batch_cheaper_than_the_largest_measured():
-    assert interpolate([(2, 0.3), (4, 0.2)], 100) == 0.2
-    assert interpolate([(2, 0.3)], 100) == 0.3
+    assert interpolate([(2, 0.3), (4, 0.2)], 100) == 0.2 and interpolate([(2, 0.3)], 100) == 0.3
 
 
 def test_missing_arms_are_linear_in_k_and_off_is_never_made_up():
