@@ -19,6 +19,7 @@ import torch
 from verl_tlt.drafter.policy import (
     MTP,
     DrafterError,
+    Fields,
     PolicyLike,
     aux_layers_for,
     check_aux_layers,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.models.mtp.config import MTPSpeculatorConfig
+    from transformers import LlamaConfig
 
 
 def default_attention(device: torch.device | str) -> str:
@@ -64,30 +66,47 @@ def drafter_config(
     None: the policy's and `LONGEST_DRAFT` more, as vLLM before 0.28 drafts nothing for a batch in which a request comes
     within K of it. A `DrafterError` for an unsupported policy, or aux layers it does not have.
     """
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from transformers import LlamaConfig
-
     shape = policy_shape(policy)
     if why := unsupported(shape.model_type, shape.architectures, shape.latent):
         raise DrafterError(f"{shape.source}: model_type {shape.model_type!r} is not supported; {why}.")
     layers = aux_layers_for(shape.num_layers) if aux_layers is None else aux_layers
     check_aux_layers(layers, shape.num_layers, "aux_layers")
-    fields = layer_fields(shape)
-    fields["intermediate_size"] = intermediate_size or shape.intermediate_size
-    fields["max_position_embeddings"] = max_position_embeddings or fields["max_position_embeddings"]
-    layer = LlamaConfig(
-        hidden_act="silu",  # the only one that vLLM's head has
-        rope_parameters=drafter_rope(shape.rope),
-        **fields,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-    )
-    return Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=draft_vocab_size or shape.vocab_size,
-        norm_before_residual=True,
-        eagle_aux_hidden_state_layer_ids=list(layers),
-        speculators_config=library_fields("eagle3", shape),
-    )
+    layer = layer_fields(shape)
+    layer["intermediate_size"] = intermediate_size or shape.intermediate_size
+    layer["max_position_embeddings"] = max_position_embeddings or layer["max_position_embeddings"]
+    layer["hidden_act"] = "silu"  # the only one that vLLM's head has
+    layer["rope_parameters"] = drafter_rope(shape.rope)
+    fields = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        "draft_vocab_size": draft_vocab_size or shape.vocab_size,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "speculators_config": library_fields("eagle3", shape),
+    }
+    return config_of(fields)
+
+
+def config_of(fields: Fields) -> Any:
+    """The config of speculators that a drafter's `config.json` with these fields is read as."""
+    from speculators import SpeculatorModelConfig
+
+    if fields["speculators_model_type"] != MTP:
+        fields = {**fields, "transformer_layer_config": _layer_class()(**fields["transformer_layer_config"])}
+    return SpeculatorModelConfig.from_dict(fields)
+
+
+@cache
+def _layer_class() -> type[LlamaConfig]:
+    from transformers import LlamaConfig
+
+    class Layer(LlamaConfig):
+        """`LlamaConfig` for any number of heads: Qwen3.5-27B has 24, which do not divide its hidden size of 5120."""
+
+        def validate_architecture(self) -> None:
+            """Nothing to validate: `head_dim` is always given."""
+
+    return Layer
 
 
 def build_drafter(

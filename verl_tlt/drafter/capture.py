@@ -108,7 +108,9 @@ class PolicyStates:
     def __call__(self, texts: Sequence[Text]) -> list[data.TrainingSequence]:
         """A sequence for each text, in order, on the host, in the policy's dtype; from one forward, right-padded."""
         for text in texts:
-            if not 0 <= text.prompt_len <= (length := len(text.tokens)):
+            if not (length := len(text.tokens)):
+                raise DrafterError("A text without tokens has no hidden states.")
+            if not 0 <= text.prompt_len <= length:
                 raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{length}, the tokens of the text.")
         ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # int64 [B, L]
         data.check_tokens(ids, self._vocabulary)

@@ -41,8 +41,8 @@ PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
 MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
-_OPTIONAL = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
-"""Prefixes of tensors that a file may hold besides a drafter's own: copies of the policy's, and computed tables."""
+_NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+"""Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
 
 
 class CheckedDrafter(NamedTuple):
@@ -99,7 +99,7 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
         return next((reason for name in names if (reason := other_owner(path / name, also))), None)
 
     reason = reason_in((CONFIG, PROVENANCE, WEIGHTS, INDEX))
-    if reason is None and (path / INDEX).is_file():
+    if reason is None and os.path.isfile(path / INDEX):
         reason = reason_in(sorted(set(tensor_files(path)[1].values())))
     if reason and not sealed(path):
         raise DrafterError(
@@ -111,7 +111,7 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
 def drafter_folder(drafter: Model) -> Path:
     """The folder on this disk of a drafter; the files of a drafter named on the hub are fetched."""
     path = folder(drafter, (WEIGHTS, INDEX), besides=(CONFIG, PROVENANCE))
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise DrafterError(f"{path} is not a directory: a drafter is a directory with {CONFIG} and {WEIGHTS}.")
     if is_name(drafter) and not (path / CONFIG).is_file():
         raise NotHereError(f"{drafter}: {CONFIG} is not in the local cache, and could not be fetched.")
@@ -181,16 +181,20 @@ def _check_tensors(directory: Path, config: Fields, other_layout: bool) -> dict[
         usual = speculators_name(name) if other_layout else name
         if usual in names:
             raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
-        if usual is not None:
+        if usual is not None and not usual.startswith(_NOT_READ):
             names[usual] = name
     in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
     tensors = {usual: in_files[name] for usual, name in names.items()}
-    vocab = config["transformer_layer_config"]["vocab_size"]
-    for name, shape in {**shapes, **({"t2d": [vocab]} if "t2d" in tensors and "d2t" in shapes else {})}.items():
+    vocab, hidden = (config["transformer_layer_config"][size] for size in ("vocab_size", "hidden_size"))
+    optional = {"embed_tokens.weight": [vocab, hidden], "lm_head.weight": [vocab, hidden]}  # copies of the policy's
+    if "d2t" in shapes:
+        optional["t2d"] = [vocab]
+    shapes = {name: shape for name, shape in optional.items() if name in tensors} | shapes
+    for name, shape in shapes.items():
         if name not in tensors:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
         tensors[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
-    if unknown := sorted(name for name in tensors.keys() - shapes.keys() - {*MAPS} if not name.startswith(_OPTIONAL)):
+    if unknown := sorted(tensors.keys() - shapes.keys() - {*MAPS}):
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
     if "d2t" in tensors:
         _check_maps(tensors, config["draft_vocab_size"], vocab)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
+from verl_tlt.drafter.build import config_of, default_attention, has_own_head, instantiate, make_room
 from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import read_head
@@ -41,7 +41,7 @@ from verl_tlt.drafter.policy import (
     read_json,
 )
 from verl_tlt.drafter.tensor_file import WEIGHTS, TensorFile, not_finite, read_tensors
-from verl_tlt.files.ownership import check_private, replacing, seal
+from verl_tlt.files.ownership import check_private, expanded, replacing, seal
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -92,9 +92,8 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
 def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:
     """The drafter of `to_drafter_file`, in float32 on the host: files of our own, which need no check."""
     from safetensors.torch import load
-    from speculators import SpeculatorModelConfig
 
-    return _filled(SpeculatorModelConfig.from_dict(json.loads(config)), load(weights), attention)
+    return _filled(config_of(json.loads(config)), load(weights), attention)
 
 
 def stage(config: str, weights: bytes, directory: Path) -> None:
@@ -134,7 +133,7 @@ def save_drafter(
     """
     from safetensors.torch import save_file
 
-    target = Path(directory)
+    target = expanded(directory)
     tensors = serving_tensors(model) if tensors is None else tensors
     if (broken := not_finite(tensors)) is not None:
         raise DrafterError(
@@ -173,12 +172,10 @@ def load_drafter(
     `save_drafter` writes what vLLM serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A
     `DrafterError` for what `check_drafter` refuses, and for numbers that are not finite.
     """
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-
     checked = check_drafter(directory, policy, min_context, also_owner)
     if checked.method == MTP:
         return load_own_head(directory, policy, attention=attention, device=device)
-    config = Eagle3SpeculatorConfig.from_dict(checked.config)
+    config = config_of(checked.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     tensors = read_tensors(checked.tensors)
@@ -216,9 +213,10 @@ def _filled(
 
 def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
     """The `DrafterTrainer.state()` saved with a drafter; None where there is none, or only a pickled one."""
-    if (file := Path(directory) / STATE).is_file():
+    folder = expanded(directory)
+    if (file := folder / STATE).is_file():
         return read_state(file)
-    if earlier := sorted(Path(directory).glob("**/training_state.pt")):
+    if earlier := sorted(folder.glob("**/training_state.pt")):
         logger.warning("%s is pickled and not read: the drafter goes on with a fresh optimizer.", earlier[0])
     return None
 

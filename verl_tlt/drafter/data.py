@@ -221,6 +221,8 @@ def windows(sequence: TrainingSequence, budget: int) -> list[TrainingSequence]:
 
 def window_bounds(length: int, budget: int) -> list[tuple[int, int]]:
     """(begin, end) in tokens of the `windows` of a sequence of `length` tokens; neighbours share one token."""
+    if budget < 1:
+        raise DrafterError(f"budget={budget} must be at least 1, the rows of a batch.")
     rows = length - 1
     count = math.ceil(rows / budget)
     return [(begin, end + 1) for begin, end in pairwise(rows * k // count for k in range(count + 1))] if count else []

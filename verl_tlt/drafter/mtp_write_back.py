@@ -11,7 +11,7 @@ from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
 from verl_tlt.drafter.policy import CONFIG, DrafterError, Model, policy_shape, read_json
 from verl_tlt.drafter.tensor_file import INDEX, TensorFile, tensor_files
 from verl_tlt.drafter.verifier import locate_parts
-from verl_tlt.files.ownership import check_writable, replacing
+from verl_tlt.files.ownership import check_writable, expanded, replacing
 
 SHARD = "model-mtp.safetensors"
 """The file that `write_back` adds to a policy."""
@@ -26,7 +26,7 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     not finite; or the folder is not one to write to.
     """
     check_owner(head)
-    directory = Path(policy)
+    directory = expanded(policy)
     if not (directory / CONFIG).is_file():
         raise DrafterError(f"{directory} is no folder of a policy: it has no {CONFIG}.")
     check_writable(directory, "the policy's folder")
@@ -38,6 +38,8 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
         dtype = reader.dtype(embedding.name)
     head_tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
+    if SHARD in others.values():
+        raise DrafterError(f"{directory / SHARD}, where the head would be written, holds other tensors of the policy.")
     config = read_json(directory / CONFIG)
     # verl sets the count to 0 (`model.mtp.enable=False`) before it saves a policy, and vLLM then divides by it.
     (config.get("text_config") or config)[layout.count] = 1

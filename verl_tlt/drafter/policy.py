@@ -36,11 +36,11 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1 << 31), "num_hidden_layers": 1 << 12,
 }  # fmt: skip
 """Sizes that every config says, and the largest value that is believed."""
-_EXPERT_SIZES = {
-    **dict.fromkeys(("num_experts", "num_experts_per_tok"), 1 << 12),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
+_OTHER_SIZES = {
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "head_dim"), 1 << 12),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "num_key_value_heads"), 1 << 20),
 }
-"""Sizes of experts, 0 where there are none, and the largest value that is believed."""
+"""Sizes that are 0 or absent where there is no such thing, and the largest value that is believed."""
 
 SUPPORTED = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm", "phi3", "ernie4_5", "arcee", "apertus", "qwen2_5_vl",
@@ -284,12 +284,10 @@ def _from_fields(whole: Fields, source: str) -> PolicyShape:
 def _check_sizes(whole: Fields, source: str) -> None:
     """Raise a `DrafterError` for a size that no model has: a list or a tensor of that size would be made."""
     for part in (whole, *(part for part in whole.values() if isinstance(part, dict))):
-        for key, most in _SIZES.items():
-            if part.get(key) is not None and not 0 < int(part[key]) <= most:
-                raise DrafterError(f"{source}: {key} must be 1..{most}, not {part[key]}.")
-        for key, most in _EXPERT_SIZES.items():
-            if part.get(key) is not None and not 0 <= int(part[key]) <= most:
-                raise DrafterError(f"{source}: {key} must be 0..{most}, not {part[key]}.")
+        for key, most in (_SIZES | _OTHER_SIZES).items():
+            least = 1 if key in _SIZES else 0
+            if part.get(key) is not None and not least <= int(part[key]) <= most:
+                raise DrafterError(f"{source}: {key} must be {least}..{most}, not {part[key]}.")
 
 
 def _completed(whole: Fields, source: str) -> Fields:

@@ -71,7 +71,7 @@ class Layer(_Part):
     rope_parameters: Rope
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
-    layer_types: list[Literal["full_attention"]] | None = None
+    layer_types: list[Literal["full_attention"]] | None = Field(None, exclude=True)
     quantization_config: None = None
 
 
@@ -104,6 +104,8 @@ def checked(config: Fields, where: str, layer_at: str) -> Drafter:
     except ValidationError as error:
         key, wrong = wrong_field(error)
         raise DrafterError(f"{where}: {key.replace('transformer_layer_config.', layer_at)} {wrong}") from None
+    if drafter.norm_before_fc and drafter.fc_norm:
+        raise DrafterError(f"{where}: norm_before_fc and fc_norm are both true, and a drafter has one of them.")
     _check_rope(drafter.transformer_layer_config, f"{where}: {layer_at}")
     return drafter
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+_BESIDE = re.compile(r"[^/\0]+\.safetensors")
+"""Names of the files that an index may speak of."""
 _MOST_HEADER = 100_000_000
 """Most bytes of a header: the format's own bound."""
 _TYPES = {
@@ -248,7 +250,7 @@ def _index(file: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not table:
         raise DrafterError(f"{file}: weight_map must say which file each tensor is in, not {str(table)[:80]}.")
     for name, owner in table.items():
-        if not isinstance(owner, str) or Path(owner).name != owner or not owner.endswith(".safetensors"):
+        if not isinstance(owner, str) or not _BESIDE.fullmatch(owner):
             raise DrafterError(f"{file}: {name} is said to be in {owner!r}, which is no safetensors file beside it.")
     return table
 

@@ -23,9 +23,12 @@ from torch.utils._pytree import tree_map_only
 
 from verl_tlt.drafter.data import ROW_BLOCK, Batch, FedBatch, Feed, TrainingSequence, ahead, align
 from verl_tlt.drafter.policy import DrafterError, Fields
+from verl_tlt.drafter.tensor_file import not_finite
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
+
+Tensors = Mapping[str, torch.Tensor]
 
 BETAS = (0.9, 0.95)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -210,24 +213,40 @@ class DrafterTrainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`; a `DrafterError` where it is of a drafter with other parameters."""
-        saved = state["optimizer"]["state"]  # from a file, parameters are counted in text; there are none before a step
-        moments = [saved.get(i, saved.get(str(i), {})) for i in range(len(self.parameters))]
-        for own, values in zip(self.optimizer.state.values(), moments, strict=True):
-            shapes = {key: value.shape for key, value in own.items() if key != AVERAGE}
-            if values and {key: value.shape for key, value in values.items()} != shapes:
-                raise DrafterError("The optimizer's moments are not those of the drafter.")
-        average = state.get(AVERAGE, state["parameters"])  # older ones have none
-        self._check(average)
-        self._copy_in(state["parameters"])
+        """Continue from `state()`; a `DrafterError`, and no change, where it is none of this drafter."""
+        try:
+            weights, saved = state["parameters"], state["optimizer"]["state"]
+            average = state.get(AVERAGE, weights)  # older ones have none
+            # From a file, parameters are counted in text; there are none before a step.
+            moments = [saved.get(i, saved.get(str(i), {})) for i in range(len(self.parameters))]
+            steps, skipped = int(state["steps"]), int(state["skipped"])
+            passes, accuracy = map(float, state.get("passes", (self.ttt_steps, 0.0)))  # older ones had all at once
+            self._check_state(weights, average, moments)
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, DrafterError):
+                raise
+            raise DrafterError(f"This is no training state of a drafter: {error!r}.") from error
+        self._copy_in(weights)
         self.start_over()
         with torch.no_grad():
             for (name, own), values in zip(self._state(), moments, strict=True):
                 own[AVERAGE].copy_(average[name])
                 for key, value in values.items():
                     own[key].copy_(value)
-        self.steps, self.skipped = state["steps"], state["skipped"]
-        self.passes, self._accuracy = state.get("passes", (self.ttt_steps, 0.0))  # older ones had all from the start
+        self.steps, self.skipped = steps, skipped
+        self.passes, self._accuracy = max(1, min(int(passes), self.ttt_steps)), accuracy
+
+    def _check_state(self, weights: Tensors, average: Tensors, moments: list[Tensors]) -> None:
+        """Raise a `DrafterError` where these are not tensors of this drafter, or hold numbers that are not finite."""
+        for values in (weights, average):
+            self._check(values)
+        for own, values in zip(self.optimizer.state.values(), moments, strict=True):
+            shapes = {key: value.shape for key, value in own.items() if key != AVERAGE}
+            if values and {key: value.shape for key, value in values.items()} != shapes:
+                raise DrafterError("The optimizer's moments are not those of the drafter.")
+        for values in (weights, average, *moments):
+            if (broken := not_finite(values)) is not None:
+                raise DrafterError(f"The training state's {broken} holds NaN or infinity.")
 
     def parameters_numpy(self) -> dict[str, np.ndarray]:
         """A float32 host copy of every trainable parameter, by name."""
@@ -334,6 +353,9 @@ def run_passes(
     model: Eagle3DraftModel, batch: Batch, passes: int, loss: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The training-time test of `speculators` over a batch in float32: (`loss` over all passes, its counts)."""
+    width, reads = batch.hidden_states.shape[-1], max(1, len(model.target_layer_ids)) * model.hidden_size
+    if width != reads:
+        raise DrafterError(f"The hidden states are {width} wide, and the drafter reads {reads} numbers a token.")
     with mixed_precision(batch.input_ids.device), NoWaiting():
         _, total, metrics = model(
             hidden_states=batch.hidden_states,

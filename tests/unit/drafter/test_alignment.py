@@ -107,17 +107,13 @@ def test_padding_rows_change_nothing(drafter, sequences):
     torch.testing.assert_close(filled, loss)
 
 
-def sizes(groups):
-    return [list(group) for group in groups]
-
-
 def test_items_go_into_the_first_open_group_that_has_room():
     items = [5, 6, 3, 2, 4]
-    assert sizes(grouped(items, int, 8)) == [[5], [6], [3, 2], [4]]
-    assert sizes(grouped(items, int, 8, open_groups=2)) == [[5, 3], [6, 2], [4]]
-    assert sizes(grouped([9, 1, 9], int, 8)) == [[9], [1], [9]], "one above the budget is alone"
-    assert sizes(grouped([1, 3, 4, 4], int, 8, padded=True)) == [[1, 3], [4, 4]], "1, 3 and 4 padded to 4 make 12"
-    assert sizes(grouped([], int, 8)) == []
+    assert list(grouped(items, int, 8)) == [[5], [6], [3, 2], [4]]
+    assert list(grouped(items, int, 8, open_groups=2)) == [[5, 3], [6, 2], [4]]
+    assert list(grouped([9, 1, 9], int, 8)) == [[9], [1], [9]], "one above the budget is alone"
+    assert list(grouped([1, 3, 4, 4], int, 8, padded=True)) == [[1, 3], [4, 4]], "1, 3 and 4 padded to 4 make 12"
+    assert list(grouped([], int, 8)) == []
 
 
 def test_an_endless_stream_is_grouped_as_it_comes():

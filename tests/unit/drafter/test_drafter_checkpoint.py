@@ -65,9 +65,29 @@ def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_d
     assert facts == {"policy": "tiny", "rl_steps": 7}
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_need_not_divide_the_hidden_size(heads, tmp_path):
+    """Qwen3.5-27B has 24, and a hidden size of 5120."""
+    policy = make_policy(num_attention_heads=heads, num_key_value_heads=1)
+    loaded = load_drafter(save_drafter(drafter_of(policy), tmp_path / "drafter", {}), policy.config)
+    served = from_drafter_file(*to_drafter_file(loaded, "float32")[:2], "sdpa")
+    assert served.layers[0].self_attn.q_proj.weight.shape == (heads * 16, 64)
+    assert served.config.to_json_string() == loaded.config.to_json_string()
+
+
+def test_a_home_directory_is_filled_in(drafter, policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    saved = save_drafter(drafter, "~/drafter", {}, training_state={"steps": 3})
+    assert saved == tmp_path / "home" / "drafter" and load_training_state("~/drafter") == {"steps": 3}
+    load_drafter("~/drafter", policy.config)
+
+
 def standalone(model):
-    """Its tensors with embedding and head, as others save theirs."""
+    """Its tensors with embedding and head, as others save theirs, and more that nobody needs."""
     own = {"embed_tokens.weight": model.embed_tokens.weight, "lm_head.weight": model.lm_head.weight}
+    own |= {"verifier_lm_head.weight": model.lm_head.weight, "verifier_norm.weight": torch.ones(3)}
+    own["rotary_emb.inv_freq"] = torch.ones(8)
     return serving_tensors(model) | {name: tensor.detach().clone() for name, tensor in own.items()}
 
 
@@ -176,6 +196,18 @@ def refusal(directory, policy, **arguments):
     sentence = str(caught.value)
     assert str(again.value) == sentence and sentence.endswith(".") and "\n" not in sentence
     return sentence
+
+
+def test_a_folder_that_may_not_be_looked_into(saved, policy, monkeypatch):
+    stat = os.stat
+
+    def refused(path, *more, **options):
+        if Path(str(path)).is_relative_to(saved):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *more, **options)
+
+    monkeypatch.setattr(os, "stat", refused)  # root may look anywhere
+    assert f"{saved} is not a directory" in refusal(saved, policy.config)
 
 
 def test_missing_pieces(saved, policy, tmp_path):

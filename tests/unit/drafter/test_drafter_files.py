@@ -191,14 +191,17 @@ def test_a_head_that_is_no_good_is_not_written_back(tmp_path, wrong):
     "table",
     [{"weight_map": []}, {"weight_map": None}, {"weight_map": 3}, {"weight_map": {}}, {}, {"weight_map": {"a": 3}},
      {"weight_map": {"a": None}}, {"weight_map": {"a": ["b"]}}, {"weight_map": {"a": ".."}},
-     {"weight_map": {"a": "config.json"}}, {"weight_map": {"a": "../model.safetensors"}}],
+     {"weight_map": {"a": "config.json"}}, {"weight_map": {"a": "../model.safetensors"}},
+     {"weight_map": {"a": "a\0.safetensors"}}, {"weight_map": {"a": "/model.safetensors"}}],
 )  # fmt: skip
 def test_an_index_of_another_kind_is_a_sentence(saved, policy_dir, tmp_path, table):
     (sharded(saved) / INDEX).write_text(json.dumps(table))
     for sentence in refusals(saved, policy_dir, tmp_path):
         assert INDEX in sentence and "Traceback" not in sentence
-    with pytest.raises(DrafterError, match=INDEX):
-        tensor_files(saved)
+    (saved / "config.json").write_text((policy_dir / "config.json").read_text())
+    for read in (tensor_files, VerifierWeights.from_policy_dir):
+        with pytest.raises(DrafterError, match=INDEX):
+            read(saved)
 
 
 @pytest.mark.parametrize("key", ["version", "tokens_trained", "prompts", "prompts_limit", "acceptance", "policy"])

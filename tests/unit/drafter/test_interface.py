@@ -61,6 +61,15 @@ MISTAKES = {
     "a longer prompt than text, captured": (
         lambda policy, drafter: PolicyStates(policy, (1, 2, 3))([Text((1, 2), 3)]), "prompt_len=3 must be 0..2",
     ),
+    "no tokens, captured": (
+        lambda policy, drafter: PolicyStates(policy, (1, 2, 3))([Text((1, 2), 1), Text((), 0)]), "without tokens",
+    ),
+    "no rows in a batch": (lambda policy, drafter: list(batches([sequence([1, 2, 3])], 0)), "budget=0 must be"),
+    "states of two layers": (
+        lambda policy, drafter: acceptance(
+            drafter, [TrainingSequence(torch.arange(4), 1, torch.zeros(4, 64), torch.zeros(4, 32))]),
+        "64 wide, and the drafter reads 96",
+    ),
     "a token of none, captured": (
         lambda policy, drafter: PolicyStates(policy, (1, 2, 3))([Text((1, 48), 1)]), "Token 48 is outside",
     ),

@@ -305,6 +305,8 @@ def test_experts_that_are_no_such_head_are_refused(mixture_dir, tmp_path, change
     [
         ("num_experts", 1 << 40, r"num_experts must be 0\.\.4096, not 1099511627776"),
         ("num_experts_per_tok", 5, "num_experts_per_tok=5 of 4 experts"),
+        ("head_dim", 1 << 40, r"head_dim must be 0\.\.4096"),
+        ("num_key_value_heads", -2, r"num_key_value_heads must be 0\.\."),
         ("moe_intermediate_size", -1, r"moe_intermediate_size must be 0\.\."),
         ("shared_expert_intermediate_size", 0, "shared_expert_intermediate_size must be above 0"),
     ],
@@ -485,6 +487,17 @@ def test_a_policy_is_whole_wherever_writing_a_head_back_ends_and_another_try_com
     written = write_back(tmp_path / "head", policy)
     held = [name for file in policy.glob("*.safetensors") for name in load_file(file)]
     assert sorted(held) == sorted(before) and load_file(written).keys() == new.keys()
+
+
+def test_a_file_of_the_policy_is_not_written_over(tmp_path):
+    policy = tmp_path / "policy"
+    make_mtp_policy(policy, "mimo")
+    (policy / "model.safetensors").rename(policy / mtp_write_back.SHARD)
+    owners = dict.fromkeys(load_file(policy / mtp_write_back.SHARD), mtp_write_back.SHARD)
+    (policy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    with pytest.raises(DrafterError, match=r"model-mtp\.safetensors, where .*, holds other tensors of the policy"):
+        write_back(policy, policy)
+    assert load_file(policy / mtp_write_back.SHARD).keys() == owners.keys()
 
 
 def test_a_head_of_another_policy_does_not_go_back(family, policy_dir, tmp_path):

@@ -123,6 +123,8 @@ def test_newer_norms_are_carried_over(policy, tmp_path):
     written(tmp_path, fc_norm=True, norm_output=True)
     with pytest.raises(DrafterError, match=r"no tensor 'fc_norm\.0\.weight'"):
         load_drafter(tmp_path, policy.config)
+    with pytest.raises(DrafterError, match="norm_before_fc and fc_norm are both true"):
+        load_drafter(written(tmp_path, fc_norm=True, norm_before_fc=True), policy.config)
     norms = {f"fc_norm.{i}.weight": torch.full((H,), 1.0 + i) for i in range(3)}
     model = load_drafter(written(tmp_path, tensors_of() | norms, fc_norm=True, norm_output=True), policy.config)
     assert model.config.norm_output and torch.equal(model.fc_norm[2].weight, norms["fc_norm.2.weight"])

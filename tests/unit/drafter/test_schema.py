@@ -119,6 +119,7 @@ def test_a_field_that_nobody_needs_is_dropped_before_staging(whole, policy_dir, 
         f"{LAYER}sliding_window": 3,
         f"{LAYER}is_causal": False,
         f"{LAYER}bias": True,
+        f"{LAYER}layer_types": ["full_attention"] * 3,
         f"{LAYER}_attn_implementation": "elsewhere",
     }.items():
         write(whole, key, value)
@@ -166,6 +167,8 @@ def test_maps_stay_within_the_vocabulary_and_agree(pruned, policy_dir, offsets, 
         ("d2t", torch.zeros(4), "d2t holds F32"),
         ("layers.0.self_attn.q_norm.weight", torch.zeros(16), "q_norm.weight, which the network"),
         ("mask_hidden", torch.zeros(1, 96), "mask_hidden, which the network"),
+        ("embed_tokens.weight", torch.zeros(10, 32), "embed_tokens.weight is [10, 32], but config.json asks for [48"),
+        ("embed_tokens.weight", torch.zeros(48, 32, dtype=torch.int64), "embed_tokens.weight holds I64"),
     ],
 )
 def test_tensors_are_those_of_the_network(pruned, policy_dir, name, tensor, said):
