@@ -72,10 +72,12 @@ def tidy(step: Path, prunes: bool) -> None:
     remove_halves(step)  # also of a run that was killed while it wrote
     if not prunes or not (step / POLICY).is_dir():  # on another node's disk: nothing is known here
         return
-    for drafter in step.parent.glob(f"global_step_*/{CHECKPOINT}"):
-        if not (drafter.parent / POLICY).is_dir():
-            # First its name, so that a kill meanwhile leaves no half of a drafter to resume from.
-            shutil.rmtree(drafter.rename(drafter.with_name(f".{CHECKPOINT}.old-{secrets.token_hex(4)}")))
+    for old in step.parent.glob("global_step_*"):
+        if not (old / POLICY).is_dir():
+            if (drafter := old / CHECKPOINT).is_dir():
+                # First its name, so that a kill meanwhile leaves no half of a drafter to resume from.
+                drafter.rename(old / f".{CHECKPOINT}.old-{secrets.token_hex(4)}")
+            remove_halves(old)
 
 
 @upstream_change(

@@ -1,9 +1,7 @@
 """A cold start: a run without a drafter stops once, and trains one on all devices before it goes on.
 
-Bubbles alone teach a random head within tens of steps, in which nothing is saved. A cold start teaches as much at once:
-it saves what drafting saves in as many steps as bubbles would need for that, or as are left. It begins where a good
-drafter would save more seconds than it takes. It trains in portions, each judged by the gate in the next one, and ends
-when what more of them would add saves less than they take. Merge, gate and publication are those of every session.
+It saves what drafting saves in as many steps as bubbles would need to teach as much, or as are left. It trains in
+portions, each judged by the gate in the next one. Merge, gate and publication are those of every session.
 """
 
 import logging

@@ -1,16 +1,5 @@
 """One RL run with TLT: what happens at each of verl's hooks, and what one step hands to the next.
 
-    sample_begin        watch for idle devices, and train the drafter there (`idle.replica_idle`)
-    more_prompts        replicas that have left are called back before more prompts are sent
-    sample_end          stop training (bounded), start merging in the background
-    warm_up             spot workers that replaced others load their kernels
-    cold_start          once in a run without a drafter: train one on all devices before RL goes on
-    log_probs_done      what the tap captured goes to the spot workers
-    save                write the drafter once the policy's checkpoint is on the disk
-    before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
-    after_sync          replicas that left rejoin; compare what the engines have loaded
-    metrics             the step's numbers
-
 Whatever fails in here costs speed only: the `Guard` contains it, and the step goes on as stock verl's.
 """
 
@@ -158,6 +147,7 @@ class Controller:
     # ------------------------------------------------------------------ sampling
 
     def sample_begin(self, step: int) -> None:
+        """Watch for idle devices, and train the drafter there (`idle.replica_idle`)."""
         with self._charged("hand-over"):
             if self._arriving:  # one whose workers got nothing has new ones, which hold nothing
                 arriving, self._arriving = self._arriving, {}
@@ -195,7 +185,10 @@ class Controller:
                 self._watch.recall(self.tlt.spot.stop_timeout_s)
 
     def sample_end(self, step: int, last: bool) -> None:
-        """A sampling phase is over; asynchronous trainers may take several in a step, of which one is the `last`."""
+        """Stop training (bounded), and start merging in the background after a step's `last` sampling.
+
+        Asynchronous trainers may take several in a step.
+        """
         with self._charged("end of sampling", "stop"):
             watch, self._watch = self._watch, None
             if watch is not None:
@@ -207,9 +200,14 @@ class Controller:
                 off = self.speculation.off
                 saved_s = self.speculation.rollout_ended(stats, [(s.start, s.end) for s in self._sessions])
                 self.log.speculated(step, saved_s, self.speculation.disabled, off)
-        if self._sessions and last:
-            sessions, self._sessions = self._sessions, []
-            self.updates.begin(sessions)
+        if last:
+            with self.guard("end of sampling"):
+                if sessions := self._sessions:
+                    self._sessions = []
+                    self.updates.begin(sessions)
+                token_bytes = max((s.bytes / s.tokens for s in self._buffers.values() if s.tokens), default=0.0)
+                bubble_s, trained_s = self.log.observed.bubble_s, self.log.observed.bubble_trained_s
+                self._tap.sampled(bubble_s, trained_s, self.log.exhausted, token_bytes)
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):
@@ -275,10 +273,6 @@ class Controller:
         if not self.spot:
             return
         with self._charged("tap"):
-            filled = [s for s in self._buffers.values() if s.tokens]
-            bubble_s, trained_s = self.log.observed.bubble_s, self.log.observed.bubble_trained_s
-            token_bytes = max((s.bytes / s.tokens for s in filled), default=0.0)
-            self._tap.sampled(bubble_s, trained_s, self.log.exhausted, token_bytes)
             start = self.clock.monotonic()
             taken = self.fleet.take(self._trains_next(step), self._tap.tokens)  # every rank puts what it has in a store
             handed_s = self.clock.monotonic() - start
@@ -308,7 +302,7 @@ class Controller:
         self._choose_who_drafts(step + 1)
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
-        """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`."""
+        """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`: all rejoin."""
         with self._charged("rejoin"):
             if self.facts.rule.idle == "replicas":
                 self.fleet.rejoin(list(self.fleet.replicas))

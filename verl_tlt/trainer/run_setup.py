@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
+from verl_tlt.errors import TLTError
 from verl_tlt.idle.replica_idle import MODE_RULES, ModeRule
 from verl_tlt.idle.tap_budget import STEP_SHARE
 from verl_tlt.messages.rollout import DrafterFile
@@ -110,7 +111,8 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter,
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
     accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-    node_bytes = min((node.get("memory", 0.0) for node in nodes), default=0.0)  # as far as Ray may use it
+    # As far as Ray may use it; spot workers are on nodes with GPUs, a small head node may have none.
+    node_bytes = min((node.get("memory", 0.0) for node in nodes if node.get("GPU")), default=0.0)
     tlt = with_sizes(tlt, start.draft_vocab, accelerator, node_bytes, workers, start.worker_bytes)
     buffer = replace(tlt.buffer, window=min(tlt.buffer.window, context))
     share = held_out_share(buffer, config.data.train_batch_size, workers * config.trainer.nnodes)
@@ -254,6 +256,8 @@ def _resume_dir(trainer: DictConfig) -> Path | None:
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
     if trainer.resume_mode == "resume_path":
+        if "global_step_" not in str(trainer.resume_from_path):
+            raise TLTError("trainer.resume_from_path must name a global_step_N directory to resume from.")
         return Path(os.path.abspath(trainer.resume_from_path))
     latest = trainer.resume_mode == "auto" and find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
     return Path(latest) if latest else None

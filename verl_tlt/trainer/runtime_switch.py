@@ -4,6 +4,7 @@ The file lies in the trace directory, because whoever watches a run has that dir
 Standard library and PyYAML only: `verl-tlt switch` runs where nothing else is installed.
 """
 
+import reprlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,19 +38,23 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
     if reason := other_owner(path):
         raise SwitchError(f"{path} is not obeyed: {reason}.")
     try:
-        node = yaml.safe_load(path.read_text()) or {}
+        node = yaml.load(path.read_text(), yaml.BaseLoader)  # to text alone: other values raise what they like
     except FileNotFoundError:
         return RuntimeSwitch()
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise SwitchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if node is None:  # an empty file
+        return RuntimeSwitch()
     if not isinstance(node, dict):
         raise SwitchError(f"{path} must hold lines such as `speculation: off`.")
+    switches, states = asdict(RuntimeSwitch()), yaml.SafeLoader.bool_values
     for key, value in node.items():
-        if key not in asdict(RuntimeSwitch()):
-            raise SwitchError(f"{path}: {key} is not a switch; there are {' and '.join(asdict(RuntimeSwitch()))}.")
-        if not isinstance(value, bool):  # YAML reads on and off as booleans
-            raise SwitchError(f"{path}: {key} must be on or off, not {value!r}.")
-    return RuntimeSwitch(**node)
+        if key not in switches:
+            raise SwitchError(f"{path}: {key} is not a switch; there are {' and '.join(switches)}.")
+        if str(value).lower() not in states:
+            raise SwitchError(f"{path}: {key} must be on or off, not {reprlib.repr(value)}.")
+        switches[key] = states[value.lower()]
+    return RuntimeSwitch(**switches)
 
 
 def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch:

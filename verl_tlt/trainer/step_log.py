@@ -201,8 +201,9 @@ class StepLog:
         tlt = step_metrics(self.observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything, off=self._off)
-        print(step_line(everything, step), flush=True)
         self._begin(self.observed)
+        with self.guard("step line"):  # a disk that is full
+            print(step_line(everything, step), flush=True)
         return tlt
 
 

@@ -65,12 +65,12 @@ class BufferWatch:
     )
     def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
         self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
-        look = getattr(buffer, "_sync_metadata_from_transfer_queue", None)
-        if look is None:
+        try:
+            look, self._counted = buffer._sync_metadata_from_transfer_queue, self._count()
+        except AttributeError:
             logger.warning("%s does not say what may still arrive, so no replica leaves early.", type(buffer).__name__)
             self._counted = PendingWork(more=True)
             return
-        self._counted = self._count()
 
         def look_and_count() -> None:
             look()

@@ -27,9 +27,11 @@ def recalled(planner):
     return planner
 
 
-def test_one_that_had_stopped_by_itself_only_wakes_up(planner):
-    planner.stopped("a", 1.8)
+@pytest.mark.parametrize("ending", ["stopped", "failed"])
+def test_one_whose_session_is_over_only_wakes_up(planner, ending):
+    getattr(planner, ending)("a", 1.8)
     assert planner.recall() == [Command("wake_up", "a")]
+    assert planner.awake("a", 2.0) == [Command("rejoin", "a")]
 
 
 def test_nobody_leaves_before_the_late_requests_can_have_arrived(planner):
@@ -55,12 +57,6 @@ def test_one_that_cannot_wake_up_stays_away_until_the_sync(planner):
     planner.failed("a", 2.1)
     assert planner.state("a") is State.IDLE and planner.recall() == [], "it is not waited for again"
     assert planner.account(3.0).failures == 1
-
-
-def test_one_whose_session_failed_is_called_back_like_any_other(planner):
-    planner.failed("a", 1.5)
-    assert planner.recall() == [Command("wake_up", "a")]
-    assert planner.awake("a", 2.0) == [Command("rejoin", "a")]
 
 
 def test_the_bubble_before_a_recall_counts(recalled):

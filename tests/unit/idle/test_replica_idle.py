@@ -74,18 +74,12 @@ def test_before_dispatch_everybody_looks_idle_and_nobody_leaves():
     assert sum(p.account(3.0).bubble_s.values()) == 0.0
 
 
-def test_settle_time_restarts_with_every_request():
+@pytest.mark.parametrize(("requests", "pending"), [(1, 0), (0, 1)])
+def test_settle_time_restarts_with_every_request_and_does_not_run_while_one_is_pending(requests, pending):
     p = loaded(planner(settle_s=0.25))
-    for now, requests in ((7.0, 0), (7.125, 1), (7.5, 0), (7.625, 0)):
-        assert p.observe(now, {"a": requests, "b": 3}, pending=0) == []
+    for now, here, coming in ((7.0, 0, 0), (7.125, requests, pending), (7.5, 0, 0), (7.625, 0, 0)):
+        assert p.observe(now, {"a": here, "b": 3}, pending=coming) == []
     assert p.observe(7.75, {"a": 0, "b": 3}, pending=0) == [Command("leave", "a")]
-
-
-def test_settle_time_does_not_run_while_something_is_pending():
-    p = loaded(planner())
-    p.observe(1.0, {"a": 0, "b": 3}, pending=1)
-    assert p.observe(1.5, {"a": 0, "b": 3}, pending=0) == []
-    assert p.observe(1.7, {"a": 0, "b": 3}, pending=0) == [Command("leave", "a")]
 
 
 def test_the_last_serving_replica_never_leaves():

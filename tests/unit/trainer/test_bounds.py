@@ -23,19 +23,13 @@ def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run
     assert metrics["tlt/spot_failures"] == 1
 
 
-def test_a_checkpoint_that_is_never_written_replaces_its_worker(filled, clock, took):
+@pytest.mark.parametrize(("hook", "counted"), [("save", "save"), ("finish", "final drafter")])
+def test_a_drafter_that_is_never_written_replaces_its_worker(filled, clock, took, hook, counted):
     run_, fleet = filled()
     fleet.save = lambda *args: {"a": FakeCall(clock)}
-    assert took(run_.save, 1) == pytest.approx(controller.SAVE_S)
+    assert took(getattr(run_, hook), *([1] if hook == "save" else [])) == pytest.approx(controller.SAVE_S)
     run_.saved(1)
-    assert fleet.restarts == ["a"] and run_.guard.counts == {"save": 1}
-
-
-def test_the_end_of_the_run_waits_as_long_for_its_drafter(run, clock, took):
-    run_, fleet = run()
-    fleet.save = lambda *args: {"a": FakeCall(clock)}
-    assert took(run_.finish) == pytest.approx(controller.SAVE_S)
-    assert run_.guard.counts == {"final drafter": 1}
+    assert fleet.restarts == ["a"] and run_.guard.counts == {counted: 1}
 
 
 def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took):

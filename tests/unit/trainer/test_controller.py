@@ -1,5 +1,6 @@
 """Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -180,19 +181,13 @@ def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(run, 
     assert "spot training on b, which was given up, works again" in said.text
 
 
-def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, clock):
+@pytest.mark.parametrize("untrained", [True, False])
+def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, clock, untrained):
     fleet = FakeFleet("b", "c", standalone={"c"}, clock=clock)
-    controller, fleet = filled(fleet=fleet, untrained=True, cold_start_s=0.0)
+    controller, fleet = filled(fleet=fleet, untrained=untrained, cold_start_s=0.0)
     keep_failing(controller, fleet, range(2, 12))
     line = "any more: spot training is given up on every replica, and the drafter is a random one"
-    assert said.text.count(line) == said.text.count("TLT does nothing") == 1
-
-
-def test_one_that_still_drafts_or_trains_says_nothing_of_the_kind(run, said):
-    controller, fleet = run()  # with a trained drafter
-    fill_buffers(controller, fleet)
-    keep_failing(controller, fleet, range(2, 12))
-    assert "TLT does nothing" not in said.text
+    assert said.text.count(line) == said.text.count("TLT does nothing") == untrained
 
 
 @pytest.mark.parametrize(
@@ -263,16 +258,30 @@ def test_replicas_on_the_trainers_devices_get_no_requests_although_nobody_trains
     assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx((len(colocated) or 1) * LOOKS_S), "of the wait for samples"
 
 
-def test_several_samplings_of_one_step_are_merged_once(run):
+def test_several_samplings_of_one_step_are_merged_once_and_double_the_captured_tokens_once(run):
     controller, fleet = run(mode="separate_async", names=("a", "far"), standalone={"far"})
     controller.log_probs_done(0)
     for last in (False, True):
         controller.sample_begin(1)
         fleet.clock.until(lambda: controller._watch.running)
+        fleet.sessions["a"].end(SessionResult("exhausted", steps=20, tokens=5000))
+        fleet.clock.sleep(1.5)
         controller.sample_end(1, last=last)
         assert (controller.updates.under_way is not None) is last
+        controller.log_probs_done(1)
     merged(controller)
     assert called(fleet, "merge") == [(("a",),)] and len(called(fleet, "train")) == 2
+    assert fleet.tap_tokens == [TOKENS_PER_STEP, TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
+
+
+def test_an_update_that_cannot_begin_costs_itself(filled, monkeypatch):
+    controller, fleet = filled()
+
+    def submit(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    assert trained_step(controller, fleet, 2)["tlt/errors_end_of_sampling"] == 1
 
 
 @pytest.mark.parametrize(

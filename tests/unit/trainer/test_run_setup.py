@@ -1,24 +1,33 @@
 """What a run is made of, from a config as verl composes it."""
 
 import pytest
+import ray
+from omegaconf import OmegaConf
 
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
+from verl_tlt.errors import TLTError
+from verl_tlt.trainer import run_setup
 from verl_tlt.trainer.run_setup import MOST_HELD_OUT, held_out_share, prepare, with_sizes
 
 GIB = 2**30
+SMALL_HEAD = {"memory": 8.0 * GIB}
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "sizes"),
+    ("device", "given", "nodes", "sizes"),
     [
-        ("cuda", [], (4096, BUFFER_MB)),
-        ("cpu", [], (BATCH_TOKENS, BUFFER_MB)),
-        ("cuda", ["tlt.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], (300, 10)),
+        ("cuda", [], [], (4096, BUFFER_MB)),
+        ("cuda", [], [SMALL_HEAD, {"memory": 1024.0 * GIB, "GPU": 8.0}], (4096, 13_106)),
+        ("cpu", [], [], (BATCH_TOKENS, BUFFER_MB)),
+        ("cuda", ["tlt.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], [], (300, 10)),
     ],
 )
-def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, sizes):
+def test_controller_and_spot_workers_get_sizes_that_fit(recipe, monkeypatch, device, given, nodes, sizes):
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(nodes))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in nodes])
+    monkeypatch.setattr(ray, "cluster_resources", dict)
     config = compose(
         [
             "+tlt=default",
@@ -48,6 +57,13 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, device, given, s
 )
 def test_micro_batches_on_an_accelerator_are_as_large_as_their_logits_allow(vocabulary, rows):
     assert with_sizes(TLTConfig(), vocabulary, True, 0, 8, 0).drafter.batch_tokens == rows
+
+
+@pytest.mark.parametrize("path", [None, "checkpoints"])
+def test_a_resumption_without_its_path_is_one_sentence(path):
+    trainer = OmegaConf.create({"resume_mode": "resume_path", "resume_from_path": path})
+    with pytest.raises(TLTError, match=r"trainer\.resume_from_path"):
+        run_setup._resume_dir(trainer)
 
 
 def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():

@@ -1,6 +1,7 @@
 """What a step's log holds, without a trainer."""
 
 import dataclasses
+import io
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.idle.replica_idle import PhaseAccount
@@ -31,6 +32,16 @@ def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_pa
     assert metrics["tlt/errors"] == 2.0
     assert metrics["tlt/accept_length"] == 1.5, "18 tokens in 12 drafts, of the three replicas that drafted"
     assert metrics["tlt/broken_drafts"] == 7.0
+
+
+def test_a_line_that_cannot_be_printed_is_counted_and_costs_no_metric(tmp_path, monkeypatch):
+    log = StepLog(TraceWriter(tmp_path, "driver"))
+    log.worker_failed()
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
+    assert log.finish(1, {})["tlt/spot_failures"] == 1.0
+    later = log.finish(2, {})
+    assert later["tlt/errors_step_line"] >= 1.0 and "tlt/spot_failures" not in later
 
 
 def test_a_step_in_which_nobody_drafted_says_why_and_the_next_does_not(tmp_path):

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from fake_clock import FakeClock
@@ -58,10 +59,12 @@ def test_filtering_may_ask_for_more_groups_until_there_are_enough(filtering, wan
     assert pending().more is possible
 
 
-def test_of_a_sampler_that_is_not_verls_the_worst_is_assumed(monkeypatch):
-    said = []
+@pytest.mark.parametrize("known", [(), ("_sync_metadata_from_transfer_queue", "pending_keys")])
+def test_of_a_sampler_that_is_not_verls_the_worst_is_assumed(monkeypatch, known):
+    said, buffer = [], Buffer()
     monkeypatch.setattr(logger, "warning", lambda message, *args: said.append(message % args))
-    assert BufferWatch(object(), multi_turn=False, wanted=1)().more
+    sampler = SimpleNamespace(**{name: getattr(buffer, name) for name in known})
+    assert BufferWatch(sampler, multi_turn=False, wanted=1)().more
     assert len(said) == 1 and "no replica leaves early" in said[0]
 
 
