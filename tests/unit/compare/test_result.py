@@ -10,6 +10,7 @@ from verl_tlt.commands.compare.plan import named_arms
 from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, read_step, schedule
 from verl_tlt.commands.compare.result import (
     FEWEST,
+    arm_rows,
     found_of,
     left_out,
     other_prompts,
@@ -202,6 +203,11 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
     said = " ".join(found["sentences"])
     assert "tlt was faster than stock" in said and "vllm-7, the fastest of the others" in said
     assert len(found["turns"]) == len(record.turns) == 11
+
+
+def test_a_reward_that_is_no_number_is_shown(record):
+    record.turns[0].steps[0] = replace(record.turns[0].steps[0], reward=math.nan)
+    assert [row[-1][:5] for row in arm_rows(found_of(ARMS, record))].count("nan ±") == 1
 
 
 def test_before_the_first_pair_there_is_nothing_to_say(tmp_path):
