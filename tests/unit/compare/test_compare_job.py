@@ -118,13 +118,7 @@ def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
     lines = ["ValueError: first", last, "  File somewhere", "Error executing job with overrides: []"]
     (log := tmp_path / "log").write_text("\n".join(lines))
     assert failure("It failed.", log).startswith("It failed. Cause: torch.OutOfMemoryError: no memory left\n")
-    log.write_text("all is well")
-    assert failure("It failed.", log).startswith("It failed.\nThe last lines of ")
-
-
-def test_a_failure_names_cause_and_log_and_shows_its_end(tmp_path):
-    logged = [*map(str, range(30)), "ValueError: x", "\x1b[31mbye" + "!" * 999]
-    (log := tmp_path / "turn-1.log").write_text("\n".join(logged))
-    what, where, *lines = failure("It failed.", log).splitlines()
-    assert what == "It failed. Cause: ValueError: x" and str(log) in where
-    assert lines[0] == "    17" and lines[-1].startswith("    bye!") and len(lines[-1]) < 320
+    log.write_text("\n".join([*map(str, range(30)), "all is well", "\x1b[31mbye" + "!" * 999]))
+    what, *lines = failure("It failed.", log).splitlines()
+    assert (what, lines[0], lines[1]) == ("It failed.", f"The last lines of {log}:", "    17")
+    assert lines[-1].startswith("    bye!") and len(lines[-1]) < 320
