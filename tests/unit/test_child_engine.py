@@ -19,6 +19,8 @@ import os, sys, time
 from verl_tlt.commands.child_engine import serve_job
 from verl_tlt.errors import TLTError
 
+time.sleep(float(os.environ.get("IMPORTS_S", "0")))  # as long as the imports of an engine take
+
 def work(job, directory):
     (directory / "pid").write_text(str(os.getpid()))
     print("the child was here", flush=True)
@@ -98,14 +100,20 @@ def test_one_that_hangs_is_ended(tmp_path):
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
-def test_it_ends_with_its_parent(tmp_path):
+@pytest.mark.parametrize("imports_s", [0, 2])
+def test_it_ends_with_its_parent(tmp_path, monkeypatch, imports_s):
+    monkeypatch.setenv("IMPORTS_S", str(imports_s))
     code = (
         "from pathlib import Path; from verl_tlt.commands.child_engine import run_job;"
         f"run_job('simple_child', {{'do': 'hang'}}, Path({str(tmp_path)!r}), {{}})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+    log = tmp_path / child_engine.LOG
+    wait_for(lambda: log.is_file() and (imports_s or "was here" in log.read_text()))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
+    if imports_s:
+        wait_for(lambda: "that started this engine has ended" in log.read_text())
+        return
     child = int((tmp_path / "pid").read_text())
     wait_for(lambda: not is_alive(child))

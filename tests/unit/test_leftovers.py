@@ -130,6 +130,24 @@ def test_an_interrupted_run_leaves_nothing_whenever_it_comes(owner, base, tmp_pa
     assert existing(name) == set() and list(base.iterdir()) == []
 
 
+def test_what_cannot_be_removed_stays_and_all_else_goes(owner, base, tmp_path):
+    argv, name = owner
+    tree = ProcessTree(argv, env=os.environ, log=tmp_path / "log")
+    semaphores(name)
+    (stays := SHM / f"{name}-0").unlink()
+    stays.mkdir()
+    try:
+        assert tree.stop() == [] and existing(name) == {stays} and list(base.iterdir()) == []
+    finally:
+        stays.rmdir()
+
+
+def test_a_command_that_cannot_start_leaves_nothing(base, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ProcessTree(["true"], env=os.environ, log=tmp_path / "log", cwd=tmp_path / "nowhere")
+    assert list(base.iterdir()) == []
+
+
 def test_a_long_temporary_folder_is_not_used(base, tmp_path, monkeypatch):
     """Ray's sockets in it would have names that Linux refuses."""
     long = tmp_path / ("x" * LONGEST_BASE)

@@ -113,6 +113,27 @@ def test_others_children_are_left_alone(tmp_path):
         mine.wait()
 
 
+def test_a_process_that_may_not_be_signalled_is_told_and_nothing_else_stays(tmp_path, monkeypatch):
+    """As one of another user's program, which ran with its owner's rights."""
+
+    def denied(process, sent):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(processes, "TERM_S", 0.1)
+    monkeypatch.setattr(processes, "KILL_S", 0.1)
+    tree = ProcessTree(["sh", "-c", "echo $TMPDIR; sleep 60"], env=os.environ, log=tmp_path / "log")
+    while not (folder := (tmp_path / "log").read_text().strip()):
+        time.sleep(0.01)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, "send_signal", denied)
+            assert tree.process.pid in tree.stop()
+        assert not os.path.exists(folder)
+    finally:
+        os.killpg(tree.process.pid, signal.SIGKILL)
+        tree.process.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
     argv, pids = family

@@ -1,8 +1,8 @@
 """An engine in a child process, for the commands that start one.
 
 A child process returns all its memory on every device when it ends, and a crash of the engine becomes one sentence.
-The parent calls `run_job`, which starts `python -m MODULE DIRECTORY`; that module calls `serve_job`. In the directory,
-`job.json` has the child's job, `answer.json` its answer, and `engine.log` what it printed.
+The parent calls `run_job`, which starts `python -m MODULE DIRECTORY PARENT`; that module calls `serve_job`. In the
+directory, `job.json` has the child's job, `answer.json` its answer, and `engine.log` what it printed.
 """
 
 import ctypes
@@ -56,7 +56,8 @@ def run_job(
         old.unlink(missing_ok=True)
     (directory / "job.json").write_text(json.dumps(job))
     deadline = time.monotonic() + timeout_s
-    with running([sys.executable, "-m", module, str(directory)], env={**os.environ, **environment}, log=log) as tree:
+    command = [sys.executable, "-m", module, str(directory), str(os.getpid())]
+    with running(command, env={**os.environ, **environment}, log=log) as tree:
         while tree.process.poll() is None:
             tell()
             tree.alive()
@@ -78,7 +79,9 @@ def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
     """
     # The child ends with its parent, however that ends, and so do vLLM's processes: nobody else would stop them.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    directory = Path(sys.argv[1])
+    directory, parent = Path(sys.argv[1]), int(sys.argv[2])
+    if os.getppid() != parent:
+        raise SystemExit("The command that started this engine has ended.")
     try:
         answer = work(json.loads((directory / "job.json").read_text()), directory)
     except TLTError as error:

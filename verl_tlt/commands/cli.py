@@ -177,7 +177,7 @@ def evaluate(options: EvaluateOptions) -> None:
 def calibrate(
     overrides: RecipeWords,
     config_name: ConfigName = "ppo_trainer",
-    out: Annotated[Path | None, Option(help="File to write; by default where runs look.")] = None,
+    out: Annotated[Path | None, Option(help="Folder to write to; by default where runs look.")] = None,
     seconds: Annotated[float, Option(min=1, callback=finite, help="How long to measure.")] = 60.0,
     cpu: Annotated[bool, Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
     run_script: RunScript = False,

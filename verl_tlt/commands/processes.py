@@ -77,16 +77,16 @@ class ProcessTree:
         self._before = set(psutil.Process().children())
         self._known: list[psutil.Process] = []
         _adopt_orphans(True)
-        with os.fdopen(open_to_append(log), "ab") as out:
-            self.process = subprocess.Popen(
-                argv,
-                env={**env, "TMPDIR": str(self._leftovers.folder)},
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        own = {**env, "TMPDIR": str(self._leftovers.folder)}
+        try:
+            with os.fdopen(open_to_append(log), "ab") as out:
+                self.process = subprocess.Popen(
+                    argv, env=own, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                )
+        except BaseException:
+            self._leftovers.remove()
+            _adopt_orphans(False)
+            raise
         self.alive()
 
     def alive(self) -> list[psutil.Process]:
@@ -158,7 +158,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _send(process: psutil.Process, sent: signal.Signals) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # the latter of another user's program
         process.send_signal(sent)
 
 
@@ -223,7 +223,8 @@ class Leftovers:
     def remove(self) -> None:
         """Remove the folder and the noted files; call it when the processes have ended."""
         for path in self._left_outside():
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another user's, whose processes cannot be looked into
+                path.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _left_outside(self) -> list[Path]:
@@ -264,5 +265,5 @@ def _changed(path: str) -> float:
     """Time of the file's last change, its creation included, in unix seconds; -1 if it is gone."""
     try:
         return os.stat(path).st_ctime
-    except FileNotFoundError:
+    except OSError:
         return -1.0

@@ -2,13 +2,17 @@
 
 import json
 import tempfile
+from unittest.mock import Mock
 
 import pytest
 
 from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.compare import job
+from verl_tlt.commands.compare.command import take_turns
 from verl_tlt.commands.compare.job import accepted, failure, job_environment, keep_only, read_rows, take_turn
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
-from verl_tlt.commands.compare.record import CompareError
+from verl_tlt.commands.compare.record import CompareError, Record
+from verl_tlt.commands.console import make_console
 
 ARM = Arm(STOCK, "", False)
 
@@ -33,6 +37,31 @@ def test_a_job_that_logs_nothing_for_too_long_is_ended(tmp_path):
 def test_a_turn_goes_on_only_from_a_checkpoint_that_is_there(tmp_path):
     with pytest.raises(CompareError, match=r"global_step_4, from which stock is to go on, is gone"):
         take_turn(plan_of(tmp_path), ARM, 1, 60.0, lambda done: None)
+
+
+def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch):
+    """As after a kill between the end of a job and its record, or on a full disk; one checkpoint is left in the end."""
+    plan, record = plan_of(tmp_path), Record(tmp_path, {})
+
+    def run(plan, arm, turn, files, stall_s, tell):
+        last = plan.last_step(turn)
+        data = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5, "response_length/mean": 8.0,
+                "prompt_length/mean": 2.0, "perf/total_num_tokens": 100.0}  # fmt: skip
+        files[1].write_text("".join(json.dumps({"step": last - n, "data": data}) + "\n" for n in (3, 2, 1, 0)))
+        (tmp_path / "stock" / f"global_step_{last}").mkdir()
+        return 0
+
+    def take(rounds):
+        take_turns(plan, [ARM], rounds, record, make_console(), 60.0, lambda: None)
+
+    monkeypatch.setattr(job, "_run", run)
+    take(1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
+        patch.setattr(record, "add", Mock(side_effect=OSError("the disk is full")))
+        take(2)
+    take(2)
+    assert [turn.turn for turn in record.turns] == [0, 1]
+    assert [path.name for path in (tmp_path / "stock").glob("global_step_*")] == ["global_step_8"]
 
 
 def test_one_checkpoint_is_kept(tmp_path):
@@ -89,13 +118,7 @@ def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
     lines = ["ValueError: first", last, "  File somewhere", "Error executing job with overrides: []"]
     (log := tmp_path / "log").write_text("\n".join(lines))
     assert failure("It failed.", log).startswith("It failed. Cause: torch.OutOfMemoryError: no memory left\n")
-    log.write_text("all is well")
-    assert failure("It failed.", log).startswith("It failed.\nThe last lines of ")
-
-
-def test_a_failure_names_cause_and_log_and_shows_its_end(tmp_path):
-    logged = [*map(str, range(30)), "ValueError: x", "\x1b[31mbye" + "!" * 999]
-    (log := tmp_path / "turn-1.log").write_text("\n".join(logged))
-    what, where, *lines = failure("It failed.", log).splitlines()
-    assert what == "It failed. Cause: ValueError: x" and str(log) in where
-    assert lines[0] == "    17" and lines[-1].startswith("    bye!") and len(lines[-1]) < 320
+    log.write_text("\n".join([*map(str, range(30)), "all is well", "\x1b[31mbye" + "!" * 999]))
+    what, *lines = failure("It failed.", log).splitlines()
+    assert (what, lines[0], lines[1]) == ("It failed.", f"The last lines of {log}:", "    17")
+    assert lines[-1].startswith("    bye!") and len(lines[-1]) < 320

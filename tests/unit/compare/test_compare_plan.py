@@ -130,6 +130,8 @@ def test_arms_that_there_are_not_are_refused(names, drafter, said):
 def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(CompareError, match="There is no recipe"):
         make_plan(Recipe(()), 4, tmp_path)
+    with pytest.raises(CompareError, match=r"/no/folder, which is not here"):
+        make_plan(Recipe(BASE, directory="/no/folder"), 4, tmp_path)  # `mkdir -p folder && cd folder` of its script
     with pytest.raises(TLTError, match=r"no\.such\.key"):
         make_plan(Recipe((*BASE, "no.such.key=1")), 4, tmp_path)
     nowhere = make_plan(Recipe((*BASE, "actor_rollout_ref.model.path=/nowhere/policy")), 4, tmp_path)

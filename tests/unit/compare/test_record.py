@@ -1,6 +1,9 @@
 """Whose turn it is, and what a comparison that is called again finds."""
 
+import errno
+import fcntl
 import json
+import os
 
 import pytest
 
@@ -64,6 +67,25 @@ def test_time_left_is_that_of_the_turns_before(tmp_path):
     record.add(turn("tlt", 0, seconds=60.0))
     assert record.seconds_left(["stock", "tlt"], 2) == 100.0
     assert json.loads((tmp_path / "turns.json").read_text())["asked"] == ASKED
+
+
+def test_a_comparison_without_a_turn_begins_anew_and_nobody_elses_checkpoint_is_removed(tmp_path):
+    (own := tmp_path / "own").mkdir()
+    Record(own, ASKED)
+    (own / "tlt" / "global_step_4").mkdir(parents=True)  # of a turn that was killed
+    assert Record(own, {"--steps": 5}).turns == []
+    (theirs := tmp_path / "runs" / "tlt" / "global_step_30").mkdir(parents=True)
+    with pytest.raises(CompareError, match=rf"{theirs} is of no comparison"):
+        Record(tmp_path / "runs", ASKED)
+
+
+def test_a_file_system_without_locks_is_no_reason_to_refuse(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre, as many clusters mount it
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    Record(tmp_path, ASKED).add(turn("tlt", 0))
+    assert Record(tmp_path, ASKED).turns == [turn("tlt", 0)]
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):

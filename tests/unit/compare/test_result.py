@@ -10,6 +10,7 @@ from verl_tlt.commands.compare.plan import named_arms
 from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, read_step, schedule
 from verl_tlt.commands.compare.result import (
     FEWEST,
+    arm_rows,
     found_of,
     left_out,
     other_prompts,
@@ -42,12 +43,9 @@ def test_nineteen_of_twenty_intervals_hold_the_truth(count):
     assert all(low <= of_all <= high for of_all, low, high in found)
 
 
-def test_more_measurements_narrow_it():
+def test_more_measurements_narrow_it_and_one_is_all_there_is():
     widths = [math.log(high / low) for _, low, high in (pooled(seconds(1, n), over) for n in (6, 24, 96))]
     assert widths[0] > 1.5 * widths[1] > 2 * widths[2]
-
-
-def test_one_measurement_is_all_there_is():
     assert pooled([(3.0, 2.0)], over) == [1.5, 1.5, 1.5]
 
 
@@ -130,9 +128,17 @@ def measured(faster, rounds, noise=0.2, seed=0):
     return ratio(pairs(stock, arm), lambda s: s.step_s, lambda s: s.tokens)
 
 
-def test_an_arm_whose_interval_is_on_one_side_of_1_was_faster_or_slower():
+def test_the_verdict_is_faster_slower_no_difference_or_too_few_steps():
     assert verdict("tlt", "stock", measured(1.5, 4)).startswith("tlt was faster than stock: 1.5")
     assert verdict("tlt", "stock", measured(0.6, 4)).startswith("tlt was slower than stock: 0.6")
+    few = measured(1.08, 2, seed=1)
+    said = verdict("tlt", "stock", few)
+    assert "No difference seen" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
+    assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
+    for steps in (1, 4):  # however far apart
+        far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
+        said = f"Too few steps to tell: {steps} of each arm count, 5 are needed"
+        assert verdict("tlt", "stock", far).startswith(said)
 
 
 def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
@@ -141,19 +147,6 @@ def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
     assert "22 s behind stock after step 3" in said and "ahead from step 5 on: +8 s after step 5" in said
     assert "not ahead yet: -3 s after step 4" in paid_back("tlt", "stock", {"seconds": rows[:3], "from_step": None})
     assert not paid_back("tlt", "stock", {"seconds": rows[3:], "from_step": 5})
-
-
-def test_no_difference_is_said_with_its_bounds():
-    few = measured(1.08, 2, seed=1)
-    said = verdict("tlt", "stock", few)
-    assert "No difference seen" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
-    assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_few_steps_tell_nothing_however_far_apart(steps):
-    far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
-    assert verdict("tlt", "stock", far).startswith(f"Too few steps to tell: {steps} of each arm count, 5 are needed")
 
 
 def test_what_is_left_out_is_told_per_turn_and_beside_stock():
@@ -202,6 +195,11 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
     said = " ".join(found["sentences"])
     assert "tlt was faster than stock" in said and "vllm-7, the fastest of the others" in said
     assert len(found["turns"]) == len(record.turns) == 11
+
+
+def test_a_reward_that_is_no_number_is_shown(record):
+    record.turns[0].steps[0] = replace(record.turns[0].steps[0], reward=math.nan)
+    assert [row[-1][:5] for row in arm_rows(found_of(ARMS, record))].count("nan ±") == 1
 
 
 def test_before_the_first_pair_there_is_nothing_to_say(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import Recipe
+from verl_tlt.checks.recipe import Recipe, compose
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose, visible_gpus
+from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose, examine_gpus, visible_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import COSTS_DIR
@@ -128,6 +128,9 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, monkeypatc
     done = CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"})
     assert done.exit_code == 3, done.output
     assert done.output.splitlines()[-1].endswith("trainer.n_gpus_per_node=8 ask for 8 GPUs, and none are seen here.")
+    rollout = [f"actor_rollout_ref.rollout.{count}" for count in ("nnodes=2", "n_gpus_per_node=4")]
+    (own,) = examine_gpus(compose([*EIGHT, *rollout, "trainer.v1.trainer_mode=separate_async"], "ppo_trainer"), {})
+    assert own.level == "if" and "n_gpus_per_node=4 ask for 16 GPUs" in own.sentence, "of which rollouts have their own"
     for command in (["doctor", "--gpu"], ["calibrate"]):
         said = CliRunner().invoke(app, [*command, *words], env={"COLUMNS": "300"})
         assert said.exit_code == 1 and "No GPU found; --cpu measures on the CPU." in said.output
@@ -149,6 +152,8 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
         (FOUR, {"CUDA_VISIBLE_DEVICES": "7"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "1, 3,4,0"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "2,-2,3"}, 1),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "1,0,1"}, 0),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-8932f937"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-d1c6ab0f"}, 2),
         (FOUR, {"HIP_VISIBLE_DEVICES": "0"}, 4),
         (["dev/dxg"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),

@@ -1,5 +1,6 @@
 """What `doctor --gpu` says about what an engine told, and under which key a calibration is kept."""
 
+import asyncio
 import dataclasses
 import json
 from dataclasses import asdict
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands import child_engine
 from verl_tlt.commands.doctor.command import cost_table
 from verl_tlt.commands.doctor.engine_check import (
     BATCHES,
     Answer,
     EngineJob,
+    check,
     check_sleep,
     check_waking,
     judge_costs,
@@ -23,6 +26,7 @@ from verl_tlt.commands.doctor.engine_check import (
 )
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.config import TLTConfigError
+from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server import calibration
@@ -52,6 +56,8 @@ def test_what_is_wrong_or_missing_is_said():
     assert dear.level == "warn" and "1.40 to 1.75 times" in dear.sentence
     within, *_ = judge_costs(COSTS, STOCK, {1: 0.0137, 4: 0.0274})  # the machine became slower meanwhile
     assert within.level == "ok" and "1.10 to 1.37 times" in within.sentence
+    (always,) = judge_costs(COSTS, STOCK, {}, "An unknown runner.")
+    assert (always.level, always.sentence) == ("warn", "An unknown runner.")
     (unknown,) = judge_costs(LatencyTable(), STOCK, CLOSE)
     assert unknown.level == "warn" and "could not be measured" in unknown.sentence
 
@@ -64,7 +70,9 @@ def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
     assert kept == table
     assert {(p.draft_length, p.batch, p.seconds) for p in kept.points} == {(OFF, 1, 0.01), (3, 1, 0.02), (3, 4, 0.03)}
     with pytest.raises(TLTConfigError, match="--seconds"):
-        keep_costs(dataclasses.replace(found, costs=LatencyTable.calibrated({1: [(1, 0.01)]})), tmp_path)
+        keep_costs(dataclasses.replace(found, costs=(drafts := LatencyTable.calibrated({1: [(1, 0.01)]}))), tmp_path)
+    always = dataclasses.replace(found, costs=drafts, always_on="An unknown runner.")
+    assert keep_costs(always, tmp_path)[1] == drafts, "which a run of such an engine starts from"
 
 
 def test_costs_are_shown_by_draft_length_and_batch():
@@ -134,6 +142,18 @@ def test_a_policy_that_is_not_here_is_one_sentence():
     said = r"actor_rollout_ref.model.path=/nowhere/policy is not a directory on this machine"
     with pytest.raises(TLTConfigError, match=said):
         run_job(job)
+
+
+def test_a_long_measurement_has_its_time_and_without_a_gpu_that_torch_can_use_it_is_one_sentence(
+    recipe, tmp_path, monkeypatch
+):
+    limits, plain = [], asdict(Answer([], COSTS, KEY))
+    monkeypatch.setattr(child_engine, "run_job", lambda *asked: limits.append(asked[-1]) or plain)
+    job = EngineJob(Recipe((f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",)), cpu=False)
+    run_job(dataclasses.replace(job, budget_s=3600.0))
+    assert limits[0] > 3600.0
+    with pytest.raises(TLTError, match=r"cannot use a GPU here; --cpu measures on the CPU"):
+        asyncio.run(check(job, tmp_path))
 
 
 async def test_it_measures_what_the_engine_decodes_at_once_whoever_said_so(monkeypatch):

@@ -12,14 +12,14 @@ from rich.table import Table
 
 from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.job import take_turn
+from verl_tlt.commands.compare.job import keep_only, take_turn
 from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, given_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.processes import interruptible
-from verl_tlt.files.ownership import check_writable, replacing
+from verl_tlt.files.ownership import check_writable, expanded, replacing
 
 SAY_EVERY_S = 600.0
 
@@ -27,7 +27,7 @@ SAY_EVERY_S = 600.0
 def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     check_writable(options.out, "--out")
-    plan = make_plan(recipe, options.steps, options.out.resolve())
+    plan = make_plan(recipe, options.steps, expanded(options.out).resolve())
     drafter = located(options.drafter) if options.drafter else given_drafter(plan)
     arms, stall_s = named_arms(options.arms.replace(" ", "").split(","), drafter), 60.0 * options.stall_minutes
     check_arms(plan, arms, drafter)
@@ -64,6 +64,7 @@ def take_turns(
                 say(console, f"{name}, turn {turn + 1} of {rounds}: {done} of {plan.steps} steps{until}")
 
         record.add(take_turn(plan, by_name[name], turn, stall_s, tell))
+        keep_only(plan.folder / name, plan.checkpoint(by_name[name], turn + 1))
         taken = record.turns[-1]
         pace = ", ".join(f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps)
         say(console, f"{name}, turn {turn + 1} of {rounds} took {clock(taken.seconds)}; rollout/step s: {pace}")

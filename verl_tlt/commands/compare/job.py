@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from verl_tlt.commands.compare.plan import STEP, Arm, Plan, quoted
-from verl_tlt.commands.compare.record import CompareError, Turn, read_step
+from verl_tlt.commands.compare.plan import Arm, Plan, quoted
+from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
 from verl_tlt.files.json_files import open_ordinary, parse
 
@@ -44,7 +44,6 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     if code or len(rows) != plan.steps:
         what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
         raise CompareError(failure(f"{arm.name} {what}.", log))
-    keep_only(home, home / f"{STEP}{plan.last_step(turn)}")
     steps = [read_step(turn, step, row) for step, row in rows.items()]
     saved = sum(row.get("timing_s/save_checkpoint", 0.0) for row in rows.values())
     logged = accepted(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.checks.models import DRAFTER, located
 from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
-from verl_tlt.commands.compare.record import CompareError
+from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.commands.script.reader import NAMES
 from verl_tlt.commands.script.syntax import MAIN
@@ -28,8 +28,6 @@ SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"
 NO_SLEEP = f"{ENGINE}.free_cache_engine=False"
 OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
 """verl keeps vLLM's log, which has the accept length of its own speculation, at warnings unless told otherwise."""
-STEP = "global_step_"
-"""How verl names the folder of a checkpoint."""
 LATEST = "latest_checkpointed_iteration.txt"
 FLAG = "+tlt=default"
 NEVER = 10**9
@@ -173,6 +171,8 @@ def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
     if recipe.unread:
         what = f"The script sets {', '.join(recipe.unread)} to what a program prints, and no line of it is run"
         raise CompareError(f"{what}: set that in the script, or add --run-script.")
+    if not os.path.isdir(recipe.directory or "."):
+        raise CompareError(f"The script starts {MAIN} in {recipe.directory}, which is not here: make that folder.")
     tlt = tuple(word for word in recipe.overrides if is_tlts(word))
     config = compose(recipe.overrides, recipe.config)
     stock = dataclasses.replace(recipe, overrides=tuple(word for word in recipe.overrides if not is_tlts(word)))

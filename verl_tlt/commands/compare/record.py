@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +16,10 @@ from verl_tlt.commands.report.steps import step_row
 from verl_tlt.errors import TLTError, wrong_field
 from verl_tlt.files.json_files import read_object
 from verl_tlt.files.ownership import open_to_append, other_owner, replacing
+
+STEP = "global_step_"
+"""How verl names the folder of a checkpoint."""
+logger = logging.getLogger(__name__)
 
 
 class CompareError(TLTError):
@@ -115,9 +120,12 @@ class Record:
         self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._go_on()
         except BlockingIOError:
             raise CompareError(f"Another comparison is writing to {folder}.") from None
+        except OSError as error:
+            logger.warning("%s is not locked (%s): call one comparison at a time.", folder, error.strerror)
+        try:
+            self._go_on()
         except TLTError:
             self._lock.close()
             raise
@@ -126,6 +134,9 @@ class Record:
         if reason := other_owner(self.file):
             raise CompareError(f"{self.file} may hold another user's turns: {reason}; give an --out of your own.")
         if not self.file.exists():
+            if theirs := next(self.file.parent.glob(f"*/{STEP}*"), None):
+                raise CompareError(f"{theirs} is of no comparison, which would remove it: give another --out.")
+            self._write()
             return
         kept = read_object(self.file)
         try:
@@ -135,6 +146,8 @@ class Record:
             raise CompareError(f"{self.file} holds no turns of a comparison: turns.{where} {what}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise CompareError(f"{self.file} holds no turns of a comparison: {error!r}.") from error
+        if not self.turns:
+            return
         for name in asked.keys() & self._asked.keys():
             if asked[name] != self._asked[name]:
                 raise CompareError(f"{self.file} was measured with another {name}: give another --out to begin anew.")
@@ -148,6 +161,9 @@ class Record:
     def add(self, turn: Turn) -> None:
         """Keep one turn; whatever ends this process, the file has it or has it not."""
         self.turns.append(turn)
+        self._write()
+
+    def _write(self) -> None:
         with replacing(self.file) as file:
             file.write(json.dumps({"asked": self._asked, "turns": self.rows()}, indent=1).encode())
 

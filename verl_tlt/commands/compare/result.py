@@ -6,7 +6,7 @@ per token divides each side by the tokens that it wrote. Its interval comes from
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -220,6 +220,6 @@ def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         reward = f"{mean(arm['reward']):.3f}"
         if len(arm["reward"]) > 1:
-            reward += f" ± {stdev(arm['reward']):.3f}"
+            reward += f" ± {np.std(arm['reward'], ddof=1):.3f}"  # which takes NaN, too
         rows.append([name, *ratios, length, reward])
     return rows

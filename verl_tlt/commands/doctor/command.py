@@ -18,7 +18,7 @@ from rich.text import Text
 
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import Recipe, compose, number, read_settings, select
+from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, devices, number, read_settings, select, trainer_mode
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.files.ownership import check_writable
@@ -92,9 +92,9 @@ def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")[: 1 if nvidia else 2]:
         if (value := environment.get(variable)) is not None:
             names = [name.strip() for name in value.split(",")]
-            # CUDA stops at the first index that no device has; other names are believed.
-            known = takewhile(lambda s: 0 <= int(s) < most if s.removeprefix("-").isdecimal() else s, names)
-            listed = len(list(known))
+            # CUDA stops at the first index that no device has, and takes none if one is named twice.
+            known = list(takewhile(lambda s: 0 <= int(s) < most if s.removeprefix("-").isdecimal() else s, names))
+            listed = len(known) if len(set(known)) == len(known) else 0
             count = min(count, listed) if not any(name.startswith("MIG") for name in names) else listed
     return count
 
@@ -106,11 +106,13 @@ def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Fin
         return []
     if device != "cuda":
         return [Finding("if", what, f"trainer.device={device}: whether there are such devices was not looked at.")]
-    nodes, per_node = number(config, "trainer.nnodes", 1), number(config, "trainer.n_gpus_per_node", 1)
-    seen = visible_gpus(environment)
-    wanted = f"trainer.nnodes={nodes} and trainer.n_gpus_per_node={per_node} ask for {nodes * per_node} GPUs"
-    if nodes * per_node <= seen:
+    nodes = ["trainer", *([ROLLOUT] if trainer_mode(config) == "separate_async" else [])]
+    asked, seen = sum(devices(config, node) for node in nodes), visible_gpus(environment)
+    if asked <= seen:
         return [Finding("ok", what, f"{seen} GPUs are seen here")]
+    names = [f"{node}.{name}" for node in nodes for name in ("nnodes", "n_gpus_per_node")]
+    counts = [f"{name}={number(config, name, 1)}" for name in names]
+    wanted = f"{' and '.join(counts)} ask for {asked} GPUs"
     return [Finding("if", what, f"{wanted}, and {seen or 'none'} {'is' if seen == 1 else 'are'} seen here.")]
 
 

@@ -19,6 +19,7 @@ from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, fetch_policy, run_environment, set_up, start
 from verl_tlt.config import TLTConfigError
+from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key
@@ -28,6 +29,8 @@ from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
 """Batches at which stock's engine is timed, and ours with drafting OFF."""
+START_S = 1800.0
+"""Most seconds of a job, its measuring apart."""
 TOO_SLOW = 1.10
 """Ratio to the slower of stock's two readings above which a step without the drafter's pass costs too much."""
 _CONTEXT = """
@@ -61,6 +64,8 @@ class Answer:
     """Seconds of a step at every draft length, OFF included."""
     key: TableKey
     """Hardware, models and release of vLLM that the costs hold for."""
+    always_on: str = ""
+    """Why the engine cannot leave the drafter's pass out of a step, a sentence; "": it can."""
 
 
 # ---------------------------------------------------------------------- in the child process
@@ -70,6 +75,8 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
     import torch
 
+    if not job.cpu and not torch.cuda.is_available():
+        raise TLTError(f"torch {torch.__version__} cannot use a GPU here; --cpu measures on the CPU.")
     setup, findings = set_up(job.recipe), list[Finding]()
     stock, off = list[dict[int, float]](), dict[int, float]()
 
@@ -82,16 +89,17 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     async with start(setup, directory) as engine:
         if not job.costs_only:
             findings.append(await check_sleep(engine))
-            if not job.cpu and torch.cuda.is_available():
+            if not job.cpu:
                 findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
-        if not job.costs_only and await engine.rpc("tlt_set_drafting", False) is None:
+        always_on = next(filter(None, await engine.every("tlt_set_drafting", False)), "")
+        if not always_on and not job.costs_only:
             await ask_scheduler(engine.llm, "control", drafting=False)
             off = await engine.wall_seconds(BATCHES)
         drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
         key = cost_key(engine.llm.vllm_config, setup.model.path, drafter)
     await read_stock()  # a machine's pace changes within minutes
-    return Answer([*findings, *judge_costs(costs, stock, off)], costs, key)
+    return Answer([*findings, *judge_costs(costs, stock, off, always_on)], costs, key, always_on)
 
 
 def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
@@ -155,11 +163,15 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
         other.communicate(timeout=60)  # closes its input, which ends it
 
 
-def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: Mapping[int, float]) -> list[Finding]:
+def judge_costs(
+    costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: Mapping[int, float], always_on: str = ""
+) -> list[Finding]:
     """Findings on the cost of a step by draft length, and with drafting OFF against stock's; seconds by batch.
 
-    `stock` has two readings: from before our engine ran and from after.
+    `stock` has two readings: from before our engine ran and from after. `always_on` is the `Answer`'s.
     """
+    if always_on:
+        return [Finding("warn", "drafter off against stock", always_on)]
     off_s = costs.by_batch(OFF)
     if not off_s or not stock or not off:
         return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
@@ -181,11 +193,9 @@ def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: 
 # ---------------------------------------------------------------------- in the command
 
 
-def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Answer:
+def run_job(job: EngineJob) -> Answer:
     """Have a child process do `job`; raises `TLTConfigError` or `ChildEngineError` where it cannot."""
-    import torch
-
-    if job.cpu or not torch.cuda.is_available():
+    if job.cpu:
         child_engine.require_cpu_platform()
     setup = set_up(job.recipe)
     if (finding := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
@@ -193,14 +203,14 @@ def run_job(job: EngineJob, timeout_s: float = 1800.0) -> Answer:
     fetch_policy(setup.model.path)
     with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
         module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
-        answer = child_engine.run_job(module, asdict(job), Path(directory), environment, timeout_s)
+        answer = child_engine.run_job(module, asdict(job), Path(directory), environment, START_S + job.budget_s)
     return from_plain(Answer, answer)
 
 
 def keep_costs(answer: Answer, directory: Path) -> tuple[Path, LatencyTable]:
     """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
     arms = answer.costs.lengths()
-    if OFF not in arms or not any(arm > 0 for arm in arms):
+    if (OFF not in arms and not answer.always_on) or not any(arm > 0 for arm in arms):
         raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
     try:
         return save_table(directory, answer.key, answer.costs), answer.costs
