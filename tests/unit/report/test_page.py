@@ -117,21 +117,21 @@ def test_without_savings_the_page_says_so(tmp_path):
     assert "Unknown whether TLT paid in steps 1 to 2: what its rollouts would take" in page.text
 
 
-@pytest.mark.parametrize("works_again", [False, True])
-def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, works_again):
+@pytest.mark.parametrize("then", [{}, {"kind": "stopped", "replica": "b", "cause": ""}, {"kind": "run", "step0": 29}])
+def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, then):
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1, replicas=["a", "b"])
     writer.emit("phase", step=4, name="rollout", start=0.0, end=2.0)
     for step, cause in ((4, "out of luck"), (12, "out of memory")):
         writer.emit("stopped", step=step, replica="b", cause=cause)
-    if works_again:
-        writer.emit("stopped", step=29, replica="b", cause="")
+    if then:
+        writer.emit(step=29, **then)
     writer.emit("step", step=4, metrics={"tlt/spot_off_replicas": 1.0})
     trace = read_trace(tmp_path)
     told = "Spot training was given up on 1 of 2 replicas (replica 1), last in step 12: out of memory."
-    assert given_up(trace) == ("" if works_again else told)
+    assert given_up(trace) == ("" if then else told)
     page = Page(write_page(tmp_path / "r.html", trace)).text
-    if not works_again:
+    if not then:
         assert page.index("Unknown whether TLT paid") < page.index(told) < page.index("RL step 4")
     assert "speculation was" not in page
 
@@ -139,7 +139,7 @@ def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, wo
 def test_what_a_cold_start_was_expected_to_save_and_what_it_did_is_told(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     cold = {"tlt/cold_start_expected_s": 40.0, "tlt/cold_start_steps": 3.0, "tlt/overhead_cold_start_s": 24.2}
-    later = [{"tlt/saved_s": 6.0}, {}, {"tlt/saved_s": 7.5}, {"tlt/saved_s": 99.0}]
+    later = [{"tlt/saved_s": saved, "tlt/draft_length_mean": k} for saved, k in ((6.0, 1), (3.0, 0), (7.5, 2), (99, 1))]
     for step, metrics in enumerate([cold, *later], 3):
         writer.emit("phase", step=step, name="rollout", start=0.0, end=2.0)
         writer.emit("step", step=step, metrics=metrics)
