@@ -176,6 +176,7 @@ def test_on_a_mount_of_fixed_permissions_ones_own_checkpoint_is_resumed_and_a_fo
         lambda: (place / "more.safetensors").write_text("added"),
         lambda: (place / "model.safetensors").unlink(),
         lambda: (place / SEAL).write_text("f" * 64),
+        lambda: os.truncate(place / SEAL, 1 << 40),  # more than the memory holds
         lambda: (place / SEAL).unlink(),
     ):
         change()

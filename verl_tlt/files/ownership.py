@@ -79,10 +79,11 @@ def seal(directory: Path) -> None:
 def sealed(directory: Path) -> bool:
     """Whether all files of a directory are as this user wrote and sealed them, whoever might have changed them."""
     try:
-        code = (directory / SEAL).read_text()[:100] if (directory / SEAL).is_file() else None
-        key = None if code is None else _seal_key(make=False)
-        return key is not None and hmac.compare_digest(str(code), _code(key, directory))
-    except (OSError, UnicodeDecodeError, TypeError):
+        with os.fdopen(open_descriptor(directory / SEAL, os.O_RDONLY), "rb") as file:
+            code = file.read(100)
+        key = _seal_key(make=False)
+        return key is not None and hmac.compare_digest(code, _code(key, directory).encode())
+    except OSError:
         return False
 
 
