@@ -200,6 +200,7 @@ def test_it_goes_on_from_a_drafter(settings, answered):
         (["--aux-layers", "1,2,9"], "--aux-layers=[1, 2, 9] is outside 0..3, the layers of the policy."),
         (["--aux-layers", "low"], "--aux-layers must be numbers like 2,18,33, not 'low'."),
         (["--objective", "medusa"], "--objective must be eagle, hass, eagle3, not 'medusa'."),
+        (["--loss", "huge"], "loss='huge' is no loss of speculators"),
         (["--draft-vocab", "99"], "--draft-vocab must be 2..48, the policy's vocabulary, not 99."),
         (["--response-length", "400"], "--response-length 400 leaves no room for a prompt"),
         (["--device", "tpu"], "--device must be auto, cuda or cpu, not 'tpu'."),

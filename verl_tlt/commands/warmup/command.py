@@ -39,6 +39,7 @@ from verl_tlt.drafter import (
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.drafter.rehearsal import rehearse
+from verl_tlt.drafter.train import check_loss
 from verl_tlt.files.ownership import check_writable, other_owner, replacing
 
 if TYPE_CHECKING:
@@ -86,9 +87,10 @@ def _check(options: WarmupOptions) -> None:
     if options.out.exists():
         raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
     check_writable(options.out.parent, "the directory of --out")
+    check_loss(options.loss)
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
-    engine.find_device(options.device)
+    engine.find_device(options.device, options.tensor_parallel)
     if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
