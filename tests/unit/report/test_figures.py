@@ -96,6 +96,7 @@ def test_a_draft_length_has_one_colour_in_all_charts(trace, ax):
     assert set(handles) & set(bars)
 
 
+@pytest.mark.timeout(15)
 def test_bars_are_one_shape_however_many_steps_there_are(ax):
     steps = range(1, 50_001)
     figures.draw_bars(ax, "s", steps, {"up": ("red", [1.0] * len(steps)), "down": ("green", [-2.0] * len(steps))})

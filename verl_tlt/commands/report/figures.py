@@ -112,7 +112,6 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
 
 
 def step_chart(trace: RunTrace, step: run_steps.RLStep) -> Chart:
-    """The replicas over time in one RL step."""
     count = max(1, min(MOST_LANES, len(trace.replicas)))
     note = "Upper part of a lane: batch, or requests in flight where engine steps were not traced; lower part: K."
     if len(trace.replicas) > MOST_LANES:
@@ -200,8 +199,10 @@ def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tupl
         heights = np.array(values)
         bottom = np.where(heights < 0, down, up)
         x, y = (at - half, at - half, at + half, at + half), (bottom, bottom + heights, bottom + heights, bottom)
-        outline = Outline.make_compound_path_from_polys(np.array([x, y]).transpose(2, 1, 0))  # [steps, corners, 2]
-        ax.add_patch(PathPatch(outline, color=color, linewidth=0, label=label))  # a patch for each step takes minutes
+        corners = np.array([x, y]).transpose(2, 1, 0)  # [steps, corners, 2]
+        outline = Outline.make_compound_path_from_polys(corners)  # a patch for each step would take minutes
+        ax.add_artist(PathPatch(outline, color=color, linewidth=0, label=label))
+        ax.update_datalim(corners.reshape(-1, 2))
         up, down = up + np.maximum(heights, 0.0), down + np.minimum(heights, 0.0)
     ax.autoscale_view()
     ax.axhline(0, color=GREY, linewidth=1)
@@ -232,7 +233,6 @@ def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
 
 
 def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:
-    """Bars of the share of engine steps by draft length."""
     names = {-1: "tlt/drafter_off_frac", **_draft_length_metrics(trace)}
     bars = {
         k_name(k): (k_color(k, max(1, *names)), [metrics.get(name, 0.0) for metrics in trace.steps.values()])
