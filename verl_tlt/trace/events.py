@@ -170,7 +170,6 @@ class TraceWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, clock: Callable[[], float] = time.time) -> None:
-        """Open the file, and make its directory if it is missing."""
         self.path = Path(directory) / f"{name}.jsonl"
         self.failures = 0
         """Lines that could not be written (`tlt/errors_trace`)."""

@@ -16,6 +16,7 @@ from verl_tlt.commands.cli import app
 from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"
+SHARE = f"{ROLLOUT}.gpu_memory_utilization"
 RECIPE = [
     "+tlt=default", f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.path=Some/Policy-8B",
     "algorithm.adv_estimator=grpo", "data.train_batch_size=8", f"{ROLLOUT}.n=4",
@@ -108,6 +109,10 @@ def test_no_where_it_is_no(recipe, run, decides, metrics):
         (["actor_rollout_ref.model.path=unnamed/policy-0b"], "its name does not tell its size"),
         (["data.train_batch_size=2147483647"], "ask for 8,589,934,588 responses on 4 replicas: too many to simulate"),
         (["trainer.nnodes=2147483647"], "trainer.nnodes ask for 32 responses on 8,589,934,588 replicas: too many"),
+        *(
+            ([f"{SHARE}={value}"], f"{SHARE} must be above 0 and at most 1, not")
+            for value in ("0", "1.5", "much", "true")
+        ),
         (["trainer.n_gpus_per_node=1"], "ask for 2 GPUs a replica"),
         (["data.train_batch_size=0"], "data.train_batch_size"),
         (["no.such.key=1"], "no.such.key"),
@@ -175,7 +180,8 @@ def test_a_policys_shape_is_that_of_its_config(tmp_path, monkeypatch):
     shape, _ = find_shape(str(tmp_path))
     assert shape.parameters == pytest.approx(30.5e9, rel=0.03) and shape.active == pytest.approx(3.3e9, rel=0.1)
     named, _ = find_shape("Qwen/Qwen3-30B-A3B")
-    assert (named.parameters, named.active) == (30e9, 3e9)
+    assert (named.parameters, named.active, named.kv_bytes) == (30e9, 3e9, 98e3), "a mixture is like a mixture"
+    assert find_shape("Qwen/Qwen2.5-32B")[0].kv_bytes == 262e3
     with pytest.raises(TLTError, match="--parameters"):
         find_shape("mine/policy")
 

@@ -83,7 +83,6 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
 
 
 def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
-    """Advice on what to do next, one sentence each."""
     sentences = []
     if not n.has_drafter:
         sentences.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")

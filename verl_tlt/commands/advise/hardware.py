@@ -113,7 +113,6 @@ class StepGuess:
 
 
 def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, guess: StepGuess) -> Roofline:
-    """Cost of a step of an engine over so many `devices`."""
     reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
     layer_s, head_s = BYTES * shape.active / shape.layers / reads, BYTES * shape.head / reads
     coefficients = (
@@ -147,7 +146,6 @@ class Workload:
     gpus: int
     """GPUs of the trainer."""
     replicas: int
-    """Replicas that decode."""
     tensor_parallel: int
     requests: int
     """Responses of a step: prompts times samples."""

@@ -47,7 +47,6 @@ class RunMetrics:
 
     @property
     def rest_s(self) -> float:
-        """Seconds of a step outside rollout."""
         return max(0.0, self.step_s - self.gen_s)
 
 

@@ -80,7 +80,6 @@ class Scenario:
 
     @property
     def prompt(self) -> int:
-        """Mean prompt, in tokens."""
         run = self.metrics
         return round(run.prompt_mean) if run and run.prompt_mean else max(1, self.work.prompt // 4)
 

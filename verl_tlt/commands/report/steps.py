@@ -127,8 +127,7 @@ def own_work_s(row: Row) -> float:
 
 def initial_lengths(trace: RunTrace) -> dict[int, float]:
     """By step, the accept length of the run's first drafter on held-out text; only steps with a verdict."""
-    judged = {p.step: p.tau.get("initial") for p in trace.publishes}
-    return {step: tau for step, tau in judged.items() if tau is not None}
+    return {p.step: tau for p in trace.publishes if (tau := p.tau.get("initial")) is not None}
 
 
 def table(rows: Mapping[int, Row], columns: Iterable[str] = COLUMNS) -> tuple[list[str], list[list[str]]]:

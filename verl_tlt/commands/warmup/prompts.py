@@ -67,11 +67,6 @@ class Prompts:
     form: PromptForm = AS_IS
     """How the prompts were made from the files' rows."""
 
-    @property
-    def ids_digest(self) -> str:
-        """Sixteen hex digits of the token ids: what responses depend on."""
-        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
-
 
 def read_prompts(
     sources: Sequence[Path],
