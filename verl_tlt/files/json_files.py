@@ -49,9 +49,10 @@ def parse(text: str | bytes) -> Any:
         text = text.decode()
     try:
         value = _DECODER.decode(text)
+        deep = text.count("[") + text.count("{") > MOST_LEVELS and _deeper(value)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels") from None
-    if text.count("[") + text.count("{") > MOST_LEVELS and _deeper(value):
+        deep = True
+    if deep:
         raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
     if _SURROGATE.search(text) and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
         raise ValueError("a text in it holds half a surrogate pair, which is no character")

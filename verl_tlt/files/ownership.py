@@ -32,7 +32,6 @@ SEAL, KEY = "seal", "~/.config/verl-tlt/seal.key"
 """A file in a sealed directory, and the secret it is made with, readable for this user alone."""
 TRUSTED_MOUNT = "TLT_TRUSTED_MOUNT"
 """Environment variable: a directory below which every file is believed, whatever its permissions."""
-_ROOT = 0
 
 
 def _is_trusted(path: str | os.PathLike[str]) -> bool:
@@ -46,9 +45,9 @@ def other_owner(path: str | os.PathLike[str], also: int | None = None) -> str | 
 
     `also` is the user id of one more owner to trust.
     """
-    owners = {_ROOT, os.geteuid(), also}
+    owners = {0, os.geteuid(), also}
     try:
-        for entry in _entries(Path(path)):
+        for entry in _entries(path):
             if _is_trusted(entry.parent):
                 continue
             status, parent = os.lstat(entry), os.stat(entry.parent)
@@ -79,10 +78,11 @@ def seal(directory: Path) -> None:
 def sealed(directory: Path) -> bool:
     """Whether all files of a directory are as this user wrote and sealed them, whoever might have changed them."""
     try:
-        code = (directory / SEAL).read_text()[:100] if (directory / SEAL).is_file() else None
-        key = None if code is None else _seal_key(make=False)
-        return key is not None and hmac.compare_digest(str(code), _code(key, directory))
-    except (OSError, UnicodeDecodeError, TypeError):
+        with os.fdopen(open_descriptor(directory / SEAL, os.O_RDONLY), "rb") as file:
+            code = file.read(100)
+        key = _seal_key(make=False)
+        return key is not None and hmac.compare_digest(code, _code(key, directory).encode())
+    except OSError:
         return False
 
 
@@ -112,7 +112,7 @@ def _seal_key(make: bool) -> bytes | None:
         return None
 
 
-def _entries(path: Path) -> Iterator[Path]:
+def _entries(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Every directory entry from the root to `path`, as it is written and as its links lead."""
     for way in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
         yield from reversed([Path(way), *list(Path(way).parents)[:-1]])

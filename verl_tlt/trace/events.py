@@ -170,13 +170,13 @@ class TraceWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, clock: Callable[[], float] = time.time) -> None:
-        """Open the file, and make its directory if it is missing."""
         self.path = Path(directory) / f"{name}.jsonl"
         self.failures = 0
         """Lines that could not be written (`tlt/errors_trace`)."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fd: int | None = None
+        self._torn = False  # a full disk took a part of the last line
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = open_to_append(self.path)
@@ -200,7 +200,10 @@ class TraceWriter:
             with self._lock:
                 if self._fd is None:
                     raise OSError("the file is not open")
-                os.write(self._fd, line)
+                line = b"\n" * self._torn + line
+                self._torn = (written := os.write(self._fd, line)) < len(line)
+            if self._torn:
+                raise OSError(f"of its {len(line)} bytes {written} were written")
         except Exception as error:  # the run goes on, whatever the record holds
             self._fail(f"lost a line of the trace {self.path}: {error}")
 

@@ -32,7 +32,6 @@ class StepObservations:
     devices: Mapping[str, int] = field(default_factory=dict)
     """Number of devices; 1 for a replica that is not listed."""
     stop_latency_s: dict[str, float] = field(default_factory=dict)
-    """Seconds from the stop request to the answer."""
     sessions: list[Session] = field(default_factory=list)
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
@@ -126,7 +125,6 @@ def _tail_accept_length(rows: Sequence[ResponseDrafts]) -> float | None:
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Counters summed per draft position; an engine with shorter drafts has fewer of them."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 

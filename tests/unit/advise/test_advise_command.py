@@ -16,6 +16,7 @@ from verl_tlt.commands.cli import app
 from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"
+SHARE = f"{ROLLOUT}.gpu_memory_utilization"
 RECIPE = [
     "+tlt=default", f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.path=Some/Policy-8B",
     "algorithm.adv_estimator=grpo", "data.train_batch_size=8", f"{ROLLOUT}.n=4",
@@ -55,6 +56,8 @@ def test_a_recipe_alone_is_judged_and_what_was_assumed_is_said():
     assert "acceptance:" in said
     assert "Does it pay? yes, with a trained drafter: " in said and "Most of this is assumed" in said
     assert "Does it pay? yes: " in advise(*RECIPE, "--acceptance", "0.7,0.7,0.7")[1]
+    own = advise(*RECIPE, "tlt.drafter.method=mtp")[1]
+    assert "Does it pay? yes: " in own and "random head" in said and "random head" not in own
 
 
 def test_a_stock_run_replaces_assumptions(metrics):
@@ -103,6 +106,13 @@ def test_no_where_it_is_no(recipe, run, decides, metrics):
         (["--metrics", "nowhere.jsonl"], "--metrics nowhere.jsonl cannot be read: No such file"),
         (["--metrics", "a", "--response-length", "9"], "--response-length is read from the run in a"),
         (["actor_rollout_ref.model.path=unnamed/policy"], "its name does not tell its size"),
+        (["actor_rollout_ref.model.path=unnamed/policy-0b"], "its name does not tell its size"),
+        (["data.train_batch_size=2147483647"], "ask for 8,589,934,588 responses on 4 replicas: too many to simulate"),
+        (["trainer.nnodes=2147483647"], "trainer.nnodes ask for 32 responses on 8,589,934,588 replicas: too many"),
+        *(
+            ([f"{SHARE}={value}"], f"{SHARE} must be above 0 and at most 1, not")
+            for value in ("0", "1.5", "much", "true")
+        ),
         (["trainer.n_gpus_per_node=1"], "ask for 2 GPUs a replica"),
         (["data.train_batch_size=0"], "data.train_batch_size"),
         (["no.such.key=1"], "no.such.key"),
@@ -151,21 +161,27 @@ def test_the_work_of_recipes_is_read():
     assert read_workload(compose([*RECIPE, "algorithm.adv_estimator=gae"], "ppo_trainer")).critic
 
 
-def test_a_policys_shape_is_that_of_its_config(tmp_path):
+def test_a_policys_shape_is_that_of_its_config(tmp_path, monkeypatch):
     fields = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936, "num_attention_heads": 32,
               "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "model_type": "qwen3",
               "max_position_embeddings": 40960}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    shape, source = find_shape(str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    shape, source = find_shape(f"~/{tmp_path.name}")
     assert shape.parameters == pytest.approx(8.2e9, rel=0.02) and shape.kv_bytes == 147456 and "config" in source
     assert shape.head == 32_768 * 4096, "of a new drafter, not of the policy"
+    script = tmp_path / "recipe.sh"
+    words = shlex.join([*RECIPE, f"actor_rollout_ref.model.path={tmp_path.name}"])
+    script.write_text(f"cd {tmp_path.parent}\npython3 -m verl.trainer.main_ppo {words}\n")
+    assert "policy's shape: 8.2B parameters, from its config.json" in advise(str(script))[1]
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048,
                "num_hidden_layers": 48, "num_key_value_heads": 4}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields | experts))
     shape, _ = find_shape(str(tmp_path))
     assert shape.parameters == pytest.approx(30.5e9, rel=0.03) and shape.active == pytest.approx(3.3e9, rel=0.1)
     named, _ = find_shape("Qwen/Qwen3-30B-A3B")
-    assert (named.parameters, named.active) == (30e9, 3e9)
+    assert (named.parameters, named.active, named.kv_bytes) == (30e9, 3e9, 98e3), "a mixture is like a mixture"
+    assert find_shape("Qwen/Qwen2.5-32B")[0].kv_bytes == 262e3
     with pytest.raises(TLTError, match="--parameters"):
         find_shape("mine/policy")
 

@@ -8,7 +8,6 @@ import pytest
 from recipes.memory import decoding_requests, kv_needed
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.advise.hardware import GPUS, find_shape, kv_capacity, read_workload
-from verl_tlt.errors import TLTError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 RECIPE = (
@@ -40,14 +39,3 @@ def test_requests_need_what_lengths_drawn_alike_up_to_the_limit_hold_at_their_pe
     assert kv_needed(work) == pytest.approx(64 * max(held), rel=0.01)
     short = dataclasses.replace(work, response=100, prompt=4000)
     assert kv_needed(short) == 64 * 1000, "prompts that outweigh all responses are most at the start"
-
-
-def test_a_mixture_is_like_a_mixture_of_its_size():
-    assert find_shape("Qwen/Qwen3-30B-A3B")[0].kv_bytes == 98e3
-    assert find_shape("Qwen/Qwen2.5-32B")[0].kv_bytes == 262e3
-
-
-@pytest.mark.parametrize("value", ["0", "1.5", "much", "true"])
-def test_a_share_of_memory_that_cannot_be_is_one_sentence(value):
-    with pytest.raises(TLTError, match=f"{ROLLOUT}.gpu_memory_utilization"):
-        read_workload(compose([*RECIPE, f"{ROLLOUT}.gpu_memory_utilization={value}"], "ppo_trainer"))

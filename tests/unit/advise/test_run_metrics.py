@@ -60,9 +60,20 @@ def test_verls_console_says_the_same(jsonl, tmp_path):
     assert replace(read_metrics(path), source="") == replace(read_metrics(jsonl), source="")
 
 
+@pytest.mark.parametrize("prompt", [1e99, -1e9, float("nan")])
+def test_numbers_that_no_run_has_are_left_out(prompt, tmp_path):
+    agents = {f"timing_s/agent_loop/{k}/mean": v for k, v in (("tool_calls", -1.0), ("generate_sequences", 1.0))}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "data": {**STEP, **agents, "prompt_length/mean": prompt}}))
+    found = read_metrics(path)
+    assert found.tool_share is None and found.prompt_mean is None and found.gen_s == 80.0
+
+
 @pytest.mark.parametrize(
-    "text", ["", "no metrics here", '{"step": 1, "data": {"timing_s/gen": 1.0}}', '{"step": 1, "data": 5}']
-)
+    "text",
+    ["", "no metrics here", '{"step": 1, "data": {"timing_s/gen": 1.0}}', '{"step": 1, "data": 5}',
+     json.dumps({"step": 1, "data": STEP | {"response_length/max": 0}})],
+)  # fmt: skip
 def test_a_file_without_a_finished_step_is_one_sentence(text, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)

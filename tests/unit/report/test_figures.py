@@ -96,6 +96,16 @@ def test_a_draft_length_has_one_colour_in_all_charts(trace, ax):
     assert set(handles) & set(bars)
 
 
+@pytest.mark.timeout(15)
+def test_bars_are_one_shape_however_many_steps_there_are(ax):
+    steps = range(1, 50_001)
+    figures.draw_bars(ax, "s", steps, {"up": ("red", [1.0] * len(steps)), "down": ("green", [-2.0] * len(steps))})
+    assert [patch.get_path().get_extents().extents.tolist() for patch in ax.patches] == [
+        [0.5, 0.0, 50_000.5, 1.0], [0.5, -2.0, 50_000.5, 0.0],
+    ]  # fmt: skip
+    assert ax.get_ylim()[0] < -2.0 and ax.get_ylim()[1] > 1.0
+
+
 def test_draft_lengths_are_shares_of_engine_steps(trace):
     bars = figures.draft_lengths(trace)
     assert set(bars) <= {"OFF", *(f"K={k}" for k in range(6))}

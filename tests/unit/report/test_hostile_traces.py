@@ -93,7 +93,7 @@ def test_any_number_can_be_drawn(tmp_path):
     names = ("tlt/saved_s", "timing_s/step", "perf/total_num_tokens", "critic/score/mean", "tlt/accept_length")
     events = [
         ROLLOUT, LOAD | {"inflight": {"a": 10**17, "b": -(10**17)}}, ROLLOUT | {"step": 2, "start": -1e10, "end": 1e10},
-        ROLLOUT | {"step": 3, "end": 1e305},
+        ROLLOUT | {"step": 3, "end": 1e305}, {"kind": "run", "t": -7e10, "step0": 1},
         {"kind": "session", "t": 2.0, "step": 1, "replica": "a", "start": 1e10, "end": -1e10, "loss": 1e300,
          "outcome": "stopped"},
         {"kind": "step", "t": 2.0, "step": 1,

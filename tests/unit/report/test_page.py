@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from html.parser import HTMLParser
+from itertools import count
 from xml.etree import ElementTree
 
 import pytest
@@ -41,6 +42,20 @@ class Page(HTMLParser):
         self.words += [data.strip()] if data.strip() else []
 
 
+def written(directory):
+    """The page of the trace in a directory."""
+    return Page(write_page(directory / "r.html", read_trace(directory)))
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """Writes the trace of a run of two replicas, of which one rollout, of step 4, is there already."""
+    writer = TraceWriter(tmp_path, "trainer", clock=map(float, count(1_800_000_000)).__next__)
+    writer.emit("run", step0=1, replicas=["a", "b"])
+    writer.emit("phase", step=4, name="rollout", start=0.0, end=2.0)
+    return writer
+
+
 @pytest.fixture(scope="module")
 def page(made_run, tmp_path_factory):
     return Page(write_page(tmp_path_factory.mktemp("report") / "report.html", read_trace(made_run.directory)))
@@ -59,26 +74,21 @@ def test_the_page_says_first_whether_it_paid(page, made_run):
     assert page.words.index(answer) < page.words.index("Savings")
 
 
-def test_the_page_says_what_ran_where_and_when(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer", clock=lambda: 1_800_000_000.0)
+def test_the_page_says_what_ran_where_and_when(tmp_path, writer):
     versions = {"verl-tlt": "0.1.0", "verl": "0.9.1", "vllm": "0.24.0", "ray": "2"}
     run = {"name": "math/qwen", "policy": "Qwen/Qwen3-8B", "hardware": "H100", "gpus": 16, "versions": versions}
-    writer.emit("run", step0=1, **run)
-    writer.emit("phase", step=1, name="rollout", start=0.0, end=2.0)
-    page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
+    writer.emit("run", step0=5, **run)
+    page = written(tmp_path)
     assert "verl-tlt: math/qwen" in page.words
     about = "Qwen/Qwen3-8B; 2027-01-15 08:00 UTC; 16 workers on H100; verl-tlt 0.1.0, verl 0.9.1, vllm 0.24.0"
     assert about in page.words
 
 
-def test_steps_that_did_not_draft_say_why(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer")
-    writer.emit("run", step0=1)
+def test_steps_that_did_not_draft_say_why(tmp_path, writer):
     useless = "held-out accept length 1.00: next to nothing is accepted"
     for step, off in ((1, useless), (2, "pays from 1.31 on"), (3, "")):
-        writer.emit("phase", step=step, name="rollout", start=10.0 * step, end=10.0 * step + 2)
         writer.emit("step", step=step, metrics={"timing_s/step": 3.0}, off=off)
-    page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
+    page = written(tmp_path)
     assert "OFF in 2 of 3 steps, last in step 2: pays from 1.31 on." in page.words
     assert page.words.index("no drafts, since") < page.words.index(useless)
 
@@ -105,52 +115,40 @@ def test_the_page_stands_alone(page):
     assert "width=device-width" in page.source
 
 
-def test_without_savings_the_page_says_so(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer")
-    writer.emit("run", step0=1, replicas=["a"])
-    writer.emit("phase", step=1, name="rollout", start=0.0, end=2.0)
+def test_without_savings_the_page_says_so(tmp_path, writer):
     writer.emit("step", step=1, metrics={"tlt/saved_s": 0.7, "tlt/draft_length_mean": 0.0, "tlt/overhead_s": 0.25})
-    page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
+    page = written(tmp_path)
     assert "Unknown whether TLT paid in steps 1 to 1: nothing was drafted." in page.text and "0.7" not in page.text
     writer.emit("step", step=2, metrics={"tlt/accept_length": 1.6, "tlt/draft_length_mean": 1.0})
-    page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
+    page = written(tmp_path)
     assert "Unknown whether TLT paid in steps 1 to 2: what its rollouts would take" in page.text
 
 
-@pytest.mark.parametrize("works_again", [False, True])
-def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, works_again):
-    writer = TraceWriter(tmp_path, "trainer")
-    writer.emit("run", step0=1, replicas=["a", "b"])
-    writer.emit("phase", step=4, name="rollout", start=0.0, end=2.0)
+@pytest.mark.parametrize("then", [{}, {"kind": "stopped", "replica": "b", "cause": ""}, {"kind": "run", "step0": 29}])
+def test_spot_training_that_was_given_up_is_told_before_the_figures(tmp_path, writer, then):
     for step, cause in ((4, "out of luck"), (12, "out of memory")):
         writer.emit("stopped", step=step, replica="b", cause=cause)
-    if works_again:
-        writer.emit("stopped", step=29, replica="b", cause="")
+    if then:
+        writer.emit(step=29, **then)
     writer.emit("step", step=4, metrics={"tlt/spot_off_replicas": 1.0})
-    trace = read_trace(tmp_path)
     told = "Spot training was given up on 1 of 2 replicas (replica 1), last in step 12: out of memory."
-    assert given_up(trace) == ("" if works_again else told)
-    page = Page(write_page(tmp_path / "r.html", trace)).text
-    if not works_again:
+    assert given_up(read_trace(tmp_path)) == ("" if then else told)
+    page = written(tmp_path).text
+    if not then:
         assert page.index("Unknown whether TLT paid") < page.index(told) < page.index("RL step 4")
     assert "speculation was" not in page
 
 
-def test_what_a_cold_start_was_expected_to_save_and_what_it_did_is_told(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer")
+def test_what_a_cold_start_was_expected_to_save_and_what_it_did_is_told(tmp_path, writer):
     cold = {"tlt/cold_start_expected_s": 40.0, "tlt/cold_start_steps": 3.0, "tlt/overhead_cold_start_s": 24.2}
-    later = [{"tlt/saved_s": 6.0}, {}, {"tlt/saved_s": 7.5}, {"tlt/saved_s": 99.0}]
+    later = [{"tlt/saved_s": saved, "tlt/draft_length_mean": k} for saved, k in ((6.0, 1), (3.0, 0), (7.5, 2), (99, 1))]
     for step, metrics in enumerate([cold, *later], 3):
-        writer.emit("phase", step=step, name="rollout", start=0.0, end=2.0)
         writer.emit("step", step=step, metrics=metrics)
-    told = "step 3 took 24 s and was expected to save 40 s by step 6; by TLT&#39;s own account 3 steps saved 14 s."
-    assert told in write_page(tmp_path / "p.html", read_trace(tmp_path)).read_text()
+    told = "step 3 took 24 s and was expected to save 40 s by step 6; by TLT's own account 3 steps saved 14 s."
+    assert told in written(tmp_path).text
 
 
-def test_disabled_speculation_and_failures_are_told(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer")
-    writer.emit("run", step0=1, replicas=["a"])
-    writer.emit("phase", step=4, name="rollout", start=0.0, end=2.0)
+def test_disabled_speculation_and_failures_are_told(tmp_path, writer):
     writer.emit("stopped", step=4, cause="accept length of 1.02")
     writer.emit("stopped", step=30, cause="")
     session = {"start": 1.0, "end": 2.0, "outcome": "failed", "error": "out of memory"}
@@ -158,7 +156,7 @@ def test_disabled_speculation_and_failures_are_told(tmp_path):
     writer.emit("reload", step=4, replica="a", version=3, fingerprint="f", ok=False)
     writer.emit("step", step=4, metrics={"tlt/errors": 2.0})
     (tmp_path / "more.jsonl").write_text("half a line")
-    page = Page(write_page(tmp_path / "r.html", read_trace(tmp_path)))
+    page = written(tmp_path)
     for sentence in ("After step 4 speculation was disabled: accept length of 1.02.",
                      "After step 30 speculation was enabled again.", "1 lines of the trace could not be read.",
                      "out of memory", "v3 was loaded instead", "2 failures of TLT did not end the run."):  # fmt: skip
@@ -193,6 +191,7 @@ def test_whatever_a_trace_says_is_text(made_run, tmp_path):
         (directory / f"{file.stem}{EVIL.replace('/', '')}.jsonl").write_text("\n".join(map(json.dumps, records)))
     done = CliRunner().invoke(app, ["report", str(directory), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "picture.png"}
     page = Page(tmp_path / "out" / "report.html")
     assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
     assert page.tags.count("img") == len(page.charts) > 6, "no image but the charts"
@@ -201,8 +200,7 @@ def test_whatever_a_trace_says_is_text(made_run, tmp_path):
     assert all("script" not in chart for chart in page.charts)
 
 
-def test_the_command_that_serves_the_drafter(tmp_path):
-    writer = TraceWriter(tmp_path, "trainer")
+def test_the_command_that_serves_the_drafter(tmp_path, writer):
     run = {"policy": "assets/policy", "drafter": "demo-out/the drafter"}
     writer.emit("run", step0=1, **run, config={"speculation": {"max_draft_length": 5}})
     argv = shlex.split(serve_command(read_trace(tmp_path)))
@@ -216,12 +214,6 @@ def test_the_command_that_serves_the_drafter(tmp_path):
     assert config["method"] == "mtp" and "model" not in config, "vLLM looks for it in the policy's directory"
     writer.emit("run", step0=1, config={"speculation": None})
     assert serve_command(read_trace(tmp_path)) == ""
-
-
-def test_page_and_picture_are_where_they_are_wanted(made_run, tmp_path):
-    done = CliRunner().invoke(app, ["report", str(made_run.directory), "--out", str(tmp_path / "here")])
-    assert done.exit_code == 0, done.output
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"report.html", "picture.png"}
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

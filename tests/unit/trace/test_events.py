@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import resource
 from typing import get_type_hints
 
 import numpy as np
@@ -56,6 +57,18 @@ def test_half_a_line_is_skipped_and_the_next_writer_starts_a_new_one(tmp_path):
     assert (len(read_trace(tmp_path).phases), read_trace(tmp_path).skipped) == (2, 1)
 
 
+def test_a_full_disk_costs_the_line_that_it_cut(tmp_path):
+    writer, (soft, hard) = TraceWriter(tmp_path, "trainer"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer.emit("phase", **PHASE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 10, hard))
+    try:
+        writer.emit("phase", **PHASE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.emit("phase", **PHASE)
+    assert (len(read_trace(tmp_path).phases), read_trace(tmp_path).skipped, writer.failures) == (2, 1, 1)
+
+
 BROKEN = (
     {"kind": "phaze", "t": 1.0},
     {"kind": ["phase"], "t": 1.0},
@@ -75,11 +88,12 @@ def test_lines_that_mean_nothing_are_counted(tmp_path, monkeypatch):
     (tmp_path / "trainer.jsonl").write_text("\n".join(lines))
     steps = ({"t": 1.0, "batch": 1}, {"t": 1.0, "batch": "x", "k": 0}, {"t": float("nan"), "batch": 1, "k": 0},
              {"t": 1.0, "batch": 1, "k": 10**400}, {"t": 1.0, "batch": 1, "k": 0, "latency_s": []},
-             {"t": 1.0, "batch": 1, "k": 0, "latency_s": [1]}, {"t": 1.0, "batch": 1, "k": 3})  # fmt: skip
+             {"t": 1.0, "batch": 1, "k": 0, "latency_s": [1]}, {"t": 1.0, "batch": 1, "k": 3},
+             {"kind": "phase", "t": 1.0, **PHASE})  # fmt: skip
     (tmp_path / "engine-a.jsonl").write_text("\n".join(map(json.dumps, steps)))
     (tmp_path / "folder.jsonl").mkdir()
     trace = read_trace(tmp_path)
-    assert trace.skipped == len(BROKEN) + 2 + 2 + 5, "the line that is too long comes in two pieces"
+    assert trace.skipped == len(BROKEN) + 2 + 2 + 6, "the line that is too long comes in two pieces"
     assert trace.phases == [] and trace.engines["a"].k.tolist() == [0, 3]
 
 

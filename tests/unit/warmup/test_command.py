@@ -149,6 +149,13 @@ def test_with_another_option_of_training_the_responses_are_kept(settings, answer
 def test_another_users_work_is_not_gone_on_with(settings, everybodys, give_away):
     wanted = settings(out=everybodys / "drafter")
     begin(wanted)
+    (planted := wanted.work / "responses" / "responses.jsonl").parent.mkdir()
+    planted.touch()
+    planted.chmod(0o666)
+    with pytest.raises(command.DrafterError, match="may be another user's work: everybody may write to"):
+        begin(wanted)
+    planted.chmod(0o644)
+    begin(wanted)
     give_away(wanted.work)
     with pytest.raises(command.DrafterError, match=r"may be another user's work: .* belongs to user"):
         begin(wanted)
@@ -200,8 +207,12 @@ def test_it_goes_on_from_a_drafter(settings, answered):
         (["--aux-layers", "1,2,9"], "--aux-layers=[1, 2, 9] is outside 0..3, the layers of the policy."),
         (["--aux-layers", "low"], "--aux-layers must be numbers like 2,18,33, not 'low'."),
         (["--objective", "medusa"], "--objective must be eagle, hass, eagle3, not 'medusa'."),
+        (["--loss", "huge"], "loss='huge' is no loss of speculators"),
         (["--draft-vocab", "99"], "--draft-vocab must be 2..48, the policy's vocabulary, not 99."),
         (["--response-length", "400"], "--response-length 400 leaves no room for a prompt"),
+        (["--method", "medusa"], "--method must be eagle3 or mtp, not 'medusa'."),
+        (["--method", "mtp", "--draft-vocab", "12"], "--method mtp brings its own shape: leave out --aux-layers"),
+        (["--method", "mtp"], "names Qwen3ForCausalLM, and method=mtp drafts for MiMoForCausalLM"),
         (["--device", "tpu"], "--device must be auto, cuda or cpu, not 'tpu'."),
         (["--drafter", "nowhere"], "nowhere is not a directory"),
         (["--model", "nowhere"], "nowhere/config.json does not exist."),
@@ -212,7 +223,7 @@ def test_it_goes_on_from_a_drafter(settings, answered):
 def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_file, tmp_path, options, sentence):
     given = {"--model": str(policy_dir), "--prompts": str(prompts_file), "--out": str(tmp_path / "drafter")}
     given["--response-length"] = "24"
-    given.update(dict([options]))
+    given.update(zip(options[::2], options[1::2], strict=True))
     result = CliRunner().invoke(app, ["warmup", *(word for pair in given.items() for word in pair)])
     said = re.sub(r"\s+", " ", result.output)
     assert result.exit_code == 1 and sentence in said, said

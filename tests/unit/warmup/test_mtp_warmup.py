@@ -50,20 +50,6 @@ def test_from_the_policys_own_head_to_one_that_goes_back(mtp_dir, prompts_file, 
     assert {file.name: file.read_bytes() for file in mtp_dir.iterdir()} == before, "through a link"
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--method", "medusa"], "--method must be eagle3 or mtp, not 'medusa'."),
-        (["--method", "mtp", "--draft-vocab", "12"], "--method mtp brings its own shape: leave out --aux-layers"),
-        (["--method", "mtp"], "names Qwen3ForCausalLM, and method=mtp drafts for MiMoForCausalLM"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence(policy_dir, prompts_file, tmp_path, options, sentence):
-    words = ("warmup", "--model", policy_dir, "--prompts", prompts_file, "--out", tmp_path / "head")
-    code, said = run(*words, "--response-length", 24, *options)
-    assert code == 1 and sentence in said, said
-
-
 def test_nothing_goes_back_into_a_policy_that_has_no_such_head(mtp_dir, policy_dir):
     code, said = run("write-back", mtp_dir, policy_dir)
     assert code == 1 and "names Qwen3ForCausalLM, and method=mtp drafts for" in said

@@ -76,7 +76,10 @@ def test_evaluate_takes_the_same(script, policy_dir, tmp_path):
         (("--model", "m"), "--prompts is missing; a --recipe says model and prompts too."),
         (("--recipe", "nowhere.sh"), "nowhere.sh does not exist."),
         (("--recipe", "data.train_files=hdfs://far/x.parquet"), "is on another file system: give --prompts."),
-        (("--recipe", "actor_rollout_ref.rollout.temperature=hot"), "rollout.temperature must be a number, not 'hot'."),
+        (("--recipe", "actor_rollout_ref.rollout.temperature=hot"), "temperature must be a number from 0 to 2"),
+        (("--recipe", "actor_rollout_ref.rollout.temperature=-1"), "rollout.temperature must be a number from 0 to"),
+        (("--recipe", "actor_rollout_ref.rollout.top_p=1.5"), "top_p must be a number from 1e-06 to 1, not 1.5."),
+        (("--recipe", "actor_rollout_ref.rollout.top_k=inf"), "rollout.top_k must be a number from -1 to"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_sentence(words, sentence, tmp_path):

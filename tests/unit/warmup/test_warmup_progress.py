@@ -11,6 +11,7 @@ from rich.console import Console
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.warmup import engine
+from verl_tlt.errors import TLTError
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,14 @@ def test_a_stage_without_a_terminal_says_every_tenth_and_every_minute(monkeypatc
         stage.tell(share, f"{share:g}")
     told = re.findall(r"train: (\S+) after (\d+) s", console.file.getvalue())
     assert [(float(share), int(second)) for share, second in told] == lines
+
+
+def test_an_engine_of_more_gpus_than_there_are_is_not_started(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert engine.find_device("auto", 2) == "cuda" and engine.find_device("cpu", 4) == "cpu"
+    with pytest.raises(TLTError, match=r"--tensor-parallel 4 asks for 4 GPUs, and torch finds 2\."):
+        engine.find_device("auto", 4)
 
 
 def test_what_is_said_is_printed_as_it_is(capsys):

@@ -49,17 +49,18 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         raise TLTError(f"--response-length is read from the run in {given.metrics}: leave it out.")
     recipe = read_arguments(given.recipe, given.config_name, given.run_script)
     config = compose(recipe.overrides, recipe.config)
-    settings, work = read_settings(config), hardware.read_workload(config)
     assumed: dict[str, str] = {}
     if given.gpu is None:
         assumed["GPU"] = f"{DEFAULT_GPU}; --gpu names another ({', '.join(sorted(hardware.GPUS))})"
     elif given.gpu.upper() not in hardware.GPUS:
         raise TLTError(f"--gpu {given.gpu} is not one of {', '.join(sorted(hardware.GPUS))}.")
-    if given.parameters is None:
-        shape, source = hardware.find_shape(work.policy)
-        assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
-    else:
-        shape = hardware.shape_of_size(given.parameters * 1e9)
+    with recipe.place():
+        settings, work = read_settings(config), hardware.read_workload(config)
+        if given.parameters is None:
+            shape, source = hardware.find_shape(work.policy)
+            assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
+        else:
+            shape = hardware.shape_of_size(given.parameters * 1e9)
     arms = engine_lengths(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
@@ -68,14 +69,20 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         check_same(metrics, work)
         assumed["the run's policy"] = f"that of the recipe, which {metrics.source} does not name"
     scenario = Scenario(
-        work, shape, hardware.GPUS[(given.gpu or DEFAULT_GPU).upper()], arms, settings.spot.enable,
-        settings.drafter.path is not None, metrics, given.acceptance_by_position(), given.response_length,
-    )  # fmt: skip
+        work,
+        shape,
+        hardware.GPUS[(given.gpu or DEFAULT_GPU).upper()],
+        arms,
+        spot=settings.spot.enable,
+        has_drafter=settings.drafter.path is not None or settings.drafter.method == "mtp",
+        metrics=metrics,
+        acceptance=given.acceptance_by_position(),
+        response=given.response_length,
+    )
     return scenario, assumed
 
 
 def suggestions(scenario: Scenario, n: Numbers) -> list[str]:
-    """Advice on what to do next, one sentence each."""
     sentences = []
     if not n.has_drafter:
         sentences.append("verl-tlt warmup, then tlt.drafter.path: a random head drafts nothing in its first steps.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tlt.checks import recipe
+from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import ROLLOUT, number, select
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter.policy import draft_vocab_size, policy_shape, read_model_config
@@ -77,14 +78,14 @@ KNOWN = (
 def find_shape(policy: str) -> tuple[Shape, str]:
     """(shape, where it is from): the policy's config on this disk, else the size in its name; else a `TLTError`."""
     try:
-        known = policy_shape(read_model_config(policy, fetch=False))
+        known = policy_shape(read_model_config(located(policy), fetch=False))
         kv_bytes = 2 * known.num_layers * known.num_kv_heads * known.head_dim * BYTES
         head = known.hidden_size * draft_vocab_size(None, known.vocab_size, "")
         return Shape(*known.parameters, known.num_layers, kv_bytes, head), "its config.json"
     except DrafterError:
         pass  # not on this disk, or of another kind: its name may tell
     sized = re.search(r"(\d+(?:\.\d+)?)[bB](?:-[aA](\d+(?:\.\d+)?)[bB])?(?![a-zA-Z])", Path(policy).name)
-    if sized is None:
+    if sized is None or float(sized[1]) == 0.0:
         raise TLTError(
             f"actor_rollout_ref.model.path={policy} is not on this disk and its name does not tell its size; "
             "say it with --parameters, in billions."
@@ -112,7 +113,6 @@ class StepGuess:
 
 
 def step_cost(shape: Shape, gpu: Gpu, devices: int, eager: bool, guess: StepGuess) -> Roofline:
-    """Cost of a step of an engine over so many `devices`."""
     reads, computes = gpu.bytes_s * BANDWIDTH_REACHED * devices, gpu.flops * FLOPS_REACHED * devices
     layer_s, head_s = BYTES * shape.active / shape.layers / reads, BYTES * shape.head / reads
     coefficients = (
@@ -146,7 +146,6 @@ class Workload:
     gpus: int
     """GPUs of the trainer."""
     replicas: int
-    """Replicas that decode."""
     tensor_parallel: int
     requests: int
     """Responses of a step: prompts times samples."""

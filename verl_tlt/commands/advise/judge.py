@@ -52,7 +52,6 @@ class Numbers:
     tool_share: float = 0.0
     """Part of a response's time in which it waits for tools."""
     response_mean: float = 0.0
-    """Mean tokens of a response."""
     tail_break_even: float = 1.0
     """Accept length above which the K of `accept` pays at a batch of 8."""
     measured: bool = True
@@ -62,7 +61,6 @@ class Numbers:
     break_even: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     """By batch and K: the accept length above which a draft pays."""
     kv_tokens: int = 0
-    """Tokens of context that an engine's KV cache holds."""
     assumed: Mapping[str, str] = field(default_factory=dict)
     """What is assumed where neither recipe nor run nor user says it: value and why."""
 

@@ -8,9 +8,10 @@ checkpoint are left out where there are others: they take longer than those that
 import os
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl_tlt.commands.advise.hardware import Workload
 from verl_tlt.commands.report.reader import LONGEST_LINE
@@ -19,7 +20,7 @@ from verl_tlt.files.json_files import parse, read_lines
 
 NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
 """Metrics without which a step is not finished."""
-MOST_LOG_BYTES = 1 << 30
+MOST_LOG_BYTES, LARGEST = 1 << 30, 1e12
 _CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
 _ENTRY = re.compile(r"(\S+):(?:np\.float\d+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?$")
 
@@ -46,7 +47,6 @@ class RunMetrics:
 
     @property
     def rest_s(self) -> float:
-        """Seconds of a step outside rollout."""
         return max(0.0, self.step_s - self.gen_s)
 
 
@@ -68,19 +68,23 @@ def _parsed(line: str) -> tuple[int, dict[str, float]] | None:
     if line.lstrip().startswith("{"):
         try:
             record = parse(line)
-            data = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float) and abs(v) < 1e100}
-            return int(record["step"]), data
+            return int(record["step"]), _known(record["data"].items())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
     match = _CONSOLE.search(line)
     if match is None:
         return None
     entries = (_ENTRY.match(entry) for entry in match[2].split(" - "))
-    return int(match[1][:18]), {e[1]: v for e in entries if e is not None and abs(v := float(e[2])) < 1e100}
+    return int(match[1][:18]), _known((e[1], float(e[2])) for e in entries if e is not None)
+
+
+def _known(entries: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """Those metrics that are numbers which a run can have: none that decides here is below 0, nor NaN."""
+    return {name: float(v) for name, v in entries if isinstance(v, int | float) and 0 <= v < LARGEST}
 
 
 def _summary(steps: Mapping[int, Mapping[str, float]], source: str) -> RunMetrics:
-    finished = {step: m for step, m in steps.items() if all(name in m for name in NEEDED) and m["timing_s/step"] > 0}
+    finished = {step: m for step, m in steps.items() if all(m.get(name, 0.0) > 0 for name in NEEDED)}
     if not finished:
         raise TLTError(f"{source} holds no finished training step with {', '.join(NEEDED)}.")
     if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):

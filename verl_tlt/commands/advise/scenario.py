@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl_tlt.checks.recipe import ROLLOUT
 from verl_tlt.commands.advise import hardware, simulation
 from verl_tlt.commands.advise.judge import Numbers
 from verl_tlt.commands.advise.run_metrics import RunMetrics
@@ -52,6 +53,8 @@ SESSION_BEGINS_S = 2.1
 """Seconds from a replica's last response to the first micro-batch: sleep, and moving the drafter to the device."""
 LEAST_TOKENS = 8 * 1024
 """Tokens of the shortest session whose result is merged (`min_merge_steps` micro-batches)."""
+MOST_REQUESTS = 1 << 22
+"""Most responses of a step, and most replicas, that are simulated: their lengths fill some 100 MB."""
 ENOUGH_RESPONSES = 1024
 """Responses over which a rollout's luck evens out; a step with fewer is simulated up to four times."""
 
@@ -68,7 +71,7 @@ class Scenario:
     spot: bool
     """Whether idle time trains the drafter."""
     has_drafter: bool
-    """Whether the recipe names a drafter to start from."""
+    """Whether the recipe names a drafter to start from, or the policy's own head."""
     metrics: RunMetrics | None = None
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance by position, given by the user; empty: assumed."""
@@ -77,7 +80,6 @@ class Scenario:
 
     @property
     def prompt(self) -> int:
-        """Mean prompt, in tokens."""
         run = self.metrics
         return round(run.prompt_mean) if run and run.prompt_mean else max(1, self.work.prompt // 4)
 
@@ -125,6 +127,9 @@ def _kv_tokens(scenario: Scenario) -> int:
     if min(work.requests, work.replicas, work.response) < 1:
         keys = "data.train_batch_size, data.max_response_length, trainer.nnodes and trainer.n_gpus_per_node"
         raise TLTError(f"{keys} must ask for some work.")
+    if max(work.requests, work.replicas) > MOST_REQUESTS:
+        what = f"{work.requests:,} responses on {work.replicas:,} replicas"
+        raise TLTError(f"data.train_batch_size, {ROLLOUT}.n and trainer.nnodes ask for {what}: too many to simulate.")
     if tokens := hardware.kv_capacity(work, scenario.shape, scenario.gpu):
         return tokens
     size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"

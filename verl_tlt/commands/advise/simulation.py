@@ -39,7 +39,6 @@ StepSeconds = Callable[[int, int, int], float]
 class EngineSpec:
     step_seconds: StepSeconds
     arms: tuple[int, ...] = (0, 1, 3)
-    """Draft lengths that the policy may choose."""
     max_batch: int = 256
     """Requests decoding at once (`max_num_seqs`); the others wait."""
     kv_tokens: float = math.inf
@@ -118,9 +117,8 @@ class SimulatedRollout:
 
     tokens: float
     stock_s: float
-    """Stock's rollout, until the last replica is done."""
+    """Stock's rollout, until the last replica is done; `rollout_s`: TLT's."""
     rollout_s: float
-    """TLT's rollout, until the last replica is done."""
     tail_share: float
     """Share of stock's decoding time at batches below `SMALL_BATCH`."""
     bubble_share: float

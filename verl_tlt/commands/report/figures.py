@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
 from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.commands.report import steps as run_steps
@@ -111,7 +112,6 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
 
 
 def step_chart(trace: RunTrace, step: run_steps.RLStep) -> Chart:
-    """The replicas over time in one RL step."""
     count = max(1, min(MOST_LANES, len(trace.replicas)))
     note = "Upper part of a lane: batch, or requests in flight where engine steps were not traced; lower part: K."
     if len(trace.replicas) > MOST_LANES:
@@ -194,11 +194,17 @@ def draw_lines(ax: Axes, unit: str, lines: Mapping[str, tuple[str, Points]], low
 def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tuple[str, Sequence[float]]]) -> None:
     """Stacked bars over RL steps, negative values below the axis: label to colour and values."""
     up, down = np.zeros(len(steps)), np.zeros(len(steps))
+    at, half = np.array(steps), 0.425 if len(steps) < 60 else 0.5
     for label, (color, values) in bars.items():
         heights = np.array(values)
         bottom = np.where(heights < 0, down, up)
-        ax.bar(steps, heights, 0.85 if len(steps) < 60 else 1.0, bottom, color=color, label=label)
+        x, y = (at - half, at - half, at + half, at + half), (bottom, bottom + heights, bottom + heights, bottom)
+        corners = np.array([x, y]).transpose(2, 1, 0)  # [steps, corners, 2]
+        outline = Outline.make_compound_path_from_polys(corners)  # a patch for each step would take minutes
+        ax.add_artist(PathPatch(outline, color=color, linewidth=0, label=label))
+        ax.update_datalim(corners.reshape(-1, 2))
         up, down = up + np.maximum(heights, 0.0), down + np.minimum(heights, 0.0)
+    ax.autoscale_view()
     ax.axhline(0, color=GREY, linewidth=1)
     _finish(ax, unit)
 
@@ -227,7 +233,6 @@ def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
 
 
 def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:
-    """Bars of the share of engine steps by draft length."""
     names = {-1: "tlt/drafter_off_frac", **_draft_length_metrics(trace)}
     bars = {
         k_name(k): (k_color(k, max(1, *names)), [metrics.get(name, 0.0) for metrics in trace.steps.values()])

@@ -32,8 +32,8 @@ MOST_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
 MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
 MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
 """Lines and bytes of a file: if more than that, and more than half of its lines, cannot be read, it is no trace."""
-_LARGEST, _LATEST = 1e100, 1e11
-"""Largest metric, and latest time in unix seconds: what is computed from them stays finite."""
+_LARGEST, _LATEST = 1e100, 6e10
+"""Largest metric, and latest time in unix seconds: what is computed from them is finite, and has a date."""
 
 E = TypeVar("E", bound=Event)
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in events.EVENT_TYPES.items()}
@@ -114,12 +114,13 @@ def read_trace(directory: str | Path) -> RunTrace:
     skipped = 0
     for file in _files(path):
         good = bad = bad_bytes = 0
+        of_engine = file.name.startswith(events.ENGINE_PREFIX)
         for size, record in _records(file):
-            if (event := parse_event(record)) is not None:
-                parsed.append(event)
-                good += 1
-            elif file.name.startswith(events.ENGINE_PREFIX) and (numbers := _engine_step(record)):
+            if of_engine and (numbers := _engine_step(record)):
                 engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
+                good += 1
+            elif not of_engine and (event := parse_event(record)) is not None:
+                parsed.append(event)
                 good += 1
             else:
                 bad, bad_bytes = bad + 1, bad_bytes + size

@@ -65,7 +65,8 @@ def step_row(metrics: Mapping[str, float]) -> Row:
 
 def given_up(trace: RunTrace) -> str:
     """A sentence about the replicas on which spot training was given up, as it stood in the end; empty: on none."""
-    last = {stop.replica: stop for stop in trace.stops if stop.replica}
+    begun = trace.run.t if trace.run else 0.0  # a run that resumes gives every replica another try
+    last = {stop.replica: stop for stop in trace.stops if stop.replica and stop.t >= begun}
     if not (off := sorted((stop for stop in last.values() if stop.cause), key=lambda stop: stop.t)):
         return ""
     where = f"{len(off)} of {len(trace.replicas)} replicas ({', '.join(trace.label(stop.replica) for stop in off)})"
@@ -94,7 +95,7 @@ def cold_start(trace: RunTrace) -> str:
     for step, metrics in trace.steps.items():
         if (expected_s := metrics.get("tlt/cold_start_expected_s")) is not None:
             until = step + round(metrics.get("tlt/cold_start_steps", 0.0))
-            since = [m.get("tlt/saved_s", 0.0) for n, m in trace.steps.items() if step < n <= until]
+            since = [counted_savings(m) or 0.0 for n, m in trace.steps.items() if step < n <= until]
             return (
                 f"The cold start of step {step} took {metrics.get('tlt/overhead_cold_start_s', 0.0):.0f} s and was "
                 f"expected to save {expected_s:.0f} s by step {until}; by TLT's own account {len(since)} steps saved "
@@ -126,8 +127,7 @@ def own_work_s(row: Row) -> float:
 
 def initial_lengths(trace: RunTrace) -> dict[int, float]:
     """By step, the accept length of the run's first drafter on held-out text; only steps with a verdict."""
-    judged = {p.step: p.tau.get("initial") for p in trace.publishes}
-    return {step: tau for step, tau in judged.items() if tau is not None}
+    return {p.step: tau for p in trace.publishes if (tau := p.tau.get("initial")) is not None}
 
 
 def table(rows: Mapping[int, Row], columns: Iterable[str] = COLUMNS) -> tuple[list[str], list[list[str]]]:

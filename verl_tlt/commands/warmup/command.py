@@ -7,6 +7,7 @@ Work in progress is in `OUT.warmup` beside `OUT`; the same command goes on after
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import shutil
@@ -39,6 +40,7 @@ from verl_tlt.drafter import (
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
 from verl_tlt.drafter.rehearsal import rehearse
+from verl_tlt.drafter.train import check_loss
 from verl_tlt.files.ownership import check_writable, other_owner, replacing
 
 if TYPE_CHECKING:
@@ -86,9 +88,10 @@ def _check(options: WarmupOptions) -> None:
     if options.out.exists():
         raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
     check_writable(options.out.parent, "the directory of --out")
+    check_loss(options.loss)
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
-    engine.find_device(options.device)
+    engine.find_device(options.device, options.tensor_parallel)
     if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
@@ -121,11 +124,12 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     Returns a sentence where an earlier run's training is given up.
     """
     work, file, state = options.work, options.work / "run.json", options.work / STATE
-    for name in (file.name, STATE, "responses"):
+    for name in (file.name, STATE, f"responses/{engine.RESPONSES}"):
         if reason := other_owner(work / name):
             raise DrafterError(f"{work} may be another user's work: {reason}; give an --out in a place of your own.")
     given = json.loads(json.dumps(asdict(options), default=str))
-    wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)} | {"prompts": prompts.ids_digest}
+    wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)}
+    wanted["prompts"] = hashlib.sha256(repr(prompts.tokens).encode()).hexdigest()[:16]
     begun = read_json(file) if file.is_file() else wanted
     changed = {key: f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]}
     if other := next((text for key, text in changed.items() if key not in _OF_TRAINING), None):

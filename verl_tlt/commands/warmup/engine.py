@@ -29,7 +29,7 @@ from verl_tlt.commands.warmup.prompts import MODEL, read_run
 from verl_tlt.drafter import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.files.json_files import parse, read_lines
+from verl_tlt.files.json_files import open_ordinary, parse, read_lines
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
 from verl_tlt.server.engine_arguments import speculative_config
@@ -59,7 +59,7 @@ class GenerationJob:
 
 def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **fields: Any) -> GenerationJob:
     """A job for the engine of the options' recipe, or without one for an engine with verl's defaults."""
-    run, on_cpu = read_run(options.recipe), find_device(options.device) == "cpu"
+    run, on_cpu = read_run(options.recipe), find_device(options.device, options.tensor_parallel) == "cpu"
     changes: dict[str, Any] = {
         f"{MODEL}.path": str(options.model),
         f"{MODEL}.mtp.enable_rollout": False,  # the job says what drafts
@@ -96,13 +96,16 @@ class Response:
     tokens: tuple[int, ...]
 
 
-def find_device(wanted: str) -> str:
-    """Where to compute, "cuda" or "cpu", by the option `--device`."""
+def find_device(wanted: str, engine_gpus: int = 1) -> str:
+    """Where to compute, "cuda" or "cpu", by the option `--device`; a `DrafterError` where an engine lacks GPUs."""
     if wanted not in ("auto", "cuda", "cpu"):
         raise DrafterError(f"--device must be auto, cuda or cpu, not {wanted!r}.")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise DrafterError("--device cuda, but torch finds no CUDA device.")
-    return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and (seen := torch.cuda.device_count()) < engine_gpus:
+        raise DrafterError(f"--tensor-parallel {engine_gpus} asks for {engine_gpus} GPUs, and torch finds {seen}.")
+    return device
 
 
 def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Response], DraftCounts | None]:
@@ -114,8 +117,15 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     out, answer = directory / RESPONSES, directory / "answer.json"
     total = len(job.prompts) * job.samples
 
+    done = read = 0
+
     def tell() -> None:
-        done = out.read_bytes().count(b"}\n") if out.is_file() else 0  # other lines are what kills left
+        nonlocal done, read
+        if out.is_file():
+            with open_ordinary(out) as file:
+                file.seek(read)  # it may have gigabytes, and this is called every second
+                read += len(more := file.read())
+            done += more.count(b"}")  # a response ends with its only one; other lines are what kills left
         stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
     if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):

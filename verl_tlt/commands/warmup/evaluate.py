@@ -56,7 +56,6 @@ class Verdict:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
-    """Have vLLM answer prompts with the drafter at work and count, then score the same answers."""
     check_owner(options.drafter)
     prompts = choose_prompts(options)
     fetch_policy(options.model)
@@ -122,14 +121,12 @@ def _load(options: EvaluateOptions, prompts: Sequence[Sequence[int]], device: st
 
 
 def report(verdict: Verdict, console: Console) -> None:
-    """Print both accept lengths and acceptance rates by position."""
     table = Table(title=f"{verdict.sequences} responses, {verdict.tokens} tokens, {verdict.served.drafts} drafts")
     for column in ("", "simulated", "served by vLLM"):
         table.add_column(column, justify="left" if not column else "right")
     for k, (a, b) in enumerate(zip(verdict.simulated.accept, verdict.served.accept, strict=True)):
         table.add_row(f"acceptance at position {k + 1}", f"{a:.3f}", f"{b:.3f}")
-    lengths = (verdict.simulated.accept_length, verdict.served.accept_length)
-    table.add_row("accept length", *(f"{length:.3f}" for length in lengths))
+    table.add_row("accept length", f"{verdict.simulated.accept_length:.3f}", f"{verdict.served.accept_length:.3f}")
     console.print(table)
     sentence, most = f"They differ by {100 * verdict.difference:+.1f} %", f"{100 * AGREE:.0f} %"
     if verdict.agrees:

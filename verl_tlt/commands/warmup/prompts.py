@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import CONFIG, ROLLOUT, Recipe, compose, number, read_mapping, select
+from verl_tlt.checks.recipe import CONFIG, MOST, ROLLOUT, Recipe, compose, number, read_mapping, select
 from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
@@ -66,11 +66,6 @@ class Prompts:
     """Numbers of the prompts that are for judging only."""
     form: PromptForm = AS_IS
     """How the prompts were made from the files' rows."""
-
-    @property
-    def ids_digest(self) -> str:
-        """Sixteen hex digits of the token ids: what responses depend on."""
-        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
 
 def read_prompts(
@@ -225,15 +220,15 @@ class Run:
 
     def options(self) -> dict[str, Any]:
         """Options of the commands that the recipe decides, by field."""
-        sampling = {name: self._float(name) for name in ("temperature", "top_p")}
         return {
             "model": Path(self._path(str(select(self.config, POLICY, "")))),
             "prompts": self._prompts(),
             "response_length": number(self.config, f"{ROLLOUT}.response_length", 512),
-            "top_k": max(0, int(self._float("top_k"))),  # verl's -1: off
+            "temperature": self._float("temperature", 0.0, MOST),
+            "top_p": self._float("top_p", 1e-6, 1.0),
+            "top_k": max(0, int(self._float("top_k", -1, MOST))),  # verl's -1: off
             "tensor_parallel": number(self.config, f"{ROLLOUT}.tensor_model_parallel_size", 1),
             "method": str(select(self.config, "tlt.drafter.method") or "eagle3"),
-            **sampling,
         }
 
     def form(self) -> PromptForm:
@@ -269,10 +264,10 @@ class Run:
         local = os.path.join(self.recipe.directory or ".", os.path.expanduser(path))
         return os.path.abspath(local) if os.path.exists(local) else located(path)
 
-    def _float(self, name: str) -> float:
+    def _float(self, name: str, least: float, most: float) -> float:
         value = select(self.config, f"{ROLLOUT}.{name}", 1.0)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TLTConfigError(f"{ROLLOUT}.{name} must be a number, not {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise TLTConfigError(f"{ROLLOUT}.{name} must be a number from {least:g} to {most:g}, not {value!r}.")
         return float(value)
 
 

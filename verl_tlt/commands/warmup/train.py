@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,24 +55,15 @@ LAST_LR = 0.1
 """Learning rate at the end of the budget, as a share of the first; the rate falls linearly."""
 
 
-@dataclass(frozen=True)
-class CheckPlan:
-    """How the held-out responses are scored in a run."""
+def plan_checks(run_s: float, token_s: float, held_out: int) -> dict[str, int]:
+    """How many `scores` of how many held-out `tokens` fit into their share of a run of `run_s` seconds.
 
-    scores: int
-    """Number of scorings: one of the first weights, the others of later ones, the last at the end."""
-    tokens: int
-    """Tokens of responses in each scoring, the same ones each time."""
-
-
-def plan_checks(run_s: float, token_s: float, held_out: int) -> CheckPlan:
-    """As many checks as fit into their share of a run of `run_s` seconds, of as many tokens as fit.
-
-    `token_s`: seconds to score a token of a response, its share of the prompt included; `held_out`: all such tokens.
+    The first is of the weights before training, the last of those at the end, all of the same tokens. `token_s`:
+    seconds to score a token of a response, its share of the prompt included; `held_out`: all such tokens.
     """
     whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
     scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
-    return CheckPlan(scores, min(whole, affordable // scores))
+    return {"scores": scores, "tokens": min(whole, affordable // scores)}
 
 
 class PolicyTexts(Library):
@@ -91,15 +82,13 @@ class PolicyTexts(Library):
         self._whole_head = parts.lm_head.to(device) if drafter.use_draft_vocab else None  # [V, H]
 
     def tokens(self, numbers: Iterable[int]) -> int:
-        """Tokens of these texts together."""
         return sum(len(self.texts[n].tokens) for n in numbers)
 
     def responses(self, numbers: Iterable[int]) -> int:
-        """Tokens of these texts' responses; those of prompts do not count, since no draft of them is judged."""
+        """Tokens of these texts' responses: no draft of a prompt is judged."""
         return sum(len(self.texts[n].tokens) - self.texts[n].prompt_len for n in numbers)
 
     def grouped(self, numbers: Iterable[int], budget: int) -> Iterator[list[int]]:
-        """These texts in groups of up to `budget` tokens."""
         return grouped(numbers, lambda n: self.tokens([n]), budget)
 
     def score(
@@ -141,7 +130,7 @@ class TrainingProgress:
     acceptance: list[float] = field(default_factory=list)
     """Acceptance of the best weights, by draft position."""
     plan: dict[str, int] = field(default_factory=dict)
-    """The `CheckPlan`, once it is made."""
+    """What `plan_checks` says, once it was asked."""
 
 
 @dataclass
@@ -151,9 +140,8 @@ class TrainingRun:
     trainer: DrafterTrainer
     library: PolicyTexts
     train: list[int]
-    """Numbers of the texts to learn from."""
+    """Numbers of the texts to learn from, as `judged` of those held out."""
     judged: list[int]
-    """Numbers of the held-out texts."""
     options: WarmupOptions
     state_file: Path
 
@@ -180,7 +168,6 @@ class TrainingRun:
         return [check["tau"] for check in self.progress.checks]
 
     def resume(self) -> None:
-        """Go on from the state file, if there is one."""
         if not self.state_file.is_file():
             return
         try:
@@ -215,14 +202,14 @@ class TrainingRun:
         """Score the weights at evenly spread places of the run; the first tenth of its budget says at how many."""
         p = self.progress
         if not p.plan and self.spent >= 1.0 / CHECKS:
-            p.plan = asdict(self._plan_checks())
+            p.plan = self._plan_checks()
         if p.plan and not p.checks:
             with self.trainer.holding(self.best):  # the weights before training
                 self._check(step=0, tokens=0)
         if p.plan and self.spent >= len(p.checks) / (p.plan["scores"] - 1):
             self._check(self.trainer.steps, p.tokens)
 
-    def _plan_checks(self) -> CheckPlan:
+    def _plan_checks(self) -> dict[str, int]:
         begun, p = time.perf_counter(), self.progress
         probe = next(self.library.grouped(self.judged, PROBE_TOKENS), [])
         self._score(probe)  # the first use allocates and compiles
