@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import field
@@ -44,6 +45,8 @@ class TLTConfigError(TLTError, ValueError):
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """Nothing is guessed: an int passes for a float and a list for a tuple, nothing else for anything."""
 
+MOST = 2**31 - 1
+"""Largest number that a setting may be: nothing needs more, and clocks, random generators and engines overflow."""
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -279,7 +282,12 @@ def _plain(value: object) -> object:
 
 
 def _check(c: TLTConfig) -> None:
-    """Raise a `TLTConfigError` where settings contradict each other."""
+    """Raise a `TLTConfigError` where a number is beyond all use, or settings contradict each other."""
+    for section, settings in c.to_dict().items():
+        for key, value in settings.items():
+            numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int | float)]
+            if any(MOST < n < math.inf for n in numbers):
+                raise TLTConfigError(f"tlt.{section}.{key} must be at most {MOST:,}, not {value}.")
     s = c.speculation
     if s.arms is not None:
         if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:

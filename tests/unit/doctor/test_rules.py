@@ -95,6 +95,10 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p", "vLLM rejects it"),
         ({f"{ROLLOUT}.val_kwargs.logit_bias": {3: -1.0}}, f"{ROLLOUT}.val_kwargs.logit_bias", "vLLM rejects it"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8"}, f"{ROLLOUT}.engine_kwargs.vllm.quantization",
+         "quantization=fp8 lets the rollout"),
+        ({f"{ROLLOUT}.dtype": "bf16"}, f"{ROLLOUT}.dtype", "is none of auto, half, float16, bfloat16"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.dtype": "fp16"}, f"{ROLLOUT}.dtype", "dtype=fp16, or that of"),
         ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
          "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
@@ -123,7 +127,7 @@ def test_every_mode_of_the_v1_trainer_is_welcome_before_and_after_activation(fin
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [(f"{ACTOR}.strategy", "veomni", "random"), ("algorithm.rollout_correction.bypass_mode", True, "is not trained")],
+    [(f"{ACTOR}.strategy", "veomni", "random"), ("algorithm.rollout_correction.bypass_mode", True, "random")],
 )
 def test_an_actor_that_feeds_no_drafter_speculates_only(findings, key, value, said):
     found = findings({key: value})
