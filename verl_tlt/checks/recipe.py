@@ -47,6 +47,7 @@ COUNTS = (
     *NEEDED,
     *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_batched_tokens", "expert_parallel_size")),
     *(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node", "val_kwargs.n")),
+    *(f"{ROLLOUT}.engine_kwargs.vllm.{kind}_parallel_size" for kind in ("data", "decode_context")),
     "data.gen_batch_size", "trainer.total_training_steps",
 )  # fmt: skip
 """Keys that are whole numbers; those that are not `NEEDED` may be 0 or null."""
