@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -259,7 +259,9 @@ def _build(cls: type[T], node: object, where: str) -> T:
     values: dict[str, Any] = {}
     for key, value in node.items():
         if key not in hints:
-            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt{_hint(where, str(key), hints)}")
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(hints)}."
+            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead}")
         section = dataclasses.is_dataclass(hints[key])
         values[key] = _build(hints[key], value, f"{where}.{key}") if section else _plain(value)
     try:
@@ -267,12 +269,6 @@ def _build(cls: type[T], node: object, where: str) -> T:
     except ValidationError as error:
         key, wrong = wrong_field(error)
         raise TLTConfigError(f"{where}.{key} {wrong}") from None
-
-
-def _hint(where: str, key: str, known: Iterable[str]) -> str:
-    """What to use instead of an unknown key, as the end of a sentence."""
-    close = difflib.get_close_matches(key, known, n=1)
-    return f". Did you mean {where}.{close[0]}?" if close else f". Known keys: {', '.join(known)}."
 
 
 def _plain(value: object) -> object:
