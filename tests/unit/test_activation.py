@@ -15,25 +15,15 @@ def activate(config):
     return OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=True)["custom"]
 
 
-def test_settings_travel_beside_a_users_own_custom_node(recipe):
+def test_settings_travel_beside_a_users_own_custom_node_also_when_it_is_done_twice(recipe):
     with open_dict(recipe):
         recipe.actor_rollout_ref.rollout.custom = {"mine": {"a": 1}}
         recipe.tlt = {"speculation": {"policy": "fixed", "fixed": 1}}
     custom = activate(recipe)
     assert custom["mine"] == {"a": 1}
     assert TLTConfig.from_dict(custom["tlt"]).speculation.fixed == 1
-    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
-
-
-def test_doing_it_twice_is_doing_it_once(recipe):
-    once = activate(recipe)
-    assert activate(recipe) == once
-    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
-
-
-def test_the_config_stays_closed_to_unknown_keys(recipe):
-    activate(recipe)
-    with pytest.raises(AttributeError):
+    assert activate(recipe) == custom and recipe.trainer.v1.trainer_mode == "tlt_sync"
+    with pytest.raises(AttributeError):  # it stays closed to unknown keys
         recipe.actor_rollout_ref.rollout.typo = 1
 
 

@@ -265,30 +265,25 @@ def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
     assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
 
 
-@pytest.mark.parametrize(("value", "said"), [([], "[] names no"), (None, "[] names no"), ("x.csv", "ends in none")])
-def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, value, said):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.csv").write_text("prompt")
-    found = findings({"data.val_files": value})
-    assert levels(found) == {"data.val_files": "refuse"} and said in found["data.val_files"].sentence
-
-
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("value", "said"),
     [
-        (b"", "cannot be read as parquet: "),
-        (b"PAR1 and something else", "cannot be read as parquet: "),
-        (None, "has no rows"),
+        ([], "[] names no"),
+        (None, "[] names no"),
+        ("x.csv", "x.csv ends in none"),
+        ("empty.parquet", "empty.parquet cannot be read as parquet: "),
+        ("damaged.parquet", "damaged.parquet cannot be read as parquet: "),
+        ("rowless.parquet", "rowless.parquet has no rows"),
     ],
-    ids=["empty", "damaged", "no rows"],
 )
-def test_a_parquet_file_that_is_unreadable_or_empty_is_named(findings, tmp_path, content, said):
-    (file := tmp_path / "x.parquet").write_bytes(content or b"")
-    if content is None:
-        parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), file)
-    found = findings({"data.train_files": str(file)})
-    assert levels(found) == {"data.train_files": "refuse"}
-    assert found["data.train_files"].sentence.startswith(f"data.train_files={file} {said}")
+def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, key, value, said):
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"x.csv": "prompt", "empty.parquet": "", "damaged.parquet": "PAR1 and something else"}.items():
+        (tmp_path / name).write_text(content)
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "rowless.parquet")
+    found = findings({key: value})
+    assert levels(found) == {key: "refuse"} and found[key].sentence.startswith(f"{key}={said}")
 
 
 def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
