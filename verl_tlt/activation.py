@@ -16,7 +16,7 @@ import verl_tlt
 from verl_tlt import MODE_PREFIX
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import absolute, located
-from verl_tlt.checks.recipe import read_mapping, read_run_dir, read_settings
+from verl_tlt.checks.recipe import engine_dtype, read_mapping, read_run_dir, read_settings
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.errors import printable
 
@@ -47,6 +47,7 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
     custom = read_mapping(config, "actor_rollout_ref.rollout.custom")
     with open_dict(config):
         rollout.custom = {**custom, "tlt": final}
+        rollout.dtype = engine_dtype(config)  # drafters are published in it
         mode = str(config.trainer.v1.trainer_mode).removeprefix(MODE_PREFIX)
         config.trainer.v1.trainer_mode = MODE_PREFIX + mode
     print(f"[verl-tlt {verl_tlt.__version__}] on: trainer mode {MODE_PREFIX}{mode}", flush=True)

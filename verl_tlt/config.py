@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -44,6 +45,8 @@ class TLTConfigError(TLTError, ValueError):
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """Nothing is guessed: an int passes for a float and a list for a tuple, nothing else for anything."""
 
+MOST = 2**31 - 1
+"""Largest number that a setting may be: nothing needs more, and clocks, random generators and engines overflow."""
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -256,7 +259,9 @@ def _build(cls: type[T], node: object, where: str) -> T:
     values: dict[str, Any] = {}
     for key, value in node.items():
         if key not in hints:
-            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt{_hint(where, str(key), hints)}")
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(hints)}."
+            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead}")
         section = dataclasses.is_dataclass(hints[key])
         values[key] = _build(hints[key], value, f"{where}.{key}") if section else _plain(value)
     try:
@@ -266,12 +271,6 @@ def _build(cls: type[T], node: object, where: str) -> T:
         raise TLTConfigError(f"{where}.{key} {wrong}") from None
 
 
-def _hint(where: str, key: str, known: Iterable[str]) -> str:
-    """What to use instead of an unknown key, as the end of a sentence."""
-    close = difflib.get_close_matches(key, known, n=1)
-    return f". Did you mean {where}.{close[0]}?" if close else f". Known keys: {', '.join(known)}."
-
-
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
@@ -279,7 +278,12 @@ def _plain(value: object) -> object:
 
 
 def _check(c: TLTConfig) -> None:
-    """Raise a `TLTConfigError` where settings contradict each other."""
+    """Raise a `TLTConfigError` where a number is beyond all use, or settings contradict each other."""
+    for section, settings in c.to_dict().items():
+        for key, value in settings.items():
+            numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int | float)]
+            if any(MOST < n < math.inf for n in numbers):
+                raise TLTConfigError(f"tlt.{section}.{key} must be at most {MOST:,}, not {value}.")
     s = c.speculation
     if s.arms is not None:
         if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:

@@ -1,5 +1,8 @@
 """What the flag does to a config, and how a run that cannot be a TLT run ends."""
 
+import json
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf, open_dict
 
@@ -12,25 +15,15 @@ def activate(config):
     return OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=True)["custom"]
 
 
-def test_settings_travel_beside_a_users_own_custom_node(recipe):
+def test_settings_travel_beside_a_users_own_custom_node_also_when_it_is_done_twice(recipe):
     with open_dict(recipe):
         recipe.actor_rollout_ref.rollout.custom = {"mine": {"a": 1}}
         recipe.tlt = {"speculation": {"policy": "fixed", "fixed": 1}}
     custom = activate(recipe)
     assert custom["mine"] == {"a": 1}
     assert TLTConfig.from_dict(custom["tlt"]).speculation.fixed == 1
-    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
-
-
-def test_doing_it_twice_is_doing_it_once(recipe):
-    once = activate(recipe)
-    assert activate(recipe) == once
-    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
-
-
-def test_the_config_stays_closed_to_unknown_keys(recipe):
-    activate(recipe)
-    with pytest.raises(AttributeError):
+    assert activate(recipe) == custom and recipe.trainer.v1.trainer_mode == "tlt_sync"
+    with pytest.raises(AttributeError):  # it stays closed to unknown keys
         recipe.actor_rollout_ref.rollout.typo = 1
 
 
@@ -48,10 +41,37 @@ def test_a_drafter_s_name_on_the_hub_stays_a_name_and_a_folder_becomes_absolute(
     assert activation.resolve(recipe, settings).drafter.path == str(tmp_path / "Org" / "drafter")
 
 
-def test_no_spot_training_where_nothing_can_feed_it(recipe, capsys):
-    recipe.actor_rollout_ref.actor.strategy = "veomni"
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("actor_rollout_ref.actor.strategy", "veomni", "veomni has no hidden-state tap"),
+        ("algorithm.rollout_correction.bypass_mode", True, "True skips the old-log-prob forward"),
+    ],
+)
+def test_no_spot_training_where_nothing_can_feed_it(recipe, capsys, key, value, said):
+    OmegaConf.update(recipe, key, value)
     assert activate(recipe)["tlt"]["spot"]["enable"] is False
-    assert "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap" in capsys.readouterr().err
+    assert f"{key}={said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "engines", "policy", "dtype"),
+    [
+        ("bfloat16", "half", {}, "half"),
+        ("bfloat16", None, {"dtype": "float16"}, "bfloat16"),
+        ("auto", None, {"torch_dtype": "float16"}, "float16"),
+        ("float16", "auto", {"text_config": {"dtype": "float16"}}, "float16"),
+        ("auto", None, {"dtype": "float32"}, "auto"),
+    ],
+)
+def test_drafters_are_published_in_the_dtype_that_engines_have(recipe, asked, engines, policy, dtype):
+    file = Path(recipe.actor_rollout_ref.model.path, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **policy}))
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.rollout.dtype = asked
+        recipe.actor_rollout_ref.rollout.engine_kwargs.vllm = {"dtype": engines}
+    activation.apply(recipe, TLTConfig())
+    assert recipe.actor_rollout_ref.rollout.dtype == dtype
 
 
 def test_an_engine_without_a_drafter_has_nothing_to_train_and_nothing_to_calibrate(recipe):

@@ -58,6 +58,8 @@ def changed(recipe, changes):
 @given(changes=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
 @example(changes={f"{ROLLOUT}.data_parallel_size": "two"})
 @example(changes={f"{ROLLOUT}.engine_kwargs.vllm": 3})
+@example(changes={f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": "two"})
+@example(changes={f"{ROLLOUT}.engine_kwargs.vllm.decode_context_parallel_size": [1]})
 @example(changes={"data.train_files": 7})
 @example(changes={"data.train_files": ["${nowhere}"]})
 @example(changes={f"{ROLLOUT}.custom": [""]})

@@ -108,6 +108,8 @@ class FSDPAdapter:
 class MegatronAdapter:
     """verl's Megatron engine: megatron-core GPT models, whose tokens and layers are split over ranks in three ways.
 
+    Layouts that no tap can follow end spot training before a worker is made (`checks.rules.untapped`).
+
     Pipeline parallelism splits layers; the last stage has the final norm. Context parallelism gives a rank two chunks
     of every sequence. Sequence parallelism slices what is left; without it the first rank of a tensor-parallel group
     copies.
@@ -117,16 +119,6 @@ class MegatronAdapter:
         from megatron.core import parallel_state
         from verl.utils.megatron_utils import unwrap_model
 
-        if engine.engine_config.dynamic_context_parallel:
-            raise DrafterError(
-                "actor_rollout_ref.actor.megatron.dynamic_context_parallel=True deals sequences out to ranks anew in "
-                "every step, and the hidden-state tap relies on their staying together."
-            )
-        if engine.engine_config.use_megatron_fsdp:
-            raise DrafterError(
-                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=True shards layers in a way that the hidden-state "
-                "tap was never tried with."
-            )
         chunks = [unwrap_model(chunk) for chunk in engine.module]
         if not all(hasattr(chunk, "decoder") for chunk in chunks):
             raise DrafterError(f"actor_rollout_ref.model.path is a {type(chunks[0]).__name__}, without a decoder.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.checks.models import POLICY
-from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.config import MOST, TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.drafter.policy import first_line, read_model_config
 from verl_tlt.errors import DrafterError
 from verl_tlt.server.engine_arguments import graph_mode
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
-MOST = 2**31 - 1
-"""Largest number that a key may have: nothing needs more, and above it engines' own tables overflow."""
 NEEDED = (
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "train_batch_size")),
     *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs")),
@@ -49,6 +47,7 @@ COUNTS = (
     *NEEDED,
     *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_batched_tokens", "expert_parallel_size")),
     *(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node", "val_kwargs.n")),
+    *(f"{ROLLOUT}.engine_kwargs.vllm.{kind}_parallel_size" for kind in ("data", "decode_context")),
     "data.gen_batch_size", "trainer.total_training_steps",
 )  # fmt: skip
 """Keys that are whole numbers; those that are not `NEEDED` may be 0 or null."""
@@ -175,9 +174,9 @@ def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
 
 def draft_logits(config: DictConfig, longest: int) -> int:
     """`draft_logits_bytes` of the recipe's engines at this K_max; 0 where the policy cannot be read."""
-    user, fields = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), policy_fields(config)
+    fields = policy_fields(config)
     vocab = (fields.get("text_config") or fields).get("vocab_size")
-    size = 4 if "32" in str(user.get("dtype") or select(config, f"{ROLLOUT}.dtype", "bfloat16")) else 2
+    size = 4 if dtype_name(engine_dtype(config)) == "float32" else 2
     runner, vocab = engine_runner(config) or "V1", vocab if isinstance(vocab, int) else 0
     return draft_logits_bytes(runner, longest, most_requests(config), vocab, size)
 
@@ -195,10 +194,23 @@ def policy_fields(config: DictConfig) -> dict[str, Any]:
         return {}
 
 
+def engine_setting(config: DictConfig, name: str, default: object = None) -> object:
+    """A setting of the rollout as its engines have it: vLLM's own (`engine_kwargs`) wins where it is not null."""
+    own = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm").get(name)
+    return select(config, f"{ROLLOUT}.{name}", default) if own is None else own
+
+
 def enforce_eager(config: DictConfig) -> bool:
-    """Whether engines capture no CUDA graphs; vLLM's own setting (`engine_kwargs`) wins."""
-    user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
-    return bool(user.get("enforce_eager", select(config, f"{ROLLOUT}.enforce_eager", False)))
+    """Whether engines capture no CUDA graphs."""
+    return bool(engine_setting(config, "enforce_eager", False))
+
+
+def engine_dtype(config: DictConfig) -> str:
+    """The `dtype` that engines compute in, as vLLM names it; `auto`: the policy's config does not say float16."""
+    name = str(engine_setting(config, "dtype", "bfloat16")).lower()
+    fields = policy_fields(config) if name == "auto" else {}
+    said = (part.get(key) for part in (fields, fields.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
+    return "float16" if next(filter(None, said), None) == "float16" else name
 
 
 def trainer_mode(config: DictConfig) -> str:

@@ -19,6 +19,8 @@ from verl_tlt.checks.recipe import (
     context_tokens,
     draft_logits,
     enforce_eager,
+    engine_dtype,
+    engine_setting,
     number,
     policy_fields,
     read_mapping,
@@ -45,6 +47,8 @@ REFUSED_SAMPLING = ("min_p", "logit_bias")
 """Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+"""What vLLM takes for a `dtype`."""
 ROUTES_NEED_V2 = (0, 31, 0)
 """From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
 UNTAPPED_LAYOUTS = {
@@ -143,7 +147,6 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
 def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """Whether the drafter can learn from the actor's hidden states."""
     what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
-    bypass = "algorithm.rollout_correction.bypass_mode"
     if verl_trains_the_head(config, settings):
         alone = "verl trains the MTP head and sends it with every weight sync; TLT chooses draft lengths"
         yield Finding("warn", f"{MTP}.enable_train", f"{MTP}.enable_train=True: {alone}, and trains nothing.")
@@ -153,9 +156,6 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         random = ", which without tlt.drafter.path is random and will not speed up anything"
         useless = "" if settings.drafter.path or settings.drafter.method == "mtp" else random
         yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
-    elif select(config, bypass, False):
-        skipped = f"{bypass}=True skips the old-log-prob forward that feeds the drafter"
-        yield Finding("warn", bypass, f"{skipped}, so the drafter is not trained.")
     else:
         yield Finding("ok", what, f"{what}={strategy}")
 
@@ -188,6 +188,8 @@ def untapped(config: DictConfig) -> tuple[str, str] | None:
     for name, why in UNTAPPED_LAYOUTS.items() if strategy == "megatron" else ():
         if select(config, key := f"{ACTOR}.megatron.{name}", False):
             return key, f"{key}=True {why}"
+    if select(config, key := "algorithm.rollout_correction.bypass_mode", False):
+        return key, f"{key}=True skips the old-log-prob forward that feeds the drafter"
     return None
 
 
@@ -200,7 +202,8 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
     key = f"{ROLLOUT}.enable_prefix_caching"
-    if select(config, key, False) and settings.speculation.enable and is_hybrid(policy_fields(config)):
+    prefixes = engine_setting(config, "enable_prefix_caching", False)
+    if prefixes and settings.speculation.enable and is_hybrid(policy_fields(config)):
         off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
         yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
     key = f"{ROLLOUT}.full_determinism"
@@ -241,11 +244,15 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
 
 
 def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for each sampling or quantization setting of the rollout that drafts do not go with."""
+    """(key, sentence) for each sampling, dtype or quantization setting of the rollout that drafts do not go with."""
+    key, dtype = f"{ROLLOUT}.dtype", engine_dtype(config)
+    if dtype not in DTYPES:
+        yield key, f"{key}={dtype}, or that of {ROLLOUT}.engine_kwargs.vllm, is none of {', '.join(DTYPES)}."
     for key in (f"{node}.{name}" for node in (ROLLOUT, f"{ROLLOUT}.val_kwargs") for name in REFUSED_SAMPLING):
         if select(config, key):
             yield key, f"{key} is set, and vLLM rejects it together with speculative decoding."
-    for key in (f"{ROLLOUT}.quantization", f"{ACTOR}.fsdp_config.qat.enable", f"{ACTOR}.megatron.qat.enable"):
+    quantized = (f"{node}.quantization" for node in (ROLLOUT, f"{ROLLOUT}.engine_kwargs.vllm"))
+    for key in (*quantized, f"{ACTOR}.fsdp_config.qat.enable", f"{ACTOR}.megatron.qat.enable"):
         if kind := select(config, key):
             why = "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter"
             yield key, f"{key}={kind} {why}, and drafters beside a quantized policy were not tested."

@@ -23,7 +23,6 @@ class _Item:
     prompt: str
     held_out: bool
     sequence: TrainingSequence
-    nbytes: int
 
 
 class Buffer:
@@ -51,13 +50,12 @@ class Buffer:
         `index`, its number in that step, stands for its prompt where that is unknown. What alone exceeds the cap, or is
         older than what the buffer keeps, is not added.
         """
-        nbytes = sequence.nbytes
-        if nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
+        if sequence.nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
             return False
         prompt = f"{step}:{index}" if sequence.prompt is None else f"{sequence.prompt}"
         digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
         held_out = int.from_bytes(digest, "big") < self._held_out * 2.0**64
-        item = _Item(step, prompt, held_out, sequence, nbytes)
+        item = _Item(step, prompt, held_out, sequence)
         bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
         self._count(item, 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
@@ -113,5 +111,5 @@ class Buffer:
         return BufferStats(len(self._items), tokens, self._train_tokens, self._nbytes)
 
     def _count(self, item: _Item, sign: int) -> None:
-        self._nbytes += sign * item.nbytes
+        self._nbytes += sign * item.sequence.nbytes
         self._train_tokens += sign * len(item.sequence) * (not item.held_out)

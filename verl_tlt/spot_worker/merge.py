@@ -13,8 +13,9 @@ in blocks of like sizes (AdamW's steps are) it is 64 times smaller than bfloat16
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -93,23 +94,17 @@ def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
 def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -> list[MergedSlice]:
     """What a worker learned since the candidate that all agree on, in slices; with few blocks some are empty."""
     if not facts.included:
-        return [_empty(facts) for _ in range(slices)]
+        return [_empty(facts)] * slices
 
-    def write(blocks: list[Block]) -> MergedSlice | str:
-        writer = _SliceWriter(blocks)
-        for name, begin, end in blocks:
-            after, before = now[name].reshape(-1)[begin:end], base[name].reshape(-1)[begin:end]
-            np.subtract(after, before, out=writer.buffer(end - begin))
-            if not writer.add():
-                return name
-        return writer.slice(facts)
+    def change(block: Block, out: np.ndarray) -> None:
+        name, begin, end = block
+        np.subtract(now[name].reshape(-1)[begin:end], base[name].reshape(-1)[begin:end], out=out)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        parts = list(pool.map(write, _slices_of(base, slices)))
-    if broken := next((name for name in parts if isinstance(name, str)), None):
-        excluded = _excluded(facts.included[0], f"{broken} is not finite")
-        return [_empty(excluded) for _ in range(slices)]
-    return [part for part in parts if isinstance(part, MergedSlice)]
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(lambda blocks: _packed(facts, blocks, change), _slices_of(base, slices)))
+    except FloatingPointError as broken:
+        return [_empty(_excluded(facts.included[0], str(broken)))] * slices
 
 
 def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
@@ -126,17 +121,17 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
         raise ValueError(f"Deltas of {', '.join(facts.included)} differ in length.")
     weights = [part.facts.tokens / facts.tokens for part in usable]
     lengths = usable[0].lengths
-    writer, term = _SliceWriter([("", 0, length) for length in lengths]), np.empty(max(lengths, default=0), np.float32)
-    begin = 0
-    for block, length in enumerate(lengths):
-        end = begin + length
-        total = writer.buffer(length)
+    ends, term = list(itertools.accumulate(lengths)), np.empty(max(lengths, default=0), np.float32)
+    scales = zip(*(part.scales for part in usable), strict=True)  # of each block, by worker
+
+    def average_of(block: Block, total: np.ndarray) -> None:
+        _, begin, end = block
         total.fill(0.0)
-        for weight, part in zip(weights, usable, strict=True):
-            total += np.multiply(part.values[begin:end], np.float32(weight * part.scales[block]), out=term[:length])
-        writer.add()
-        begin = end
-    average = writer.slice(facts)
+        for weight, part, scale in zip(weights, usable, next(scales), strict=True):
+            total += np.multiply(part.values[begin:end], np.float32(weight * scale), out=term[: end - begin])
+
+    blocks = [("the average", end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    average = _packed(facts, blocks, average_of)
     if not last:
         return average
     further = facts.longest * facts.tokens / facts.squares  # than the plain average; 1 for equal sessions
@@ -173,37 +168,25 @@ def _slices_of(like: Mapping[str, np.ndarray], slices: int) -> Iterator[list[Blo
         yield blocks[i * len(blocks) // slices : (i + 1) * len(blocks) // slices]
 
 
-class _SliceWriter:
-    """Packs blocks of numbers, one after the other, into 16 bits a number."""
+def _packed(facts: MergeFacts, blocks: Sequence[Block], write: Callable[[Block, np.ndarray], None]) -> MergedSlice:
+    """Blocks of numbers, one after the other, in 16 bits a number; a `FloatingPointError` where one is not finite.
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self._lengths = tuple(end - begin for _, begin, end in blocks)
-        self._values = np.empty(sum(self._lengths), np.int16)
-        self._scales = np.empty(len(blocks), np.float32)
-        self._block = self._at = 0
-        self._buffer = np.empty(max(self._lengths, default=0), np.float32)
-
-    def buffer(self, length: int) -> np.ndarray:
-        """Where the next block is to be written: the same memory each time, which stays in the cache."""
-        self._numbers = self._buffer[:length]
-        return self._numbers
-
-    def add(self) -> bool:
-        """Pack what was written into `buffer`; False: a number in it is not finite."""
-        numbers = self._numbers
+    `write` is called for each block in turn, with the memory for its numbers: the same each time, to stay in the cache.
+    """
+    lengths = tuple(end - begin for _, begin, end in blocks)
+    packed = MergedSlice(facts, np.empty(sum(lengths), np.int16), np.empty(len(blocks), np.float32), lengths)
+    buffer, at = np.empty(max(lengths, default=0), np.float32), 0
+    for i, block in enumerate(blocks):
+        numbers = buffer[: lengths[i]]
+        write(block, numbers)
         top = float(max(numbers.max(), -numbers.min()))
         if not np.isfinite(top):
-            return False
-        scale = top / LARGEST if top > TINY else 1.0
+            raise FloatingPointError(f"{block[0]} is not finite")
+        packed.scales[i] = scale = top / LARGEST if top > TINY else 1.0
         numbers *= np.float32(1 / scale)
-        after = self._at + len(numbers)
-        np.rint(numbers, out=self._values[self._at : after], casting="unsafe")
-        self._scales[self._block] = scale
-        self._block, self._at = self._block + 1, after
-        return True
-
-    def slice(self, facts: MergeFacts) -> MergedSlice:
-        return MergedSlice(facts, self._values, self._scales, self._lengths)
+        np.rint(numbers, out=packed.values[at : at + len(numbers)], casting="unsafe")
+        at += len(numbers)
+    return packed
 
 
 def _empty(facts: MergeFacts) -> MergedSlice:

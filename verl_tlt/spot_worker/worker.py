@@ -49,7 +49,7 @@ KEEP_TUNED = "TRITON_CACHE_AUTOTUNING"
 """Environment variable: Triton keeps on the node's disk which tile of a kernel is the fastest. Trying the 21 of each of
 the loss's two kernels takes seconds, and a process that replaces another need not do it again."""
 
-DEVICE_ERRORS = (torch.cuda.CudaError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
+DEVICE_ERRORS = (torch.cuda.CudaError, torch.AcceleratorError)
 """Types of exceptions that tell of a device error, whatever their message."""
 LIBRARY = re.compile(
     r"\b(CUDA|HIP|cuDNN|MIOpen|cuBLAS|cuSOLVER|cuSPARSE|cuFFT|NCCL|RCCL)( driver| runtime| unknown)? error\b"

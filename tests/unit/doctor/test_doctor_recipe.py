@@ -102,6 +102,7 @@ def test_a_recipe_with_the_flag_runs_as_stock_verl_where_that_is_said():
         ({}, {}, 7),
         ({"enforce_eager": True}, {}, 3),
         ({"engine_kwargs": {"vllm": {"enforce_eager": True}}}, {}, 3),
+        ({"enforce_eager": True, "engine_kwargs": {"vllm": {"enforce_eager": None}}}, {}, 3),  # verl leaves nulls out
         ({"engine_kwargs": {"vllm": {"decode_context_parallel_size": 2}}}, {}, 3),
         ({"enforce_eager": True}, {"max_draft_length": 5}, 5),
         ({}, {"max_draft_length": None, "arms": [0, 7]}, 7),
@@ -134,24 +135,25 @@ def test_a_policy_with_other_layers_than_attention_has_a_shorter_longest_draft(r
 
 
 @pytest.mark.parametrize(
-    ("release", "requests", "speculation", "longest", "said"),
+    ("release", "engine", "speculation", "longest", "said"),
     [
-        ("0.31.0", 1024, {}, 7, []),  # the V1 runner keeps none
-        ("0.32.0", 256, {}, 7, ["ok 0.5 GB"]),
-        ("0.32.0", 1024, {}, 3, ["ok 0.9 GB"]),
-        ("0.32.0", 1024, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
-        ("0.32.0", 1024, {"arms": [0, 7]}, 7, ["warn 2.2 GB"]),
-        ("0.32.0", 1024, {"source": "ngram"}, 7, []),
+        ("0.31.0", {"max_num_seqs": 1024}, {}, 7, []),  # the V1 runner keeps none
+        ("0.32.0", {"max_num_seqs": 256}, {}, 7, ["ok 0.5 GB"]),
+        ("0.32.0", {"max_num_seqs": 256, "dtype": "float"}, {}, 3, ["ok 0.5 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {}, 3, ["ok 0.9 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {"arms": [0, 7]}, 7, ["warn 2.2 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {"source": "ngram"}, 7, []),
     ],
 )
 def test_draft_logits_that_an_engine_keeps_in_sleep_are_told_and_bound_the_longest_draft(
-    recipe, tmp_path, monkeypatch, release, requests, speculation, longest, said
+    recipe, tmp_path, monkeypatch, release, engine, speculation, longest, said
 ):
     transformers.Qwen3Config(vocab_size=151_936).save_pretrained(tmp_path)
     monkeypatch.setattr("verl_tlt.checks.recipe.installed", lambda _: release)
     with open_dict(recipe):
         recipe.actor_rollout_ref.model.path = str(tmp_path)
-        recipe.actor_rollout_ref.rollout.engine_kwargs = {"vllm": {"max_num_seqs": requests}}
+        recipe.actor_rollout_ref.rollout.engine_kwargs = {"vllm": engine}
         recipe.tlt = {"speculation": speculation}
     settings = read_settings(recipe)
     assert settings.speculation.longest == longest

@@ -95,6 +95,10 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p", "vLLM rejects it"),
         ({f"{ROLLOUT}.val_kwargs.logit_bias": {3: -1.0}}, f"{ROLLOUT}.val_kwargs.logit_bias", "vLLM rejects it"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8"}, f"{ROLLOUT}.engine_kwargs.vllm.quantization",
+         "quantization=fp8 lets the rollout"),
+        ({f"{ROLLOUT}.dtype": "bf16"}, f"{ROLLOUT}.dtype", "is none of auto, half, float16, bfloat16"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.dtype": "fp16"}, f"{ROLLOUT}.dtype", "dtype=fp16, or that of"),
         ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
          "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
@@ -123,7 +127,7 @@ def test_every_mode_of_the_v1_trainer_is_welcome_before_and_after_activation(fin
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [(f"{ACTOR}.strategy", "veomni", "random"), ("algorithm.rollout_correction.bypass_mode", True, "is not trained")],
+    [(f"{ACTOR}.strategy", "veomni", "random"), ("algorithm.rollout_correction.bypass_mode", True, "random")],
 )
 def test_an_actor_that_feeds_no_drafter_speculates_only(findings, key, value, said):
     found = findings({key: value})
@@ -261,30 +265,25 @@ def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
     assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
 
 
-@pytest.mark.parametrize(("value", "said"), [([], "[] names no"), (None, "[] names no"), ("x.csv", "ends in none")])
-def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, value, said):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.csv").write_text("prompt")
-    found = findings({"data.val_files": value})
-    assert levels(found) == {"data.val_files": "refuse"} and said in found["data.val_files"].sentence
-
-
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("value", "said"),
     [
-        (b"", "cannot be read as parquet: "),
-        (b"PAR1 and something else", "cannot be read as parquet: "),
-        (None, "has no rows"),
+        ([], "[] names no"),
+        (None, "[] names no"),
+        ("x.csv", "x.csv ends in none"),
+        ("empty.parquet", "empty.parquet cannot be read as parquet: "),
+        ("damaged.parquet", "damaged.parquet cannot be read as parquet: "),
+        ("rowless.parquet", "rowless.parquet has no rows"),
     ],
-    ids=["empty", "damaged", "no rows"],
 )
-def test_a_parquet_file_that_is_unreadable_or_empty_is_named(findings, tmp_path, content, said):
-    (file := tmp_path / "x.parquet").write_bytes(content or b"")
-    if content is None:
-        parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), file)
-    found = findings({"data.train_files": str(file)})
-    assert levels(found) == {"data.train_files": "refuse"}
-    assert found["data.train_files"].sentence.startswith(f"data.train_files={file} {said}")
+def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, key, value, said):
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"x.csv": "prompt", "empty.parquet": "", "damaged.parquet": "PAR1 and something else"}.items():
+        (tmp_path / name).write_text(content)
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "rowless.parquet")
+    found = findings({key: value})
+    assert levels(found) == {key: "refuse"} and found[key].sentence.startswith(f"{key}={said}")
 
 
 def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):

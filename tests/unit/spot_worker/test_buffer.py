@@ -50,20 +50,18 @@ def test_bytes_are_capped_and_the_oldest_go_first():
     assert buffer.stats().bytes == cap - 1
 
 
-def test_steps_age_out():
-    buffer = Buffer(max_bytes=10**9, keep_steps=2, held_out=0.0)
-    for step in (1, 2, 3):
-        buffer.add(step, 0, named(step, 5))
-    assert set(names(buffer.sample_batch(random.Random(0), 100))) == {2, 3}
-    assert buffer.add(1, 1, named(1, 5)) is False  # came too late
-    assert buffer.stats().sequences == 2
-
-
-def test_a_late_arrival_of_an_older_step_keeps_its_place():
-    buffer = Buffer(max_bytes=10 * BYTES, keep_steps=8, held_out=0.0)
-    for step, index, name in ((5, 0, 1), (4, 0, 0), (5, 1, 2)):
-        buffer.add(step, index, named(name, 5))
-    assert set(names(buffer.sample_batch(random.Random(0), 100))) == {1, 2}
+@pytest.mark.parametrize(
+    ("caps", "arrivals", "kept"),
+    [
+        ({"keep_steps": 2}, [(1, 0, 1), (2, 0, 2), (3, 0, 3), (1, 1, 4)], {2, 3}),  # the last one came too late
+        ({"max_bytes": 10 * BYTES}, [(5, 0, 1), (4, 0, 0), (5, 1, 2)], {1, 2}),  # late, and in its step's place
+    ],
+)
+def test_steps_age_out_and_full_buffers_drop_the_oldest_step_whenever_it_arrived(caps, arrivals, kept):
+    buffer = filled([], **caps)
+    added = [buffer.add(step, index, named(name, 5)) for step, index, name in arrivals]
+    assert set(names(buffer.sample_batch(random.Random(0), 100))) == kept and buffer.stats().sequences == 2
+    assert added[-1] is (arrivals[-1][2] in kept)
 
 
 def test_a_sequence_above_the_cap_is_refused_and_costs_nobody_their_place():
@@ -147,19 +145,12 @@ def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
     assert sorted(set(chosen)) == [1, 2, 3] and len(chosen) == 5 + 2
 
 
-def test_held_out_prefers_the_newest_within_its_budget():
-    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
-    for step in (1, 2, 3):
-        buffer.add(step, 0, named(step, 40, prompt_len=3))
-    assert names(buffer.held_out(max_tokens=80)) == [3, 2]
-    assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()] == [(0, 40, 3)] * 3
-
-
-def test_one_that_does_not_fit_lets_no_shorter_older_one_in():
+def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_older_one_in():
     """Scores of a newest few would otherwise be of short responses."""
     buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
-        buffer.add(step, 0, named(step, length))
+        buffer.add(step, 0, named(step, length, prompt_len=3))
+    assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()][:2] == [(0, 40, 3)] * 2
     assert [names(buffer.held_out(tokens)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
     assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
 

@@ -52,31 +52,25 @@ def test_a_stop_waits_no_longer_for_scores_than_for_learning(learner):
 
 
 @pytest.mark.parametrize(
-    ("share", "ran_out", "factor"),
+    ("most", "tokens", "share", "ran_out", "wanted"),
     [
-        (JUDGING_SHARE, False, 1.0),
-        (JUDGING_SHARE * 1.25, False, 0.8),
-        (JUDGING_SHARE / 1.5, False, 1.5),
-        (1.0, False, 0.5),
-        (0.0, False, 2.0),
-        (0.9, True, 1.0),
-        (0.05, True, 2.0),
-        (None, False, 0.5),
+        (10_000, 10_000, JUDGING_SHARE, False, 10_000),
+        (10_000, 10_000, JUDGING_SHARE * 1.25, False, 8_000),
+        (10_000, 10_000, JUDGING_SHARE / 1.5, False, 15_000),
+        (10_000, 10_000, 1.0, False, 5_000),
+        (10_000, 10_000, 0.0, False, 20_000),
+        (10_000, 10_000, 0.9, True, 10_000),
+        (10_000, 10_000, 0.05, True, 20_000),
+        (10_000, 10_000, None, False, 5_000),
+        (PORTION + 1, PORTION + 1, None, False, PORTION),
+        (HELD_OUT_TOKENS - 1, HELD_OUT_TOKENS - 1, 0.0, True, HELD_OUT_TOKENS),
+        (20_000, 0, 0.0, False, 20_000),  # little that is held out is no reason to look at less later
+        (20_000, 3_000, JUDGING_SHARE / 5, False, 20_000),
+        (20_000, 3_000, 2 * JUDGING_SHARE, False, 1_500),
     ],
 )
-def test_the_next_judging_costs_its_share_of_a_session_like_the_last(share, ran_out, factor):
-    assert tokens_to_judge(10_000, 10_000, share, ran_out=ran_out) == pytest.approx(10_000 * factor, abs=1)
-
-
-def test_there_is_a_least_and_a_most_to_look_at():
-    assert tokens_to_judge(PORTION + 1, PORTION + 1, None, ran_out=False) == PORTION
-    assert tokens_to_judge(HELD_OUT_TOKENS - 1, HELD_OUT_TOKENS - 1, 0.0, ran_out=True) == HELD_OUT_TOKENS
-
-
-def test_little_that_is_held_out_is_no_reason_to_look_at_less_later():
-    assert tokens_to_judge(20_000, 0, 0.0, ran_out=False) == 20_000
-    assert tokens_to_judge(20_000, 3_000, JUDGING_SHARE / 5, ran_out=False) == 20_000
-    assert tokens_to_judge(20_000, 3_000, 2 * JUDGING_SHARE, ran_out=False) == 1_500, "that much was too much already"
+def test_the_next_judging_costs_its_share_of_a_session_like_the_last(most, tokens, share, ran_out, wanted):
+    assert tokens_to_judge(most, tokens, share, ran_out=ran_out) == pytest.approx(wanted, abs=1)
 
 
 @pytest.fixture

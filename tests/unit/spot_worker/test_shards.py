@@ -33,14 +33,6 @@ def check(sequence, row):
         assert columns.tolist() == [[state(row, layer, t)] * H for t in sequence.tokens.tolist()]
 
 
-def test_one_rank_with_everything():
-    joined, missing = whole_sequences(shard(row, [(0, n)], WANTED) for row, n in enumerate(LENGTHS))
-    assert (len(joined), missing) == (3, 0)
-    for row, sequence in enumerate(joined):
-        check(sequence, row)
-        assert (sequence.start, sequence.prompt_len) == (0, 4)
-
-
 def test_what_the_object_store_lends_is_not_kept():
     sent = shard(0, [(0, LENGTHS[0])], WANTED)
     lent = [sent.tokens, sent.states]
@@ -73,20 +65,23 @@ def test_every_mesh_of_ranks(context, tensor, stages, cut):
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
         assert len(sequence) == (cut[1] or LENGTHS[row]) - cut[0]
+        assert (sequence.start, sequence.prompt_len) == (cut[0], max(0, 4 - cut[0]))
         check(sequence, row)
 
 
-def test_zigzag_gives_each_rank_an_early_and_a_late_chunk():
-    assert [(s.start, s.stop, s.at) for s in zigzag(15, 16, 100, rank=1, ranks=2)] == [(4, 8, 100), (8, 12, 104)]
-    assert [(s.start, s.stop, s.at) for s in zigzag(15, 16, 100, rank=0, ranks=2)] == [(0, 4, 100), (12, 15, 104)]
-    assert [(s.start, s.stop, s.at) for s in zigzag(3, 16, 0, rank=0, ranks=2)] == [(0, 3, 0)]
-
-
-def test_a_slice_holds_pieces_of_neighbouring_sequences():
-    first, second = zigzag(10, 10, 0, 0, 1), zigzag(6, 6, 10, 0, 1)
-    assert [(s.start, s.stop, s.at) for s in even_split(first, 8, 1)] == [(8, 10, 0)]
-    assert [(s.start, s.stop, s.at) for s in even_split(second, 8, 1)] == [(0, 6, 2)]
-    assert even_split(second, 8, 0) == []
+@pytest.mark.parametrize(
+    ("spans", "wanted"),
+    [
+        (zigzag(15, 16, 100, rank=1, ranks=2), [(4, 8, 100), (8, 12, 104)]),
+        (zigzag(15, 16, 100, rank=0, ranks=2), [(0, 4, 100), (12, 15, 104)]),
+        (zigzag(3, 16, 0, rank=0, ranks=2), [(0, 3, 0)]),
+        (even_split(zigzag(10, 10, 0, 0, 1), 8, 1), [(8, 10, 0)]),
+        (even_split(zigzag(6, 6, 10, 0, 1), 8, 1), [(0, 6, 2)]),
+        (even_split(zigzag(6, 6, 10, 0, 1), 8, 0), []),
+    ],
+)
+def test_each_rank_has_an_early_and_a_late_chunk_and_each_slice_pieces_of_neighbours(spans, wanted):
+    assert [(s.start, s.stop, s.at) for s in spans] == wanted
 
 
 @pytest.mark.parametrize(
