@@ -122,7 +122,8 @@ def engine_kwargs(
     `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy;
     `active_share`: `drafter.policy.active_share` of it. `TLTConfigError`: no drafter goes with what `user` asks for.
     """
-    enforce_eager = bool(user.get("enforce_eager", rollout.enforce_eager))
+    eager = user.get("enforce_eager")
+    enforce_eager = bool(rollout.enforce_eager if eager is None else eager)
     for problem in problems(tlt, user, enforce_eager, hybrid):
         raise TLTConfigError(problem)
     if on_cpu is None:
@@ -149,7 +150,7 @@ def engine_kwargs(
         **({"enable_prefix_caching": False} if hybrid else {}),
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
         "additional_config": {
-            **(user.get("additional_config") or {}),
+            **_mapping(user, "additional_config"),
             "tlt": {
                 "speculation": tlt.to_dict()["speculation"],
                 "arms": list(lengths),
@@ -168,7 +169,8 @@ def engine_environment(source: str = "eagle", method: str = "eagle3") -> dict[st
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybrid: bool = False) -> Iterator[str]:
     """One sentence for each reason why `user` (`rollout.engine_kwargs.vllm`) cannot be combined with speculation.
 
-    The doctor asks before Ray starts (`verl_tlt.checks.rules`), and each engine once more when it is launched.
+    The doctor asks before Ray starts (`verl_tlt.checks.rules`), and each engine once more when it is launched. A
+    `TLTConfigError` for a value of another kind than its argument's.
     """
     if _release() < graph_rules.OLDEST:
         yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."
@@ -206,6 +208,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
         yield "tlt.speculation.source=ngram drafts without a head: remove it, or tlt.drafter.method=mtp."
     if hybrid:
         yield from _hybrid_problems(tlt, user)
+    _mapping(user, "additional_config")
     lengths = engine_lengths(tlt, graph_mode(user, enforce_eager))
     fixed = tlt.speculation.fixed
     if tlt.speculation.policy == "fixed" and fixed is not None and fixed not in lengths:

@@ -8,9 +8,9 @@ import transformers
 from omegaconf import OmegaConf, open_dict
 
 from verl_tlt.checks import rules
-from verl_tlt.checks.recipe import COUNTS, MOST, NEEDED, compose, read_settings
+from verl_tlt.checks.recipe import COUNTS, NEEDED, compose, read_settings
 from verl_tlt.commands.script.reader import read_script
-from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.config import MOST, TLTConfig, TLTConfigError
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
 

@@ -4,7 +4,7 @@ import pytest
 
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.server import engine_arguments
-from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, engine_lengths, graph_mode
+from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, engine_lengths, graph_mode, problems
 
 EAGER, GRAPHS = (SimpleNamespace(enforce_eager=eager, max_num_seqs=64) for eager in (True, False))
 
@@ -59,11 +59,12 @@ def test_graphs_are_those_that_verl_asks_for_and_vllm_can_capture(user, mode):
 @pytest.mark.parametrize(
     ("key", "value", "kind"),
     [("compilation_config", value, "mapping or its JSON") for value in ("{not json", "[1]", 3)]
+    + [("additional_config", "mine", "mapping or its JSON")]
     + [("decode_context_parallel_size", value, "whole number") for value in ("two", [2])],
 )
 def test_an_argument_of_another_kind_is_named(key, value, kind):
     with pytest.raises(TLTConfigError, match=rf"vllm\.{key} must be a {kind}"):
-        graph_mode({key: value}, enforce_eager=False)
+        list(problems(tlt(), {key: value}, enforce_eager=False))
 
 
 def test_the_v2_runner_is_told_every_arm_and_no_other_runner_is(vllm_is, monkeypatch):
@@ -89,7 +90,7 @@ def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():
 
 
 def test_settings_reach_the_scheduler_beside_the_users_own():
-    config = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": {"mine": 1}})["additional_config"]
+    config = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": '{"mine": 1}'})["additional_config"]
     assert config["mine"] == 1
     assert config["tlt"]["arms"] == [0, 1, 2, 3]
     assert config["tlt"]["speculation"]["fixed"] == 2

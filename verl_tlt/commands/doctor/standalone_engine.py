@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import Recipe, compose, context_tokens, read_settings, select
+from verl_tlt.checks.recipe import Recipe, compose, context_tokens, engine_dtype, read_settings, select
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter.policy import NotHereError, active_share, first_line, is_name, read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
@@ -52,6 +52,7 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
             OmegaConf.update(config, key, value, force_add=True)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         model.path, rollout.max_model_len = located(str(select(config, POLICY, ""))), context_tokens(config)
+        rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"
     return Setup(read_settings(config), rollout, model)

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import CONFIG, MOST, ROLLOUT, Recipe, compose, number, read_mapping, select
+from verl_tlt.checks.recipe import CONFIG, ROLLOUT, Recipe, compose, number, read_mapping, select
 from verl_tlt.commands.script.run import read_arguments
-from verl_tlt.config import TLTConfigError
+from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import Model, first_line
 from verl_tlt.files.json_files import MOST_BYTES, parse, read_lines
