@@ -168,17 +168,17 @@ def _slices_of(like: Mapping[str, np.ndarray], slices: int) -> Iterator[list[Blo
         yield blocks[i * len(blocks) // slices : (i + 1) * len(blocks) // slices]
 
 
-def _packed(facts: MergeFacts, blocks: Sequence[Block], write: Callable[[Block, np.ndarray], None]) -> MergedSlice:
+def _packed(facts: MergeFacts, blocks: Sequence[Block], fill: Callable[[Block, np.ndarray], None]) -> MergedSlice:
     """Blocks of numbers, one after the other, in 16 bits a number; a `FloatingPointError` where one is not finite.
 
-    `write` is called for each block in turn, with the memory for its numbers: the same each time, to stay in the cache.
+    `fill` is called for each block in turn, with the memory for its numbers: the same each time, to stay in the cache.
     """
     lengths = tuple(end - begin for _, begin, end in blocks)
     packed = MergedSlice(facts, np.empty(sum(lengths), np.int16), np.empty(len(blocks), np.float32), lengths)
     buffer, at = np.empty(max(lengths, default=0), np.float32), 0
     for i, block in enumerate(blocks):
         numbers = buffer[: lengths[i]]
-        write(block, numbers)
+        fill(block, numbers)
         top = float(max(numbers.max(), -numbers.min()))
         if not np.isfinite(top):
             raise FloatingPointError(f"{block[0]} is not finite")

@@ -38,23 +38,22 @@ def read_switch(directory: str | Path) -> RuntimeSwitch:
     if reason := other_owner(path):
         raise SwitchError(f"{path} is not obeyed: {reason}.")
     try:
-        node = yaml.load(path.read_text(), yaml.BaseLoader)  # to text alone: other values raise what they like
+        node = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         return RuntimeSwitch()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, yaml.YAMLError, RecursionError) as error:
         raise SwitchError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if node is None:  # an empty file
         return RuntimeSwitch()
     if not isinstance(node, dict):
         raise SwitchError(f"{path} must hold lines such as `speculation: off`.")
-    switches, states = asdict(RuntimeSwitch()), yaml.SafeLoader.bool_values
+    switches = asdict(RuntimeSwitch())
     for key, value in node.items():
         if key not in switches:
             raise SwitchError(f"{path}: {key} is not a switch; there are {' and '.join(switches)}.")
-        if str(value).lower() not in states:
+        if not isinstance(value, bool):  # YAML reads on and off as booleans
             raise SwitchError(f"{path}: {key} must be on or off, not {reprlib.repr(value)}.")
-        switches[key] = states[value.lower()]
-    return RuntimeSwitch(**switches)
+    return RuntimeSwitch(**node)
 
 
 def write_switch(directory: str | Path, **changes: bool | None) -> RuntimeSwitch:
