@@ -101,7 +101,7 @@ def _layer_class() -> type[LlamaConfig]:
     from transformers import LlamaConfig
 
     class Layer(LlamaConfig):
-        """`LlamaConfig` for any number of heads: Qwen3.5-27B has 24, which do not divide its hidden size of 5120."""
+        """`LlamaConfig` for any number of heads: with a `head_dim` they need not divide the hidden size."""
 
         def validate_architecture(self) -> None:
             """Nothing to validate: `head_dim` is always given."""

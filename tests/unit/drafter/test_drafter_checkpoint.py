@@ -67,7 +67,7 @@ def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_d
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_heads_need_not_divide_the_hidden_size(heads, tmp_path):
-    """Qwen3.5-27B has 24, and a hidden size of 5120."""
+    """As in policies with a `head_dim` of their own."""
     policy = make_policy(num_attention_heads=heads, num_key_value_heads=1)
     loaded = load_drafter(save_drafter(drafter_of(policy), tmp_path / "drafter", {}), policy.config)
     served = from_drafter_file(*to_drafter_file(loaded, "float32")[:2], "sdpa")
