@@ -64,6 +64,8 @@ def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, tmp_
     assert done.exit_code == 0, done.output
     found = read_script(script, ["policy", "+tlt=default", "tlt.speculation.costs_dir=costs"])
     assert costs_directory(found) == there / "costs" and set_up(found).model.path == str(there / "policy")
+    own = {"actor_rollout_ref.rollout.engine_kwargs.vllm.dtype": "float32"}
+    assert set_up(found, own).rollout.dtype == "float32", "the drafter's, too"
 
 
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):

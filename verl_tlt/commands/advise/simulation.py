@@ -117,8 +117,9 @@ class SimulatedRollout:
 
     tokens: float
     stock_s: float
-    """Stock's rollout, until the last replica is done; `rollout_s`: TLT's."""
+    """Stock's rollout, until the last replica is done."""
     rollout_s: float
+    """TLT's rollout, until the last replica is done."""
     tail_share: float
     """Share of stock's decoding time at batches below `SMALL_BATCH`."""
     bubble_share: float

@@ -140,8 +140,9 @@ class TrainingRun:
     trainer: DrafterTrainer
     library: PolicyTexts
     train: list[int]
-    """Numbers of the texts to learn from, as `judged` of those held out."""
+    """Numbers of the texts to learn from."""
     judged: list[int]
+    """Numbers of the held-out texts."""
     options: WarmupOptions
     state_file: Path
 
