@@ -170,13 +170,16 @@ class TwoRanks(SimpleNamespace):
     """An engine on two ranks, of which the second has the drafter, as with pipeline parallelism; sleep discards it."""
 
     model_config = SimpleNamespace(enable_sleep_mode=True)
-    live = "drafter"
+    live, reloads, calls = "drafter", "drafter", ()
 
     async def sleep(self, level):
-        self.live = "garbage"
+        self.live, self.calls = "garbage", (*self.calls, "sleep")
 
-    async def wake_up(self, tags):
-        pass
+    async def wake_up(self, tags=None):
+        self.calls = (*self.calls, "wake up")
+
+    async def generate(self, prompt, tokens):
+        self.calls = (*self.calls, "generate")
 
     async def collective_rpc(self, method, args=()):
         if method == "tlt_fingerprint":
@@ -195,22 +198,10 @@ async def test_the_drafter_of_every_rank_is_compared(reloads, level):
 
 async def test_a_second_process_without_a_context_is_refused_and_the_engine_wakes(monkeypatch):
     """That process is a real one, which sees no device; no GPU is needed here."""
-    calls = []
-
-    class Engine(SimpleNamespace):
-        async def sleep(self, level):
-            calls.append("sleep")
-
-        async def wake_up(self):
-            calls.append("wake up")
-
-        async def generate(self, prompt, tokens):
-            calls.append("generate")
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
-    engine = Engine()
+    engine = TwoRanks()
     engine.llm = engine
     found = await check_waking(engine)
     assert found.level == "refuse" and "no other process could open a CUDA context" in found.sentence
-    assert calls == ["sleep", "wake up", "generate"], "the questions that follow need an engine that is awake"
+    assert engine.calls == ("sleep", "wake up", "generate"), "the questions that follow need an engine that is awake"
