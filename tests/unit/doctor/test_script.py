@@ -208,6 +208,7 @@ def test_nothing_of_a_script_is_run_whatever_it_names(script, tmp_path, monkeypa
         (f"read -r N < file\n{START} trainer.nnodes=$N", "depends on `read -r N` (line 1)"),
         (f"if grep -q x y; then N=8; fi\n{START} trainer.nnodes=$N",
         "depends on `grep -q x y` (line 1), which decides whether `N=8` is carried out"),
+        (f"if nvidia-smi; then : ${{N:=8}}; fi\n{START} a=$N", "which decides whether `${N:=8}` is carried out"),
         (f"for f in $(ls); do N=$f; done\n{START} data.train_files=$N", "depends on `for f in $(ls); do N=$f; done`"),
         (f"while read -r l; do A+=($l); done < x\n{START} ${{A[@]}}", "which decides whether `read -r l`"),
         (f"X=$(cut x) && eval 'touch x'\n{START}", "which decides whether `eval 'touch x'` is carried out"),
