@@ -1,119 +1,215 @@
-"""Nothing outlives a stopped tree: real processes that detach themselves in the ways Ray and vLLM do."""
+"""Nothing outlives a stopped tree: real processes that detach themselves as Ray's and vLLM's do, and their files."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
+import uuid
+from multiprocessing import shared_memory
+from pathlib import Path
 
 import psutil
 import pytest
-from interrupted import interruptible_run
 
 from verl_tlt.commands import processes
-from verl_tlt.commands.processes import ProcessTree, interruptible
+from verl_tlt.commands.processes import LONGEST_BASE, ProcessTree, interruptible
 
 FAMILY = """
-import os, signal, subprocess, sys, time
-note = lambda name: open(sys.argv[1] + "/" + name, "w").write(str(os.getpid()))
+import multiprocessing, os, signal, socket, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = lambda *_: None  # as where the tracker is killed with everybody else
+name, kept = sys.argv[1], []
 
-def child(name, new_session, stubborn=False, then=lambda: None):
+def note(who, more=""):
+    with open(f"/tmp/{name}.noting-{who}", "w") as file:
+        file.write(f"{os.getpid()} {more}")
+    os.rename(file.name, f"/tmp/{name}.note-{who}")
+
+def child(who, stubborn=False, then=lambda: None):
     if os.fork():
         return
-    if new_session:
-        os.setsid()
+    os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else signal.SIG_DFL)
     then()
-    note(name)
+    note(who)
     time.sleep(600)
 
-note("root")
-child("session", True)
-child("stubborn", True, stubborn=True)
+def own(who):
+    if os.path.exists(f"/dev/shm/{name}-old"):
+        kept.append(shared_memory.SharedMemory(f"{name}-old"))
+    for i in range(3):
+        kept.append(shared_memory.SharedMemory(f"{name}-{who}-{i}", create=True, size=4096))
+        time.sleep(0.15)
+    kept.append(multiprocessing.get_context("spawn").Semaphore())
+    kept.append(server := socket.socket(socket.AF_UNIX))
+    server.bind(f"/tmp/{name}-{who}.sock")
+    tempfile.mkdtemp()
+    note(who, kept[-2]._semlock.name)
+
+child("stubborn", stubborn=True)
+child("nested", then=lambda: child("grandchild"))
 if os.fork() == 0:  # a daemon: its parent is gone at once, and so is its environment
     os.setsid()
     if os.fork():
         os._exit(0)
-    os.execve(sys.executable, [sys.executable, "-c",
-        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)",
-        sys.argv[1] + "/daemon"], {})
-child("nested", True, then=lambda: child("grandchild", True))
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    os.execve(sys.executable, [sys.executable, "-c", code, f"/tmp/{name}.note-daemon"], {})
+child("owner", then=lambda: own("owner") or time.sleep(600))
+(own if len(sys.argv) < 3 else note)("root")
+time.sleep(600 if len(sys.argv) < 3 else 1)
 """
-NAMES = ("root", "session", "stubborn", "daemon", "nested", "grandchild")
-
-
+NAMES = {"root", "stubborn", "nested", "grandchild", "daemon", "owner"}
+OWNED = 8
+"""Three segments and a socket of each of two processes; each has a semaphore too, whose name is in its note."""
+SHM = Path("/dev/shm")
 REST_S = 0.5
 """What descendants get to end by themselves: a stubborn one uses all of it, twice, in every test."""
+INTERRUPTED = """
+    from pathlib import Path
+    from verl_tlt.commands import processes
+    from demo.run import DemoRun, run_recipe
+    from verl_tlt.commands.processes import interruptible
+    from demo.screen import Screen
+    from verl_tlt.commands.console import make_console
+    with interruptible(), Screen(make_console()) as screen:
+        processes.REST_S = {REST_S}
+        Path({started!r}).touch()
+        run_recipe(DemoRun("a run", Path({out!r}), steps=1, seed=0), Path({recipe!r}), screen)
+"""
 
 
 @pytest.fixture(autouse=True)
-def short_rest(monkeypatch):
+def base(tmp_path, monkeypatch):
+    """An empty temporary folder with a short name, for this test's runs alone; `tmp_path` is not in it."""
     monkeypatch.setattr(processes, "REST_S", REST_S)
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Family:
+    """A command of which every process notes its id; whatever a failing test leaves is killed and removed."""
+
+    def __init__(self, script):
+        self.name = f"tlt-test-{uuid.uuid4().hex[:8]}"
+        self.argv = [sys.executable, str(script), self.name]
+        script.write_text(FAMILY)
+
+    def notes(self):
+        """What is noted by now: {process: its id, and the name of its semaphore}."""
+        found = Path("/tmp").glob(f"{self.name}.note-*")
+        return {path.name.rpartition("-")[2]: words for path in found if (words := path.read_text().split())}
+
+    def up(self):
+        """The notes once all is made."""
+        deadline = time.monotonic() + 20
+        while (found := self.notes()).keys() != NAMES:
+            assert time.monotonic() < deadline, f"only {sorted(found)} came up"
+            time.sleep(0.02)
+        return found
+
+    def living(self):
+        ids = {who: int(words[0]) for who, words in self.notes().items()}
+        alive = {who for who, pid in ids.items() if psutil.pid_exists(pid)}
+        return {who for who in alive if psutil.Process(ids[who]).status() != psutil.STATUS_ZOMBIE}
+
+    def files(self):
+        """Its segments and sockets that are there, and semaphores that are noted."""
+        semaphores = [SHM / f"sem.{words[1].strip('/')}" for words in self.notes().values() if len(words) > 1]
+        return {*SHM.glob(f"{self.name}*"), *Path("/tmp").glob(f"{self.name}*.sock"), *filter(Path.exists, semaphores)}
+
+    def gone(self, base):
+        return (self.living(), self.files(), list(base.iterdir())) == (set(), set(), [])
+
+    def clear(self):
+        for who in self.living():
+            os.kill(int(self.notes()[who][0]), signal.SIGKILL)
+        for path in {*self.files(), *Path("/tmp").glob(f"{self.name}*")}:
+            path.unlink()
 
 
 @pytest.fixture
 def family(tmp_path):
-    """A script whose processes note their ids in a folder; whatever a failing test leaves is killed."""
-    script, notes = tmp_path / "family.py", tmp_path / "notes"
-    notes.mkdir()
-    script.write_text(FAMILY + "time.sleep(600) if len(sys.argv) < 3 else time.sleep(1)\n")
-
-    def pids():
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            found = {name: (notes / name).read_text() for name in NAMES if (notes / name).exists()}
-            if len(found) == len(NAMES) and all(found.values()):
-                return {name: int(pid) for name, pid in found.items()}
-            time.sleep(0.05)
-        raise AssertionError(f"only {sorted(found)} came up")
-
-    yield [sys.executable, str(script), str(notes)], pids
-    for note in notes.iterdir():
-        if psutil.pid_exists(pid := int(note.read_text() or 0)) and pid:
-            os.kill(pid, signal.SIGKILL)
+    family = Family(tmp_path / "family.py")
+    yield family
+    family.clear()
 
 
-def living(pids):
-    return {
-        name
-        for name, pid in pids.items()
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    }
-
-
-def test_stop_ends_every_descendant(family, tmp_path):
-    argv, pids = family
-    tree = ProcessTree(argv, env=os.environ, log=tmp_path / "log")
-    started = pids()
-    assert living(started) == set(NAMES)
-    assert {p.pid for p in tree.alive()} >= set(started.values())
-    assert tree.stop() == []
-    assert living(started) == set()
-
-
-def test_what_a_finished_command_leaves_behind_is_ended_too(family, tmp_path):
-    argv, pids = family
-    tree = ProcessTree([*argv, "short"], env=os.environ, log=tmp_path / "log")
-    started = pids()
-    assert tree.process.wait(timeout=20) == 0
-    assert living(started) == set(NAMES) - {"root"}
-    assert tree.stop() == []
-    assert living(started) == set()
-
-
-def test_others_children_are_left_alone(tmp_path):
-    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+@pytest.mark.parametrize("short", [(), ("short",)], ids=["it runs", "it has ended"])
+def test_every_process_is_ended_and_what_it_owns_removed_and_nothing_else(family, base, tmp_path, short):
+    before = shared_memory.SharedMemory(f"mine-{family.name}", create=True, size=4096)
+    bystander = subprocess.Popen(["sleep", "60"])
+    tree = ProcessTree([*family.argv, *short], env=os.environ, log=tmp_path / "log")
+    during = shared_memory.SharedMemory(f"mine-too-{family.name}", create=True, size=4096)
     try:
-        tree = ProcessTree(["sleep", "60"], env=os.environ, log=tmp_path / "log")
-        assert [p.pid for p in tree.alive()] == [tree.process.pid]
-        assert tree.stop() == []
-        assert mine.poll() is None
+        ids = {int(words[0]) for words in family.up().values()}
+        if short:
+            assert tree.process.wait(timeout=20) == 0
+        assert family.living() == NAMES - ({"root"} if short else set())
+        assert {p.pid for p in tree.alive()} >= ids - ({tree.process.pid} if short else set())
+        assert bystander.pid not in {p.pid for p in tree.alive()}
+        owners = 1 if short else 2
+        assert len(family.files()) == owners * (OWNED // 2 + 1) and len(list(base.glob("*/*"))) == owners
+        assert tree.stop() == [] and family.gone(base)
+        assert bystander.poll() is None and all((SHM / mine.name).exists() for mine in (before, during))
     finally:
-        mine.kill()
-        mine.wait()
+        bystander.kill()
+        bystander.wait()
+        for mine in (before, during):
+            mine.close()
+            mine.unlink()
 
 
-def test_a_process_that_may_not_be_signalled_is_told_and_nothing_else_stays(tmp_path, monkeypatch):
+def test_what_others_share_with_the_run_or_cannot_be_removed_stays_and_all_else_goes(family, base, tmp_path):
+    old = shared_memory.SharedMemory(f"{family.name}-old", create=True, size=4096)
+    old.close()  # nobody has it open, but the run will have
+    time.sleep(1.1)
+    tree = ProcessTree(family.argv, env=os.environ, log=tmp_path / "log")
+    family.up()
+    shared = shared_memory.SharedMemory(f"{family.name}-root-0")
+    (stays := SHM / f"{family.name}-owner-0").unlink()
+    stays.mkdir()
+    try:
+        assert tree.stop() == []
+        assert family.files() == {SHM / shared.name, SHM / old.name, stays} and list(base.iterdir()) == []
+    finally:
+        stays.rmdir()
+        shared.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "made"), [(signal.SIGTERM, made) for made in (0, 1, 4, OWNED)] + [(signal.SIGINT, OWNED)]
+)
+def test_an_interrupted_run_leaves_nothing_whenever_it_comes(family, base, tmp_path, number, made):
+    recipe, started = tmp_path / "recipe.sh", tmp_path / "started"
+    recipe.write_text("exec " + " ".join(family.argv))
+    places = {"recipe": str(recipe), "started": str(started), "out": str(tmp_path / "out")}
+    demo = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED).format(REST_S=REST_S, **places)],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell that starts the tests in the background has them, and so the demo, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    while not started.exists() or len(family.files()) < made:
+        assert demo.poll() is None
+        time.sleep(0.005)
+    if made == OWNED:
+        family.up()
+    demo.send_signal(number)
+    time.sleep(0.2)
+    demo.send_signal(number)  # impatience must not cut the cleaning up short
+    _, errors = demo.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in errors and family.gone(base)
+
+
+def test_a_process_that_may_not_be_signalled_is_told_and_nothing_else_stays(base, tmp_path, monkeypatch):
     """As one of another user's program, which ran with its owner's rights."""
 
     def denied(process, sent):
@@ -121,39 +217,32 @@ def test_a_process_that_may_not_be_signalled_is_told_and_nothing_else_stays(tmp_
 
     monkeypatch.setattr(processes, "TERM_S", 0.1)
     monkeypatch.setattr(processes, "KILL_S", 0.1)
-    tree = ProcessTree(["sh", "-c", "echo $TMPDIR; sleep 60"], env=os.environ, log=tmp_path / "log")
-    while not (folder := (tmp_path / "log").read_text().strip()):
-        time.sleep(0.01)
+    tree = ProcessTree(["sleep", "60"], env=os.environ, log=tmp_path / "log")
     try:
         with monkeypatch.context() as patch:
             patch.setattr(psutil.Process, "send_signal", denied)
             assert tree.process.pid in tree.stop()
-        assert not os.path.exists(folder)
+        assert list(base.iterdir()) == []
     finally:
         os.killpg(tree.process.pid, signal.SIGKILL)
         tree.process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_behind(family, tmp_path, number):
-    argv, pids = family
-    recipe = tmp_path / "recipe.sh"
-    recipe.write_text("exec " + " ".join(argv))
-    program = interruptible_run(recipe, tmp_path / "out", f"processes.REST_S = {REST_S}")
-    demo = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # A shell that starts the tests in the background has them, and so the demo, ignore SIGINT.
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-    )
-    started = pids()
-    demo.send_signal(number)
-    time.sleep(0.2)
-    demo.send_signal(number)  # impatience must not cut the cleaning up short
-    _, errors = demo.communicate(timeout=40)
-    assert b"KeyboardInterrupt" in errors
-    assert living(started) == set()
+def test_a_command_that_cannot_start_leaves_nothing(base, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ProcessTree(["true"], env=os.environ, log=tmp_path / "log", cwd=tmp_path / "nowhere")
+    assert list(base.iterdir()) == []
+
+
+def test_a_long_temporary_folder_is_not_used(tmp_path, monkeypatch):
+    """Ray's sockets in it would have names that Linux refuses."""
+    (long := tmp_path / ("x" * LONGEST_BASE)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    tree = ProcessTree(["sh", "-c", "echo $TMPDIR"], env=os.environ, log=tmp_path / "log")
+    tree.process.wait(timeout=20)
+    folder = Path((tmp_path / "log").read_text().strip())
+    assert folder.parent == Path("/tmp") and folder.is_dir()
+    assert tree.stop() == [] and not folder.exists()
 
 
 def test_an_ignored_hangup_stays_ignored():

@@ -54,7 +54,7 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
         return Finding("refuse", POLICY, f"{POLICY} is not set.")
     if "://" in path:
         return Finding("warn", POLICY, f"{key} is on another file system, so its family was not checked from here.")
-    if not is_name(path) and not os.path.isdir(absolute(path)):
+    if _no_folder(path):
         return Finding("refuse", POLICY, f"{key} is not a directory on this machine.")
     try:
         fields = read_model_config(path)
@@ -92,16 +92,22 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
         if settings.drafter.path is None or own.level == "refuse":
             return own
     path, positions = settings.drafter.path, context + settings.speculation.longest
-    if path is not None and not is_name(path) and not os.path.isdir(absolute(path)):
+    if path is not None and _no_folder(path):
         return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
     try:
         shape: PolicyShape | None = policy_shape(located(policy))
     except DrafterError:
         shape = None  # `check_policy` says so; the trainer checks again once the policy is there
     try:
-        if path is None:
-            return _new_drafter(settings, shape)
-        return _drafter(path, settings.drafter.method, policy, shape, positions)
+        if path is not None:
+            return _drafter(path, settings.drafter.method, policy, shape, positions)
+        if shape is not None:
+            draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
+            if settings.drafter.aux_layers is None:
+                aux_layers_for(shape.num_layers)
+            else:
+                check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
+        return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
     except NotHereError as error:
         return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:
@@ -111,7 +117,7 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
 def _mtp_head(policy: str) -> Finding:
     """Whether the policy's files hold its MTP head, as far as they are here."""
     unknown = f"whether {POLICY} holds an MTP head was not checked."
-    if not is_name(policy) and not os.path.isdir(absolute(policy)):
+    if _no_folder(policy):
         return Finding("warn", METHOD, f"{POLICY} is not here, so {unknown}")
     try:
         tensors = mtp_tensors(located(policy), fetch=False)
@@ -120,17 +126,6 @@ def _mtp_head(policy: str) -> Finding:
     except DrafterError as error:
         return Finding("refuse", METHOD, f"{METHOD}=mtp: {error}")
     return Finding("ok", METHOD, f"the policy's own MTP head drafts ({len(tensors)} tensors)")
-
-
-def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:
-    """Whether a random head can be made as the settings want it; a `DrafterError` where it cannot."""
-    if shape is not None:
-        draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
-        if settings.drafter.aux_layers is None:
-            aux_layers_for(shape.num_layers)
-        else:
-            check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
-    return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
 
 
 def _drafter(path: str, method: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
@@ -160,6 +155,10 @@ def _has_weights(drafter: str) -> bool:
     except NotHereError:
         return False
     return True
+
+
+def _no_folder(path: str) -> bool:
+    return not is_name(path) and not os.path.isdir(absolute(path))
 
 
 def located(path: str) -> str:

@@ -43,8 +43,18 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ACTOR, MTP = "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
-REFUSED_SAMPLING = ("min_p", "logit_bias")
-"""Sampling settings vLLM rejects while a drafter is configured (`SamplingParams._validate_spec_decode`)."""
+_REJECTED = "is not possible: vLLM rejects it together with speculative decoding"
+_QUANTIZED = (
+    "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter, "
+    "and drafters beside a quantized policy were not tested"
+)
+NOT_WITH_DRAFTS = {
+    **{f"{ROLLOUT}.{name}": _REJECTED for name in ("min_p", "logit_bias")},
+    **{f"{ROLLOUT}.val_kwargs.{name}": _REJECTED for name in ("min_p", "logit_bias")},
+    **{f"{ROLLOUT}.{name}": _QUANTIZED for name in ("quantization", "engine_kwargs.vllm.quantization")},
+    **{f"{ACTOR}.{name}.qat.enable": _QUANTIZED for name in ("fsdp_config", "megatron")},
+}
+"""Why a setting does not go with drafts; what vLLM rejects is in its `SamplingParams._validate_spec_decode`."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -196,8 +206,7 @@ def untapped(config: DictConfig) -> tuple[str, str] | None:
 def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The engine must be vLLM, in a form that can speculate, and not configured twice."""
     read_mapping(config, f"{ROLLOUT}.custom")  # TLT's settings are added to it, so it must be a mapping
-    served = _with_a_drafter(config, settings) if settings.speculation.enable else ()
-    wrong = [*_engine(config, settings), *_weights_and_sampling(config), *served, *_verls_mtp(config, settings)]
+    wrong = [*_engine(config, settings), *_verls_mtp(config, settings)]
     yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
@@ -237,33 +246,26 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
     if (ranks := number(config, key, 1)) > 1:
         why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
         yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
-    if settings.speculation.enable and installed("vllm") is not None:
-        user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
-        for sentence in problems(settings, user, enforce_eager(config), is_hybrid(policy_fields(config))):
-            yield f"{ROLLOUT}.engine_kwargs", sentence
-
-
-def _weights_and_sampling(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for each sampling, dtype or quantization setting of the rollout that drafts do not go with."""
     key, dtype = f"{ROLLOUT}.dtype", engine_dtype(config)
     if dtype not in DTYPES:
         yield key, f"{key}={dtype}, or that of {ROLLOUT}.engine_kwargs.vllm, is none of {', '.join(DTYPES)}."
-    for key in (f"{node}.{name}" for node in (ROLLOUT, f"{ROLLOUT}.val_kwargs") for name in REFUSED_SAMPLING):
-        if select(config, key):
-            yield key, f"{key} is set, and vLLM rejects it together with speculative decoding."
-    quantized = (f"{node}.quantization" for node in (ROLLOUT, f"{ROLLOUT}.engine_kwargs.vllm"))
-    for key in (*quantized, f"{ACTOR}.fsdp_config.qat.enable", f"{ACTOR}.megatron.qat.enable"):
-        if kind := select(config, key):
-            why = "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter"
-            yield key, f"{key}={kind} {why}, and drafters beside a quantized policy were not tested."
+    for key, why in NOT_WITH_DRAFTS.items():
+        if value := select(config, key):
+            yield key, f"{key}={value} {why}."
+    if settings.speculation.enable:
+        yield from _with_a_drafter(config, settings)
 
 
 def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for what engines refuse at their start because they speculate."""
+    user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    hybrid = is_hybrid(policy_fields(config))
+    for sentence in problems(settings, user, enforce_eager(config), hybrid) if installed("vllm") else ():
+        yield f"{ROLLOUT}.engine_kwargs", sentence
     key = f"{ROLLOUT}.checkpoint_engine.backend"
     if select(config, key) == "delta_sharded":
         yield key, f"{key}=delta_sharded refuses engines that speculate; take another, or tlt.speculation.enable=False."
-    key, user = f"{ROLLOUT}.enable_rollout_routing_replay", read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    key = f"{ROLLOUT}.enable_rollout_routing_replay"
     if select(config, key, False) or user.get("enable_return_routed_experts"):
         vllm, source = release(installed("vllm") or "") or (0, 0, 0), settings.speculation.source
         if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2], source, settings.drafter.method) == "V1":
@@ -279,7 +281,7 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
         yield Finding("warn", "ray_init.address", unchecked)
         return
-    wrong = [*_unusable_data(config)]
+    wrong = list(_unusable_data(config))
     yield from (Finding("refuse", key, f"{key}={path} {why}.") for key, path, why in wrong)
     if not wrong:
         yield Finding("ok", "data.train_files", "data files found")

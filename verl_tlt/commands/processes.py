@@ -101,7 +101,8 @@ class ProcessTree:
 
     def left_behind(self) -> list[Path]:
         """Files that a tree which has ended by itself did not clear away; `stop` removes them."""
-        return self._leftovers.paths()
+        folder, outside = self._leftovers.folder, self._leftovers.outside()
+        return [*folder.iterdir(), *(path for path in outside if folder not in path.parents)]
 
     def stop(self) -> list[int]:
         """End the whole tree: SIGTERM to the command, to all, then SIGKILL. Removes its files; Ctrl-C waits for this.
@@ -124,30 +125,22 @@ class ProcessTree:
         while time.monotonic() < deadline and (left := [p for p in self.alive() if not alone or p.pid == command]):
             if sent is not None and (new := [p for p in left if p.pid not in signalled]):
                 signalled.update(p.pid for p in new)
-                self._signal(new, sent)
+                stopped = self._known  # while the files are noted that they own
+                for process in stopped:
+                    _send(process, signal.SIGSTOP)
+                try:
+                    self._leftovers.note([process.pid for process in stopped], every_s=0)
+                    for process in new:
+                        _send(process, sent)
+                finally:
+                    for process in stopped:
+                        _send(process, signal.SIGCONT)
             time.sleep(0.05)
-            self._reap()
-
-    def _signal(self, processes: Sequence[psutil.Process], sent: signal.Signals) -> None:
-        """Send the signal after noting what files the tree's processes own; all of them are stopped meanwhile."""
-        stopped = self._known
-        for process in stopped:
-            _send(process, signal.SIGSTOP)
-        try:
-            self._leftovers.note([process.pid for process in stopped], every_s=0)
-            for process in processes:
-                _send(process, sent)
-        finally:
-            for process in stopped:
-                _send(process, signal.SIGCONT)
-
-    def _reap(self) -> None:
-        """Collect the exit states of the command and of orphans that this process adopted."""
-        self.process.poll()
-        for child in psutil.Process().children():
-            if child not in self._before and child.pid != self.process.pid:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(child.pid, os.WNOHANG)
+            self.process.poll()
+            for child in set(psutil.Process().children()) - self._before:  # orphans, which this process adopted
+                if child.pid != command:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(child.pid, os.WNOHANG)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -163,7 +156,6 @@ def _send(process: psutil.Process, sent: signal.Signals) -> None:
 
 
 def _adopt_orphans(on: bool) -> None:
-    """Become (or stop being) the parent of orphaned descendants."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
@@ -216,19 +208,20 @@ class Leftovers:
             self._owned |= _open_files(pids)
             self._noted_at = time.monotonic()
 
-    def paths(self) -> list[Path]:
-        """What is there now: the folder's entries, and the noted files outside the folder."""
-        return [*self.folder.iterdir(), *(p for p in self._left_outside() if self.folder not in p.parents)]
-
     def remove(self) -> None:
         """Remove the folder and the noted files; call it when the processes have ended."""
-        for path in self._left_outside():
+        for path in self.outside():
             with contextlib.suppress(OSError):  # another user's, whose processes cannot be looked into
                 path.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _left_outside(self) -> list[Path]:
-        new = {path for path in self._owned if _changed(path) >= self._since}
+    def outside(self) -> list[Path]:
+        """The noted files that are newer than the command and that no other process has open."""
+        new = set()
+        for path in self._owned:
+            with contextlib.suppress(OSError):  # it is gone
+                if os.stat(path).st_ctime >= self._since:
+                    new.add(path)
         others = _open_files(int(name) for name in os.listdir("/proc") if name.isdigit()) if new else set()
         return [Path(path) for path in sorted(new - others)]
 
@@ -259,11 +252,3 @@ def _sockets() -> dict[str, str]:
         below = tuple(f"{folder}/" for folder in {tempfile.gettempdir(), "/tmp"})
         return {f"socket:[{r[6]}]": r[7] for r in rows if len(r) == SOCKET_FIELDS and r[7].startswith(below)}
     return {}
-
-
-def _changed(path: str) -> float:
-    """Time of the file's last change, its creation included, in unix seconds; -1 if it is gone."""
-    try:
-        return os.stat(path).st_ctime
-    except OSError:
-        return -1.0

@@ -1,112 +1,125 @@
-"""`verl-tlt doctor` on verl's real config files."""
+"""`verl-tlt doctor` and `calibrate`, and the recipe they compose from verl's own files or read from its script."""
 
+import copy
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import transformers
+from omegaconf import OmegaConf, open_dict
 from typer.testing import CliRunner
 
+from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import Recipe, compose
+from verl_tlt.checks.recipe import COUNTS, NEEDED, Recipe, compose, read_settings
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.doctor.command import conclude, costs_directory, diagnose, examine_gpus, visible_gpus
+from verl_tlt.commands.doctor.command import conclude, costs_directory, examine_gpus, visible_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.script.reader import read_script
-from verl_tlt.config import COSTS_DIR
+from verl_tlt.config import COSTS_DIR, MOST, TLTConfigError
 from verl_tlt.upstream.sources import source_root
 from verl_tlt.upstream.versions import look_first_in
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
+SCRIPT = """#!/usr/bin/env bash
+set -xeuo pipefail
+DEVICE=$(python3 -c 'import nothing_of_that_name' 2>/dev/null && echo npu || echo cpu)
+MODEL=$1; shift
+DATA=(data.train_files="$FILES" "data.val_files=['$FILES']")
+python3 -m verl.trainer.main_ppo --config-path=config \\
+    --config-name='ppo_trainer.yaml' "${DATA[@]}" trainer.device=$DEVICE \\
+    actor_rollout_ref.rollout.name=vllm "actor_rollout_ref.model.path=$MODEL" "$@" 2>&1 | tee log.txt
+"""
 
 
-def places(recipe):
-    """Overrides that name its data and its policy."""
-    data = [f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")]
-    return *data, f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}"
+@pytest.fixture
+def script(recipe, tmp_path, monkeypatch):
+    """A recipe as people write them: with Python in it, arrays, and arguments of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FILES", str(recipe.data.train_files))
+    path = tmp_path / "recipe.sh"
+    path.write_text(SCRIPT)
+    return path
 
 
-def test_a_recipe_is_judged_with_the_environment(recipe):
-    files = (*places(recipe), "trainer.device=cpu")
-    assert {f.level for f in diagnose(Recipe((*FLAG, *files)))} == {"ok"}
-    refused = [f.what for f in diagnose(Recipe((*FLAG, *files, "+tlt.spot.typo=1"))) if f.level == "refuse"]
-    assert refused == ["settings"]
+@pytest.fixture
+def policy(recipe):
+    return str(recipe.actor_rollout_ref.model.path)
 
 
-def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, recipe):
-    policy, wide = str(recipe.actor_rollout_ref.model.path), {"COLUMNS": "300"}
-    for flag, exit_code, first in (
-        (["+trainer.plugin=tlt"], 0, "TLT is on"),
-        ([], 3, "TLT is off: this recipe trains with stock verl until"),
-        (["+trainer.plugin=tlt2"], 1, "TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
-        (["+tlt.spot.enable=false"], 1, "TLT is off: the tlt node does nothing without trainer.plugin"),
-        (["+tlt=default", "+tlt.spot.typo=1"], 1, "TLT is on"),
-    ):
-        done = CliRunner().invoke(app, ["doctor", str(script), policy, *flag], env=wide)
-        lines = [line for line in done.output.splitlines() if line.startswith("│")]
-        assert done.exit_code == exit_code and first in lines[0], done.output
-    assert "actor_rollout_ref.model.path is a qwen3 model" in done.output or "tlt.spot.typo" in done.output
-    bad = CliRunner().invoke(app, ["doctor", "nowhere.sh"])
-    assert bad.exit_code == 1 and "nowhere.sh does not exist." in bad.output
-    bad = CliRunner().invoke(app, ["doctor", str(script.parent)], env=wide)
-    assert bad.exit_code == 1 and f"{script.parent} is no script." in bad.output
+def call(*words):
+    """What a command says: exit status, and all lines."""
+    done = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "400"})
+    return done.exit_code, done.output
 
 
-def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, tmp_path, monkeypatch):
+# ---------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["recipe.sh", "POLICY", "+trainer.plugin=tlt"], 0, "TLT is on"),
+        (["recipe.sh", "POLICY"], 3, "TLT is off: this recipe trains with stock verl until"),
+        (["recipe.sh", "POLICY", "+trainer.plugin=tlt2"], 1, "TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
+        (["recipe.sh", "POLICY", "+tlt.spot.enable=false"], 1, "TLT is off: the tlt node does nothing without"),
+        (["recipe.sh", "POLICY", "+tlt=default", "+tlt.spot.typo=1"], 1, "TLT is on"),
+        (["nowhere.sh"], 1, "nowhere.sh does not exist."),
+        (["."], 1, ". is no script."),
+        ([], 0, "speculators"),
+    ],
+)
+def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, policy, words, status, said):
+    code, output = call("doctor", *(policy if word == "POLICY" else word for word in words))
+    rows = [line for line in output.splitlines() if line.startswith("│")]
+    assert code == status and said in (rows[0] if said.startswith("TLT") else output), output
+    assert status or not re.search("│ (warn|if|refuse)", output), output
+    assert status == 1 or not words or "actor_rollout_ref.model.path is a qwen3 model" in output
+
+
+def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, policy, tmp_path, monkeypatch):
     """Of data, policy and costs, wherever the doctor itself is called."""
     (there := tmp_path / "there").mkdir()
     shutil.copy(recipe.data.train_files, there / "data.parquet")
-    (there / "policy").symlink_to(recipe.actor_rollout_ref.model.path)
+    (there / "policy").symlink_to(policy)
     monkeypatch.setenv("FILES", "data.parquet")
-    script.write_text(script.read_text().replace("DEVICE=", f"cd {there}\nDEVICE=", 1))
-    done = CliRunner().invoke(app, ["doctor", str(script), "policy", "+tlt=default"])
-    assert done.exit_code == 0, done.output
+    script.write_text(SCRIPT.replace("DEVICE=", f"cd {there}\nDEVICE=", 1))
+    code, output = call("doctor", script, "policy", "+tlt=default")
+    assert code == 0, output
     found = read_script(script, ["policy", "+tlt=default", "tlt.speculation.costs_dir=costs"])
     assert costs_directory(found) == there / "costs" and set_up(found).model.path == str(there / "policy")
     own = {"actor_rollout_ref.rollout.engine_kwargs.vllm.dtype": "float32"}
     assert set_up(found, own).rollout.dtype == "float32", "the drafter's, too"
 
 
-def test_calibrate_asks_the_doctor_first_and_needs_no_data(recipe):
-    said = CliRunner().invoke(app, ["calibrate", "--cpu", places(recipe)[-1], "+tlt=default"])
-    assert said.exit_code == 1 and said.output.strip() == (
-        "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only."
-    )
+def test_calibrate_asks_the_doctor_first_and_needs_no_data(policy):
+    said = call("calibrate", "--cpu", f"actor_rollout_ref.model.path={policy}", "+tlt=default")
+    assert said == (1, "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only.\n")
+
+
+def test_costs_are_kept_where_the_recipes_run_looks_for_them():
+    key = "tlt.speculation.costs_dir"
+    for asked, where in (((f"{key}=/x/costs",), "/x/costs"), ((f"{key}=null",), COSTS_DIR), ((), COSTS_DIR)):
+        assert costs_directory(Recipe((*FLAG, *asked))) == Path(where)
 
 
 @pytest.mark.parametrize(
-    ("setting", "where"), [("/x/costs", "/x/costs"), ("null", COSTS_DIR), (None, COSTS_DIR)], ids=["a place", "no", "-"]
-)
-def test_costs_are_kept_where_the_recipes_run_looks_for_them(setting, where):
-    asked = () if setting is None else (f"tlt.speculation.costs_dir={setting}",)
-    assert costs_directory(Recipe((*FLAG, *asked))) == Path(where)
-
-
-def test_without_a_recipe_packages_alone_are_judged():
-    good = CliRunner().invoke(app, ["doctor"])
-    assert good.exit_code == 0 and all(name in good.output for name in ("verl", "vllm", "speculators"))
-
-
-def test_asking_for_help_imports_no_framework():
-    code = (
-        "import sys; from verl_tlt.commands import cli\n"
-        "assert not {'torch', 'verl', 'vllm', 'ray', 'omegaconf', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_where_nothing_is_installed_the_doctor_says_so():
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['omegaconf', 'hydra', 'verl', 'vllm', 'torch']))\n"
+    "code",
+    [
+        "from verl_tlt.commands import cli\n"
+        "assert not {'torch', 'verl', 'vllm', 'ray', 'omegaconf', 'transformers'} & set(sys.modules)",
+        "sys.modules.update(dict.fromkeys(['omegaconf', 'hydra', 'verl', 'vllm', 'torch']))\n"
         "from verl_tlt.commands.doctor.command import diagnose\n"
         "from verl_tlt.checks.recipe import Recipe\n"
-        "assert [f.level for f in diagnose(Recipe(('+tlt=default',)))][:2] == ['refuse', 'refuse']"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-EIGHT = (*FLAG, "trainer.n_gpus_per_node=8")
+        "assert [f.level for f in diagnose(Recipe(('+tlt=default',)))][:2] == ['refuse', 'refuse']",
+    ],
+    ids=["help", "the doctor where nothing is installed"],
+)
+def test_no_framework_is_imported(code):
+    subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -123,19 +136,20 @@ def test_the_last_line_answers_and_the_exit_status_means_it(levels, overrides, s
     assert conclude(findings, Recipe(overrides)) == (answer, status)
 
 
-def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, monkeypatch):
+def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, policy, monkeypatch):
     """On a node without a GPU, where others may have them; `--cpu` says what to do."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = [*EIGHT, *places(recipe)]
-    done = CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"})
-    assert done.exit_code == 3, done.output
-    assert done.output.splitlines()[-1].endswith("trainer.n_gpus_per_node=8 ask for 8 GPUs, and none are seen here.")
+    data = [f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")]
+    eight = [*FLAG, "trainer.n_gpus_per_node=8"]
+    words = [*eight, *data, f"actor_rollout_ref.model.path={policy}"]
+    code, output = call("doctor", *words)
+    assert code == 3 and output.endswith("trainer.n_gpus_per_node=8 ask for 8 GPUs, and none are seen here.\n"), output
     rollout = [f"actor_rollout_ref.rollout.{count}" for count in ("nnodes=2", "n_gpus_per_node=4")]
-    (own,) = examine_gpus(compose([*EIGHT, *rollout, "trainer.v1.trainer_mode=separate_async"], "ppo_trainer"), {})
+    (own,) = examine_gpus(compose([*eight, *rollout, "trainer.v1.trainer_mode=separate_async"], "ppo_trainer"), {})
     assert own.level == "if" and "n_gpus_per_node=4 ask for 16 GPUs" in own.sentence, "of which rollouts have their own"
     for command in (["doctor", "--gpu"], ["calibrate"]):
-        said = CliRunner().invoke(app, [*command, *words], env={"COLUMNS": "300"})
-        assert said.exit_code == 1 and "No GPU found; --cpu measures on the CPU." in said.output
+        code, output = call(*command, *words)
+        assert code == 1 and "No GPU found; --cpu measures on the CPU." in output
 
 
 FOUR = [f"dev/nvidia{i}" for i in range(4)]
@@ -146,11 +160,11 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
     ("files", "environment", "found"),
     [
         ([], {}, 0),
-        (["dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"], {}, 2),
-        (["dev/nvidia0", "dev/nvidia1"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
-        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
-        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
+        ([*FOUR[:2], "dev/nvidiactl"], {}, 2),
+        (FOUR[:2], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
+        (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "7"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "1, 3,4,0"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "2,-2,3"}, 1),
@@ -161,7 +175,7 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
         (["dev/dxg"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
         (AMD, {"HIP_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}, 2),
         (AMD, {"HIP_VISIBLE_DEVICES": "3"}, 0),
-        (["sys/class/kfd/kfd/topology/nodes/0/gpu_id", "sys/class/kfd/kfd/topology/nodes/1/gpu_id"], {}, 1),
+        (AMD[:2], {}, 1),
     ],
 )
 def test_gpus_are_counted_by_their_devices(tmp_path, files, environment, found):
@@ -171,20 +185,148 @@ def test_gpus_are_counted_by_their_devices(tmp_path, files, environment, found):
     assert visible_gpus(environment, str(tmp_path)) == found
 
 
-def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, recipe, tmp_path, monkeypatch):
+def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, policy, tmp_path, monkeypatch):
     """As `python -m` finds it: its release is judged, and its configuration composed."""
-    policy, wide = str(recipe.actor_rollout_ref.model.path), {"COLUMNS": "400"}
     monkeypatch.delitem(sys.modules, "verl", raising=False)  # a command has not imported it
-    there = CliRunner().invoke(app, ["doctor", str(script), policy, "+trainer.plugin=tlt"], env=wide)
-    assert there.exit_code == 0 and f"verl is read in {source_root('verl') / 'verl'}" in there.output
-    shutil.copytree(source_root("verl") / "verl" / "trainer" / "config", tmp_path / "verl" / "trainer" / "config")
-    (tmp_path / "verl" / "__init__.py").touch()
-    (tmp_path / "verl" / "version").mkdir()
-    (tmp_path / "verl" / "version" / "version").write_text("0.8.0\n")
+    words = ["doctor", script, policy, "+trainer.plugin=tlt"]
+    code, output = call(*words)
+    assert code == 0 and f"verl is read in {source_root('verl') / 'verl'}" in output
+    clone = tmp_path / "verl"
+    shutil.copytree(source_root("verl") / "verl" / "trainer" / "config", clone / "trainer" / "config")
+    (clone / "__init__.py").touch()
+    (clone / "version").mkdir()
+    (clone / "version" / "version").write_text("0.8.0\n")
     try:
-        done = CliRunner().invoke(app, ["doctor", str(script), policy, "+trainer.plugin=tlt"], env=wide)
+        code, output = call(*words)
     finally:
         look_first_in([])
-    assert done.exit_code == 1 and "verl 0.8.0 is installed, and verl-tlt needs" in done.output
-    assert f"verl is read in {tmp_path / 'verl'}, which hides that in" in done.output
-    assert done.output.splitlines()[-1].startswith("TLT cannot run here: verl 0.8.0")
+    assert code == 1 and "verl 0.8.0 is installed, and verl-tlt needs" in output
+    assert f"verl is read in {clone}, which hides that in" in output
+    assert output.splitlines()[-1].startswith("TLT cannot run here: verl 0.8.0")
+
+
+# ---------------------------------------------------------------------- the recipe
+
+
+def test_a_recipe_is_composed_from_verls_own_files():
+    config = compose([*FLAG, "tlt.spot.enable=false", "trainer.project_name=''"], "ppo_trainer")
+    assert config.trainer.plugin == "tlt" and config.tlt.spot.enable is False and config.trainer.project_name == ""
+    assert config.trainer.v1.trainer_mode == "sync"
+    assert compose([*FLAG, "+trainer.plugin=null"], "ppo_trainer").trainer.plugin is None, "it runs as stock verl"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("trainer.n_gpus_per_node=", "trainer.n_gpus_per_node= has no value"),
+        ("+trainer.x=", "+trainer.x= has no value"),
+        ("no.such.key=1", "no.such.key"),
+        ("tlt.spot.enable=false", "tlt.spot.enable=false changes a setting that is not there without +tlt=default"),
+    ],
+)
+def test_an_override_that_cannot_be_is_one_sentence(wrong, said):
+    with pytest.raises(TLTConfigError, match=re.escape(said)) as error:
+        compose([FLAG[1], wrong], "ppo_trainer")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", [
+    ["+tlt=default", "+trainer.plugin=tlt"], ["+trainer.plugin=tlt", "+tlt=default"], ["+tlt=default", "+tlt=default"],
+    ["+trainer.plugin=tlt", "+trainer.plugin=tlt"], ["+tlt=default", "++trainer.plugin=tlt", "trainer.plugin=tlt"],
+])  # fmt: skip
+def test_both_forms_of_the_flag_are_as_good_as_one(flag):
+    config = compose([FLAG[1], *flag], "ppo_trainer")
+    assert config.trainer.plugin == "tlt" and ("+tlt=default" in flag) == ("tlt" in config)
+
+
+def test_another_folder_of_configs_is_searched(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n")
+    start = 'python -m verl.trainer.main_ppo --config-dir more --config-name=mine "$@"\n'
+    (script := tmp_path / "recipe.sh").write_text(f"cd {tmp_path}\n{start}")
+    recipe = read_script(script, FLAG)
+    config = compose(recipe.overrides, recipe.config)
+    assert config.trainer.nnodes == 7 and config.trainer.plugin == "tlt"
+
+
+@pytest.fixture(scope="module")
+def verls():
+    return compose(FLAG, "ppo_trainer")
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_count_that_is_none_is_named_by_its_key(verls, key):
+    config, least = copy.deepcopy(verls), int(key in NEEDED)
+    for value in (10**30, MOST + 1, -1, 0, 1.5, 8.0, float("inf"), "two", True, [8], {"a": 1}, None):
+        with open_dict(config):
+            OmegaConf.update(config, key, value, merge=False, force_add=True)
+        if not least and value in (0, None):
+            read_settings(config)
+            continue
+        with pytest.raises(TLTConfigError) as error:
+            read_settings(config)
+        given = "null" if value is None else repr(value)
+        assert str(error.value) == f"{key} must be a whole number from {least} to 2,147,483,647, not {given}."
+
+
+@pytest.mark.parametrize(
+    ("rollout", "tlt", "longest"),
+    [
+        ({}, {}, 7),
+        ({"enforce_eager": True}, {}, 3),
+        ({"engine_kwargs": {"vllm": {"enforce_eager": True}}}, {}, 3),
+        ({"enforce_eager": True, "engine_kwargs": {"vllm": {"enforce_eager": None}}}, {}, 3),  # verl leaves nulls out
+        ({"engine_kwargs": {"vllm": {"decode_context_parallel_size": 2}}}, {}, 3),
+        ({"enforce_eager": True}, {"max_draft_length": 5}, 5),
+        ({}, {"max_draft_length": None, "arms": [0, 7]}, 7),
+    ],
+)
+def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, rollout, tlt, longest):
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.rollout = {**recipe.actor_rollout_ref.rollout, **rollout}
+        recipe.tlt = {"speculation": tlt}
+    assert read_settings(recipe).speculation.longest == longest
+    with open_dict(recipe):
+        recipe.trainer.device = "cpu"
+    if "arms" not in tlt:
+        assert read_settings(recipe).speculation.longest == tlt.get("max_draft_length", 3)
+
+
+def test_without_graphs_for_every_arm_or_with_other_layers_the_longest_draft_is_shorter(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("TLT_FULL_GRAPHS", "0")
+    assert read_settings(recipe).speculation.longest == 3
+    with open_dict(recipe):
+        recipe.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"TLT_FULL_GRAPHS": "1"}}}}
+    assert read_settings(recipe).speculation.longest == 7
+    for policy in (transformers.DeepseekV3Config(), transformers.Qwen3NextConfig()):
+        policy.save_pretrained(tmp_path / policy.model_type)
+        recipe.actor_rollout_ref.model.path = str(tmp_path / policy.model_type)
+        assert read_settings(recipe).speculation.longest == 3
+
+
+@pytest.mark.parametrize(
+    ("release", "engine", "speculation", "longest", "said"),
+    [
+        ("0.31.0", {"max_num_seqs": 1024}, {}, 7, []),  # the V1 runner keeps none
+        ("0.32.0", {"max_num_seqs": 256}, {}, 7, ["ok 0.5 GB"]),
+        ("0.32.0", {"max_num_seqs": 256, "dtype": "float"}, {}, 3, ["ok 0.5 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {}, 3, ["ok 0.9 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {"arms": [0, 7]}, 7, ["warn 2.2 GB"]),
+        ("0.32.0", {"max_num_seqs": 1024}, {"source": "ngram"}, 7, []),
+    ],
+)
+def test_draft_logits_that_an_engine_keeps_in_sleep_are_told_and_bound_the_longest_draft(
+    recipe, tmp_path, monkeypatch, release, engine, speculation, longest, said
+):
+    transformers.Qwen3Config(vocab_size=151_936).save_pretrained(tmp_path)
+    monkeypatch.setattr("verl_tlt.checks.recipe.installed", lambda _: release)
+    with open_dict(recipe):
+        recipe.actor_rollout_ref.model.path = str(tmp_path)
+        recipe.actor_rollout_ref.rollout.engine_kwargs = {"vllm": engine}
+        recipe.tlt = {"speculation": speculation}
+    settings = read_settings(recipe)
+    assert settings.speculation.longest == longest
+    found = list(rules.logits(recipe, settings))
+    assert [f"{f.level} {f.sentence.split(' keep ')[1].split(' of ')[0]}" for f in found] == said
+    assert all(f"tlt.speculation.max_draft_length={longest}" in f.sentence for f in found)

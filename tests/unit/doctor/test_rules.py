@@ -23,7 +23,10 @@ from verl_tlt.upstream.versions import SUPPORTED, installed
 
 DEFAULTS = TLTConfig()
 UNTRAINED = TLTConfig(spot=SpotConfig(enable=False))
-ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+NO_DRAFTS = TLTConfig(speculation=SpeculationConfig(enable=False))
+MTP = TLTConfig(drafter=DrafterConfig(method="mtp"))
+ROLLOUT, ACTOR, OF_VERL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 @pytest.fixture
@@ -113,36 +116,29 @@ def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes
     assert levels(found) == {what: "refuse"} and said in found[what].sentence
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {f"{ROLLOUT}.min_p": 0.0}, *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS)]
-)
-def test_what_is_set_but_has_no_effect_is_no_reason(findings, changes):
+@pytest.mark.parametrize("changes", [
+    {}, {f"{ROLLOUT}.min_p": 0.0}, {f"{ACTOR}.strategy": "megatron"},
+    *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS),
+    *({"trainer.v1.trainer_mode": f"{prefix}{mode}"} for mode in MODE_RULES for prefix in ("", "tlt_")),
+])  # fmt: skip
+def test_what_is_possible_or_has_no_effect_is_no_reason(findings, changes):
     assert levels(findings(changes)) == {}
 
 
-@pytest.mark.parametrize("mode", [*MODE_RULES, *(f"tlt_{mode}" for mode in MODE_RULES)])
-def test_every_mode_of_the_v1_trainer_is_welcome_before_and_after_activation(findings, mode):
-    assert levels(findings({"trainer.v1.trainer_mode": mode})) == {}
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [(f"{ACTOR}.strategy", "veomni", "random"), ("algorithm.rollout_correction.bypass_mode", True, "random")],
-)
-def test_an_actor_that_feeds_no_drafter_speculates_only(findings, key, value, said):
-    found = findings({key: value})
+    ("changes", "settings", "key", "said"),
+    [
+        ({f"{ACTOR}.strategy": "veomni"}, UNTRAINED, f"{ACTOR}.strategy", "random"),
+        ({BYPASS: True}, UNTRAINED, BYPASS, "random"),
+        *(({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.{name}": True}, UNTRAINED, f"{ACTOR}.megatron.{name}",
+           "as it is loaded") for name in UNTAPPED_LAYOUTS),
+        ({f"{ROLLOUT}.full_determinism": True}, NO_DRAFTS, f"{ROLLOUT}.full_determinism", "follow measured times"),
+    ],
+)  # fmt: skip
+def test_what_works_in_part_is_a_warning_unless_the_other_part_is_not_wanted(findings, changes, settings, key, said):
+    found = findings(changes)
     assert levels(found) == {key: "warn"} and said in found[key].sentence
-    assert levels(findings({}, UNTRAINED)) == {}, "a drafter that is not to learn needs no tap"
-
-
-def test_megatron_feeds_the_drafter_but_for_layouts_without_a_tap(findings):
-    assert levels(findings({f"{ACTOR}.strategy": "megatron"})) == {}
-    key = f"{ACTOR}.megatron.{next(iter(UNTAPPED_LAYOUTS))}"
-    assert levels(findings({key: True})) == {key: "warn"}
-
-
-MTP = TLTConfig(drafter=DrafterConfig(method="mtp"))
-OF_VERL = "actor_rollout_ref.model.mtp"
+    assert levels(findings({}, settings)) == {}
 
 
 PARTS = {
@@ -204,7 +200,7 @@ def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
     pytest.importorskip("vllm")
     found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4})[f"{ROLLOUT}.engine_kwargs"]
     assert "vllm.data_parallel_size must be 1" in found.sentence
-    assert levels(findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))) == {}
+    assert levels(findings({}, NO_DRAFTS)) == {}
 
 
 @pytest.mark.parametrize("vllm", ["0.30.0", "0.31.0", "0.32.0"])
@@ -213,13 +209,7 @@ def test_routes_of_experts_are_refused_where_vllm_has_them_on_the_other_runner(f
     monkeypatch.setattr("verl_tlt.checks.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
     wanted = {f"{ROLLOUT}.enable_rollout_routing_replay": "refuse"} if vllm == "0.31.0" else {}
     assert levels(findings({f"{ROLLOUT}.{key}": True})) == wanted
-    assert not findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))
-
-
-def test_full_determinism_does_not_hold_where_k_follows_measured_times(findings):
-    key = f"{ROLLOUT}.full_determinism"
-    assert levels(findings({key: True})) == {key: "warn"}
-    assert not findings({}, TLTConfig(speculation=SpeculationConfig(enable=False)))
+    assert not findings({}, NO_DRAFTS)
 
 
 def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_refused(findings, tmp_path):
@@ -266,24 +256,21 @@ def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
+def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"x.csv": "prompt", "empty.parquet": "", "damaged.parquet": "PAR1 and something else"}.items():
+        (tmp_path / name).write_text(content)
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "rowless.parquet")
+    for value, said in (
         ([], "[] names no"),
         (None, "[] names no"),
         ("x.csv", "x.csv ends in none"),
         ("empty.parquet", "empty.parquet cannot be read as parquet: "),
         ("damaged.parquet", "damaged.parquet cannot be read as parquet: "),
         ("rowless.parquet", "rowless.parquet has no rows"),
-    ],
-)
-def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, key, value, said):
-    monkeypatch.chdir(tmp_path)
-    for name, content in {"x.csv": "prompt", "empty.parquet": "", "damaged.parquet": "PAR1 and something else"}.items():
-        (tmp_path / name).write_text(content)
-    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "rowless.parquet")
-    found = findings({key: value})
-    assert levels(found) == {key: "refuse"} and found[key].sentence.startswith(f"{key}={said}")
+    ):
+        found = findings({key: value})
+        assert levels(found) == {key: "refuse"} and found[key].sentence.startswith(f"{key}={said}")
 
 
 def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):

@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 
 def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
-    findings = [*examine_recipe(recipe), *which_verl()]
+    findings = examine_recipe(recipe)
+    if (folder := location("verl")) is not None:  # as for `python -m`, a clone in the working directory hides others
+        spec = importlib.util.find_spec("verl")
+        other = next(iter(spec.submodule_search_locations or ()), folder) if spec else folder
+        hides = os.path.realpath(other) != os.path.realpath(folder)
+        read = f"verl is read in {folder}" + (f", which hides that in {other}" if hides else "")
+        findings.append(Finding("warn" if hides else "ok", "verl's folder", read))
     if recipe.assumed:
         others = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
         taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{others}"
@@ -42,16 +48,6 @@ def diagnose(recipe: Recipe) -> list[Finding]:
         if symbols := check_symbols(package):
             findings += rules.judge_symbols(package, symbols)
     return findings
-
-
-def which_verl() -> list[Finding]:
-    """The folder that verl is read in: as for `python -m`, a clone in the working directory hides the installed one."""
-    if (folder := location("verl")) is None:
-        return []
-    spec = importlib.util.find_spec("verl")
-    other = next(iter(spec.submodule_search_locations or ()), None) if spec else None
-    hidden = f", which hides that in {other}" if other and os.path.realpath(other) != os.path.realpath(folder) else ""
-    return [Finding("warn" if hidden else "ok", "verl's folder", f"verl is read in {folder}{hidden}")]
 
 
 def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
@@ -119,10 +115,8 @@ def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Fin
 def findings_table(findings: list[Finding]) -> Table:
     rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
     style = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
-    for finding in findings:
-        rows.add_row(
-            Text(finding.level, style=style[finding.level]), Text(finding.what), Text(printable(finding.sentence))
-        )
+    for f in findings:
+        rows.add_row(Text(f.level, style=style[f.level]), Text(f.what), Text(printable(f.sentence)))
     return rows
 
 

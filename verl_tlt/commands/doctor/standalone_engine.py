@@ -139,7 +139,14 @@ async def start(
     """
     from verl_tlt.server.launch import Launch
 
-    drafter = write_drafter(setup, directory / "drafter") if drafting else None
+    drafter = directory / "drafter" if drafting else None
+    if drafter is not None:  # the recipe's, or a random head of its shape: costs do not depend on weights
+        from verl_tlt.drafter.checkpoint import stage
+        from verl_tlt.trainer.run_setup import first_drafter
+
+        longest = setup.rollout.max_model_len + setup.tlt.speculation.longest
+        served = first_drafter(setup.tlt, setup.model.path, dtype_name(setup.rollout.dtype), longest, None).served
+        stage(served.config, served.weights, drafter)
 
     def arguments(user: Mapping[str, Any]) -> dict[str, Any]:
         if drafter is None:
@@ -163,14 +170,3 @@ async def start(
         await watch
         os.environ.clear()  # a stock engine that comes after it must not inherit its model runner
         os.environ.update(before)
-
-
-def write_drafter(setup: Setup, directory: Path) -> Path:
-    """Write the recipe's drafter, or a random head of its shape: step costs do not depend on a drafter's weights."""
-    from verl_tlt.drafter.checkpoint import stage
-    from verl_tlt.trainer.run_setup import first_drafter
-
-    longest = setup.rollout.max_model_len + setup.tlt.speculation.longest
-    served = first_drafter(setup.tlt, setup.model.path, dtype_name(setup.rollout.dtype), longest, None).served
-    stage(served.config, served.weights, directory)
-    return directory

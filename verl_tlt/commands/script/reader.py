@@ -53,9 +53,14 @@ def read_script(
         cause = f"({type(error).__name__}: {error})"
         raise TLTConfigError(f"{script}, line {shell.line}, cannot be read {cause}.") from None
     start = only_start(str(script), shell.starts, shell.others, stopped)
-    start = replace(start, words=tuple(_known(str(script), word, shell) for word in start.words))
+    for word in start.words:
+        key, equals, _ = word.partition("=")
+        if MARK.search(word) and (not equals or MARK.search(key) or not NAMES.fullmatch(key.lstrip("+~"))):
+            what = MARK.sub("...", key if equals else f"`{word}`")
+            raise TLTConfigError(f"{script} takes {what} from {shell.cause_of(word)}, and {REMEDY}")
     if MARK.search(start.directory):
         raise TLTConfigError(f"{script} starts {MAIN} in a directory that is not known, and {REMEDY}")
+    start = replace(start, words=tuple(MARK.sub(NOT_RUN, word) for word in start.words))
     return recipe_of(str(script), arguments, start, shell.looked_at)
 
 
@@ -83,15 +88,6 @@ def only_start(script: str, starts: Sequence[Start], others: Sequence[str], stop
         lines = " and ".join(sorted({str(start.line) for start in starts}, key=int))
         raise TLTConfigError(f"{script} starts {MAIN} {len(starts)} times, each time otherwise (line {lines}).")
     return starts[0]
-
-
-def _known(script: str, word: str, shell: Shell) -> str:
-    """A word of a start, with a stand-in where a name or a path is not known."""
-    key, equals, _ = word.partition("=")
-    if MARK.search(word) and (not equals or MARK.search(key) or not NAMES.fullmatch(key.lstrip("+~"))):
-        what = MARK.sub("...", key if equals else f"`{word}`")
-        raise TLTConfigError(f"{script} takes {what} from {shell.cause_of(word)}, and {REMEDY}")
-    return MARK.sub(NOT_RUN, word)
 
 
 def recipe_of(script: str, arguments: Sequence[str], start: Start, looked_at: set[str] | None) -> Recipe:

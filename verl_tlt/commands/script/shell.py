@@ -130,26 +130,17 @@ class Shell(Words):
                 self.tested = outside or asked or behind
                 status = getattr(self, f"_{node.type}", self._unknown)(node)
                 status = 0 if behind else status
-                if "e" in self.options and not self.tested and (node.type in _FAIL or text_of(node).startswith("((")):
-                    self._must_succeed(node, status)
+                ends = "e" in self.options and not self.tested and not (node.parent and node.parent.type == "pipeline")
+                if status != 0 and ends and (node.type in _FAIL or text_of(node).startswith("((")):
+                    where = self.cause(text_of(node))
+                    if status is not None:
+                        raise Stopped(f"{where} fails, and `set -e` ends it there")
+                    self.assumed[where] = None
         self.tested = outside
         return status
 
-    def _must_succeed(self, node: Node, status: int | None) -> None:
-        """With `set -e`, end the script after a command that fails, and note one that may."""
-        where = self.cause(text_of(node))
-        if node.parent is not None and node.parent.type == "pipeline":
-            return
-        if status is None:
-            self.assumed[where] = None
-        elif status:
-            raise Stopped(f"{where} fails, and `set -e` ends it there")
-
     def _unknown(self, node: Node) -> int | None:
         return self._undecided([[node], []], self.cause(text_of(node)), loop=True)
-
-    def _variable_assignments(self, node: Node) -> int | None:
-        return self.sequence(node.children)
 
     def _compound_statement(self, node: Node) -> int | None:
         text = text_of(node)
@@ -159,6 +150,8 @@ class Shell(Words):
             return int(self.arithmetic(text[2:-2]) == 0)
         except Unreadable:
             return None
+
+    _variable_assignments = _compound_statement
 
     def _subshell(self, node: Node) -> int | None:
         return self.apart(node.children, self.printed)
@@ -224,8 +217,6 @@ class Shell(Words):
         self.functions.add(text_of(node.named_children[0]))
         return 0
 
-    # ------------------------------------------------------------------ what cannot be decided
-
     def _undecided(self, bodies: Sequence[Sequence[Node]], reason: str, loop: bool = False) -> int | None:
         """Go on after branches of which it is not known, for this `reason`, which one is taken, or how often."""
         starting = [body for body in bodies if any(MAIN in text_of(node) for node in body)]
@@ -288,8 +279,6 @@ class Shell(Words):
             for name in self.fields(text_of(child)):
                 self.variables.pop(self.known(name), None)
         return 0
-
-    # ------------------------------------------------------------------ tests
 
     def _test_command(self, node: Node) -> int | None:
         inner = [child for child in node.children[1:-1] if child.is_named]

@@ -100,24 +100,9 @@ class Words(ABC):
         bare = _HIDDEN.sub("", text) if len(text) < 10_000 else text
         if -1 < bare.find("{") < max(bare.rfind(","), bare.rfind("..")) < bare.rfind("}"):  # `a{b,c}` is several words
             return [self.mark(self.cause(text))]
-        return self._split(self.pieces(re.sub(r"^([A-Za-z_]\w*=)?~(?=/|$)", r'\1"$HOME"', text)))
-
-    def value(self, text: str) -> str:
-        """The text that a variable is given; it is not split."""
-        text = re.sub(r"(^|:)~(?=/|:|$)", r'\1"$HOME"', text)
-        return "".join(" " if piece is None else piece.text for piece in self.pieces(text))
-
-    def pattern(self, text: str) -> str:
-        """A text as a pattern; one that `fnmatch` does not have cannot be read."""
-        parts = [piece for piece in self.pieces(text) if piece is not None]
-        if any(re.search(r"[@+!?*]\(", part.text) for part in parts if not part.quoted):
-            raise Unreadable(self.cause(text))
-        return self.known(_pattern(parts))
-
-    def _split(self, pieces: Sequence[Piece | None]) -> list[str]:
         words: list[list[Piece]] = [[]]
         ifs = str(self.variables.get("IFS", SPACES))
-        for piece in pieces:
+        for piece in self.pieces(re.sub(r"^([A-Za-z_]\w*=)?~(?=/|$)", r'\1"$HOME"', text)):
             if piece is None:
                 words.append([])
             elif piece.quoted:
@@ -129,6 +114,11 @@ class Words(ABC):
                 words[-1].append(first)
                 words.extend([other] for other in others)
         return [field for word in words for field in self._matched(word)]
+
+    def value(self, text: str) -> str:
+        """The text that a variable is given; it is not split."""
+        text = re.sub(r"(^|:)~(?=/|:|$)", r'\1"$HOME"', text)
+        return "".join(" " if piece is None else piece.text for piece in self.pieces(text))
 
     def _matched(self, word: Sequence[Piece]) -> list[str]:
         """The files that a word is a pattern of, or else the word; nothing where it is empty and has no quotes."""
@@ -232,8 +222,6 @@ class Words(ABC):
             return next(iter(value[int(index or 0) :]), None)
         return value if index in (None, "0") else None
 
-    # ------------------------------------------------------------------ arithmetic
-
     def arithmetic(self, text: str) -> int:
         """The value of `$((text))`; variables that it would assign are not known any more."""
         reason = self.cause(f"(({text}))")
@@ -253,8 +241,11 @@ class Words(ABC):
     # ------------------------------------------------------------------ tests
 
     def matches(self, text: str, pattern: str) -> bool:
-        """Whether a text matches a pattern, which is not expanded yet."""
-        return fnmatch.fnmatchcase(text, self.pattern(pattern))
+        """Whether a text matches a pattern, which is not expanded yet; one that `fnmatch` lacks cannot be read."""
+        parts = [piece for piece in self.pieces(pattern) if piece is not None]
+        if any(re.search(r"[@+!?*]\(", part.text) for part in parts if not part.quoted):
+            raise Unreadable(self.cause(pattern))
+        return fnmatch.fnmatchcase(text, self.known(_pattern(parts)))
 
     def holds(self, node: Node, strings: bool) -> bool:
         """Whether a test holds; `strings`: it is one of `[`, in which the right side is no pattern."""
