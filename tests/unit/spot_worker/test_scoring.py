@@ -3,6 +3,9 @@
 Looks at the stop flag are one per version that differs and portion of the text.
 """
 
+from itertools import chain, repeat
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from tiny_learner import CONFIG, make_learner, texts, train_and_merge, verifier_arrays
@@ -22,11 +25,16 @@ def learner(tmp_path):
     return learner
 
 
+def score(learner, max_draft=LONGEST, should_stop=lambda: False):
+    """All that is held out."""
+    return learner._score_held_out(learner.buffer.held_out(), max_draft, should_stop)
+
+
 def looks_of(learner):
-    looks = []
-    scores = learner._score_held_out(learner.buffer.held_out(), 2, lambda: bool(looks.append(None)))
+    look = Mock(return_value=False)
+    scores = score(learner, 2, look)
     assert scores is not None and len(scores.positions)
-    return scores, len(looks)
+    return scores, look.call_count
 
 
 def test_a_version_that_is_two_of_the_three_is_scored_once(learner):
@@ -84,8 +92,7 @@ def pending(learner, monkeypatch):
 
 
 def stop_after(looks):
-    left = iter(range(looks))
-    return lambda: next(left, None) is None
+    return Mock(side_effect=chain(repeat(False, looks), repeat(True)))
 
 
 def judge(learner, looks):
@@ -106,7 +113,7 @@ def test_sessions_too_short_to_score_all_that_is_held_out_come_to_a_verdict_and_
 
 
 def test_scores_of_a_session_that_was_stopped_are_kept_and_equal_those_of_one_session(pending, monkeypatch):
-    whole = pending._score_held_out(pending.buffer.held_out(), LONGEST, lambda: False)
+    whole = score(pending)
     pending._judging = None
     monkeypatch.setattr("verl_tlt.spot_worker.learner.tokens_to_judge", lambda most, *_, **__: most)  # all of it
     sessions, result = judge(pending, 3)  # one portion of two versions, and a look in between
@@ -128,8 +135,7 @@ def test_another_candidate_is_judged_by_scores_of_its_own(pending):
     train_and_merge(pending)
     pending._to_judge = HELD_OUT_TOKENS
     _, result = judge(pending, 1000)
-    anew = pending._score_held_out(pending.buffer.held_out(), LONGEST, lambda: False)
-    assert result.scores.candidate == pytest.approx(anew.candidate, rel=1e-5)
+    assert result.scores.candidate == pytest.approx(score(pending).candidate, rel=1e-5)
 
 
 def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):

@@ -1,4 +1,4 @@
-"""Every transition of the drafter's versions, one test each."""
+"""Every transition of the drafter's versions."""
 
 import pickle
 
@@ -7,42 +7,28 @@ import pytest
 
 from verl_tlt.spot_worker.versions import DrafterVersions
 
-
-def parameters(number):
-    return {"w": np.full(2, number, np.float32)}
-
-
-FIRST, SERVED, NEW, NEWER = (parameters(n) for n in range(4))
+FIRST, SERVED, NEW, NEWER = ({"w": np.full(2, n, np.float32)} for n in range(4))
+HELD = DrafterVersions(NEW, SERVED, FIRST)
+"""Of a run that has published once, and has a candidate that was judged and not published."""
+MERGED = HELD.merged(NEWER)
 
 
-@pytest.fixture
-def held():
-    """A run that has published once, and has a candidate that was judged and not published."""
-    return DrafterVersions(NEW, SERVED, FIRST)
-
-
-def test_what_is_merged_is_the_candidate_and_waits_to_be_judged(held):
-    assert held.merged(NEWER) == DrafterVersions(NEWER, SERVED, FIRST, to_judge=True)
-    assert held.merged(NEWER).judged() == DrafterVersions(NEWER, SERVED, FIRST)
-
-
-def test_what_is_exported_is_kept_until_it_is_published(held):
-    assert held.export() == DrafterVersions(NEW, SERVED, FIRST, exported=NEW)
-    assert held.export().merged(NEWER).exported is NEW
-
-
-def test_what_was_exported_is_what_is_served_and_a_newer_candidate_still_waits(held):
-    assert held.export().merged(NEWER).published() == DrafterVersions(NEWER, NEW, FIRST, to_judge=True)
-    assert held.merged(NEWER).export().published() == DrafterVersions(NEWER, NEWER, FIRST), "nothing else to judge"
-
-
-def test_without_an_export_the_candidate_is_published(held):
-    assert held.merged(NEWER).published() == DrafterVersions(NEWER, NEWER, FIRST)
-
-
-@pytest.mark.parametrize(("which", "candidate"), [("served", SERVED), ("initial", FIRST)])
-def test_who_reverts_gives_the_candidate_up(held, which, candidate):
-    assert held.merged(NEWER).export().reverted(which) == DrafterVersions(candidate, SERVED, FIRST)
+@pytest.mark.parametrize(
+    ("after", "wanted"),
+    [
+        (MERGED, DrafterVersions(NEWER, SERVED, FIRST, to_judge=True)),
+        (MERGED.judged(), DrafterVersions(NEWER, SERVED, FIRST)),
+        (HELD.export(), DrafterVersions(NEW, SERVED, FIRST, exported=NEW)),
+        (HELD.export().merged(NEWER), DrafterVersions(NEWER, SERVED, FIRST, exported=NEW, to_judge=True)),
+        (HELD.export().merged(NEWER).published(), DrafterVersions(NEWER, NEW, FIRST, to_judge=True)),
+        (MERGED.export().published(), DrafterVersions(NEWER, NEWER, FIRST)),  # nothing else to judge
+        (MERGED.published(), DrafterVersions(NEWER, NEWER, FIRST)),  # without an export
+        (MERGED.export().reverted("served"), DrafterVersions(SERVED, SERVED, FIRST)),
+        (MERGED.export().reverted("initial"), DrafterVersions(FIRST, SERVED, FIRST)),
+    ],
+)
+def test_what_follows_an_event(after, wanted):
+    assert after == wanted
 
 
 def test_who_joins_gets_every_version_on_memory_of_its_own():
