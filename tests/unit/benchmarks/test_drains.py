@@ -1,9 +1,7 @@
 """A race of draft lengths: its loads, what it predicts, its rule, and how it goes on after it was killed."""
 
 import json
-import re
 from argparse import ArgumentTypeError
-from pathlib import Path
 
 import pytest
 
@@ -200,24 +198,6 @@ def test_a_race_that_was_killed_goes_on_after_its_last_whole_round_with_its_firs
     assert all(len(load["rounds"]) == 2 and "In 2 rounds" in load["verdict"] for load in found["loads"].values())
     again, _ = race(models, 2)
     assert again == found and len(made) == 2, "nothing is left to do: no engine"
-
-
-def test_the_results_page_shows_what_was_predicted_measured_and_said(models, monkeypatch):
-    monkeypatch.syspath_prepend(Path(fixed.__file__).parents[2] / "docs")
-    from tables import control, front, page
-
-    found, _ = race(models, 2)
-    monkeypatch.setattr(page, "FILES", models.policy.parent)
-    assert control.race() == "" and front._drained() == [], "nothing was raced yet"
-    (page.FILES / "race.json").write_text(json.dumps(found))
-    shown = control.race()
-    assert "race.json" in shown and "1.70" in shown and shown.count("measured |") == 2 and "vLLM's table" in shown
-    assert all(load["verdict"] in shown for load in found["loads"].values())
-    ((_, _, headline),) = front._drained()
-    for load in found["loads"].values():
-        best = min(ratio for arm, ratio in load["over"].items() if arm.startswith("vllm-k"))
-        for (ratio, *_), against in ((best, "as the best fixed K"), (load["over"]["off"], "as no drafts")):
-            assert re.search(rf"{ratio:.2f}x [^x]* {against}", headline)
 
 
 def test_no_round_begins_when_the_time_is_over(models):
