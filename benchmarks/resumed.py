@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from verl_tlt.drafter import fingerprint, load_training_state
 from verl_tlt.drafter.train import AVERAGE
 from verl_tlt.messages.training import Resumed
-from verl_tlt.spot_worker.versions import INITIAL, checksum, moments
+from verl_tlt.spot_worker.merge import INITIAL, checksum, moments
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 
 WENT_ON = re.compile(r"spot worker \S+ goes on from \S+: Resumed\((.*?)\)")

@@ -63,15 +63,16 @@ class Buffer:
         self._queue = []  # a new pass begins
         return True
 
-    def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
-        """The gate's sequences, newest first, up to `max_tokens` (None: all), and older ones up to `fewest` prompts."""
+    def held_out(self, max_tokens: float = math.inf, fewest: int = 0) -> list[TrainingSequence]:
+        """The gate's sequences, newest first, up to `max_tokens`, and older ones up to `fewest` prompts."""
         chosen: list[TrainingSequence] = []
         prompts: set[str] = set()
         total = 0
-        for item in (item for item in reversed(self._items) if item.held_out):
+        for item in reversed(self._items):
+            if not item.held_out or len(item.sequence) == 1:  # of which nothing can be judged
+                continue
             total += len(item.sequence)
-            missing = len(prompts) < fewest and item.prompt not in prompts
-            if max_tokens is None or missing or total <= max_tokens:
+            if total <= max_tokens or (len(prompts) < fewest and item.prompt not in prompts):
                 chosen.append(item.sequence)
                 prompts.add(item.prompt)
         return chosen

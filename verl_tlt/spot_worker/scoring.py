@@ -63,7 +63,10 @@ class Judging:
 
     def combined(self, max_draft: int) -> HeldOutScores:
         """The scores for the gate; a candidate whose numbers are not finite has scores that are not either."""
-        acceptances = {version: counts(scores, max_draft) for version, scores in self.scores.items()}
+        acceptances = {
+            version: np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64).reshape(-1, 1 + max_draft)
+            for version, scores in self.scores.items()
+        }
         if not all(np.isfinite(value).all() for value in self.versions["candidate"].values()):
             acceptances["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
         positions = np.array([score.positions for score in self.scores["candidate"]], dtype=np.int64)
@@ -101,19 +104,16 @@ def score_versions(
     `should_stop` is asked before each portion: no more tokens than a micro-batch of `rows`, but a sequence at least.
     """
     budget = min(rows, PORTION)
-    # Until something is published, the served drafter is the initial one.
-    scored: dict[int, list[SequenceScore]] = {id(parameters): [] for parameters in versions.values()}
-    for parameters in {id(parameters): parameters for parameters in versions.values()}.values():
+    scored: dict[int, list[SequenceScore]] = {}
+    for parameters in versions.values():
+        if id(parameters) in scored:  # until something is published, the served drafter is the initial one
+            continue
+        found = scored[id(parameters)] = []
         with trainer.holding(parameters):
             for portion in grouped(sequences, len, budget):
                 if should_stop():
                     return None
-                scored[id(parameters)] += acceptance(
+                found += acceptance(
                     trainer.model, portion, **vars(sampling), max_draft=max_draft, budget=budget, lm_head=lm_head
                 )
     return {name: scored[id(parameters)] for name, parameters in versions.items()}
-
-
-def counts(scores: list[SequenceScore], max_draft: int) -> np.ndarray:
-    """Drafts and acceptances as `HeldOutScores` has them: float64 [S, 1+K]."""
-    return np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64).reshape(-1, 1 + max_draft)

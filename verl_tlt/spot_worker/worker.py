@@ -37,7 +37,7 @@ from verl_tlt.spot_worker.merge import average_slice
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from verl_tlt.spot_worker.versions import DrafterVersions
+    from verl_tlt.spot_worker.merge import DrafterVersions
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +64,6 @@ MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|MemoryAllocation\b", re
 def _yield_to_engines() -> None:
     """Give this thread only the CPU time that no other wants."""
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-
-
-def see_own_device() -> None:
-    """Leave this process the device that Ray lent it, before CUDA is used, where Ray was told not to do so itself.
-
-    verl's actor then takes its device by number, and a spot worker would train on the first one of its node.
-    """
-    if os.environ.get(NOSET):
-        import ray
-
-        if lent := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
 
 
 def release_freed() -> None:
@@ -114,7 +102,6 @@ def ending_with_its_device() -> Iterator[None]:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Call a function in a thread; an error that leaves the device unusable ends the process."""
     with ending_with_its_device():
         return await asyncio.to_thread(function, *arguments, **named)
 
@@ -134,7 +121,11 @@ class SpotWorker:
     save, resume = map(_of_learner, ("save", "resume"))
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        see_own_device()
+        if os.environ.get(NOSET):  # verl's actor takes its device by number; this would be its node's first one
+            import ray
+
+            if lent := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
         os.environ.setdefault(KEEP_TUNED, "1")  # before the kernels are imported
         from verl_tlt.spot_worker.learner import SpotLearner
 

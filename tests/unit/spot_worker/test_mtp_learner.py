@@ -9,7 +9,7 @@ from tiny_learner import FACTS, make_learner, merge_learners, same
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import PolicyStates, Text, VerifierWeights, load_drafter, load_policy, to_numpy16
 from verl_tlt.messages.training import VerifierArrays
-from verl_tlt.spot_worker.versions import checksums
+from verl_tlt.spot_worker.merge import checksums
 
 CONFIG = TLTConfig.from_dict(
     {

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_learner import FACTS, first_of, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import load_training_state
-from verl_tlt.spot_worker.versions import checksum, checksums, moments
+from verl_tlt.spot_worker.merge import checksum, checksums, moments
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 RECORDED = Path(__file__).parent / "recorded_checkpoint"

@@ -96,35 +96,40 @@ def stop_after(looks):
 
 
 def judge(learner, looks):
-    """Sessions of so many looks at the stop flag until there are scores: (how many sessions, their result)."""
-    for session in range(1, 50):
-        result = learner.train(stop_after(looks))
-        if result.scores is not None:
-            return session, result
-        assert result.steps == 0 and learner.versions.to_judge
+    """Results of sessions of so many looks at the stop flag, up to the one that has scores."""
+    results = []
+    while len(results) < 50:
+        results.append(learner.train(stop_after(looks)))
+        if results[-1].scores is not None:
+            return results
+        assert results[-1].steps == 0 and learner.versions.to_judge
     raise AssertionError("no verdict")
 
 
 def test_sessions_too_short_to_score_all_that_is_held_out_come_to_a_verdict_and_look_at_less_later(pending):
     held_out = pending.buffer.held_out()
-    sessions, result = judge(pending, 5)  # two portions of two versions
-    assert sessions == 2 and 8 <= len(result.scores.positions) < len(held_out)
+    *stopped, result = judge(pending, 5)  # two portions of two versions
+    assert len(stopped) == 1 and 8 <= len(result.scores.positions) < len(held_out)
     assert not pending.versions.to_judge and pending._to_judge < sum(map(len, held_out))
 
 
 def test_scores_of_a_session_that_was_stopped_are_kept_and_equal_those_of_one_session(pending, monkeypatch):
     whole = score(pending)
     pending._judging = None
-    monkeypatch.setattr("verl_tlt.spot_worker.learner.tokens_to_judge", lambda most, *_, **__: most)  # all of it
-    sessions, result = judge(pending, 3)  # one portion of two versions, and a look in between
-    assert sessions > 6 and (np.sort(result.scores.prompts) == np.sort(whole.prompts)).all()
+    asked = Mock(side_effect=lambda most, *_, **__: most)  # all of it
+    monkeypatch.setattr("verl_tlt.spot_worker.learner.tokens_to_judge", asked)
+    results = judge(pending, 3)  # one portion of two versions, and a look in between
+    result = results[-1]
+    assert len(results) > 6 and (np.sort(result.scores.prompts) == np.sort(whole.prompts)).all()
+    share = sum(one.judged_s for one in results) / sum(one.seconds for one in results)
+    assert [call.args[2] for call in asked.call_args_list] == [None] * (len(results) - 1) + [pytest.approx(share)]
     for which in ("candidate", "served", "initial"):
         assert result.scores.of(which).sum(0) == pytest.approx(whole.of(which).sum(0), rel=1e-5)
 
 
 def test_what_a_version_did_not_get_to_is_scored_again_for_all(pending):
     assert pending.train(stop_after(1)).scores is None, "the candidate's first portion, and not the served one's"
-    _, result = judge(pending, 1000)
+    *_, result = judge(pending, 1000)
     assert len({len(result.scores.of(which)) for which in ("candidate", "served", "initial")}) == 1
 
 
@@ -134,10 +139,10 @@ def test_another_candidate_is_judged_by_scores_of_its_own(pending):
     pending.revert("initial")
     train_and_merge(pending)
     pending._to_judge = HELD_OUT_TOKENS
-    _, result = judge(pending, 1000)
+    *_, result = judge(pending, 1000)
     assert result.scores.candidate == pytest.approx(score(pending).candidate, rel=1e-5)
 
 
 def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):
     assert FEWEST_PROMPTS >= MIN_PROMPTS
-    assert len(learner._held_out(1)) == FEWEST_PROMPTS < len(learner.buffer.held_out())
+    assert len(learner.buffer.held_out(1, FEWEST_PROMPTS)) == FEWEST_PROMPTS < len(learner.buffer.held_out())
