@@ -56,18 +56,18 @@ from verl_tlt.messages.training import (
     SessionResult,
     VerifierArrays,
 )
-from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.merge import INITIAL, DrafterVersions, added, checksums, hand_in, session_facts
-from verl_tlt.spot_worker.scoring import (
+from verl_tlt.spot_worker.buffer import (
     CPU_TOKENS,
     FEWEST_PROMPTS,
     HELD_OUT_TOKENS,
     KEPT_TOKENS,
     PORTION,
+    Buffer,
     Judging,
     score_versions,
     tokens_to_judge,
 )
+from verl_tlt.spot_worker.merge import INITIAL, DrafterVersions, added, checksums, hand_in, session_facts
 
 
 class SpotLearner:

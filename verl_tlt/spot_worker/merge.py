@@ -54,25 +54,14 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class DrafterVersions:
-    """The versions that all spot workers agree on, what one is training not among them: a pure state machine.
+    """The versions that all spot workers agree on, what one is training not among them: each event makes the next.
 
-    An empty cell stays as it is. Parameters of a version are replaced, never written to.
-
-    | Event | `candidate` | `served` | `exported` | `to_judge` |
-    |---|---|---|---|---|
-    | `merged(new)`: the workers agreed on it | new | | | yes |
-    | `judged()`: it was scored, the gate decides | | | | no |
-    | `export()`: it is about to be published | | | the candidate | |
-    | `published()` | | the exported one, or else the candidate | none | no, unless the candidate is newer |
-    | `reverted(which)`: it is given up | the served or the initial one | | none | no |
-    | `resumed(candidate, initial)`, a checkpoint's | the checkpoint's | | | yes, unless it is the served one |
-
-    `initial` never changes but when a run is resumed. A run begins with one version in all three roles.
+    Parameters of a version are replaced, never written to. A run begins with one version in all three roles.
     """
 
     candidate: Parameters  # the newest one: the served one, or one that was merged since
     served: Parameters  # the one that engines draft with
-    initial: Parameters  # the one that the run started with
+    initial: Parameters  # the one that the run started with; never changes but when a run is resumed
     exported: Parameters | None = None  # a candidate that is about to be published; None: none is
     to_judge: bool = False  # the candidate waits for a session that scores it for the gate
 
@@ -90,6 +79,7 @@ class DrafterVersions:
         return replace(self, served=served, exported=None, to_judge=self.to_judge and served is not self.candidate)
 
     def reverted(self, which: Literal["served", "initial"]) -> DrafterVersions:
+        """The candidate is given up."""
         return replace(self, candidate=self.of(which), exported=None, to_judge=False)
 
     def resumed(self, candidate: Parameters, initial: Parameters) -> DrafterVersions:
@@ -138,8 +128,7 @@ def checksum(named: Mapping[str, torch.Tensor | np.ndarray]) -> str:
 def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:
     """Have these workers merge; does not wait. (`MergeFacts`, all alike; slices for `SpotWorker.adopt`), as references.
 
-    `FAN_IN` workers make a group, each slice of the parameters is averaged over the group by another of its members,
-    and `FAN_IN` groups make one of the next level.
+    `FAN_IN` workers make a group, in which another one averages each slice, and `FAN_IN` groups one of the next level.
     """
     groups = [([worker], list(worker.hand_in.options(num_returns=FAN_IN).remote(FAN_IN))) for worker in workers]
     facts: list[ObjectRef] = []

@@ -157,7 +157,6 @@ class SpotWorker:
         return dataclasses.replace(stats, incomplete=missing)
 
     async def train(self) -> SessionResult:
-        """Train until `stop`, or until the buffer's epochs are used up."""
         self._stopping.clear()
         loop = asyncio.get_running_loop()
         try:
@@ -171,12 +170,10 @@ class SpotWorker:
         self._stopping.set()
 
     async def average(self, *parts: MergedSlice, last: bool) -> tuple[MergeFacts, MergedSlice]:
-        """Average one slice of several workers, which arrives through the object store: (its facts, it)."""
         average = await _in_thread(average_slice, parts, last=last)
         return average.facts, average
 
     async def versions(self) -> DrafterVersions:
-        """The versions that all spot workers hold, for one that joins them."""
         return self.learner.versions
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:

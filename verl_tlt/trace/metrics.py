@@ -187,19 +187,15 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
         metrics["tlt/publish_s"] = publish.seconds
         # The engines get the initial drafter again where both it and the served one are better than the candidate.
         metrics["tlt/publish_skipped"] = 0.0 if publish.decision == "published" or publish.bytes else 1.0
-        metrics["tlt/drafter_sim_accept_length"] = _served_tau(publish)
+        among = {"published": ("candidate",), "kept": ("served",)}.get(publish.decision, ("served", "initial"))
+        held_out = [publish.tau[version] for version in among if version in publish.tau]
+        metrics["tlt/drafter_sim_accept_length"] = max(held_out, default=None)
         metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = publish.gain, publish.gain_low
     if observations.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in observations.reloads)
     graphs = [len(r.full_graphs) for r in observations.reloads if r.full_graphs is not None]
     metrics["tlt/full_graph_arms"] = min(graphs, default=None)
     return metrics
-
-
-def _served_tau(publish: Publish) -> float | None:
-    """Held-out accept length of the drafter that is served after the gate's decision."""
-    among = {"published": ("candidate",), "kept": ("served",)}.get(publish.decision, ("served", "initial"))
-    return max((publish.tau[version] for version in among if version in publish.tau), default=None)
 
 
 def counted_savings(metrics: Mapping[str, float]) -> float | None:

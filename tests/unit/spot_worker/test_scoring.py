@@ -11,7 +11,7 @@ import pytest
 from tiny_learner import CONFIG, make_learner, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter.data import grouped
-from verl_tlt.spot_worker.scoring import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
+from verl_tlt.spot_worker.buffer import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
 from verl_tlt.trainer.gate import MIN_PROMPTS
 
 LONGEST = CONFIG.speculation.longest
@@ -85,7 +85,7 @@ def test_the_next_judging_costs_its_share_of_a_session_like_the_last(most, token
 def pending(learner, monkeypatch):
     """A learner whose candidate waits for scores, kept every two sequences of 20 tokens."""
     monkeypatch.setattr("verl_tlt.spot_worker.learner.CPU_TOKENS", 40)
-    monkeypatch.setattr("verl_tlt.spot_worker.scoring.PORTION", 40)
+    monkeypatch.setattr("verl_tlt.spot_worker.buffer.PORTION", 40)
     train_and_merge(learner)
     assert len(learner.buffer.held_out()) > 12
     return learner

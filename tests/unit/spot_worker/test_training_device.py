@@ -15,9 +15,9 @@ from tiny_learner import CONFIG, make_learner, same, texts, train_and_merge, ver
 from verl_tlt.drafter import session_bytes, train
 from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
 from verl_tlt.errors import TLTError
+from verl_tlt.spot_worker import buffer
 from verl_tlt.spot_worker import learner as spot_learner
-from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.scoring import PORTION
+from verl_tlt.spot_worker.buffer import PORTION
 
 GIB = 2**30
 
@@ -92,7 +92,7 @@ def test_states_arrive_during_scoring(learner, monkeypatch):
     train_and_merge(learner)
     held, arrived = learner.buffer.stats().sequences, verifier_arrays(seed=1)
     old = learner.model.verifier_lm_head.weight[0, 0].item()
-    real, adds = scoring.acceptance, threading.Thread(target=learner.add, args=(2, texts(4, seed=1), arrived))
+    real, adds = buffer.acceptance, threading.Thread(target=learner.add, args=(2, texts(4, seed=1), arrived))
 
     def while_states_arrive(*args, **settings):
         if adds.ident is None:
@@ -101,7 +101,7 @@ def test_states_arrive_during_scoring(learner, monkeypatch):
             assert not adds.is_alive(), "it waited for the scores"
         return real(*args, **settings)
 
-    monkeypatch.setattr(scoring, "acceptance", while_states_arrive)
+    monkeypatch.setattr(buffer, "acceptance", while_states_arrive)
     learner.train(lambda: False)
     assert learner.buffer.stats().sequences == held + 4
     assert learner.model.verifier_lm_head.weight[0, 0].item() == old
