@@ -32,12 +32,10 @@ from verl_tlt.messages.training import (
     SessionResult,
     VerifierArrays,
 )
-from verl_tlt.spot_worker.merge import average_slice
+from verl_tlt.spot_worker.merge import DrafterVersions, average_slice
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-    from verl_tlt.spot_worker.merge import DrafterVersions
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +57,6 @@ LIBRARY = re.compile(
 """Beginnings of what torch, Triton and CUDA's libraries raise as a plain RuntimeError."""
 MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|MemoryAllocation\b", re.IGNORECASE)
 """Words in what these libraries raise where memory is short: the process may go on."""
-
-
-def _yield_to_engines() -> None:
-    """Give this thread only the CPU time that no other wants."""
-    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 def release_freed() -> None:
@@ -132,9 +125,10 @@ class SpotWorker:
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
         self.learner = SpotLearner(*arguments, **named)
         self._stopping = threading.Event()
-        # Without an accelerator training shares its cores with the engines that still decode.
-        shared = not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE")
-        self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
+        self._session = ThreadPoolExecutor(1, "tlt-session")
+        if not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE"):
+            # Training shares its cores with engines that still decode: it gets only the time that no other wants.
+            self._session.submit(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)).result()
 
     async def add(
         self,
