@@ -119,11 +119,15 @@ def same(left, right):
 
 def test_training_raises_held_out_acceptance_and_the_better_drafter_is_what_is_exported(pair):
     get(pair[0].__ray_call__.remote(set_epochs, 2.5))
-    first = get(pair[0].train.remote())
+    first, _ = get(*[a.train.remote() for a in pair])
     assert first.outcome == "exhausted" and first.steps >= 10 and first.skipped == 0
     assert first.epochs == pytest.approx(2.5, abs=0.2)
     get(pair[0].train.remote())
-    merge(pair)
+    assert merge(pair).included == ("a", "b")
+    ours, theirs = get(*[a.versions.remote() for a in pair])
+    assert same(ours.candidate, theirs.candidate)
+    for steps, tokens, change in get(*[a.__ray_call__.remote(unmerged) for a in pair]):
+        assert steps == tokens == 0 and not any(delta.any() for delta in change.values())
     tau = get(pair[0].__ray_call__.remote(score)).taus()
     assert tau["candidate"] > tau["served"] + 0.2 and tau["served"] == tau["initial"]
     get(pair[0].train.remote())  # ahead of the agreed version
@@ -164,19 +168,6 @@ def test_a_stop_costs_one_micro_batch(pair):
     micro_batch = result.seconds / result.steps
     assert answered < micro_batch + 0.5, "the stop itself waited"
     assert ended < 3 * micro_batch + 0.3  # one micro-batch and 100 ms, with room for a loaded machine
-
-
-def test_workers_that_trained_end_on_the_same_version(pair):
-    get(*[a.train.remote() for a in pair])
-    (*_, a), (*_, b) = get(*[p.__ray_call__.remote(unmerged) for p in pair])
-    assert not same(a, b)
-    merged = merge(pair)
-    assert merged.included == ("a", "b")
-    after = get(*[p.versions.remote() for p in pair])
-    assert same(after[0].candidate, after[1].candidate)
-    for steps, tokens, change in get(*[p.__ray_call__.remote(unmerged) for p in pair]):
-        assert steps == tokens == 0
-        assert all(not delta.any() for delta in change.values())
 
 
 def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
