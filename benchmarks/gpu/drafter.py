@@ -29,8 +29,8 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Batch, DrafterMemory, DrafterTrainer, default_attention, fingerprint, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
+from verl_tlt.spot_worker.buffer import score_versions
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.scoring import score_versions
 from verl_tlt.spot_worker.worker import KEEP_TUNED
 from verl_tlt.trainer.run_setup import first_drafter
 

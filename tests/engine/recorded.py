@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.drafter.study import score_for_gate
 from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
@@ -143,9 +142,16 @@ def set_epochs(worker: SpotWorker, epochs: float) -> None:
     worker.learner.config = dataclasses.replace(config, spot=dataclasses.replace(config.spot, max_epochs=epochs))
 
 
+def score_for_gate(learner: SpotLearner, sequences: list[TrainingSequence]) -> HeldOutScores:
+    """What the gate would be told of the learner's candidate."""
+    found = learner._score_held_out(sequences, 3, lambda: False)
+    assert found is not None
+    return found
+
+
 def score(worker: SpotWorker) -> HeldOutScores:
-    """What the gate would be told of the candidate."""
-    return score_for_gate(worker.learner, worker.learner.buffer.held_out(), 3)
+    """The same, on what the worker has held out."""
+    return score_for_gate(worker.learner, worker.learner.buffer.held_out())
 
 
 def drafted(worker: SpotWorker) -> list[int]:

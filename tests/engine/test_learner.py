@@ -5,14 +5,12 @@ import tempfile
 
 import numpy as np
 import pytest
-from recorded import CONFIG, begin_learner_anew, record, worker_arguments
+from recorded import CONFIG, begin_learner_anew, record, score_for_gate, worker_arguments
 
-from benchmarks.drafter.study import merge, score, score_for_gate
 from verl_tlt.drafter import DrafterError
-from verl_tlt.messages.training import HeldOutScores
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.scoring import counts
+from verl_tlt.spot_worker.merge import average_slice
 
 pytestmark = pytest.mark.engine
 
@@ -56,11 +54,11 @@ def train(learner, steps=SESSION):
     learner.train(lambda: learner.trainer.steps >= until)
 
 
-def tau(learner, texts):
-    """Accept length of the learner's candidate on the held-out sequences."""
-    ours = score(learner, texts[2], ["candidate"], 3)["candidate"]
-    scores = HeldOutScores(np.arange(len(ours)), np.array([s.positions for s in ours]), *[counts(ours, 3)] * 3)
-    return scores.accept_length("candidate")
+def merge(*learners):
+    """What they trained, as spot workers do after their sessions."""
+    merged = average_slice([learner.hand_in(1)[0] for learner in learners], last=True)
+    for learner in learners:
+        learner.adopt(merged)
 
 
 def same(left, right):
@@ -72,11 +70,11 @@ def test_equal_workers_merged_are_better_than_each(team, texts):
     for _ in range(2):
         for learner in team:
             train(learner)
-        merge([a, b])
-        for learner in (a_alone, b_alone):
-            merge([learner])
+        for merged in ((a, b), (a_alone,), (b_alone,)):
+            merge(*merged)
     assert same(a.versions.candidate, b.versions.candidate)
-    assert tau(a, texts) > max(tau(a_alone, texts), tau(b_alone, texts))
+    tau = {one.name: score_for_gate(one, texts[2]).accept_length("candidate") for one in (a, a_alone, b_alone)}
+    assert tau["a"] > max(tau["a-alone"], tau["b-alone"])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -85,11 +83,11 @@ def test_a_candidate_that_is_not_finite_scores_nothing_and_is_not_exported(made,
     begin_learner_anew(learner)
     sampling, learner.sampling = learner.sampling, dataclasses.replace(learner.sampling, temperature=temperature)
     try:
-        assert np.isfinite(score_for_gate(learner, texts[2][:4], 3).candidate).all()
+        assert np.isfinite(score_for_gate(learner, texts[2][:4]).candidate).all()
         broken = {name: value.copy() for name, value in learner.versions.candidate.items()}
         broken["fc.weight"][0, 0] = np.nan
         learner.versions = dataclasses.replace(learner.versions, candidate=broken)
-        scores = score_for_gate(learner, texts[2][:4], 3)
+        scores = score_for_gate(learner, texts[2][:4])
         assert np.isnan(scores.candidate).all() and np.isfinite(scores.served).all()
         with pytest.raises(DrafterError, match=r"fc.weight holds numbers that are not finite"):
             learner.export(1, "bfloat16", [])

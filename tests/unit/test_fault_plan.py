@@ -12,17 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import actions, judge
-from benchmarks.faults.plan import (
-    BOUNDS,
-    ENGINE_KILLED,
-    FAULTS,
-    NAN_LIVE,
-    SAVE_EVERY,
-    SERVER_KILLED,
-    STEPS,
-    Fault,
-    waits_for,
-)
+from benchmarks.faults.injector import EVERY
+from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault, waits_for
 from benchmarks.faults.run import arm
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.trace.events import Session
@@ -36,9 +27,6 @@ def table():
     section = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## What a fault costs")[2]
     rows = re.findall(r"^\| (.+?) \| .+? \| ?(.*?) ?\|$", section.partition("\n## ")[0], re.MULTILINE)
     return {name: counter.strip("`") for name, counter in rows[1:]}
-
-
-EVERY = (*FAULTS, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
 
 
 def named_by(target, look=getattr):
@@ -63,17 +51,12 @@ def test_an_action_takes_whatever_its_function_takes(action, target):
     inspect.signature(getattr(actions, action)).bind("original", *plain, **named)
 
 
-def test_every_fault_does_something_that_can_be_judged():
+def test_every_fault_can_be_judged_and_the_page_has_it_with_its_counter():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    for fault in FAULTS:
-        assert hasattr(actions, fault.action) and fault.recovers in judge.RECOVERIES and fault.step < STEPS
-
-
-def test_the_page_has_every_fault_and_its_counter():
+    assert all(fault.recovers in judge.RECOVERIES and fault.step < STEPS for fault in FAULTS)
     page = table()
     assert page.keys() == {fault.name for fault in (*FAULTS, SERVER_KILLED, ENGINE_KILLED)}
-    for fault in FAULTS:
-        assert page[fault.name] == fault.counter, fault.name
+    assert all(page[fault.name] == fault.counter for fault in FAULTS)
 
 
 def test_where_steps_are_slow_every_fault_still_strikes_early_enough_to_be_judged():
@@ -106,15 +89,15 @@ def seen(**changes):
     return dataclasses.replace(good, **changes)
 
 
+def said_of(evidence, fault=FAULT):
+    """What of its row is wrong."""
+    return judge.wrong(fault, judge.row(fault, evidence), evidence)
+
+
 def test_a_run_that_went_as_it_should_is_told_so():
     row = judge.row(FAULT, seen())
     assert list(row) == KEYS and list(row.values())[1:] == [True, True, True, "tlt/spot_failures"]
-    assert judge.wrong(FAULT, row, seen()) == []
-
-
-def test_a_fault_that_struck_late_is_judged_from_there_on():
-    late = seen(fired={"spot-worker-raising-f": 3})
-    assert "recovered" in judge.wrong(FAULT, judge.row(FAULT, late), late), "its only good session was in that step"
+    assert said_of(seen()) == []
 
 
 def test_what_counts_another_fault_does_not_count_this_one():
@@ -130,6 +113,7 @@ def test_what_counts_another_fault_does_not_count_this_one():
     ("changes", "complaint"),
     [
         ({"fired": {}}, "it never struck"),
+        ({"fired": {"spot-worker-raising-f": 3}}, "recovered"),  # late: its only good session was in that step
         ({"ended": False}, "survived"),
         ({"same_weights": False}, "policy_updates_equal"),
         ({"stock": {**STOCK, 3: {**STOCK[3], "actor/grad_norm": 0.30000001}}}, "policy_updates_equal"),
@@ -140,23 +124,20 @@ def test_what_counts_another_fault_does_not_count_this_one():
     ],
 )
 def test_what_is_not_as_it_should_be_is_said(changes, complaint):
-    evidence = seen(**changes)
-    assert complaint in judge.wrong(FAULT, judge.row(FAULT, evidence), evidence)
+    assert complaint in said_of(seen(**changes))
 
 
 @pytest.mark.parametrize(("seconds", "right"), [(0.1, False), (2.0, True), (30.0, False)])
 def test_what_a_step_waited_for_is_charged_and_bounded(seconds, right):
-    fault = dataclasses.replace(FAULT, waits=(1.5, 4.0))
     waited = {1: 0.1, 2: 0.1, 3: seconds}
     steps = {step: {**metrics, "tlt/overhead_s": waited[step]} for step, metrics in seen().steps.items()}
-    evidence = seen(steps=steps)
-    assert ("tlt/overhead_s" in " ".join(judge.wrong(fault, judge.row(fault, evidence), evidence))) is not right
+    complaints = said_of(seen(steps=steps), dataclasses.replace(FAULT, waits=(1.5, 4.0)))
+    assert ("tlt/overhead_s" in " ".join(complaints)) is not right
 
 
-def carried_out(folder, code, **more):
-    """What a process prints that finds its plan in this folder."""
-    (folder / "plan").write_text("{}")
-    env = {**os.environ, "TLT_FAULTS": str(folder), "PYTHONPATH": str(ROOT), **more}
+def carried_out(folder, code, faults=(), **more):
+    """What a process prints that these faults are to strike."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | arm(folder, faults) | more
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
 
@@ -212,6 +193,5 @@ def test_a_fault_of_several_sessions_strikes_one_replicas_workers_one_after_the_
 def test_every_fault_of_a_plan_is_armed_as_python_starts(tmp_path):
     faults = (*FAULTS, SERVER_KILLED, ENGINE_KILLED)
     modules = "from verl_tlt.upstream.import_hooks import _FINDER; print(*_FINDER.callbacks)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)} | arm(tmp_path, faults)
-    done = subprocess.run([sys.executable, "-c", modules], env=env, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) >= {t.partition(":")[0] for fault in faults for t in fault.targets}
+    said = carried_out(tmp_path, modules, faults)
+    assert set(said.split()) >= {t.partition(":")[0] for fault in faults for t in fault.targets}

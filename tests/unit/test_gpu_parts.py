@@ -38,13 +38,12 @@ def module(tmp_path, monkeypatch):
     return "made_parts"
 
 
-def named(least_s=0.0, **more):
-    return Part(lambda bench: {}, least_s, **more)
+NOTHING = Part(dict, 0.0)
 
 
 def test_what_a_part_does_stays_with_it(module, tmp_path, capsys):
-    parts = {name: named() for name in ("fails", "dies")}
-    parts |= {"works": named(), "waits": named(), "long": named(1e6), "gpu": named(cuda_only=True)}
+    parts = dict.fromkeys(("fails", "dies", "works", "waits"), NOTHING)
+    parts |= {"long": Part(dict, 1e6), "gpu": Part(dict, 0.0, cuda_only=True)}
     options = argparse.Namespace(tiny=True, budget=60.0, out=tmp_path / "report.json")
     run(module, parts, tmp_path, options)
     report = json.loads(options.out.read_text())
@@ -59,7 +58,7 @@ def test_what_a_part_does_stays_with_it(module, tmp_path, capsys):
 
 
 def test_a_part_that_hangs_is_ended_with_the_budget(module, tmp_path):
-    assert "not done after 2 s" in attempt(module, "hangs", named(), True, tmp_path, 2.0)["error"]
+    assert "not done after 2 s" in attempt(module, "hangs", NOTHING, True, tmp_path, 2.0)["error"]
 
 
 def test_a_persons_first_hour_is_35_minutes_at_most_and_every_part_has_its_time():
@@ -87,14 +86,13 @@ def test_samples_of_one_distribution_pass_and_others_do_not():
 
 def test_p_values_are_uniform():
     ps = [chi_square(drawn(400, [4, 3, 2, 1], i), drawn(400, [4, 3, 2, 1], 1000 + i))["p"] for i in range(300)]
-    assert sum(p < 0.1 for p in ps) == pytest.approx(30, abs=18)
-    assert sum(p < 0.5 for p in ps) == pytest.approx(150, abs=36)
+    for share, room in ((0.1, 18), (0.5, 36)):
+        assert sum(p < share for p in ps) == pytest.approx(300 * share, abs=room)
 
 
 def test_outputs_whose_tokens_hang_together_otherwise_are_told_apart():
     draws = random.Random(0)
-    alone = [[draws.randrange(4), draws.randrange(4), 7] for _ in range(4000)]
-    other = [[draws.randrange(4), draws.randrange(4), 7] for _ in range(4000)]
+    alone, other = ([[draws.randrange(4), draws.randrange(4), 7] for _ in range(4000)] for _ in range(2))
     hanging = [[x, x if draws.random() < 0.15 else draws.randrange(4), 7] for x, _, _ in other]
     assert compare(alone, other)["p"] > 1e-3
     found = compare(alone, hanging)

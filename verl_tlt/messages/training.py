@@ -18,7 +18,7 @@ Parameters = Mapping[str, np.ndarray]
 
 VERSIONS = ("candidate", "served", "initial")
 """The versions of a drafter that the gate compares: the newest merged one, the one that engines draft with, and the one
-that the run started with (`spot_worker.versions`)."""
+that the run started with (`spot_worker.merge`)."""
 
 
 # ---------------------------------------------------------------------- actor worker -> trainer -> spot worker

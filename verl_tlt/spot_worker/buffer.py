@@ -1,4 +1,4 @@
-"""The captured sequences of recent RL steps: which are kept, which are held out, and which are trained on next.
+"""The captured sequences of recent RL steps: which are kept, trained on next, or held out and scored for the gate.
 
 Hidden states take 28-64 KB a token for 7B-70B policies, hence bytes are capped and the oldest sequence goes first.
 """
@@ -7,14 +7,32 @@ import bisect
 import hashlib
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
-from verl_tlt.drafter import TrainingSequence
+import numpy as np
+import torch
+
+from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
 from verl_tlt.drafter.data import grouped, windows
-from verl_tlt.messages.training import BufferStats
+from verl_tlt.messages.training import VERSIONS, BufferStats, HeldOutScores, Parameters, RolloutSampling
 
 OPEN_BATCHES = 32
 """Micro-batches kept open while packing (`drafter.data.grouped`)."""
+PORTION = 1024
+"""Most tokens scored between two looks at the stop flag (but at least one sequence), and fewest worth scoring."""
+KEPT_TOKENS = 8192
+"""Tokens after which the scores of all versions are kept, on an accelerator: each time their weights are moved there,
+a tenth of a second for a 7B policy's drafter."""
+CPU_TOKENS = 256
+"""`KEPT_TOKENS` and `PORTION` on a CPU, which takes seconds for so many tokens with a real vocabulary."""
+HELD_OUT_TOKENS = 32_768
+"""Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
+FEWEST_PROMPTS = 8
+"""Fewest prompts to score, however long their sequences: the gate judges nothing by fewer than `gate.MIN_PROMPTS`."""
+JUDGING_SHARE = 0.25
+"""Largest share of a session that its scores may take: three quarters are for training."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +63,10 @@ class Buffer:
         self._max_epochs = math.inf
 
     def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
-        """Add a sequence of an RL step, or a window of it; then drop the oldest until the caps hold. False: not added.
+        """Add a sequence of an RL step, or a window of it; then drop the oldest until the caps hold.
 
-        `index`, its number in that step, stands for its prompt where that is unknown. What alone exceeds the cap, or is
-        older than what the buffer keeps, is not added.
+        `index`, its number in that step, stands for its prompt where that is unknown. False: it is not added, because
+        it alone exceeds the cap, or is older than what the buffer keeps.
         """
         if sequence.nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
             return False
@@ -63,15 +81,16 @@ class Buffer:
         self._queue = []  # a new pass begins
         return True
 
-    def held_out(self, max_tokens: int | None = None, fewest: int = 0) -> list[TrainingSequence]:
-        """The gate's sequences, newest first, up to `max_tokens` (None: all), and older ones up to `fewest` prompts."""
+    def held_out(self, max_tokens: float = math.inf, fewest: int = 0) -> list[TrainingSequence]:
+        """The gate's sequences, newest first, up to `max_tokens`, and older ones up to `fewest` prompts."""
         chosen: list[TrainingSequence] = []
         prompts: set[str] = set()
         total = 0
-        for item in (item for item in reversed(self._items) if item.held_out):
+        for item in reversed(self._items):
+            if not item.held_out or len(item.sequence) == 1:  # of which nothing can be judged
+                continue
             total += len(item.sequence)
-            missing = len(prompts) < fewest and item.prompt not in prompts
-            if max_tokens is None or missing or total <= max_tokens:
+            if total <= max_tokens or (len(prompts) < fewest and item.prompt not in prompts):
                 chosen.append(item.sequence)
                 prompts.add(item.prompt)
         return chosen
@@ -113,3 +132,98 @@ class Buffer:
     def _count(self, item: _Item, sign: int) -> None:
         self._nbytes += sign * item.sequence.nbytes
         self._train_tokens += sign * len(item.sequence) * (not item.held_out)
+
+
+# ---------------------------------------------------------------------- scores of what is held out
+
+
+@dataclass(eq=False)
+class Judging:
+    """The scores so far of one candidate, and of the served and the initial drafter on the same text.
+
+    It outlives the session: one that is told to stop leaves to the next what all versions were scored on.
+    """
+
+    versions: Mapping[str, Parameters]
+    scores: dict[str, list[SequenceScore]] = field(default_factory=lambda: {which: [] for which in VERSIONS})
+    prompts: list[int] = field(default_factory=list)
+    """The prompt of each scored sequence, by a number."""
+    tokens: int = 0
+    seconds: float = 0.0
+    judged_s: float = 0.0
+    """The part of the sessions' `seconds` that went into the scores."""
+    _seen: WeakSet[TrainingSequence] = field(default_factory=WeakSet)
+
+    def enough(self, sequences: Sequence[TrainingSequence]) -> bool:
+        """Whether as many tokens and prompts were scored as these sequences have."""
+        prompts = len({id(s) if s.prompt is None else s.prompt for s in sequences})
+        return self.tokens >= sum(map(len, sequences)) and len({*self.prompts}) >= min(FEWEST_PROMPTS, prompts)
+
+    def new(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        """Those that were not scored yet."""
+        return [sequence for sequence in sequences if sequence not in self._seen]
+
+    def add(self, sequences: Sequence[TrainingSequence], scores: Mapping[str, list[SequenceScore]]) -> None:
+        for sequence in sequences:
+            self.prompts.append(len(self.prompts) if sequence.prompt is None else sequence.prompt)
+            self.tokens += len(sequence)
+            self._seen.add(sequence)
+        for version, new in scores.items():
+            self.scores[version] += new
+
+    def combined(self, max_draft: int) -> HeldOutScores:
+        """The scores for the gate; a candidate whose numbers are not finite has scores that are not either."""
+        acceptances = {
+            version: np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64).reshape(-1, 1 + max_draft)
+            for version, scores in self.scores.items()
+        }
+        if not all(np.isfinite(value).all() for value in self.versions["candidate"].values()):
+            acceptances["candidate"][:] = np.nan  # greedy acceptance is a number whatever the logits are
+        positions = np.array([score.positions for score in self.scores["candidate"]], dtype=np.int64)
+        return HeldOutScores(np.array(self.prompts, dtype=np.uint64), positions, **acceptances)
+
+
+def tokens_to_judge(most: int, tokens: int, share: float | None, *, ran_out: bool) -> int:
+    """How many held-out tokens the next session that scores looks at; `most` was the limit of the last one.
+
+    That one had `tokens`, of which the sessions since the merge spent `share` of their time; None: it was told to stop
+    before it had all scores. It `ran_out` of epochs, or was stopped.
+    """
+    if share is None:
+        wanted = tokens // 2
+    elif share > JUDGING_SHARE and not ran_out:
+        wanted = int(tokens * max(JUDGING_SHARE / share, 0.5))
+    else:
+        wanted = max(most, int(tokens * min(JUDGING_SHARE / max(share, 1e-9), 2.0)))
+    return min(max(wanted, PORTION), HELD_OUT_TOKENS)
+
+
+def score_versions(
+    trainer: DrafterTrainer,
+    versions: Mapping[str, Parameters],
+    sequences: list[TrainingSequence],
+    sampling: RolloutSampling,
+    max_draft: int,
+    lm_head: torch.Tensor | None,
+    should_stop: Callable[[], bool],
+    rows: int = PORTION,
+) -> dict[str, list[SequenceScore]] | None:
+    """Scores of the sequences by version, the same parameters scored only once; None when told to stop.
+
+    The trainer's own weights are restored. `lm_head` is the policy's whole head, for a pruned draft vocabulary.
+    `should_stop` is asked before each portion: no more tokens than a micro-batch of `rows`, but a sequence at least.
+    """
+    budget = min(rows, PORTION)
+    scored: dict[int, list[SequenceScore]] = {}
+    for parameters in versions.values():
+        if id(parameters) in scored:  # until something is published, the served drafter is the initial one
+            continue
+        found = scored[id(parameters)] = []
+        with trainer.holding(parameters):
+            for portion in grouped(sequences, len, budget):
+                if should_stop():
+                    return None
+                found += acceptance(
+                    trainer.model, portion, **vars(sampling), max_draft=max_draft, budget=budget, lm_head=lm_head
+                )
+    return {name: scored[id(parameters)] for name, parameters in versions.items()}

@@ -56,19 +56,18 @@ from verl_tlt.messages.training import (
     SessionResult,
     VerifierArrays,
 )
-from verl_tlt.spot_worker.buffer import Buffer
-from verl_tlt.spot_worker.merge import added, hand_in, session_facts
-from verl_tlt.spot_worker.scoring import (
+from verl_tlt.spot_worker.buffer import (
     CPU_TOKENS,
     FEWEST_PROMPTS,
     HELD_OUT_TOKENS,
     KEPT_TOKENS,
     PORTION,
+    Buffer,
     Judging,
     score_versions,
     tokens_to_judge,
 )
-from verl_tlt.spot_worker.versions import INITIAL, DrafterVersions, checksums
+from verl_tlt.spot_worker.merge import INITIAL, DrafterVersions, added, checksums, hand_in, session_facts
 
 
 class SpotLearner:
@@ -113,8 +112,7 @@ class SpotLearner:
         self._judging: Judging | None = None
         self.rng = random.Random(f"{d.seed}-{name}")
         self._model_lock = threading.Lock()
-        self._buffer_lock = threading.Lock()  # held for moments only
-        self._versions_lock = threading.Lock()  # held for moments only
+        self._buffer_lock, self._versions_lock = threading.Lock(), threading.Lock()  # held for moments only
         self._arrived: VerifierArrays | None = None
         self._chosen = draft_ids  # has arrived; None: nothing to take over
         self._verifier_known = False
@@ -124,7 +122,7 @@ class SpotLearner:
         self.training_device.receive(self.trainer)
 
     def _transition(self, event: Callable[[DrafterVersions], DrafterVersions]) -> None:
-        """Apply an event of `DrafterVersions`; some come while a session runs in another thread."""
+        """Apply an event; some come while a session runs in another thread."""
         with self._versions_lock:
             self.versions = event(self.versions)
 
@@ -135,7 +133,7 @@ class SpotLearner:
             self._load_arrived()
             yield
 
-    # ------------------------------------------------------------------ buffer
+    # ------------------------------------------------------------------ what the actors hand over
 
     def add(
         self,
@@ -167,20 +165,20 @@ class SpotLearner:
         """Take over a draft vocabulary and verifier weights that have arrived; only during a turn."""
         arrays, self._arrived = self._arrived, None
         ids, self._chosen = self._chosen, None
-        cut = ids is not None and choose_tokens(self.model, torch.tensor(ids))
-        pruned = self.model.use_draft_vocab
-        self._draftable = self.model.t2d.cpu().clone() if pruned else None  # [V]; a session moves the model's own
-        weights = None
+        model = self.model
+        cut = ids is not None and choose_tokens(model, torch.tensor(ids))
+        pruned = model.use_draft_vocab
+        self._draftable = model.t2d.cpu().clone() if pruned else None  # [V]; a session moves the model's own
         if arrays is not None:
             weights = VerifierWeights(**{part: from_numpy16(array) for part, array in vars(arrays).items()})
         elif cut and self.whole_head is not None:  # the drafter has the other two in full
-            model = self.model
             weights = VerifierWeights(model.embed_tokens.weight, self.whole_head, model.verifier_norm.weight)
-        if weights is not None:
-            refresh_verifier_weights(self.model, weights)
-            if pruned:
-                self.whole_head = self.training_device.hold(weights.lm_head)
-            self._verifier_known = True
+        else:
+            return
+        refresh_verifier_weights(model, weights)
+        if pruned:
+            self.whole_head = self.training_device.hold(weights.lm_head)
+        self._verifier_known = True
 
     # ------------------------------------------------------------------ sessions
 
@@ -195,9 +193,9 @@ class SpotLearner:
             with self._buffer_lock:
                 self.buffer.begin_session(max_epochs=self.config.spot.max_epochs)
                 ready = self.buffer.ready(self.config.buffer.min_tokens)
+                sequences = self.buffer.held_out(self._to_judge, FEWEST_PROMPTS) if self.versions.to_judge else None
             if not ready or not self._verifier_known:
                 return SessionResult("exhausted")
-            sequences = self._held_out(self._to_judge) if self.versions.to_judge else None
             rows, scored = self._rows()
             with self.training_device.resident(self.trainer, rows, scored):
                 if sequences is not None:
@@ -227,8 +225,7 @@ class SpotLearner:
         """A session's micro-batches, drawn ahead of the step by its own `rng`; `epochs` gets what each completes."""
         while True:
             with self._buffer_lock:
-                over = self.buffer.exhausted()
-                drawn = [] if over else self.buffer.sample_batch(rng, rows)
+                drawn = [] if self.buffer.exhausted() else self.buffer.sample_batch(rng, rows)
                 epochs.append(self.buffer.epochs)
             if not drawn:
                 return
@@ -289,10 +286,6 @@ class SpotLearner:
             self._start_from_candidate()
 
     # ------------------------------------------------------------------ judging and publishing
-
-    def _held_out(self, tokens: int) -> list[TrainingSequence]:
-        with self._buffer_lock:
-            return [s for s in self.buffer.held_out(tokens, FEWEST_PROMPTS) if len(s) > 1]
 
     def _score_held_out(
         self, sequences: list[TrainingSequence], max_draft: int, should_stop: Callable[[], bool]
@@ -362,10 +355,8 @@ class SpotLearner:
         with self._turn():
             self.trainer.load_state(state)
             candidate = {name: average.copy() for name, average in self._average().items()}
-            initial = self.versions.initial
-            if INITIAL in state:
-                initial = {name: value.numpy() for name, value in state[INITIAL].items()}
-            self._transition(lambda versions: versions.resumed(candidate, initial))
+            saved = {name: value.numpy() for name, value in state.get(INITIAL, {}).items()}
+            self._transition(lambda versions: versions.resumed(candidate, saved or versions.initial))
             return checksums(self.trainer, self.versions)
 
 
@@ -374,22 +365,22 @@ def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
 
     One that verl still writes is taken to become as large as the largest beside it. `drafter`: name of its directory.
     """
-    written = _policy_bytes(checkpoint, drafter)
-    policy = max([written, *(_policy_bytes(step, drafter) for step in checkpoint.parent.glob("global_step_*"))])
+
+    def policy_bytes(step: Path) -> int:
+        """What is removed meanwhile counts as nothing."""
+        total = 0
+        for folder, folders, files in os.walk(step):
+            folders[:] = [name for name in folders if drafter not in name]
+            for name in files:
+                with suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(folder, name)).st_size
+        return total
+
+    written = policy_bytes(checkpoint)
+    policy = max([written, *map(policy_bytes, checkpoint.parent.glob("global_step_*"))])
     free = shutil.disk_usage(checkpoint).free
     if free < needed + (policy - written) + policy:
         raise DrafterError(
             f"{checkpoint} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes "
             f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {policy / 1e9:.3f} GB."
         )
-
-
-def _policy_bytes(checkpoint: Path, drafter: str) -> int:
-    """Bytes of a checkpoint without its drafter; what is removed meanwhile counts as nothing."""
-    total = 0
-    for folder, folders, files in os.walk(checkpoint):
-        folders[:] = [name for name in folders if drafter not in name]
-        for name in files:
-            with suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_size
-    return total

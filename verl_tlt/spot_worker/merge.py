@@ -1,10 +1,11 @@
-"""The merge: average what several spot workers learned, weighted by the tokens they learned it from.
+"""The versions of the drafter that all spot workers agree on, and the merge by which they get the next one.
 
-Workers train alone on their own data (local SGD; no process group exists), each hands in the change of its parameters
-since the candidate that all agree on. Bubbles differ in length, and a plain average would let a short session hold a
-long one back. Take a session of t tokens to move the parameters by t * g and noise. Least squares then gives
-g = sum(t_i d_i) / sum(t_i^2), and the merged change is g times the longest session: the average of equal sessions, and
-a longer step in its direction for unequal ones. During the warm-up tokens move less: each counts by its learning rate.
+Workers train alone on their own data (local SGD; no process group exists), and each hands in the change of its
+parameters since the candidate that all agree on. The merged change is their average, weighted by tokens. Bubbles differ
+in length, and a plain average would let a short session hold a long one back. Take a session of t tokens to move the
+parameters by t * g and noise. Least squares then gives g = sum(t_i d_i) / sum(t_i^2), and the merged change is g times
+the longest session: the average of equal sessions, and a longer step in its direction for unequal ones. During the
+warm-up tokens move less: each counts by its learning rate.
 
 A change travels in slices, each averaged by another worker (`start_merge`). A number is a
 16-bit integer times the scale of its block: averaged changes are added to weights, so their absolute error counts, and
@@ -13,21 +14,30 @@ in blocks of like sizes (AdamW's steps are) it is 64 times smaller than bfloat16
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 
-from verl_tlt.messages.training import MergedSlice, MergeFacts, Parameters
+from verl_tlt.drafter.train import AVERAGE
+from verl_tlt.messages.training import VERSIONS, MergedSlice, MergeFacts, Parameters, Resumed
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+    from verl_tlt.drafter import DrafterTrainer
+
+INITIAL = "initial"
+"""Key of the initial parameters in a checkpoint's training state, which is the candidate's; absent where they are the
+served ones."""
 FAN_IN = 8
 """Workers of a group that merges, and slices: on each level a worker reads no more than one drafter's change."""
 BLOCK = 1 << 16
@@ -39,11 +49,86 @@ TINY = 1e-30
 """A block of nothing larger is zero: its scale would have no inverse."""
 
 
+# ---------------------------------------------------------------------- versions
+
+
+@dataclass(frozen=True)
+class DrafterVersions:
+    """The versions that all spot workers agree on, what one is training not among them: each event makes the next.
+
+    Parameters of a version are replaced, never written to. A run begins with one version in all three roles.
+    """
+
+    candidate: Parameters  # the newest one: the served one, or one that was merged since
+    served: Parameters  # the one that engines draft with
+    initial: Parameters  # the one that the run started with; never changes but when a run is resumed
+    exported: Parameters | None = None  # a candidate that is about to be published; None: none is
+    to_judge: bool = False  # the candidate waits for a session that scores it for the gate
+
+    def merged(self, candidate: Parameters) -> DrafterVersions:
+        return replace(self, candidate=candidate, to_judge=True)
+
+    def judged(self) -> DrafterVersions:
+        return replace(self, to_judge=False)
+
+    def export(self) -> DrafterVersions:
+        return replace(self, exported=self.candidate)
+
+    def published(self) -> DrafterVersions:
+        served = self.candidate if self.exported is None else self.exported
+        return replace(self, served=served, exported=None, to_judge=self.to_judge and served is not self.candidate)
+
+    def reverted(self, which: Literal["served", "initial"]) -> DrafterVersions:
+        """The candidate is given up."""
+        return replace(self, candidate=self.of(which), exported=None, to_judge=False)
+
+    def resumed(self, candidate: Parameters, initial: Parameters) -> DrafterVersions:
+        ahead = any(not np.array_equal(value, self.served[name]) for name, value in candidate.items())
+        return replace(self, candidate=candidate, initial=initial, to_judge=ahead)
+
+    def of(self, which: str) -> Parameters:
+        return {name: getattr(self, name) for name in VERSIONS}[which]
+
+    def copied(self) -> DrafterVersions:
+        """A copy on its own memory: arrays out of Ray's object store are read-only and keep the whole object there."""
+        return copy.deepcopy(self)  # in which one version in two roles stays one
+
+
+def checksums(trainer: DrafterTrainer, versions: DrafterVersions) -> Resumed:
+    """Checksums of what a worker holds now, to compare with those of a checkpoint's files."""
+    return Resumed(
+        steps=trainer.steps,
+        candidate=checksum(trainer.averages()),
+        served=checksum(versions.served),
+        initial=checksum(versions.initial),
+        moments=moments(trainer.optimizer.state_dict()),
+    )
+
+
+def moments(optimizer: Mapping[str, dict]) -> str:
+    """Checksum of Adam's moments and step counts, from the optimizer's `state_dict()`."""
+    states = optimizer["state"].items()
+    return checksum({f"{i}.{name}": value for i, values in states for name, value in values.items() if name != AVERAGE})
+
+
+def checksum(named: Mapping[str, torch.Tensor | np.ndarray]) -> str:
+    """CRC-32 of names and numbers: a resumption waits for it, and a `fingerprint` takes thirteen times as long."""
+    whole = 0
+    for name in sorted(named):
+        value = named[name]
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        whole = zlib.crc32(name.encode(), whole)
+        whole = zlib.crc32(np.ascontiguousarray(array).reshape(-1).data.cast("B"), whole)
+    return f"{whole:08x}"
+
+
+# ---------------------------------------------------------------------- the merge
+
+
 def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[ObjectRef]]:
     """Have these workers merge; does not wait. (`MergeFacts`, all alike; slices for `SpotWorker.adopt`), as references.
 
-    `FAN_IN` workers make a group, each slice of the parameters is averaged over the group by another of its members,
-    and `FAN_IN` groups make one of the next level.
+    `FAN_IN` workers make a group, in which another one averages each slice, and `FAN_IN` groups one of the next level.
     """
     groups = [([worker], list(worker.hand_in.options(num_returns=FAN_IN).remote(FAN_IN))) for worker in workers]
     facts: list[ObjectRef] = []
@@ -67,28 +152,10 @@ def start_merge(workers: Sequence[ActorHandle]) -> tuple[list[ObjectRef], list[O
 def session_facts(worker: str, tokens: int, steps: int, min_steps: int) -> MergeFacts:
     """One worker's hand-in as an average of itself, or as an exclusion: AdamW's first steps go by sign alone."""
     if steps < min_steps:
-        return _excluded(worker, f"{steps} optimizer steps, fewer than {min_steps}")
+        return MergeFacts(0, (), {worker: f"{steps} optimizer steps, fewer than {min_steps}"})
     if tokens <= 0:
-        return _excluded(worker, "it trained on no tokens")
+        return MergeFacts(0, (), {worker: "it trained on no tokens"})
     return MergeFacts(tokens, (worker,), longest=tokens, squares=tokens**2)
-
-
-def _excluded(worker: str, reason: str) -> MergeFacts:
-    return MergeFacts(0, (), {worker: reason})
-
-
-def combined(parts: Sequence[MergeFacts]) -> MergeFacts:
-    """The facts of several averages as those of one; a `ValueError` where a worker appears twice."""
-    names = [name for part in parts for name in (*part.included, *part.excluded)]
-    if len(set(names)) != len(names):
-        raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
-    return MergeFacts(
-        tokens=sum(part.tokens for part in parts),
-        included=tuple(name for part in parts for name in part.included),
-        excluded={name: reason for part in parts for name, reason in part.excluded.items()},
-        longest=max((part.longest for part in parts), default=0),
-        squares=sum(part.squares for part in parts),
-    )
 
 
 def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -> list[MergedSlice]:
@@ -104,7 +171,7 @@ def hand_in(facts: MergeFacts, now: Parameters, base: Parameters, slices: int) -
         with ThreadPoolExecutor(THREADS) as pool:
             return list(pool.map(lambda blocks: _packed(facts, blocks, change), _slices_of(base, slices)))
     except FloatingPointError as broken:
-        return [_empty(_excluded(facts.included[0], str(broken)))] * slices
+        return [_empty(MergeFacts(0, (), {facts.included[0]: str(broken)}))] * slices
 
 
 def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
@@ -113,7 +180,7 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
     The `last` one goes as far as the longest session did. A `ValueError` where a worker is in two, or lengths differ.
     """
     ordered = sorted(parts, key=lambda part: min((*part.facts.included, *part.facts.excluded)))
-    facts = combined([part.facts for part in ordered])
+    facts = _combined([part.facts for part in ordered])
     usable = [part for part in ordered if part.facts.included]
     if not usable:
         return _empty(facts)
@@ -136,6 +203,19 @@ def average_slice(parts: Sequence[MergedSlice], *, last: bool) -> MergedSlice:
         return average
     further = facts.longest * facts.tokens / facts.squares  # than the plain average; 1 for equal sessions
     return replace(average, scales=average.scales * np.float32(further))
+
+
+def _combined(parts: Sequence[MergeFacts]) -> MergeFacts:
+    names = [name for part in parts for name in (*part.included, *part.excluded)]
+    if len(set(names)) != len(names):
+        raise ValueError(f"A worker hands in once per merge, but these did: {', '.join(names)}.")
+    return MergeFacts(
+        tokens=sum(part.tokens for part in parts),
+        included=tuple(name for part in parts for name in part.included),
+        excluded={name: reason for part in parts for name, reason in part.excluded.items()},
+        longest=max(part.longest for part in parts),
+        squares=sum(part.squares for part in parts),
+    )
 
 
 def added(base: Parameters, slices: Sequence[MergedSlice]) -> Parameters:

@@ -32,12 +32,10 @@ from verl_tlt.messages.training import (
     SessionResult,
     VerifierArrays,
 )
-from verl_tlt.spot_worker.merge import average_slice
+from verl_tlt.spot_worker.merge import DrafterVersions, average_slice
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-    from verl_tlt.spot_worker.versions import DrafterVersions
 
 logger = logging.getLogger(__name__)
 
@@ -59,23 +57,6 @@ LIBRARY = re.compile(
 """Beginnings of what torch, Triton and CUDA's libraries raise as a plain RuntimeError."""
 MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|MemoryAllocation\b", re.IGNORECASE)
 """Words in what these libraries raise where memory is short: the process may go on."""
-
-
-def _yield_to_engines() -> None:
-    """Give this thread only the CPU time that no other wants."""
-    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-
-
-def see_own_device() -> None:
-    """Leave this process the device that Ray lent it, before CUDA is used, where Ray was told not to do so itself.
-
-    verl's actor then takes its device by number, and a spot worker would train on the first one of its node.
-    """
-    if os.environ.get(NOSET):
-        import ray
-
-        if lent := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
 
 
 def release_freed() -> None:
@@ -114,7 +95,6 @@ def ending_with_its_device() -> Iterator[None]:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Call a function in a thread; an error that leaves the device unusable ends the process."""
     with ending_with_its_device():
         return await asyncio.to_thread(function, *arguments, **named)
 
@@ -134,16 +114,21 @@ class SpotWorker:
     save, resume = map(_of_learner, ("save", "resume"))
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        see_own_device()
+        if os.environ.get(NOSET):  # verl's actor takes its device by number; this would be its node's first one
+            import ray
+
+            if lent := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
         os.environ.setdefault(KEEP_TUNED, "1")  # before the kernels are imported
         from verl_tlt.spot_worker.learner import SpotLearner
 
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
         self.learner = SpotLearner(*arguments, **named)
         self._stopping = threading.Event()
-        # Without an accelerator training shares its cores with the engines that still decode.
-        shared = not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE")
-        self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
+        self._session = ThreadPoolExecutor(1, "tlt-session")
+        if not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE"):
+            # Training shares its cores with engines that still decode: it gets only the time that no other wants.
+            self._session.submit(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)).result()
 
     async def add(
         self,
@@ -166,7 +151,6 @@ class SpotWorker:
         return dataclasses.replace(stats, incomplete=missing)
 
     async def train(self) -> SessionResult:
-        """Train until `stop`, or until the buffer's epochs are used up."""
         self._stopping.clear()
         loop = asyncio.get_running_loop()
         try:
@@ -180,12 +164,10 @@ class SpotWorker:
         self._stopping.set()
 
     async def average(self, *parts: MergedSlice, last: bool) -> tuple[MergeFacts, MergedSlice]:
-        """Average one slice of several workers, which arrives through the object store: (its facts, it)."""
         average = await _in_thread(average_slice, parts, last=last)
         return average.facts, average
 
     async def versions(self) -> DrafterVersions:
-        """The versions that all spot workers hold, for one that joins them."""
         return self.learner.versions
 
     async def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile | None:

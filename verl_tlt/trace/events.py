@@ -1,8 +1,7 @@
 """The event log of a run: one JSON object per line, one file per process.
 
 Each line carries `t` (unix seconds, when it was written) and `kind`; its other keys are the fields of the dataclass of
-that kind below. Engine steps are the exception: a scheduler writes thousands of them, so they go to
-`engine-<replica>.jsonl` without a kind (`speculation.step_control.StepTrace`).
+that kind below. Engine steps have no kind: they go to `engine-<replica>.jsonl` (`speculation.step_control.StepTrace`).
 """
 
 import logging
@@ -165,8 +164,8 @@ EVENT_TYPES: dict[str, type[Event]] = {cls.kind: cls for cls in get_args(Event)}
 class TraceWriter:
     """Appends events to `<directory>/<name>.jsonl`; threads may share one.
 
-    A failure to write is counted and the first one logged: the run goes on without its trace. Every line is one `write`
-    to an append-only descriptor, so a killed process leaves at worst half a line, which the reader skips.
+    A failure to write is counted and the first one logged: the run goes on. Every line is one `write` to an append-only
+    descriptor, so a killed process leaves at worst half a line, which the reader skips.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, clock: Callable[[], float] = time.time) -> None:

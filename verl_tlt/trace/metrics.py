@@ -56,9 +56,13 @@ class StepObservations:
     """Failures of TLT since the run began that did not end it, by what failed."""
 
 
+Metrics = dict[str, float | None]
+"""None: not measured."""
+
+
 def step_metrics(observations: StepObservations) -> dict[str, float]:
     """The `tlt/*` metrics of one RL step; all are finite."""
-    metrics: dict[str, float | None] = {
+    metrics: Metrics = {
         **_speculation_metrics(list(observations.replicas.values()), observations.rollout_s),
         **_bubble_metrics(observations),
         **_spot_metrics(observations),
@@ -72,25 +76,24 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
-def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None) -> dict[str, float | None]:
+def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None) -> Metrics:
     """Acceptance, draft lengths and speed, from counters summed over all engines.
 
     The accept length is tokens per verified draft, with the token that the target adds; it is 1 where nothing was
     drafted. `tlt/tokens_per_pass` is the same over all passes of the target, drafted or not.
     """
-    steps = sum(r.num_steps for r in replicas)
-    if not steps:
+    if not any(r.num_steps for r in replicas):
         return {}
     drafts = sum(r.num_drafts for r in replicas)
     accepted = _by_position(r.num_accepted_tokens_per_pos for r in replicas)
-    metrics: dict[str, float | None] = {"tlt/accept_length": accept_length(sum(accepted), drafts)}
+    metrics: Metrics = {"tlt/accept_length": accept_length(sum(accepted), drafts)}
     for i, offered in enumerate(_by_position(r.num_draft_tokens_per_pos for r in replicas)):
         if offered:
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
     if passes := sum(r.num_passes for r in replicas):
         metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
     metrics["tlt/accept_length_tail"] = _tail_accept_length([row for r in replicas for row in r.responses])
-    lengths: Counter[int] = Counter()
+    lengths = Counter[int]()
     for r in replicas:
         lengths.update(r.steps_by_draft_length)
     if total := lengths.total():
@@ -128,18 +131,15 @@ def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
-def _bubble_metrics(observations: StepObservations) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = {}
-    if observations.bubble_s:
-        bubble, trained = sum(observations.bubble_s.values()), sum(observations.bubble_trained_s.values())
-        metrics["tlt/bubble_s"] = bubble
-        metrics["tlt/bubble_trained_s"] = trained
-        idle = sum(seconds * observations.devices.get(name, 1) for name, seconds in observations.bubble_s.items())
-        trained_on = {name: _devices_trained(observations.sessions, name) for name in observations.bubble_trained_s}
-        used = sum(seconds * trained_on[name] for name, seconds in observations.bubble_trained_s.items())
+def _bubble_metrics(observations: StepObservations) -> Metrics:
+    metrics: Metrics = {"tlt/stop_latency_s": max(observations.stop_latency_s.values(), default=None)}
+    bubble_s, trained_s = observations.bubble_s, observations.bubble_trained_s
+    if bubble_s:
+        idle = sum(seconds * observations.devices.get(name, 1) for name, seconds in bubble_s.items())
+        used = sum(seconds * _devices_trained(observations.sessions, name) for name, seconds in trained_s.items())
+        metrics["tlt/bubble_s"] = sum(bubble_s.values())
+        metrics["tlt/bubble_trained_s"] = sum(trained_s.values())
         metrics["tlt/bubble_used_frac"] = used / idle if idle > 0 else None
-    if observations.stop_latency_s:
-        metrics["tlt/stop_latency_s"] = max(observations.stop_latency_s.values())
     overhead = dict(observations.overhead)
     if control_s := max((r.control_s for r in observations.replicas.values()), default=0.0):
         overhead["control"] = control_s
@@ -159,8 +159,8 @@ def _devices_trained(sessions: Iterable[Session], replica: str) -> float:
     return sum(s * devices for s, devices in own) / sum(s for s, _ in own) if own else 1.0
 
 
-def _spot_metrics(observations: StepObservations) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = {
+def _spot_metrics(observations: StepObservations) -> Metrics:
+    metrics: Metrics = {
         "tlt/spot_failures": observations.spot_failures,
         "tlt/spot_off_replicas": observations.spot_off_replicas,
     }
@@ -176,8 +176,8 @@ def _spot_metrics(observations: StepObservations) -> dict[str, float | None]:
     return metrics
 
 
-def _drafter_metrics(observations: StepObservations) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = {
+def _drafter_metrics(observations: StepObservations) -> Metrics:
+    metrics: Metrics = {
         "tlt/drafter_version_published": observations.published_version,
         "tlt/drafter_version": observations.served_version,
     }
@@ -187,24 +187,15 @@ def _drafter_metrics(observations: StepObservations) -> dict[str, float | None]:
         metrics["tlt/publish_s"] = publish.seconds
         # The engines get the initial drafter again where both it and the served one are better than the candidate.
         metrics["tlt/publish_skipped"] = 0.0 if publish.decision == "published" or publish.bytes else 1.0
-        metrics["tlt/drafter_sim_accept_length"] = _served_tau(publish)
+        among = {"published": ("candidate",), "kept": ("served",)}.get(publish.decision, ("served", "initial"))
+        held_out = [publish.tau[version] for version in among if version in publish.tau]
+        metrics["tlt/drafter_sim_accept_length"] = max(held_out, default=None)
         metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = publish.gain, publish.gain_low
     if observations.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in observations.reloads)
     graphs = [len(r.full_graphs) for r in observations.reloads if r.full_graphs is not None]
     metrics["tlt/full_graph_arms"] = min(graphs, default=None)
     return metrics
-
-
-def _served_tau(publish: Publish) -> float | None:
-    """Held-out accept length of the drafter that is served after the gate's decision."""
-    tau = publish.tau
-    if publish.decision == "published":
-        return tau.get("candidate")
-    if publish.decision == "kept":
-        return tau.get("served")
-    known = [t for t in (tau.get("served"), tau.get("initial")) if t is not None]
-    return max(known, default=None)
 
 
 def counted_savings(metrics: Mapping[str, float]) -> float | None:

@@ -29,11 +29,14 @@ def test_a_run_without_a_drafter_may_be_left_to_its_own_rule(every, tmp_path):
     assert "tlt.spot.cold_start_s=null" in by_rule.overrides and "if that pays" in by_rule.label
 
 
+def parsed(overrides):
+    found = OverridesParser.create().parse_overrides(list(overrides))
+    return {override.key_or_group: override.value() for override in found}
+
+
 def engine_config(arm):
     """What the arm gives stock vLLM; None: no speculation of its own."""
-    parsed = OverridesParser.create().parse_overrides(list(arm.overrides))
-    found = [override.value() for override in parsed if override.key_or_group == SPECULATIVE.lstrip("+")]
-    return found[0] if found else None
+    return parsed(arm.overrides).get(SPECULATIVE.lstrip("+"))
 
 
 def test_every_arm_is_stock_or_says_what_it_changes(every):
@@ -92,8 +95,8 @@ def test_a_drafter_that_is_there_is_not_made_again(tmp_path):
 def test_the_large_load_begins_with_many_requests_in_every_engine():
     large = LOADS["large"]
     assert large.responses >= 96 and large.requests >= large.responses // REPLICAS >= 48
-    parsed = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(list(large.overrides))}
-    assert parsed["data.train_batch_size"] == parsed["actor_rollout_ref.actor.ppo_mini_batch_size"] == large.prompts
+    given = parsed(large.overrides)
+    assert given["data.train_batch_size"] == given["actor_rollout_ref.actor.ppo_mini_batch_size"] == large.prompts
 
 
 def test_a_result_names_no_folder_of_the_machine(tmp_path):

@@ -32,11 +32,11 @@ def exact(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawn(exact):
-    """[DRAWS, TOKENS] by ancestral sampling: of a sampling."""
-    generator = torch.Generator().manual_seed(0)
+    """[DRAWS, TOKENS] by ancestral sampling, of a sampling."""
 
     @functools.cache
     def draw(sampling):
+        generator = torch.Generator().manual_seed(0)
         outputs = torch.zeros(DRAWS, TOKENS, dtype=torch.long)
         for i in range(TOKENS):
             p = exact.log_probs(PROMPT, outputs[:, : i + 1], sampling)[:, -1].exp()
@@ -55,15 +55,12 @@ def test_what_the_policy_drew_passes_and_what_a_cooler_one_drew_does_not(exact, 
     assert judged.places() < FAILS and judged.martingale() < FAILS
 
 
-def test_a_token_that_cannot_be_is_seen(exact, drawn):
+def test_a_token_that_cannot_be_is_seen_and_power_grows_with_what_is_wrong(exact, drawn):
     outputs = drawn(Sampling())
     judged = exact.judge(PROMPT, outputs, COOL)
     assert judged.impossible() and judged.places() == judged.martingale() == 0.0
-
-
-def test_power_grows_with_what_is_wrong(exact, drawn):
-    judged = exact.judge(PROMPT, drawn(Sampling()), Sampling())
-    share = [judged.power(share) for share in (0.0, 0.02, 0.3)]
+    right = exact.judge(PROMPT, outputs, Sampling())
+    share = [right.power(share) for share in (0.0, 0.02, 0.3)]
     assert share[0] == 0.0 and share[0] <= share[1] <= share[2] == 1.0
 
 
@@ -87,10 +84,6 @@ def test_tokens_that_are_nearly_sure_pass_after_many_prompts(exact):
     assert Judged.of_all(parts).places() > FAILS
 
 
-def response(tokens, logprobs):
-    return {"tokens": list(tokens), "logprobs": list(logprobs)}
-
-
 def test_a_response_ends_where_its_first_stop_string_does(exact, drawn):
     letters = Letters()
     assert end_of([3, 4, 5, 6], 6, ["ef"], letters) == 3
@@ -103,7 +96,7 @@ def test_a_response_ends_where_its_first_stop_string_does(exact, drawn):
 
     def judged(extra):
         made = [
-            response(row[: end + extra].tolist(), p[: end + extra])
+            {"tokens": row[: end + extra].tolist(), "logprobs": p[: end + extra].tolist()}
             for row, p, end in zip(outputs, logprobs, ends, strict=True)
         ]
         found = {"accepted": 1.5, "stops": stops, "responses": [made]}

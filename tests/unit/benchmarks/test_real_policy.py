@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,16 +18,7 @@ from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import files_digest
 
 
-def test_a_right_solution_is_rewarded_and_a_wrong_or_missing_one_is_not():
-    rng = random.Random(0)
-    for turn in range(50):
-        _, solved, answer = problems.draw(rng, many=turn % 2 == 0)
-        assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer)) == 1.0
-        assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer + 1)) == 0.0
-    assert problems.compute_score(problems.DATA_SOURCE, "I do not know.", "7") == 0.0
-
-
-def test_a_solution_adds_up_everybody_by_turns():
+def test_a_solution_adds_up_everybody_by_turns_and_is_rewarded():
     rng = random.Random(1)
     for turn in range(50):
         asked, solved, answer = problems.draw(rng, many=turn % 2 == 0)
@@ -37,6 +29,9 @@ def test_a_solution_adds_up_everybody_by_turns():
             said = set(re.findall(r"\w+", sentence))
             assert {name, str(number), str(so_far)} <= said, sentence
         assert so_far == answer and solved.endswith(f"The answer is {answer}.")
+        assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer)) == 1.0
+        assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer + 1)) == 0.0
+    assert problems.compute_score(problems.DATA_SOURCE, "I do not know.", "7") == 0.0
 
 
 def test_one_prompt_in_eight_asks_for_the_sum_of_many():
@@ -53,11 +48,17 @@ def test_another_file_of_that_name_is_refused(tmp_path):
         policy._wheel(tmp_path)
 
 
-def test_a_head_of_another_policy_is_none_of_its(tmp_path, monkeypatch):
+@pytest.fixture
+def weights(tmp_path, monkeypatch):
+    """The file of a policy in name."""
     monkeypatch.setattr(head, "make_policy", lambda folder: folder / "policy")
-    weights = tmp_path / "policy" / "model.safetensors"
-    weights.parent.mkdir()
-    weights.write_bytes(b"weights")
+    file = tmp_path / "policy" / "model.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"weights")
+    return file
+
+
+def test_a_head_of_another_policy_is_none_of_its(weights, tmp_path):
     rows = [{"policy": files_digest([weights]), "prompts": 5}]
     assert head.made_so_far(tmp_path) == []
     (tmp_path / head.RECORD).write_text(json.dumps(rows))
@@ -71,34 +72,20 @@ def test_its_arms_are_among_those_of_the_comparison():
     assert set(REAL_ARMS) < arms(heads, [], Path("/costs"), longest=5).keys()
 
 
+@pytest.mark.usefixtures("weights")
 def test_a_head_that_was_not_measured_yet_is_measured_and_not_made_again(tmp_path, monkeypatch):
-    weights = tmp_path / "policy" / "model.safetensors"
-    weights.parent.mkdir()
-    weights.write_bytes(b"weights")
-    calls, killed = [], [True]
-
-    def warm_up(folder, drafter, prompts, options, from_it):
-        calls.append((prompts, from_it))
-        return {"seconds": 1}
-
-    def measured(folder):
-        if killed.pop():
-            raise KeyboardInterrupt
-        return {"prompts": calls[-1][0]}
-
-    for name, function in (
-        ("make_policy", lambda folder: folder / "policy"),
-        ("warm_up", warm_up),
-        ("measured", measured),
-    ):
-        monkeypatch.setattr(head, name, function)
+    make = Mock(return_value={"seconds": 1})
+    measure = Mock(side_effect=[KeyboardInterrupt, {"prompts": 5}, {"prompts": 9}])
+    monkeypatch.setattr(head, "warm_up", make)
+    monkeypatch.setattr(head, "measured", measure)
     with pytest.raises(KeyboardInterrupt):
         head.make(tmp_path, 5, ())
-    killed += [False, False]
     head.make(tmp_path, 5, ())
-    assert calls == [(5, False)] and head.made_so_far(tmp_path)[-1]["prompts"] == 5
+    assert make.call_count == 1 and head.made_so_far(tmp_path)[-1]["prompts"] == 5
     head.make(tmp_path, 9, ())
-    assert calls[1:] == [(9, True)] and [row["prompts"] for row in head.made_so_far(tmp_path)] == [5, 9]
+    asked = [(call.args[2], call.kwargs["from_it"]) for call in make.call_args_list]
+    assert asked == [(5, False), (9, True)]
+    assert [row["prompts"] for row in head.made_so_far(tmp_path)] == [5, 9]
 
 
 def test_fine_tuning_learns_solutions_and_no_padding(tmp_path, monkeypatch):

@@ -16,11 +16,15 @@ def reward(policy, batch, k, tokens_per_s, times=1):
         policy.observe(step)
 
 
-@pytest.mark.parametrize("name", ["bandit", "ema"])
-def test_an_engine_takes_them_by_its_policy_factory(name):
-    settings = {"speculation": {}, "arms": list(ARMS), "policy_factory": f"benchmarks.control.policies:{name}"}
-    policy = load_policy(settings)
-    assert isinstance(policy, {"bandit": BanditPolicy, "ema": EmaPolicy}[name])
+def loaded(factory):
+    """As an engine takes it."""
+    return load_policy({"speculation": {}, "arms": list(ARMS), "policy_factory": factory})
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bandit", BanditPolicy), ("ema", EmaPolicy)])
+def test_an_engine_takes_them_by_its_policy_factory(name, kind):
+    policy = loaded(f"benchmarks.control.policies:{name}")
+    assert isinstance(policy, kind)
     assert policy.choose(Load(4, 400)) in ARMS
     policy.observe(Step(0, 0, 0, 3, 0, (0, 0, 0), 0, 0.5, clean=False))  # prompts alone
     policy.observe(Step(4, 400, OFF, 0, 0, (), 4, 0.1, clean=True))
@@ -37,7 +41,7 @@ def test_an_engine_takes_them_by_its_policy_factory(name):
 )
 def test_an_engine_refuses_a_factory_that_makes_no_policy(factory, why):
     with pytest.raises(ValueError, match=f"policy_factory={factory} {why}"):
-        load_policy({"speculation": {}, "arms": list(ARMS), "policy_factory": factory})
+        loaded(factory)
 
 
 def test_the_bandit_tries_every_arm_of_a_bucket_then_the_best_median_wins():

@@ -39,43 +39,41 @@ def filled(lengths, *, step=1, held_out=0.0, prompt_len=0, **caps):
     return buffer
 
 
-def test_bytes_are_capped_and_the_oldest_go_first():
-    cap = 6 * 15 * BYTES + 1
-    buffer = Buffer(max_bytes=cap, keep_steps=8, held_out=0.0)
-    for step in range(1, 6):
-        for i in range(2):
-            assert buffer.add(step, i, named(10 * step + i, 15))
-            assert buffer.stats().bytes <= cap
-    assert set(names(buffer.sample_batch(random.Random(0), 1000))) == {30, 31, 40, 41, 50, 51}
-    assert buffer.stats().bytes == cap - 1
+def passes(buffer, epochs, budget, rng):
+    """The micro-batches of a session."""
+    buffer.begin_session(max_epochs=epochs)
+    while not buffer.exhausted():
+        yield buffer.sample_batch(rng, budget)
+
+
+LATE = [(1, 1, 5), (2, 2, 5), (3, 3, 5), (1, 4, 5)]
+TWO_STEPS = [(step, 10 * step + i, 15) for step in range(1, 6) for i in range(2)]
 
 
 @pytest.mark.parametrize(
     ("caps", "arrivals", "kept"),
     [
-        ({"keep_steps": 2}, [(1, 0, 1), (2, 0, 2), (3, 0, 3), (1, 1, 4)], {2, 3}),  # the last one came too late
-        ({"max_bytes": 10 * BYTES}, [(5, 0, 1), (4, 0, 0), (5, 1, 2)], {1, 2}),  # late, and in its step's place
+        ({"max_bytes": 6 * 15 * BYTES + 1}, TWO_STEPS, {30, 31, 40, 41, 50, 51}),
+        ({"keep_steps": 2}, LATE, {2, 3}),
+        ({"max_bytes": 10 * BYTES}, [(5, 1, 5), (4, 0, 5), (5, 2, 5)], {1, 2}),  # late, and in its step's place
+        ({"max_bytes": 50 * BYTES}, [(1, 0, 10), (1, 1, 20), (2, 2, 51)], {0, 1}),  # alone above the cap
     ],
 )
-def test_steps_age_out_and_full_buffers_drop_the_oldest_step_whenever_it_arrived(caps, arrivals, kept):
+def test_full_buffers_drop_the_oldest_step_whenever_it_arrived(caps, arrivals, kept):
+    """Arrivals are (step, name, tokens)."""
     buffer = filled([], **caps)
-    added = [buffer.add(step, index, named(name, 5)) for step, index, name in arrivals]
-    assert set(names(buffer.sample_batch(random.Random(0), 100))) == kept and buffer.stats().sequences == 2
-    assert added[-1] is (arrivals[-1][2] in kept)
-
-
-def test_a_sequence_above_the_cap_is_refused_and_costs_nobody_their_place():
-    buffer = filled([10, 20], max_bytes=50 * BYTES)
-    assert buffer.add(2, 0, named(2, 51)) is False
-    assert buffer.stats().sequences == 2
+    for step, name, length in arrivals:
+        added = buffer.add(step, name, named(name, length))
+        assert buffer.stats().bytes <= caps.get("max_bytes", 10**12)
+    assert set(names(buffer.sample_batch(random.Random(0), 1000))) == kept and buffer.stats().sequences == len(kept)
+    assert added is (name in kept)
 
 
 def test_ready_counts_training_tokens_only():
     buffer = filled([100] * 40, held_out=0.25)
     stats = buffer.stats()
     assert 0 < stats.train_tokens < stats.tokens == 4000
-    assert buffer.ready(stats.train_tokens)
-    assert not buffer.ready(stats.train_tokens + 1)
+    assert buffer.ready(stats.train_tokens) and not buffer.ready(stats.train_tokens + 1)
     assert not filled([]).ready(0)
 
 
@@ -84,12 +82,8 @@ def test_held_out_is_a_fixed_share_and_never_sampled():
     held = set(names(buffer.held_out()))
     assert len(held) == pytest.approx(400, abs=60)  # three standard deviations of a fair draw
     assert held == set(names(filled([50] * 4000, held_out=0.1).held_out()))
-    rng, drawn = random.Random(0), set()
-    buffer.begin_session(max_epochs=2.0)
-    while not buffer.exhausted():
-        drawn |= set(names(buffer.sample_batch(rng, 1024)))
-    assert not drawn & held
-    assert len(drawn) == 4000 - len(held)
+    drawn = {name for batch in passes(buffer, 2.0, 1024, random.Random(0)) for name in names(batch)}
+    assert not drawn & held and len(drawn) == 4000 - len(held)
 
 
 RUNS = st.fixed_dictionaries({
@@ -138,7 +132,7 @@ def test_two_steps_hold_out_enough_for_the_gate_and_leave_every_worker_something
 
 
 def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
-    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
+    buffer = filled([], held_out=0.999999)
     for i in range(32):
         buffer.add(1, i, replace(named(i // 8, 40, 3), prompt=i // 8))
     chosen = names(buffer.held_out(max_tokens=200, fewest=3))
@@ -147,7 +141,7 @@ def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
 
 def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_older_one_in():
     """Scores of a newest few would otherwise be of short responses."""
-    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.999999)
+    buffer = filled([], held_out=0.999999)
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
         buffer.add(step, 0, named(step, length, prompt_len=3))
     assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()][:2] == [(0, 40, 3)] * 2
@@ -156,15 +150,12 @@ def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_o
 
 
 def test_a_pass_draws_every_row_once_at_its_true_position():
-    buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=0.0)
-    rng = random.Random(5)
+    buffer, rng = filled([]), random.Random(5)
     lengths = long_tailed(60, rng, sigma=1.5)
     for i, length in enumerate(lengths):
         buffer.add(1, i, named(i, length, start=10 * i))
     seen = {i: np.zeros(n - 1, dtype=int) for i, n in enumerate(lengths)}
-    buffer.begin_session(max_epochs=1.0)
-    while not buffer.exhausted():
-        batch = buffer.sample_batch(rng, 256)
+    for batch in passes(buffer, 1.0, 256, rng):
         assert 0 < sum(window.rows for window in batch) <= 256
         for window, name in zip(batch, names(batch), strict=True):
             begin = window.start - 10 * name
@@ -175,12 +166,8 @@ def test_a_pass_draws_every_row_once_at_its_true_position():
 
 def test_micro_batches_are_well_filled():
     rng = random.Random(6)
-    buffer = filled(long_tailed(400, rng))
-    sizes = []
-    buffer.begin_session(max_epochs=3.0)
-    while not buffer.exhausted():
-        sizes.append(sum(window.rows for window in buffer.sample_batch(rng, 1024)))
-    assert np.mean(sizes) > 0.9 * 1024
+    batches = list(passes(filled(long_tailed(400, rng)), 3.0, 1024, rng))
+    assert np.mean([sum(window.rows for window in batch) for batch in batches]) > 0.9 * 1024
 
 
 @pytest.mark.parametrize("budget", [256, 2048])
@@ -209,23 +196,15 @@ def test_pieces_of_pure_prompt_are_left_out():
 
 
 def test_epochs_are_capped_and_counted_afresh_per_session():
-    buffer = filled([100] * 10)
-    rng = random.Random(0)
+    buffer, rng = filled([100] * 10), random.Random(0)
     for _ in range(2):
-        buffer.begin_session(max_epochs=1.5)
-        batches = 0
-        while not buffer.exhausted():
-            buffer.sample_batch(rng, 100)
-            batches += 1
-        assert batches == 15
+        assert len(list(passes(buffer, 1.5, 100, rng))) == 15
         assert buffer.epochs == pytest.approx(1.5)
 
 
 def test_an_empty_buffer_is_exhausted_and_gives_nothing():
-    buffer = Buffer(max_bytes=10, keep_steps=1, held_out=0.1)
-    assert buffer.exhausted()
-    assert buffer.sample_batch(random.Random(0), 100) == []
-    assert buffer.stats().bytes == 0
+    buffer = filled([])
+    assert buffer.exhausted() and buffer.sample_batch(random.Random(0), 100) == [] and buffer.stats().bytes == 0
 
 
 def test_what_the_buffers_hold_becomes_metrics():

@@ -1,7 +1,6 @@
 """A run with a pruned draft vocabulary: what drafts before the first rollout chose its tokens, and from then on."""
 
 import gc
-import json
 import weakref
 from dataclasses import replace
 
@@ -9,13 +8,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
-from tiny_learner import CONFIG, FACTS, HIDDEN, POLICY, SAMPLING, VOCABULARY, texts, train_and_merge, verifier_arrays
-from tiny_learner import merge_learners as merged
+from tiny_learner import (
+    CONFIG,
+    FACTS,
+    HIDDEN,
+    VOCABULARY,
+    first_of,
+    make_learner,
+    merge_learners,
+    texts,
+    train_and_merge,
+    verifier_arrays,
+)
 
 from verl_tlt.drafter import build_drafter, check_drafter, load_drafter, save_drafter
 from verl_tlt.messages.training import VerifierArrays
-from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.trainer.run_setup import first_drafter
 
 SIZE = 8
 CHOSEN = np.array([1, 2, 5, 7, 11, 13, 20, 23])
@@ -23,23 +30,18 @@ PRUNED = replace(CONFIG, drafter=replace(CONFIG.drafter, vocab=SIZE))
 
 
 @pytest.fixture
-def start(tmp_path):
-    """The first drafter of a run, or of one that is resumed from a directory."""
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    (policy / "config.json").write_text(json.dumps(POLICY))
+def policy(tmp_path):
+    """Directory of a policy with weights: each row of its head is of ones."""
+    first_of(tmp_path / "policy")
     embed = torch.full((VOCABULARY, HIDDEN), 0.5)
     parts = {"model.embed_tokens.weight": embed, "lm_head.weight": embed * 2, "model.norm.weight": torch.ones(HIDDEN)}
-    save_file(parts, policy / "model.safetensors")
-    return lambda resume_from=None, config=PRUNED: first_drafter(config, str(policy), "bfloat16", 64, resume_from)
+    save_file(parts, tmp_path / "policy" / "model.safetensors")
+    return tmp_path / "policy"
 
 
 @pytest.fixture
-def learner_of(tmp_path):
-    def build(drafter, name="a", device="cpu", **more):
-        return SpotLearner(name, PRUNED, str(tmp_path / "policy"), drafter, SAMPLING, device, **more)
-
-    return build
+def learner(policy):
+    return make_learner(policy, config=PRUNED)
 
 
 def drafted(learner):
@@ -54,19 +56,19 @@ def assert_cut(learner, arrays):
     assert torch.equal(learner.model.verifier_lm_head.weight, rows)
 
 
-def test_before_the_first_rollout_low_ids_stand_for_the_tokens_it_will_choose(start):
-    first = start()
+def test_before_the_first_rollout_low_ids_stand_for_the_tokens_it_will_choose(policy):
+    first = first_of(policy, PRUNED)
     assert (first.draft_vocab, first.chosen) == (SIZE, False)
     tensors = load(first.served.weights)
     assert not tensors["d2t"].any() and tensors["t2d"].nonzero()[:, 0].tolist() == list(range(SIZE))
     assert tensors["lm_head.weight"].shape == (SIZE, HIDDEN) and tensors["lm_head.weight"].isfinite().all()
-    whole = start(config=CONFIG)
+    whole = first_of(policy)
     assert (whole.draft_vocab, whole.chosen) == (VOCABULARY, True) and "d2t" not in load(whole.served.weights)
 
 
-def test_of_the_policys_weights_the_head_alone_is_kept_twice(start, learner_of):
+def test_of_the_policys_weights_the_head_alone_is_kept_twice(learner):
     """Embedding and head of a policy are gigabytes, in each worker of a node."""
-    learner, drawn = learner_of(start().trainable), np.random.default_rng(0)
+    drawn = np.random.default_rng(0)
     embed, head = (drawn.normal(size=(VOCABULARY, HIDDEN)).astype(np.float16) for _ in range(2))
     alive = [weakref.ref(embed), weakref.ref(head)]
     learner.add(1, texts(3), VerifierArrays(embed, head, np.ones(HIDDEN, np.float16)), CHOSEN)
@@ -77,9 +79,9 @@ def test_of_the_policys_weights_the_head_alone_is_kept_twice(start, learner_of):
     assert torch.equal(learner.model.lm_head.weight, torch.from_numpy(alive[1]()[:SIZE]).float())
 
 
-def test_on_an_accelerator_every_head_takes_the_place_of_the_one_before(start, learner_of):
+def test_on_an_accelerator_every_head_takes_the_place_of_the_one_before(policy):
     """Which is page-locked once: locking takes longer than copying."""
-    learner, places = learner_of(start().trainable, device="cuda"), set()
+    learner, places = make_learner(policy, config=PRUNED, device="cuda"), set()
     for seed in range(3):
         arrays = verifier_arrays(seed=seed)
         learner.add(1, texts(3), arrays, CHOSEN)
@@ -91,9 +93,9 @@ def test_on_an_accelerator_every_head_takes_the_place_of_the_one_before(start, l
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_the_chosen_tokens_head_is_cut_from_every_newer_policy(start, learner_of, together):
+def test_the_chosen_tokens_head_is_cut_from_every_newer_policy(learner, together):
     """The trained parameters know nothing of the vocabulary, so they stay; `together`: ids come with the weights."""
-    learner, weights = learner_of(start().trainable), verifier_arrays()
+    weights = verifier_arrays()
     before = {name: value.copy() for name, value in learner.versions.candidate.items()}
     if not together:
         learner.add(1, texts(3), weights)
@@ -106,17 +108,12 @@ def test_the_chosen_tokens_head_is_cut_from_every_newer_policy(start, learner_of
     assert all(np.array_equal(before[name], value) for name, value in learner.trainer.parameters_numpy().items())
 
 
-def test_coverage_is_the_share_of_response_tokens_that_can_be_drafted(start, learner_of):
-    learner, sequences = learner_of(start().trainable), texts(9)
-    stats = learner.add(1, sequences, verifier_arrays(), CHOSEN)
+def test_what_is_trained_is_exported_with_its_tokens_and_resumed(policy, learner, tmp_path):
+    weights, sequences = verifier_arrays(), texts(60)
+    stats = learner.add(1, sequences, weights, CHOSEN)
     said = torch.cat([s.tokens[s.prompt_len :] for s in sequences])
     assert (stats.responses, stats.draftable) == (len(said), int(np.isin(said, CHOSEN).sum()))
     assert 0 < stats.draftable < stats.responses
-
-
-def test_what_is_trained_is_exported_with_its_tokens_and_resumed(start, learner_of, tmp_path):
-    learner, weights = learner_of(start().trainable), verifier_arrays()
-    learner.add(1, texts(60), weights, CHOSEN)
     train_and_merge(learner)
     result = learner.train(lambda: False)
     assert result.scores is not None and np.isfinite(result.scores.candidate).all()
@@ -126,27 +123,26 @@ def test_what_is_trained_is_exported_with_its_tokens_and_resumed(start, learner_
     learner.mark_published()
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     learner.save(str(directory), FACTS)
-    check_drafter(directory, tmp_path / "policy")
-    again = start(resume_from=directory.parent)
+    check_drafter(directory, policy)
+    again = first_of(policy, PRUNED, directory.parent)
     assert (again.draft_vocab, again.chosen) == (SIZE, True), "nothing is counted anew"
-    other = learner_of(again.trainable)
+    other = make_learner(policy, config=PRUNED, resume_from=directory.parent)
     assert other.resume(str(directory)) is not None and drafted(other) == CHOSEN.tolist()
 
 
-def test_a_run_that_ended_before_it_chose_chooses_when_it_is_resumed(start, learner_of, tmp_path):
+def test_a_run_that_ended_before_it_chose_chooses_when_it_is_resumed(policy, learner, tmp_path):
     directory = tmp_path / "global_step_1" / "tlt_drafter"
-    learner = learner_of(start().trainable)
     learner.add(1, texts(3), verifier_arrays())
     learner.save(str(directory), FACTS)
-    assert not start(resume_from=directory.parent).chosen
+    assert not first_of(policy, PRUNED, directory.parent).chosen
 
 
-def test_a_worker_that_replaces_another_drafts_the_runs_tokens_at_once(start, learner_of, tmp_path):
+def test_a_worker_that_replaces_another_drafts_the_runs_tokens_at_once(policy, learner, tmp_path):
     """It has no head of the policy before the next hand-over: what it saves until then is the run's first policy's."""
-    first, weights = start().trainable, verifier_arrays()
-    old = learner_of(first)
+    old, weights = learner, verifier_arrays()
     old.add(1, texts(60), weights, CHOSEN)
-    new = learner_of(first, "b", versions=old.versions, draft_ids=CHOSEN)
+    new = make_learner(policy, config=PRUNED, versions=old.versions, draft_ids=CHOSEN)
+    new.name = "b"
     assert drafted(new) == drafted(old)
     assert (load(new.export(1, "float32", []).weights)["d2t"] == old.model.d2t).all()
     new.save(str(tmp_path / "saved"), FACTS)
@@ -154,17 +150,16 @@ def test_a_worker_that_replaces_another_drafts_the_runs_tokens_at_once(start, le
     new.add(2, texts(60, seed=1), weights, CHOSEN)
     assert_cut(new, weights)
     train_and_merge(old)
-    merged([old, new], [old])
+    merge_learners([old, new], [old])
     new.train(lambda: False)
     assert new.unmerged_steps > 0
 
 
-def test_a_drafter_from_a_file_keeps_the_tokens_it_has(start, tmp_path):
-    model = build_drafter(tmp_path / "policy", draft_ids=torch.from_numpy(CHOSEN))
+def test_a_drafter_from_a_file_keeps_the_tokens_it_has(policy, tmp_path):
+    model = build_drafter(policy, draft_ids=torch.from_numpy(CHOSEN))
     with torch.no_grad():
         model.lm_head.weight = torch.nn.Parameter(torch.ones(SIZE, HIDDEN), requires_grad=False)
     save_drafter(model, tmp_path / "mine", {})
-    mine = replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(tmp_path / "mine"), vocab=5))
-    found = start(config=mine)
+    found = first_of(policy, replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(tmp_path / "mine"), vocab=5)))
     assert (found.draft_vocab, found.chosen) == (SIZE, True)
-    assert load_drafter(tmp_path / "mine", tmp_path / "policy").t2d.nonzero()[:, 0].tolist() == CHOSEN.tolist()
+    assert load_drafter(tmp_path / "mine", policy).t2d.nonzero()[:, 0].tolist() == CHOSEN.tolist()

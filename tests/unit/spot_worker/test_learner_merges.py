@@ -29,23 +29,28 @@ def now(learner):
     return {name: average.numpy().copy() for name, average in learner.trainer.averages().items()}
 
 
-def own(learner):
-    """What it learned since its last merge."""
-    return {name: value - learner.versions.candidate[name] for name, value in now(learner).items()}
+def less(left, right):
+    return {name: value - right[name] for name, value in left.items()}
+
+
+def assert_near(found, wanted, atol=1e-6):
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=atol)
 
 
 def test_all_end_on_the_same_version_which_is_the_average(learners):
-    first, second, idle = learners
-    before = idle.versions.candidate
-    learned = [(learner.unmerged_tokens, own(learner)) for learner in (first, second)]
-    tokens = [t for t, _ in learned]
+    first, second, _ = learners
+    before = first.versions.candidate
+    learned = [less(now(learner), before) for learner in (first, second)]
+    tokens = [learner.unmerged_tokens for learner in (first, second)]
     facts = merge_learners(learners, [first, second])
     assert (facts.included, facts.tokens) == (("a", "b"), sum(tokens))
+    share = max(tokens) / sum(t * t for t in tokens)
     for name, old in before.items():
-        top = max(np.abs(change[name]).max() for _, change in learned)
+        top = max(np.abs(change[name]).max() for change in learned)
         assert top > 0
-        wanted = old + max(tokens) * sum(t * change[name] for t, change in learned) / sum(t * t for t in tokens)
-        np.testing.assert_allclose(first.versions.candidate[name], wanted, rtol=0, atol=4 * top / 65534 + 1e-7)
+        wanted = old + share * sum(t * change[name] for t, change in zip(tokens, learned, strict=True))
+        assert_near(first.versions.candidate, {name: wanted}, atol=4 * top / 65534 + 1e-7)
     for learner in learners:
         assert same(learner.versions.candidate, first.versions.candidate)
         assert same(now(learner), first.versions.candidate)
@@ -57,12 +62,10 @@ def test_all_end_on_the_same_version_which_is_the_average(learners):
 
 def test_its_weights_stay_as_far_ahead_of_their_average_until_it_is_reverted(learners):
     first, *_ = learners
-    ahead = {name: value - now(first)[name] for name, value in first.trainer.parameters_numpy().items()}
+    ahead = less(first.trainer.parameters_numpy(), now(first))
     assert any(value.any() for value in ahead.values())
     merge_learners(learners, [first])
-    weights, candidate = first.trainer.parameters_numpy(), first.versions.candidate
-    for name, value in ahead.items():
-        np.testing.assert_allclose(weights[name] - candidate[name], value, rtol=0, atol=1e-6)
+    assert_near(less(first.trainer.parameters_numpy(), first.versions.candidate), ahead)
     first.revert("served")
     assert same(first.trainer.parameters_numpy(), first.versions.served) and same(now(first), first.versions.served)
 
@@ -76,21 +79,20 @@ def test_what_a_worker_hands_in_of_its_first_session(tmp_path, head):
     learner = SpotLearner(name, config, policy, file, sampling, "cpu", published=published)
     learner.add(1, texts(60), verifier_arrays())
     learner.train(lambda: False)
-    weights, start = learner.trainer.parameters_numpy(), learner.versions.candidate
-    there = (weights, now(learner))
-    moved, handed = (sum(float(np.sum((of[key] - start[key]) ** 2)) for key in start) ** 0.5 for of in there)
+    start = learner.versions.candidate
+    changes = [less(there, start).values() for there in (learner.trainer.parameters_numpy(), now(learner))]
+    moved, handed = (sum(float(np.sum(value**2)) for value in change) ** 0.5 for change in changes)
     assert handed > 0.5 * moved if head == "new" else 0.0 < handed < 0.25 * moved
 
 
 def test_one_with_too_few_steps_keeps_its_progress(learners):
     first, second, _ = learners
     second.unmerged_steps = MIN_STEPS - 1
-    kept = own(second)
+    kept = less(now(second), second.versions.candidate)
     facts = merge_learners(learners, [first, second])
     assert facts.included == ("a",) and "fewer than" in facts.excluded["b"]
     assert same(second.versions.candidate, first.versions.candidate)
-    for name, change in kept.items():
-        np.testing.assert_allclose(now(second)[name], first.versions.candidate[name] + change, rtol=0, atol=1e-6)
+    assert_near(less(now(second), first.versions.candidate), kept)
     assert second.unmerged_steps == MIN_STEPS - 1
 
 
@@ -109,4 +111,4 @@ def test_where_all_are_left_out_nothing_moves(learners):
     before, trained = first.versions, now(first)
     assert merge_learners(learners, [first, second]).included == ()
     assert first.versions is before
-    assert all(np.allclose(now(first)[name], trained[name], rtol=0, atol=1e-6) for name in trained)
+    assert_near(now(first), trained)

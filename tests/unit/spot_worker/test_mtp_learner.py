@@ -4,14 +4,12 @@ import pytest
 import torch
 from mtp_policy import SHAPE, make_mtp_policy
 from safetensors.torch import load
-from tiny_learner import FACTS, SAMPLING, merge_learners, same
+from tiny_learner import FACTS, make_learner, merge_learners, same
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import PolicyStates, Text, VerifierWeights, load_drafter, load_policy, to_numpy16
 from verl_tlt.messages.training import VerifierArrays
-from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.versions import checksums
-from verl_tlt.trainer.run_setup import first_drafter
+from verl_tlt.spot_worker.merge import checksums
 
 CONFIG = TLTConfig.from_dict(
     {
@@ -22,14 +20,6 @@ CONFIG = TLTConfig.from_dict(
 )
 
 
-@pytest.fixture(scope="module", params=["mimo", "qwen3_5"])
-def policy_dir(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("mtp")
-    make_mtp_policy(path, request.param)
-    return path
-
-
-@pytest.fixture(scope="module")
 def rollouts(policy_dir):
     """What the tap hands over: texts of the policy with its last states in 16 bits."""
     policy = load_policy(policy_dir, "cpu").float()
@@ -39,21 +29,19 @@ def rollouts(policy_dir):
     return [type(s)(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in found]
 
 
-def learner_of(policy_dir, resume_from=None):
-    start = first_drafter(CONFIG, str(policy_dir), "bfloat16", 64, resume_from)
-    return SpotLearner("a", CONFIG, str(policy_dir), start.trainable, SAMPLING, "cpu")
-
-
-def test_it_trains_merges_judges_publishes_and_resumes(policy_dir, rollouts, tmp_path):
-    learner = learner_of(policy_dir)
+@pytest.mark.parametrize("kind", ["mimo", "qwen3_5"])
+def test_it_trains_merges_judges_publishes_and_resumes(kind, tmp_path):
+    policy_dir = tmp_path / "policy"
+    make_mtp_policy(policy_dir, kind)
+    learner = make_learner(policy_dir, config=CONFIG)
     parts = VerifierWeights.from_policy_dir(policy_dir)
-    learner.add(1, rollouts, VerifierArrays(**{part: to_numpy16(tensor) for part, tensor in vars(parts).items()}))
+    arrays = VerifierArrays(**{part: to_numpy16(tensor) for part, tensor in vars(parts).items()})
+    learner.add(1, rollouts(policy_dir), arrays)
     done = learner.train(lambda: False)
     assert done.steps >= CONFIG.spot.min_merge_steps and done.skipped == 0
     assert merge_learners([learner]).included == ("a",)
     scores = learner.train(lambda: False).scores
-    lengths = {which: 1 + rows[:, 1:].sum() / rows[:, 0].sum() for which, rows in vars(scores).items() if rows.ndim > 1}
-    assert lengths["candidate"] > lengths["served"] + 0.05, lengths
+    assert scores.accept_length("candidate") > scores.accept_length("served") + 0.05
     file = learner.export(1, "bfloat16", [0.5, 0.4, 0.3])
     assert load(file.weights).keys() == learner.versions.candidate.keys()
     learner.mark_exported()
@@ -62,11 +50,8 @@ def test_it_trains_merges_judges_publishes_and_resumes(policy_dir, rollouts, tmp
     directory = tmp_path / "global_step_1" / "tlt_drafter"
     learner.save(str(directory), FACTS)
     load_drafter(directory, policy_dir)
-    other = learner_of(policy_dir, directory.parent)
+    other = make_learner(policy_dir, config=CONFIG, resume_from=directory.parent)
     assert other.resume(str(directory)) == saved
     assert same(other.versions.served, learner.versions.served)
-    replaced = SpotLearner(
-        "b", CONFIG, str(policy_dir), first_drafter(CONFIG, str(policy_dir), "bfloat16", 64, None).trainable, SAMPLING,
-        "cpu", published=file,
-    )  # fmt: skip
+    replaced = make_learner(policy_dir, config=CONFIG, published=file)
     assert not same(replaced.versions.served, replaced.versions.initial)

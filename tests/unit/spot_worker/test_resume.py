@@ -1,21 +1,32 @@
 """A learner that goes on from a checkpoint holds what was saved: candidate, moments, steps, and both of the gate's
-references."""
+references; also from one that an earlier commit wrote (`recorded_checkpoint`, files that no test writes).
 
+The learner that saved those had published once and was ahead of that: candidate, served and initial drafter are three.
+`resumed.json` is what it said of itself (`messages.training.Resumed`).
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tiny_learner import CONFIG, FACTS, SAMPLING, make_learner, same, texts, train_and_merge, verifier_arrays
+from tiny_learner import FACTS, first_of, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import load_training_state
-from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.versions import checksum, checksums, moments
-from verl_tlt.trainer.run_setup import first_drafter
+from verl_tlt.spot_worker.merge import checksum, checksums, moments
+from verl_tlt.trainer.checkpoints import saved_drafter
+
+RECORDED = Path(__file__).parent / "recorded_checkpoint"
+VERSIONS = ("candidate", "served", "initial")
 
 
 @pytest.fixture
 def learner(tmp_path):
-    """It has published once and is ahead of that: candidate, served and initial are three."""
-    learner = make_learner(tmp_path / "policy")
-    learner.add(1, texts(60), verifier_arrays())
+    """It has published once and is ahead of that."""
+    learner = make_learner(tmp_path / "policy", 60)
     train_and_merge(learner)
     learner.mark_published()
     train_and_merge(learner)
@@ -26,8 +37,7 @@ def resumed(learner, tmp_path):
     """(a new learner, what it says it holds), from what this one saves."""
     directory = tmp_path / "global_step_3" / "tlt_drafter"
     learner.save(str(directory), FACTS)
-    start = first_drafter(CONFIG, str(tmp_path / "policy"), "bfloat16", 64, directory.parent)
-    other = SpotLearner("a", CONFIG, str(tmp_path / "policy"), start.trainable, SAMPLING, "cpu")
+    other = make_learner(tmp_path / "policy", resume_from=directory.parent)
     return other, other.resume(str(directory))
 
 
@@ -36,17 +46,13 @@ def test_it_goes_on_with_everything_the_gate_and_the_optimizer_knew(learner, tmp
     assert len({saved.candidate, saved.served, saved.initial}) == 3
     other, found = resumed(learner, tmp_path)
     assert found == saved
-    for which in ("candidate", "served", "initial"):
+    for which in VERSIONS:
         assert same(learner.versions.of(which), other.versions.of(which)), which
+    other.add(2, texts(60), verifier_arrays())
+    assert other.train(lambda: False).scores is not None, "a candidate that is ahead is judged in the first session"
+    assert other.train(lambda: False).scores is None, "once"
     other.revert("initial")
     assert same(other.versions.candidate, learner.versions.initial)
-
-
-def test_a_candidate_that_is_ahead_is_judged_in_the_first_session(learner, tmp_path):
-    other, _ = resumed(learner, tmp_path)
-    other.add(2, texts(60), verifier_arrays())
-    assert other.train(lambda: False).scores is not None
-    assert other.train(lambda: False).scores is None, "once"
 
 
 def test_its_checksums_are_those_of_the_files(learner, tmp_path):
@@ -66,3 +72,20 @@ def test_one_that_never_published_has_one_reference(tmp_path):
     assert found.served == found.initial == found.candidate
     assert same(other.versions.initial, learner.versions.initial)
     assert not other.versions.to_judge, "it is the served one"
+
+
+def test_an_earlier_commits_checkpoint_goes_on_with_every_version_and_the_optimizer(tmp_path):
+    shutil.copytree(RECORDED, tmp_path / "run")
+    policy, step_dir = tmp_path / "run" / "policy", tmp_path / "run" / "global_step_3"
+    start, directory = first_of(policy, resume_from=step_dir), saved_drafter(step_dir)
+    assert (start.served.version, start.served.acceptance) == (1, (0.5, 0.4, 0.3))
+    assert start.tokens_trained == 1234 and start.aux_layers == (1, 2, 3) and str(directory) in start.origin
+    learner = make_learner(policy, resume_from=step_dir)
+    resumed = learner.resume(str(directory))
+    assert asdict(resumed) == json.loads((RECORDED / "resumed.json").read_text())
+    saved = load_file(directory / "model.safetensors")
+    assert all(np.array_equal(value, saved[name].numpy()) for name, value in learner.versions.served.items())
+    learner.add(4, texts(20), verifier_arrays())
+    result = learner.train(lambda: False)
+    assert result.steps > 0 and result.skipped == 0 and np.isfinite(result.loss)
+    assert learner.trainer.steps == resumed.steps + result.steps

@@ -3,12 +3,15 @@
 Looks at the stop flag are one per version that differs and portion of the text.
 """
 
+from itertools import chain, repeat
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from tiny_learner import CONFIG, make_learner, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter.data import grouped
-from verl_tlt.spot_worker.scoring import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
+from verl_tlt.spot_worker.buffer import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
 from verl_tlt.trainer.gate import MIN_PROMPTS
 
 LONGEST = CONFIG.speculation.longest
@@ -22,11 +25,16 @@ def learner(tmp_path):
     return learner
 
 
+def score(learner, max_draft=LONGEST, should_stop=lambda: False):
+    """All that is held out."""
+    return learner._score_held_out(learner.buffer.held_out(), max_draft, should_stop)
+
+
 def looks_of(learner):
-    looks = []
-    scores = learner._score_held_out(learner.buffer.held_out(), 2, lambda: bool(looks.append(None)))
+    look = Mock(return_value=False)
+    scores = score(learner, 2, look)
     assert scores is not None and len(scores.positions)
-    return scores, len(looks)
+    return scores, look.call_count
 
 
 def test_a_version_that_is_two_of_the_three_is_scored_once(learner):
@@ -77,47 +85,51 @@ def test_the_next_judging_costs_its_share_of_a_session_like_the_last(most, token
 def pending(learner, monkeypatch):
     """A learner whose candidate waits for scores, kept every two sequences of 20 tokens."""
     monkeypatch.setattr("verl_tlt.spot_worker.learner.CPU_TOKENS", 40)
-    monkeypatch.setattr("verl_tlt.spot_worker.scoring.PORTION", 40)
+    monkeypatch.setattr("verl_tlt.spot_worker.buffer.PORTION", 40)
     train_and_merge(learner)
     assert len(learner.buffer.held_out()) > 12
     return learner
 
 
 def stop_after(looks):
-    left = iter(range(looks))
-    return lambda: next(left, None) is None
+    return Mock(side_effect=chain(repeat(False, looks), repeat(True)))
 
 
 def judge(learner, looks):
-    """Sessions of so many looks at the stop flag until there are scores: (how many sessions, their result)."""
-    for session in range(1, 50):
-        result = learner.train(stop_after(looks))
-        if result.scores is not None:
-            return session, result
-        assert result.steps == 0 and learner.versions.to_judge
+    """Results of sessions of so many looks at the stop flag, up to the one that has scores."""
+    results = []
+    while len(results) < 50:
+        results.append(learner.train(stop_after(looks)))
+        if results[-1].scores is not None:
+            return results
+        assert results[-1].steps == 0 and learner.versions.to_judge
     raise AssertionError("no verdict")
 
 
 def test_sessions_too_short_to_score_all_that_is_held_out_come_to_a_verdict_and_look_at_less_later(pending):
     held_out = pending.buffer.held_out()
-    sessions, result = judge(pending, 5)  # two portions of two versions
-    assert sessions == 2 and 8 <= len(result.scores.positions) < len(held_out)
+    *stopped, result = judge(pending, 5)  # two portions of two versions
+    assert len(stopped) == 1 and 8 <= len(result.scores.positions) < len(held_out)
     assert not pending.versions.to_judge and pending._to_judge < sum(map(len, held_out))
 
 
 def test_scores_of_a_session_that_was_stopped_are_kept_and_equal_those_of_one_session(pending, monkeypatch):
-    whole = pending._score_held_out(pending.buffer.held_out(), LONGEST, lambda: False)
+    whole = score(pending)
     pending._judging = None
-    monkeypatch.setattr("verl_tlt.spot_worker.learner.tokens_to_judge", lambda most, *_, **__: most)  # all of it
-    sessions, result = judge(pending, 3)  # one portion of two versions, and a look in between
-    assert sessions > 6 and (np.sort(result.scores.prompts) == np.sort(whole.prompts)).all()
+    asked = Mock(side_effect=lambda most, *_, **__: most)  # all of it
+    monkeypatch.setattr("verl_tlt.spot_worker.learner.tokens_to_judge", asked)
+    results = judge(pending, 3)  # one portion of two versions, and a look in between
+    result = results[-1]
+    assert len(results) > 6 and (np.sort(result.scores.prompts) == np.sort(whole.prompts)).all()
+    share = sum(one.judged_s for one in results) / sum(one.seconds for one in results)
+    assert [call.args[2] for call in asked.call_args_list] == [None] * (len(results) - 1) + [pytest.approx(share)]
     for which in ("candidate", "served", "initial"):
         assert result.scores.of(which).sum(0) == pytest.approx(whole.of(which).sum(0), rel=1e-5)
 
 
 def test_what_a_version_did_not_get_to_is_scored_again_for_all(pending):
     assert pending.train(stop_after(1)).scores is None, "the candidate's first portion, and not the served one's"
-    _, result = judge(pending, 1000)
+    *_, result = judge(pending, 1000)
     assert len({len(result.scores.of(which)) for which in ("candidate", "served", "initial")}) == 1
 
 
@@ -127,11 +139,10 @@ def test_another_candidate_is_judged_by_scores_of_its_own(pending):
     pending.revert("initial")
     train_and_merge(pending)
     pending._to_judge = HELD_OUT_TOKENS
-    _, result = judge(pending, 1000)
-    anew = pending._score_held_out(pending.buffer.held_out(), LONGEST, lambda: False)
-    assert result.scores.candidate == pytest.approx(anew.candidate, rel=1e-5)
+    *_, result = judge(pending, 1000)
+    assert result.scores.candidate == pytest.approx(score(pending).candidate, rel=1e-5)
 
 
 def test_however_long_sequences_are_the_gate_sees_enough_of_them(learner):
     assert FEWEST_PROMPTS >= MIN_PROMPTS
-    assert len(learner._held_out(1)) == FEWEST_PROMPTS < len(learner.buffer.held_out())
+    assert len(learner.buffer.held_out(1, FEWEST_PROMPTS)) == FEWEST_PROMPTS < len(learner.buffer.held_out())

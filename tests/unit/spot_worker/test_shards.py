@@ -1,5 +1,7 @@
 """Shards of captured sequences: joined whatever rank holds what, left out where one is missing, shared fairly."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -34,13 +36,11 @@ def check(sequence, row):
 
 
 def test_what_the_object_store_lends_is_not_kept():
-    sent = shard(0, [(0, LENGTHS[0])], WANTED)
-    lent = [sent.tokens, sent.states]
-    for array in lent:
-        array.flags.writeable = False
-    (sequence,), _ = whole_sequences([sent])
+    lent = shard(0, [(0, LENGTHS[0])], WANTED)
+    lent.tokens.flags.writeable = lent.states.flags.writeable = False
+    (sequence,), _ = whole_sequences([lent])
     held = [sequence.tokens.numpy(), sequence.aux.numpy(), sequence.last.numpy()]
-    assert not any(np.shares_memory(ours, theirs) for ours in held for theirs in lent)
+    assert not any(np.shares_memory(ours, theirs) for ours in held for theirs in (lent.tokens, lent.states))
 
 
 @pytest.mark.parametrize("context", [1, 2, 4])
@@ -53,14 +53,11 @@ def test_every_mesh_of_ranks(context, tensor, stages, cut):
     begins = np.cumsum([0, *padded])
     axis = int(begins[-1]) // context
     sent = []
-    for c in range(context):
-        for t in range(tensor):
-            for layers in stages:
-                for row, n in enumerate(LENGTHS):
-                    held = zigzag(n, padded[row], int(begins[row]) // context, c, context)
-                    held = window(even_split(held, axis // tensor, t), cut[0], cut[1] or n)
-                    if held and layers:
-                        sent.append(shard(row, [(s.start, s.stop) for s in held], layers, *cut))
+    for c, t, layers, row in itertools.product(range(context), range(tensor), stages, range(3)):
+        held = zigzag(LENGTHS[row], padded[row], int(begins[row]) // context, c, context)
+        held = window(even_split(held, axis // tensor, t), cut[0], cut[1] or LENGTHS[row])
+        if held and layers:
+            sent.append(shard(row, [(s.start, s.stop) for s in held], layers, *cut))
     joined, missing = whole_sequences(sent)
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
@@ -94,8 +91,7 @@ def test_each_rank_has_an_early_and_a_late_chunk_and_each_slice_pieces_of_neighb
 )
 def test_a_sequence_with_a_missing_shard_is_left_out(shards):
     joined, missing = whole_sequences([*shards, shard(1, [(0, 8)], WANTED)])
-    assert missing == 1
-    assert len(joined) == 1
+    assert (len(joined), missing) == (1, 1)
     check(joined[0], 1)
 
 
@@ -109,23 +105,12 @@ def test_shares_are_the_same_on_every_rank():
 @pytest.mark.parametrize(
     ("groups", "shares", "sources"),
     [
-        pytest.param(
-            [0, 1, 2, 3], (1, 1, 1, 1), {"a": ((0,), 0), "b": ((1,), 0), "c": ((2,), 0)},
-            id="whole sequences on each rank",
-        ),
-        pytest.param(
-            [0, 0, 1, 1], (2, 2, 1, 1), {"a": ((0, 1), 0), "b": ((0, 1), 1), "c": ((2, 3), 0)},
-            id="several ranks in a group",
-        ),
-        pytest.param(
-            [0, 1, 0, 1], (2, 1, 2, 1), {"a": ((0, 2), 0), "b": ((1, 3), 0), "c": ((0, 2), 1)},
-            id="groups across nodes, as Megatron's pipeline makes them",
-        ),
-        pytest.param(
-            [0, 0, 0, 1], (3, 3, 3, 1), {"a": ((0, 1, 2), 0), "b": ((0, 1, 2), 1), "c": ((0, 1, 2), 2)},
-            id="a rank without a worker",
-        ),
+        ([0, 1, 2, 3], (1, 1, 1, 1), {"a": ((0,), 0), "b": ((1,), 0), "c": ((2,), 0)}),
+        ([0, 0, 1, 1], (2, 2, 1, 1), {"a": ((0, 1), 0), "b": ((0, 1), 1), "c": ((2, 3), 0)}),
+        ([0, 1, 0, 1], (2, 1, 2, 1), {"a": ((0, 2), 0), "b": ((1, 3), 0), "c": ((0, 2), 1)}),
+        ([0, 0, 0, 1], (3, 3, 3, 1), {"a": ((0, 1, 2), 0), "b": ((0, 1, 2), 1), "c": ((0, 1, 2), 2)}),
     ],
-)  # fmt: skip
+    ids=["whole sequences on each rank", "ranks in a group", "groups across nodes", "a rank without a worker"],
+)
 def test_every_worker_is_fed(groups, shares, sources):
     assert route(groups, {"a": 0, "b": 1, "c": 2}) == (shares, sources)

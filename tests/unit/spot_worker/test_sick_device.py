@@ -15,39 +15,37 @@ ASSERTION = torch.AcceleratorError("CUDA error: device-side assert triggered" + 
 SHORT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB.")
 
 
-def raised(error, cause=None, during=None):
-    """The error as it arrives: raised from a cause, or while another one was handled."""
-    error.__context__ = during
-    if cause:
-        error.__cause__ = cause
+def raised(error, cause=None, during=None, hides=False):
+    """The error as it arrives: raised from a cause, or while another one was handled (`hides`: `from None`)."""
+    error.__cause__, error.__context__, error.__suppress_context__ = cause, during, hides or cause is not None
     return error
 
 
-def hidden(error, during):
-    """Raised `from None`."""
-    error.__context__, error.__suppress_context__ = during, True
-    return error
+def said(*messages):
+    return [RuntimeError(message) for message in messages]
 
 
 @pytest.mark.parametrize(
     "error",
     [
         ASSERTION,
-        RuntimeError("CUDA error: an illegal memory access was encountered" + HINT),
-        RuntimeError("CUDA error: unspecified launch failure"),
-        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
-        RuntimeError("CUDA driver error: an illegal instruction was encountered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED"),
-        RuntimeError("HIP error: the operation cannot be performed in the present state"),
-        RuntimeError("Triton Error [CUDA]: misaligned address"),
+        *said(
+            "CUDA error: an illegal memory access was encountered" + HINT,
+            "CUDA error: unspecified launch failure",
+            "CUDA error: uncorrectable ECC error encountered",
+            "CUDA driver error: an illegal instruction was encountered",
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`",
+            "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+            "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED",
+            "HIP error: the operation cannot be performed in the present state",
+            "Triton Error [CUDA]: misaligned address",
+        ),
         DistBackendError("NCCL error in: NCCLUtils.hpp:275, unhandled cuda error\nCuda failure 700 'illegal access'"),
         raised(TLTError("the drafter could not be moved"), cause=ASSERTION),
         raised(RuntimeError("another one, while it was cleared away"), during=ASSERTION),
     ],
     ids=lambda error: f"{type(error).__name__}: {str(error)[:50]}",
-)  # fmt: skip
+)
 def test_an_error_that_stays_for_the_processs_life(error):
     assert spoils_device(error)
 
@@ -56,23 +54,25 @@ def test_an_error_that_stays_for_the_processs_life(error):
     "error",
     [
         SHORT,
-        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        *said(
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+            "CUDA driver error: out of memory",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+            "Triton Error [CUDA]: out of memory",
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+            "No CUDA GPUs are available",
+        ),
         torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs"),
-        RuntimeError("CUDA driver error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
         DistBackendError("NCCL error in: NCCLUtils.hpp:275, unhandled cuda error\nCuda failure 2 'out of memory'"),
         TLTError("a session needs 9.0 GiB of device memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-        RuntimeError("No CUDA GPUs are available"),
         ValueError("CUDA error: somebody's words"),
         raised(TLTError("no room"), cause=SHORT),
         raised(ZeroDivisionError("another one"), during=SHORT),
-        hidden(TLTError("known and dealt with"), during=ASSERTION),
+        raised(TLTError("known and dealt with"), during=ASSERTION, hides=True),
     ],
     ids=lambda error: f"{type(error).__name__}: {str(error)[:50]}",
-)  # fmt: skip
+)
 def test_an_error_after_which_it_goes_on(error):
     assert not spoils_device(error)
 

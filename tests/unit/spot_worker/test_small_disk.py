@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from tiny_learner import FACTS, make_learner, texts, train_and_merge, verifier_arrays
+from tiny_learner import FACTS, make_learner, train_and_merge
 from torch.utils._pytree import tree_leaves
 
 from verl_tlt.errors import DrafterError
@@ -34,8 +34,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def learner(tmp_path):
-    learner = make_learner(tmp_path / "policy")
-    learner.add(1, texts(24), verifier_arrays())
+    learner = make_learner(tmp_path / "policy", 24)
     train_and_merge(learner)
     return learner
 
@@ -54,6 +53,11 @@ def policys(disk, step, size=POLICY_BYTES):
     return folder
 
 
+def save(learner, folder):
+    """The drafter's part."""
+    learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
+
+
 def held(folder):
     return {path.name for path in folder.iterdir()}
 
@@ -70,7 +74,7 @@ def test_where_only_policies_fit_no_drafter_takes_the_place_of_the_next(learner,
     for step in (1, 2):
         folder = policys(small, step)
         with pytest.raises(DrafterError, match=r"global_step_. gets no drafter: the disk has"):
-            learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
+            save(learner, folder)
         assert held(folder) == {"actor"}
 
 
@@ -79,14 +83,14 @@ def test_a_policy_that_verl_still_writes_keeps_its_room(learner, drafter_bytes, 
     policys(small, 1)
     half = policys(small, 2, POLICY_BYTES // 8)
     with pytest.raises(DrafterError, match="global_step_2 gets no drafter"):
-        learner.save(str(half / "tlt_drafter"), FACTS, str(half))
+        save(learner, half)
     (half / "actor" / "rest.pt").write_bytes(bytes(POLICY_BYTES - POLICY_BYTES // 8))
 
 
 def test_where_both_fit_both_are_written(learner, drafter_bytes, disk):
     large = disk(2 * POLICY_BYTES + 2 * drafter_bytes + 64 * PAGE)
     folder = policys(large, 1)
-    learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
+    save(learner, folder)
     assert learner.resume(str(folder / "tlt_drafter")) is not None
     policys(large, 2)
 

@@ -4,9 +4,9 @@ The device is other memory of the host, and counts what is on it.
 """
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from tiny_learner import CONFIG, make_learner, same, texts, train_and_merge, ver
 from verl_tlt.drafter import session_bytes, train
 from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
 from verl_tlt.errors import TLTError
+from verl_tlt.spot_worker import buffer
 from verl_tlt.spot_worker import learner as spot_learner
-from verl_tlt.spot_worker import scoring
-from verl_tlt.spot_worker.scoring import PORTION
+from verl_tlt.spot_worker.buffer import PORTION
 
 GIB = 2**30
 
@@ -27,8 +27,8 @@ class CountedDevice(TrainingDevice):
 
     def __init__(self, total):
         super().__init__("cpu")
-        self.is_accelerator = True
-        self.total, self.used, self.most, self.visits, self.back = total, 0, 0, 0, 0
+        self.is_accelerator, self.total = True, total
+        self.used = self.most = self.visits = self.back = 0
 
     def memory(self):
         return self.total - self.used, self.total
@@ -63,14 +63,9 @@ def needs(learner, rows):
 def learner(tmp_path, monkeypatch):
     """Its device has room for a session and no more; matrix products are in 16 bits, as there."""
     monkeypatch.setattr(train, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
-    made = make_learner(tmp_path / "policy")
+    made = make_learner(tmp_path / "policy", 40)
     made.training_device = CountedDevice(int(1.1 * needs(made, 64)))
-    made.add(1, texts(40), verifier_arrays())
     return made
-
-
-def weights(learner):
-    return learner.trainer.parameters_numpy()
 
 
 def test_the_next_session_scores_what_was_merged(learner):
@@ -79,17 +74,17 @@ def test_the_next_session_scores_what_was_merged(learner):
     judged = learner.train(lambda: False)
     assert judged.steps > 0 and judged.scores.positions.sum() > 0
     assert (judged.scores.candidate != judged.scores.served).any()
-    assert same(agreed, learner.versions.candidate) and not same(weights(learner), agreed)
+    assert same(agreed, learner.versions.candidate) and not same(learner.trainer.parameters_numpy(), agreed)
     assert learner.train(lambda: False).scores is None, "once is enough"
     assert learner.training_device.used == 0 < learner.training_device.most < learner.training_device.total
 
 
 def test_a_stop_ends_scoring_and_the_version_is_scored_later(learner):
     train_and_merge(learner)
-    before = weights(learner)
+    before = learner.trainer.parameters_numpy()
     result = learner.train(lambda: True)
     assert (result.outcome, result.steps, result.scores) == ("stopped", 0, None)
-    assert learner.training_device.used == 0 and same(weights(learner), before)
+    assert learner.training_device.used == 0 and same(learner.trainer.parameters_numpy(), before)
     assert learner.train(lambda: False).scores is not None
 
 
@@ -97,7 +92,7 @@ def test_states_arrive_during_scoring(learner, monkeypatch):
     train_and_merge(learner)
     held, arrived = learner.buffer.stats().sequences, verifier_arrays(seed=1)
     old = learner.model.verifier_lm_head.weight[0, 0].item()
-    real, adds = scoring.acceptance, threading.Thread(target=learner.add, args=(2, texts(4, seed=1), arrived))
+    real, adds = buffer.acceptance, threading.Thread(target=learner.add, args=(2, texts(4, seed=1), arrived))
 
     def while_states_arrive(*args, **settings):
         if adds.ident is None:
@@ -106,7 +101,7 @@ def test_states_arrive_during_scoring(learner, monkeypatch):
             assert not adds.is_alive(), "it waited for the scores"
         return real(*args, **settings)
 
-    monkeypatch.setattr(scoring, "acceptance", while_states_arrive)
+    monkeypatch.setattr(buffer, "acceptance", while_states_arrive)
     learner.train(lambda: False)
     assert learner.buffer.stats().sequences == held + 4
     assert learner.model.verifier_lm_head.weight[0, 0].item() == old
@@ -142,35 +137,27 @@ def test_micro_batches_are_as_large_as_the_free_memory_allows(learner, monkeypat
 
 @pytest.mark.parametrize(("needed", "free", "fits"), [(10, 13, True), (10, 12, False), (0, 2, False), (77, 80, True)])
 def test_some_memory_is_left_to_the_devices_owners(needed, free, fits):
-    if fits:
+    with nullcontext() if fits else pytest.raises(TLTError, match=f"{free}.0 of 80.0 GiB"):
         check_room(needed * GIB, free * GIB, 80 * GIB)
-    else:
-        with pytest.raises(TLTError, match=f"{free}.0 of 80.0 GiB"):
-            check_room(needed * GIB, free * GIB, 80 * GIB)
 
 
 def test_a_warm_up_visits_the_device_and_brings_nothing_back(learner):
-    before = weights(learner)
+    before = learner.trainer.parameters_numpy()
     learner.warm_up()
     assert learner.training_device.visits == 1 and learner.training_device.back == learner.training_device.used == 0
-    assert same(weights(learner), before) and learner.trainer.steps == 0
+    assert same(learner.trainer.parameters_numpy(), before) and learner.trainer.steps == 0
 
 
 def test_no_session_waits_for_memory_to_be_locked(learner, tmp_path, monkeypatch):
-    locked, room = [], learner.training_device.total
-
-    def lock(nbytes):
-        locked.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
+    room = learner.training_device.total
+    lock = Mock(side_effect=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr("verl_tlt.drafter.memory.page_locked", lock)
     monkeypatch.setattr(spot_learner, "TrainingDevice", lambda name: CountedDevice(room))
-    fresh = make_learner(tmp_path / "policy")
-    assert len(locked) == 1, "it is one block, made as the learner is"
-    fresh.add(1, texts(40), verifier_arrays())
+    fresh = make_learner(tmp_path / "policy", 40)
+    assert lock.call_count == 1, "it is one block, made as the learner is"
     fresh.warm_up()
     assert fresh.train(lambda: False).steps > 0 and fresh.train(lambda: False).steps > 0
-    assert len(locked) == 1
+    assert lock.call_count == 1
 
 
 def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):

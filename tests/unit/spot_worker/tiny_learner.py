@@ -26,17 +26,25 @@ CONFIG = TLTConfig.from_dict(
 )
 
 
-def learner_arguments(directory):
-    """Of a learner or a worker, up to the device; `directory` becomes the policy's."""
+def first_of(directory, config=CONFIG, resume_from=None):
+    """The first drafter of a run; `directory` becomes the policy's unless it is one."""
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(POLICY))
-    start = first_drafter(CONFIG, str(directory), "bfloat16", 64, None)
-    return "a", CONFIG, str(directory), start.trainable, SAMPLING
+    if not (directory / "config.json").exists():
+        (directory / "config.json").write_text(json.dumps(POLICY))
+    return first_drafter(config, str(directory), "bfloat16", 64, resume_from)
 
 
-def make_learner(directory, device="cpu", **more):
-    """On the host; `directory` becomes the policy's."""
-    return SpotLearner(*learner_arguments(directory), device, **more)
+def learner_arguments(directory, config=CONFIG, resume_from=None):
+    """Of a learner or a worker, up to the device."""
+    return "a", config, str(directory), first_of(directory, config, resume_from).trainable, SAMPLING
+
+
+def make_learner(directory, sequences=0, *, device="cpu", config=CONFIG, resume_from=None, **more):
+    """A learner on the host with so many sequences of the first RL step."""
+    learner = SpotLearner(*learner_arguments(directory, config, resume_from), device, **more)
+    if sequences:
+        learner.add(1, texts(sequences), verifier_arrays())
+    return learner
 
 
 def texts(count, seed=0):

@@ -1,6 +1,5 @@
 """The metric arithmetic, each number worked out by hand."""
 
-import dataclasses
 import json
 import re
 from dataclasses import asdict, replace
@@ -34,67 +33,67 @@ def session(**fields):
     return Session(**(base | {"outcome": "stopped"} | fields))
 
 
+def of(*replicas, **more):
+    """The metrics of a step with these replicas, without their common prefix."""
+    found = step_metrics(StepObservations(replicas=dict(zip("ab", replicas, strict=False)), **more))
+    return {name.removeprefix("tlt/"): value for name, value in found.items()}
+
+
+def assert_has(metrics, wanted):
+    assert {name: metrics.get(name) for name in wanted} == pytest.approx(wanted)
+
+
 def test_acceptance_is_weighted_by_tokens_over_replicas():
-    metrics = step_metrics(StepObservations(replicas={"a": A, "b": B}, rollout_s=12.0))
-    assert metrics["tlt/accept_length"] == pytest.approx(1 + 58 / 50)
-    assert metrics["tlt/accept_rate_pos_1"] == pytest.approx(32 / 50)
-    assert metrics["tlt/accept_rate_pos_2"] == pytest.approx(20 / 40)  # offered by the first replica alone
-    assert metrics["tlt/accept_rate_pos_3"] == pytest.approx(6 / 20)
-    assert "tlt/accept_rate_pos_4" not in metrics
-    assert metrics["tlt/tokens_per_pass"] == pytest.approx(108 / 50)
-    assert metrics["tlt/rollout_tok_per_s"] == pytest.approx(10.0)
+    metrics = of(A, B, rollout_s=12.0)
+    assert_has(metrics, {
+        "accept_length": 1 + 58 / 50, "accept_rate_pos_1": 32 / 50, "accept_rate_pos_3": 6 / 20,
+        "accept_rate_pos_2": 20 / 40,  # offered by the first replica alone
+        "tokens_per_pass": 108 / 50, "rollout_tok_per_s": 10.0,
+    })  # fmt: skip
+    assert "accept_rate_pos_4" not in metrics
 
 
 def test_the_tail_is_the_longest_tenth_of_all_replicas_responses():
     # 30 responses: the three longest are one of 900 tokens, one of 800, and half of those two of 700.
-    here = dataclasses.replace(A, responses=(ResponseDrafts(20, 2000, 900, 900), ResponseDrafts(1, 800, 200, 300)))
+    here = replace(A, responses=(ResponseDrafts(20, 2000, 900, 900), ResponseDrafts(1, 800, 200, 300)))
     rows = (ResponseDrafts(6, 600, 300, 0), ResponseDrafts(2, 1400, 400, 100), ResponseDrafts(1, 900, 200, 50))
-    there = dataclasses.replace(B, responses=rows)
-    metrics = step_metrics(StepObservations(replicas={"a": here, "b": there}))
-    assert metrics["tlt/accept_length_tail"] == pytest.approx(1 + (50 + 300 + 50) / (200 + 200 + 200))
-    few = dataclasses.replace(A, responses=(ResponseDrafts(1, 10, 4, 6), ResponseDrafts(1, 20, 0, 0)))
-    assert step_metrics(StepObservations(replicas={"a": few}))["tlt/accept_length_tail"] == 1.0, "nothing was drafted"
-    assert "tlt/accept_length_tail" not in step_metrics(StepObservations(replicas={"a": A})), "nobody ended"
+    tail = of(here, replace(B, responses=rows))["accept_length_tail"]
+    assert tail == pytest.approx(1 + (50 + 300 + 50) / (200 + 200 + 200))
+    few = replace(A, responses=(ResponseDrafts(1, 10, 4, 6), ResponseDrafts(1, 20, 0, 0)))
+    assert of(few)["accept_length_tail"] == 1.0, "nothing was drafted"
+    assert "accept_length_tail" not in of(A), "nobody ended"
 
 
 def test_draft_lengths_are_shares_of_engine_steps():
-    undrafted = dataclasses.replace(A, num_drafts=0)
-    assert step_metrics(StepObservations(replicas={"a": undrafted}))["tlt/accept_length"] == 1.0
-    metrics = step_metrics(StepObservations(replicas={"a": A, "b": B}))
-    assert [metrics[f"tlt/draft_length_frac_{k}"] for k in range(4)] == pytest.approx([0.15, 0.5, 0.0, 0.25])
-    assert metrics["tlt/drafter_off_frac"] == pytest.approx(0.1)
-    assert metrics["tlt/spec_off_frac"] == pytest.approx(0.25)
-    assert metrics["tlt/draft_length_mean"] == pytest.approx((3 * 5 + 10) / 20)
-    assert "tlt/rollout_tok_per_s" not in metrics
+    assert of(replace(A, num_drafts=0))["accept_length"] == 1.0
+    metrics = of(A, B)
+    shares = {f"draft_length_frac_{k}": share for k, share in enumerate([0.15, 0.5, 0.0, 0.25])}
+    mean = (3 * 5 + 10) / 20
+    assert_has(metrics, {**shares, "drafter_off_frac": 0.1, "spec_off_frac": 0.25, "draft_length_mean": mean})
+    assert "rollout_tok_per_s" not in metrics
 
 
 def test_n_grams_are_a_share_of_the_drafts():
-    mixed = dataclasses.replace(A, num_ngram_drafts=10, num_ngram_accepted=4)
-    found = step_metrics(StepObservations(replicas={"a": mixed, "b": dataclasses.replace(B, num_ngram_drafts=5)}))
-    assert found["tlt/ngram_draft_frac"] == pytest.approx(15 / 50)
-    assert found["tlt/ngram_accept_rate"] == pytest.approx(4 / 15)
-    assert not {m for m in step_metrics(StepObservations(replicas={"a": A})) if "ngram" in m}
+    found = of(replace(A, num_ngram_drafts=10, num_ngram_accepted=4), replace(B, num_ngram_drafts=5))
+    assert_has(found, {"ngram_draft_frac": 15 / 50, "ngram_accept_rate": 4 / 15})
+    assert not {name for name in of(A) if "ngram" in name}
 
 
 def test_bubbles_count_seconds_of_replicas_and_their_use_counts_devices():
-    observations = StepObservations(
+    sessions = [session(seconds=6.0, devices=1.0), session(replica="b", seconds=1.0, devices=4.0)]
+    metrics = of(
         bubble_s={"a": 6.0, "b": 2.0}, bubble_trained_s={"a": 6.0, "b": 1.0}, devices={"a": 4, "b": 4},
-        sessions=[session(seconds=6.0, devices=1.0), session(replica="b", seconds=1.0, devices=4.0)],
-        stop_latency_s={"a": 0.02, "b": 0.05},
+        sessions=sessions, stop_latency_s={"a": 0.02, "b": 0.05},
     )  # fmt: skip
-    metrics = step_metrics(observations)
-    assert (metrics["tlt/bubble_s"], metrics["tlt/bubble_trained_s"]) == (8.0, 7.0)
-    assert metrics["tlt/bubble_used_frac"] == pytest.approx((6 * 1 + 1 * 4) / (8 * 4))
-    assert metrics["tlt/stop_latency_s"] == 0.05
-    none = step_metrics(StepObservations(bubble_s={"a": 0.0}, bubble_trained_s={"a": 0.0}))
-    assert none["tlt/bubble_s"] == 0.0 and "tlt/bubble_used_frac" not in none
+    used = (6 * 1 + 1 * 4) / (8 * 4)
+    assert_has(metrics, {"bubble_s": 8.0, "bubble_trained_s": 7.0, "bubble_used_frac": used, "stop_latency_s": 0.05})
+    none = of(bubble_s={"a": 0.0}, bubble_trained_s={"a": 0.0})
+    assert none["bubble_s"] == 0.0 and "bubble_used_frac" not in none
 
 
 def test_what_engine_steps_waited_for_us_is_overhead_by_the_slowest_replica():
-    slow, quick = (dataclasses.replace(A, control_s=s) for s in (0.3, 0.2))
-    metrics = step_metrics(StepObservations(replicas={"a": quick, "b": slow}, overhead={"tap": 0.1}))
-    assert metrics["tlt/overhead_control_s"] == pytest.approx(0.3)
-    assert metrics["tlt/overhead_s"] == pytest.approx(0.4)
+    metrics = of(replace(A, control_s=0.2), replace(A, control_s=0.3), overhead={"tap": 0.1})
+    assert_has(metrics, {"overhead_control_s": 0.3, "overhead_s": 0.4})
 
 
 def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
@@ -104,11 +103,10 @@ def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
         session(loss=99.0, tokens=900, outcome="failed"),
         session(loss=float("nan"), tokens=900),
     ]
-    metrics = step_metrics(StepObservations(sessions=sessions, spot_failures=1))
-    assert metrics["tlt/drafter_loss"] == pytest.approx((2 * 100 + 5 * 300) / 400)
-    assert metrics["tlt/spot_steps"] == 30 and metrics["tlt/spot_skipped_steps"] == 1
-    assert metrics["tlt/spot_judged_s"] == 0.5
-    assert metrics["tlt/spot_failures"] == 1.0
+    assert_has(of(sessions=sessions, spot_failures=1), {
+        "drafter_loss": (2 * 100 + 5 * 300) / 400, "spot_steps": 30, "spot_skipped_steps": 1, "spot_judged_s": 0.5,
+        "spot_failures": 1,
+    })  # fmt: skip
 
 
 TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
@@ -122,23 +120,18 @@ def test_publication(decision, nbytes, skipped, tau):
     publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02, gain=0.1, gain_low=-0.02)
     publish.bytes = nbytes
     reload = Reload(t=0.0, step=4, replica="a", version=2, fingerprint="f", ok=False, full_graphs=(3,))
-    observed = StepObservations(publish=publish, reloads=[reload], step=9, served_since=4)
-    observed.published_version, observed.served_version = 3, 2
-    metrics = step_metrics(observed)
-    assert metrics["tlt/publish_skipped"] == skipped
-    assert metrics["tlt/drafter_sim_accept_length"] == tau
-    assert (metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"]) == (0.1, -0.02)
-    assert metrics["tlt/drafter_staleness"] == 5.0
-    assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_version"]) == (3.0, 2.0)
-    assert metrics["tlt/reload_failures"] == 1.0 and metrics["tlt/full_graph_arms"] == 1.0
+    served = {"step": 9, "served_since": 4, "published_version": 3, "served_version": 2}
+    assert_has(of(publish=publish, reloads=[reload], **served), {
+        "publish_skipped": skipped, "drafter_sim_accept_length": tau, "gate_gain": 0.1, "gate_gain_low": -0.02,
+        "drafter_staleness": 5, "drafter_version_published": 3, "drafter_version": 2, "reload_failures": 1,
+        "full_graph_arms": 1,
+    })  # fmt: skip
 
 
 def test_nothing_seen_gives_no_key_and_values_are_finite_floats():
-    assert step_metrics(StepObservations()) == {}
-    nan = StepObservations(rollout_s=1.0, overhead={"tap": float("nan")}, replicas={"a": A})
-    metrics = step_metrics(nan)
-    assert "tlt/overhead_s" not in metrics
-    assert all(type(value) is float for value in metrics.values())
+    assert of() == {}
+    metrics = of(A, rollout_s=1.0, overhead={"tap": float("nan")})
+    assert "overhead_s" not in metrics and all(type(value) is float for value in metrics.values())
 
 
 def test_what_the_scheduler_sends_is_what_the_metrics_read():
@@ -149,12 +142,9 @@ def test_what_the_scheduler_sends_is_what_the_metrics_read():
     )  # fmt: skip
     sums.add(step)
     sums.add(replace(step, control_s=0.001))
-    stats = from_plain(EngineStats, json.loads(json.dumps(asdict(sums.stats()))))
-    metrics = step_metrics(StepObservations(replicas={"a": stats}, rollout_s=2.0))
-    assert metrics["tlt/accept_length"] == pytest.approx(1 + 6 / 4)
-    assert metrics["tlt/draft_length_frac_2"] == 1.0
-    assert metrics["tlt/tokens_per_pass"] == pytest.approx(10 / 4)
-    assert metrics["tlt/overhead_control_s"] == pytest.approx(0.001)
+    metrics = of(from_plain(EngineStats, json.loads(json.dumps(asdict(sums.stats())))), rollout_s=2.0)
+    wanted = {"accept_length": 1 + 6 / 4, "draft_length_frac_2": 1, "tokens_per_pass": 10 / 4}
+    assert_has(metrics, {**wanted, "overhead_control_s": 0.001})
 
 
 def test_the_line_of_a_step():
@@ -174,8 +164,8 @@ def test_every_metric_is_documented():
     observations = StepObservations(
         rollout_s=12.0,
         replicas={
-            "a": dataclasses.replace(A, responses=(ResponseDrafts(1, 10, 4, 6),)),
-            "b": dataclasses.replace(B, num_ngram_drafts=5, num_ngram_accepted=2),
+            "a": replace(A, responses=(ResponseDrafts(1, 10, 4, 6),)),
+            "b": replace(B, num_ngram_drafts=5, num_ngram_accepted=2),
         },
         bubble_s={"a": 6.0}, bubble_trained_s={"a": 5.0},
         stop_latency_s={"a": 0.02}, sessions=[session(loss=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
