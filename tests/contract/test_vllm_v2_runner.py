@@ -223,6 +223,10 @@ def test_off_asks_no_drafter_and_stores_rows_of_the_same_shape(release, runner):
     assert runner.req_states.draft_tokens[[0, 2, 4]].eq(9).all(), "no other request's drafts"
     runner.dummy()
     assert len(runner.speculator.asked) == 1
+    assert set_drafting(runner, True) is None and set_drafting(runner, True) is None
+    runner.step(0)
+    runner.step(STEPS)
+    assert len(runner.speculator.asked) == 3, "on again it is asked in every step, and wrapped once"
 
 
 def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, runner):
@@ -231,14 +235,6 @@ def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, r
     assert runner.step(STEPS) == [[7] * STEPS] * REQUESTS and len(runner.speculator.asked) == 1
     runner.dummy()
     assert runner.step(1)[0][0] == 7 and len(runner.speculator.asked) == 3
-
-
-def test_on_again_it_is_asked_in_every_step(release, runner):
-    for enabled in (False, True, True):
-        assert set_drafting(runner, enabled) is None
-    runner.step(0)
-    runner.step(STEPS)
-    assert len(runner.speculator.asked) == 2, "wrapped once"
 
 
 # ---------------------------------------------------------------------- which runner is known
