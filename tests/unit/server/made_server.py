@@ -35,7 +35,7 @@ class Engine:
 
     def told(self):
         """What the scheduler was told."""
-        return [arguments for name, arguments in self.asked if name == "control"]
+        return [asked[1] for asked in self.asked if asked[0] == "control"]
 
 
 def make_server(engine=None, settings=None, **attributes):
