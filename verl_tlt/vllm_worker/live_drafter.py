@@ -142,7 +142,7 @@ class LiveDrafter:
         return own
 
     def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-        """Compare names, and without tensor parallelism shapes."""
+        """Compare names, and without tensor parallelism shapes, before anything is overwritten; a `DrafterError`."""
         elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
         live = {stacked(name): p for name, p in self._own_parameters().items() if name not in elsewhere}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
