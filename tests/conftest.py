@@ -47,6 +47,14 @@ def fork_server() -> Callable[[], None]:
     return end
 
 
+@pytest.fixture(scope="session")
+def forked():
+    """Processes that a test starts may be forks, in a session without marks that say so."""
+    end = fork_server()
+    yield
+    end()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     session.config.stash[FINISHED] = session

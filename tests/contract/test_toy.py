@@ -25,15 +25,10 @@ def test_verl_loads_the_reward_by_the_assets_string():
 
 def test_verl_builds_the_fast_buffer_with_what_it_passes_to_custom_samplers():
     buffer = load_extern_type(Assets.sampler, "FastPollReplayBuffer")(
-        trainer_mode="sync",
-        trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=None,
-        max_off_policy_strategy="drop",
-        sampler_kwargs=OmegaConf.create({}),
-        refill_fn=lambda count: None,
-    )
-    assert isinstance(buffer, ReplayBuffer)
-    assert buffer.poll_interval == 0.2
+        trainer_mode="sync", trainer_config=OmegaConf.create({}), max_off_policy_threshold=None,
+        max_off_policy_strategy="drop", sampler_kwargs=OmegaConf.create({}), refill_fn=lambda count: None,
+    )  # fmt: skip
+    assert isinstance(buffer, ReplayBuffer) and buffer.poll_interval == 0.2
 
 
 def test_the_agent_loop_file_names_a_loop_that_verl_can_build():

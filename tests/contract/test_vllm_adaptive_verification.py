@@ -20,7 +20,6 @@ knows something of the token that it leaves out or has verified. Here this is co
 a drafter with two tokens, whose next token depends on the last one. Nothing is sampled.
 """
 
-import ast
 from collections import defaultdict
 from contextlib import nullcontext
 from fractions import Fraction as F
@@ -31,7 +30,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from releases import VLLM, sources
+from releases import releases
 
 TARGET = ((F(1, 3), F(2, 3)), (F(3, 4), F(1, 4)))  # [last token][token]
 DRAFTER = ((F(9, 10), F(1, 10)), (F(2, 5), F(3, 5)))
@@ -196,30 +195,11 @@ def test_drafts_that_are_not_drawn_may_be_left_out_by_any_rule(rule):
 # ---------------------------------------------------------------------- vLLM's rule, in each release's own text
 
 
-class Release:
-    """Functions of a release's V2 model runner, compiled from its text."""
-
-    def __init__(self, version):
-        self.root, self.version = sources("vllm", version) / "vllm", tuple(map(int, version.split(".")[:2]))
-
-    def text(self, path):
-        return (self.root / path).read_text()
-
-    def run(self, path, name):
-        (function,) = (
-            n for n in ast.walk(ast.parse(self.text(path))) if isinstance(n, ast.FunctionDef) and n.name == name
-        )
-        names = {"np": np, "torch": torch, "gpu_sync_allowed": nullcontext, "stream": lambda *_: nullcontext()}
-        exec(compile(ast.Module([function], []), path, "exec"), names)
-        return names[name]
+release = releases((0, 30))
+MANAGER = "vllm/v1/worker/gpu/spec_decode/adaptive_verification.py"
 
 
-@pytest.fixture(params=[v for v in VLLM if tuple(map(int, v.split(".")[:2])) >= (0, 30)], scope="module")
-def release(request):
-    return Release(request.param)
-
-
-MANAGER = "v1/worker/gpu/spec_decode/adaptive_verification.py"
+AROUND = {"np": np, "torch": torch, "gpu_sync_allowed": nullcontext, "stream": lambda *_: nullcontext()}
 
 
 class Confidences:
@@ -250,46 +230,47 @@ def manager():
 
 def test_the_budget_is_of_the_step_before(release, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    record, tokens_of = (release.run(MANAGER, name) for name in ("record_confidences", "get_num_tokens"))
+    record, tokens_of = release.run(MANAGER, "record_confidences", "get_num_tokens", around=AROUND)
     kept, before = manager(), FIRST
     batch = SimpleNamespace(num_reqs=1, idx_mapping=torch.tensor([0]))
     for confidences in product((confidence(0), confidence(1)), repeat=K):
-        record(
-            kept, torch.tensor([confidences], dtype=torch.float32), batch
-        )  # of the drafts that the next step verifies
+        # Of the drafts that the next step verifies.
+        record(kept, torch.tensor([confidences], dtype=torch.float32), batch)
         assert tokens_of(kept, {"a": 1 + K}, {"a": [7] * K}) == 1 + budget(before)
         before = confidences
 
 
 def test_within_the_budget_the_likeliest_are_verified(release):
-    assign = release.run(MANAGER, "_assign_draft_token_budget")
+    (assign,) = release.run(MANAGER, "_assign_draft_token_budget", around=AROUND)
     counts = torch.tensor([K, K], dtype=torch.int32)
     assign(torch.tensor([[0.5, 0.9, 0.9], [0.8, 0.7, 0.1]]), torch.tensor([0, 1]), counts, 3, K)
     assert counts.tolist() == [1, 2]  # survivals 0.5, 0.45, 0.41 and 0.8, 0.56, 0.06
 
 
 def test_a_confidence_is_of_the_distribution_and_not_of_the_token(release):
-    text = release.text("v1/worker/gpu/spec_decode/acceptance_estimator.py")
+    text = release.text("vllm/v1/worker/gpu/spec_decode/acceptance_estimator.py")
     assert "feature = -tl.log(complement_sumexp)" in text and "prob = tl.sigmoid(weight * feature + bias)" in text
     assert f"_INIT_SLOPE = {SLOPE}" in text and f"_INIT_BIAS = {INTERCEPT}" in text
 
 
 def test_noise_of_drafts_is_of_the_position_and_from_0_33_on_of_the_pass(release):
-    gumbel = release.text("v1/worker/gpu/sample/gumbel.py")
+    gumbel = release.text("vllm/v1/worker/gpu/sample/gumbel.py")
     keyed = ("gumbel_seed = tl.randint(seed, pos)", "u = murmur3_uniform32(seed, pos, keys)")  # 0.30, from 0.31 on
     assert "pos = pos + _DRAFT_NOISE_SALT" in gumbel and any(words in gumbel for words in keyed)
     mixed = "    if logits_cache_ptr is not None:\n        seed = spec_step_seed(seed, col)\n" in gumbel
     assert mixed == (release.version >= (0, 33))
-    seeds = [line for line in release.text("v1/worker/gpu/sample/states.py").splitlines() if "self.seeds.np[" in line]
+    seeds = [
+        line for line in release.text("vllm/v1/worker/gpu/sample/states.py").splitlines() if "self.seeds.np[" in line
+    ]
     assert [line.strip() for line in seeds] == ["self.seeds.np[req_idx] = seed"], "once a request"
 
 
 def test_it_is_off_unless_asked_for_and_counts_what_it_leaves_out_as_rejected(release):
     """No statistics of ours could tell a draft that was left out from one that was rejected."""
-    config = release.text("config/speculative.py")
+    config = release.text("vllm/config/speculative.py")
     assert (
         "enable_adaptive_verification: bool = False" in config and "self.enable_adaptive_verification =" not in config
     )
-    scheduler = release.text("v1/core/sched/scheduler.py")
+    scheduler = release.text("vllm/v1/core/sched/scheduler.py")
     assert "num_draft_tokens = len(scheduled_spec_token_ids)" in scheduler
     assert "num_rejected = num_draft_tokens - num_accepted" in scheduler

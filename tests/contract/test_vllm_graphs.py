@@ -1,8 +1,8 @@
 """What graphs each draft length has, on vLLM's own code and without a GPU.
 
-Of each supported release the parts that `vllm_worker.cuda_graphs` relies on are taken out of its source text and run:
-the dispatcher, how a batch is looked up in it, the capture of a graph, and the beginning of the dummy run that a
-capture consists of. Of the installed release and the newest ones; of all with `make contract`.
+Of each release the parts that `vllm_worker.cuda_graphs` relies on are taken out of its source text and run. V1: the
+dispatcher, how a batch is looked up in it, the capture of a graph, and the beginning of the dummy run that a capture
+consists of. V2, in releases whose V2 runner verl-tlt leaves on: which graphs it would capture.
 """
 
 import __future__
@@ -11,16 +11,19 @@ import ast
 import logging
 import textwrap
 from contextlib import nullcontext
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
-from releases import VLLM, sources
+from releases import Release, releases
 from vllm.config import CUDAGraphMode
 from vllm.v1 import cudagraph_dispatcher
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import cudagraph_utils
 
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_LENGTHS
-from verl_tlt.upstream.sources import source_root
+from verl_tlt.drafter.policy import COMPUTED_ROPE
+from verl_tlt.speculation.graph_rules import FULL_GRAPHS, GRAPH_LENGTHS, V2_DRAFTS_FROM, draft_length_table
 from verl_tlt.vllm_worker.cuda_graphs import (
     KNOWN,
     SAYS,
@@ -30,7 +33,9 @@ from verl_tlt.vllm_worker.cuda_graphs import (
     prepare_capture,
 )
 
-SEQUENCES = 64
+SEQUENCES, LONGEST = 64, GRAPH_LENGTHS[-1]
+RUNNER, DISPATCHER = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/cudagraph_dispatcher.py"
+release, v2_release = releases(), releases(V2_DRAFTS_FROM)
 
 
 def capture_sizes(max_num_seqs, longest, largest=512):
@@ -63,18 +68,10 @@ NO_DEVICE = SimpleNamespace(
 """As much of torch as a capture asks for before it begins."""
 
 
-def texts(version):
-    """{name: source} of what the shim wraps and relies on; version None: the installed release."""
-    root = source_root("vllm") if version is None else sources("vllm", version)
-    found = {}
-    for path in ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/cudagraph_dispatcher.py"):
-        source = (root / path).read_text()
-        lines = source.split("\n")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in {*KNOWN, *SAYS}:
-                first = min(n.lineno for n in (node, *node.decorator_list))
-                found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
-    return found
+def texts(release):
+    """{name: source} of what the shim wraps and relies on."""
+    files = {name: DISPATCHER if name == "CudagraphDispatcher" else RUNNER for name in (*KNOWN, *SAYS)}
+    return {name: release.source(file, name) for name, file in files.items()}
 
 
 def compiled(source, cut_at=None, then=""):
@@ -91,22 +88,14 @@ def compiled(source, cut_at=None, then=""):
     return names[node.name]
 
 
-def runner_class(version=None):
-    text = texts(version)
-    text["_dummy_run_"] = text.pop("_dummy_run")
-    names = {**vars(cudagraph_dispatcher)}
-    exec(text["CudagraphDispatcher"], names)
-    return type("Runner", (Made,), {
-        "dispatcher": names["CudagraphDispatcher"],
-        "_is_uniform_decode": compiled(text["_is_uniform_decode"]),
-        "_determine_batch_execution_and_padding": compiled(text["_determine_batch_execution_and_padding"]),
-        "_warmup_and_capture": compiled(text["_warmup_and_capture"]),
-        # Up to the point where the capture would begin: by then it must have found the graph it is to make.
-        "_dummy_run": compiled(
-            text["_dummy_run_"], "if cudagraph_runtime_mode is None",
-            "self.captured.append((cudagraph_runtime_mode.name, batch_desc))",
-        ),
-    })  # fmt: skip
+def runner_class(release):
+    text, names = texts(release), {**vars(cudagraph_dispatcher)}
+    exec(text.pop("CudagraphDispatcher"), names)
+    # Up to the point where the capture would begin: by then it must have found the graph it is to make.
+    captures = "self.captured.append((cudagraph_runtime_mode.name, batch_desc))"
+    dummy = compiled(text.pop("_dummy_run"), "if cudagraph_runtime_mode is None", captures)
+    methods = {name: compiled(source) for name, source in text.items()}
+    return type("Runner", (Made,), {"dispatcher": names["CudagraphDispatcher"], "_dummy_run": dummy, **methods})
 
 
 class Made:
@@ -160,14 +149,9 @@ class Made:
         return "eager" if mode == CUDAGraphMode.NONE else mode.name, desc.num_tokens
 
 
-@pytest.fixture(params=[None, *VLLM], scope="module", ids=lambda v: v or "installed")
-def release_of(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def runner_of(release_of):
-    cls = runner_class(release_of)
+def runner_of(release):
+    cls = runner_class(release)
 
     def make(longest, arms=(), mode=CUDAGraphMode.FULL_AND_PIECEWISE):
         runner = cls(longest)
@@ -185,11 +169,6 @@ def arms_of(longest):
 
 
 # ---------------------------------------------------------------------- the rules
-
-
-def test_arms_divide_every_captured_size():
-    for size in capture_sizes(256, GRAPH_LENGTHS[-1]):
-        assert all(size % (1 + k) == 0 for k in GRAPH_LENGTHS)
 
 
 @pytest.mark.parametrize("longest", [1, 3, 7])
@@ -264,21 +243,20 @@ def test_widths_that_do_not_divide_each_other_share_no_small_size(runner_of):
 # ---------------------------------------------------------------------- which runner is known
 
 
-def test_the_shim_knows_the_runner_of_each_release(release_of):
-    text = texts(release_of)
+def test_the_shim_knows_the_runner_of_each_release(release):
+    text = texts(release)
     assert {name: digest(text[name]) for name, known in KNOWN.items() if digest(text[name]) not in known} == {}
     for name, said in SAYS.items():
         assert all(words in text[name] for words in said), name
     # By keyword, as the shim reads them.
-    root = source_root("vllm") if release_of is None else sources("vllm", release_of)
-    source = (root / "vllm/v1/worker/gpu_model_runner.py").read_text()
+    source = release.text(RUNNER)
     assert "self.uniform_decode_query_len = 1 + self.num_spec_tokens" in source
     calls = source.split("self._determine_batch_execution_and_padding(")[1:]
     assert len(calls) == 2 and all(call.lstrip().startswith("num_tokens=") for call in calls)
 
 
 def test_a_docstring_changes_no_digest_and_anything_else_does():
-    text = texts(None)["_is_uniform_decode"]
+    text = Release(None).source(RUNNER, "_is_uniform_decode")
     assert digest(text.replace("Checks if", "Whether")) == digest(text)
     assert digest(text.replace("num_tokens ==", "num_tokens >=")) != digest(text)
 
@@ -286,7 +264,7 @@ def test_a_docstring_changes_no_digest_and_anything_else_does():
 @pytest.fixture
 def installed_runner():
     """vLLM's own class, without a device behind it, and the configuration it would have."""
-    made = runner_class()(3)
+    made = runner_class(Release(None))(3)
     runner = object.__new__(gpu_model_runner.GPUModelRunner)
     runner.cudagraph_dispatcher = cudagraph_dispatcher.CudagraphDispatcher(made.vllm_config)
     runner.uniform_decode_query_len = 4
@@ -296,21 +274,15 @@ def installed_runner():
 ARMS = [0, 1, 3]
 
 
-def test_every_arm_is_captured_unless_somebody_says_no(installed_runner, monkeypatch):
+@pytest.mark.parametrize("somebody", [None, "says no", "computes eagerly"])
+def test_every_arm_is_captured_unless_somebody_says_no(installed_runner, monkeypatch, somebody):
     runner, config = installed_runner
-    monkeypatch.setenv(FULL_GRAPHS, "0")
+    if somebody == "says no":
+        monkeypatch.setenv(FULL_GRAPHS, "0")
+    config.model_config.enforce_eager = somebody == "computes eagerly"
     prepare_capture(runner, config, ARMS)
-    assert runner._warmup_and_capture.__name__ == "_warmup_and_capture", "nothing is wrapped"
-    monkeypatch.delenv(FULL_GRAPHS)
-    prepare_capture(runner, config, ARMS)
-    assert runner._warmup_and_capture.__name__ == "warmup_and_capture"
-
-
-def test_where_nothing_is_captured_nothing_is_done(installed_runner):
-    runner, config = installed_runner
-    config.model_config.enforce_eager = True
-    prepare_capture(runner, config, ARMS)
-    assert "_warmup_and_capture" not in vars(runner) and captured_lengths(runner, ARMS) is None
+    assert ("_warmup_and_capture" in vars(runner)) == (somebody is None)
+    assert captured_lengths(runner, ARMS) is None
 
 
 @pytest.mark.parametrize(
@@ -325,15 +297,73 @@ def test_an_unknown_runner_is_left_alone_with_one_line_in_the_log(installed_runn
     monkeypatch.setattr(logging.getLogger("verl_tlt"), "propagate", True)  # a trainer's set-up turns it off
     caplog.set_level(logging.INFO, logger="verl_tlt")  # libraries change the levels of the root's handlers
     runner, config = installed_runner
+    config.model_config.is_hybrid = change == "hybrid"
+    like = gpu_model_runner.GPUModelRunner
     if change == "another":
-        like = gpu_model_runner.GPUModelRunner
-        determine = dict(_determine_batch_execution_and_padding=like._is_uniform_decode)
-        runner.__class__ = type("Changed", (like,), determine)
-    elif change == "hybrid":
-        config.model_config.is_hybrid = True
-    else:
+        runner.__class__ = type("Changed", (like,), {"_determine_batch_execution_and_padding": like._is_uniform_decode})
+    if change == "no dispatcher":
         runner = SimpleNamespace()
     prepare_capture(runner, config, ARMS)
     (line,) = caplog.messages
     assert line.startswith("Only drafts of 3 tokens have FULL CUDA graphs") and why in line
     assert "_warmup_and_capture" not in vars(runner)
+
+
+# ---------------------------------------------------------------------- V2
+
+
+def captured(release, table):
+    """What the manager of a runner with `K_max = LONGEST` would capture, as `captured_lengths` looks at it."""
+    later = {"groupby": groupby, "build_dynamic_sd_schedule_lookup": build_dynamic_sd_schedule_lookup}
+    _, init_candidates = release.run(
+        "vllm/v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "_init_candidates",
+        around=vars(cudagraph_utils) | later,
+    )  # fmt: skip
+    speculative = SimpleNamespace(
+        num_speculative_tokens_per_batch_size=table, uses_dynamic_speculative_decoding=lambda: table is not None
+    )
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    manager = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]),
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, decode_query_len=1 + LONGEST, max_num_reqs=SEQUENCES,
+        varlen_decode=False, lora_capture_cases=[0], _maybe_ubatch_twin=lambda _: None, _candidates={},
+        _capture_descs={}, vllm_config=SimpleNamespace(
+            speculative_config=speculative, num_speculative_tokens=LONGEST,
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        ),
+    )  # fmt: skip
+    init_candidates(manager)
+    manager.graphs = {desc: None for descs in manager._capture_descs.values() for desc in descs}
+    return manager
+
+
+def test_every_arm_has_a_verify_graph_at_every_batch_with_the_table(v2_release):
+    manager = captured(v2_release, draft_length_table(GRAPH_LENGTHS, SEQUENCES))
+    runner = SimpleNamespace(speculator=None, cudagraph_manager=manager)
+    assert captured_lengths(runner, GRAPH_LENGTHS) == GRAPH_LENGTHS
+    for batch in range(1, SEQUENCES + 1):
+        for k in GRAPH_LENGTHS:
+            candidates = manager._candidates[batch * (1 + k), 0]
+            assert any(c.uniform_token_count == 1 + k and c.num_reqs >= batch for c in candidates), (batch, k)
+
+
+def test_without_the_table_the_longest_alone_has_one(v2_release):
+    runner = SimpleNamespace(speculator=None, cudagraph_manager=captured(v2_release, None))
+    assert captured_lengths(runner, GRAPH_LENGTHS) == (LONGEST,)
+
+
+def test_draft_graphs_are_those_of_the_table_too(v2_release):
+    """Without one, 1 < K < K_max replays the graph that drafts K_max."""
+    text = v2_release.text("vllm/v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py")
+    assert "for k in sorted(set(dense_schedule) - {0, 1}, reverse=True)" in text
+    assert "speculative_config.num_speculative_tokens_per_batch_size" in text
+
+
+def test_no_drafter_that_the_doctor_takes_shortens_the_policys_context(v2_release):
+    """From 0.33 on V2 cuts `max_model_len` to that of a drafter whose RoPE table it does not make longer."""
+    limits = "def _limit_max_model_len_to_draft" in v2_release.text("vllm/config/vllm.py")
+    tree = v2_release.tree("vllm/config/speculative.py")
+    kept = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_CACHE_ONLY_ROPE_TYPES"]
+    assert bool(kept) == limits
+    for assignment in kept:  # of other types the doctor takes none that is shorter (`drafter.check.read_config`)
+        assert set(COMPUTED_ROPE) <= eval(ast.unparse(assignment.value))

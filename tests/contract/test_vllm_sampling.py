@@ -1,21 +1,29 @@
-"""What of vLLM's sampling our precautions are for, and what they rely on.
+"""What of vLLM's scheduling, sampling and loading our precautions are for, and what they rely on.
 
 `min_tokens`: vLLM hides stop tokens while it verifies drafts, and miscounts at the boundary. Tests here fail once it
 counts along the whole draft: then `speculation.decode_load.room_before_stop` can go.
 """
 
 import pickle
+from inspect import getsource
 
 import pytest
 import torch
+from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.sampler import Sampler
+
+from verl_tlt.messages.rollout import BROKEN_MARK
 
 STOP, VOCAB = 2, 4
 
 
 @pytest.fixture
 def processor():
-    builtin = pytest.importorskip("vllm.v1.sample.logits_processor.builtin")
-    made = builtin.MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    made = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
 
     def of(least, has):
         made.min_toks = {0: (least, [1] * has, {STOP})}
@@ -43,20 +51,35 @@ def test_it_judges_the_token_behind_the_draft_by_the_tokens_before_it(processor,
 
 def test_the_rejection_sampler_asks_for_that_token_without_saying_how_long_the_draft_is():
     """`min_tokens` 3, one token and two drafts behind it: the fourth token may be a stop token, and is not."""
-    pytest.importorskip("vllm")
-    from inspect import getsource
-
-    from vllm.v1.sample.sampler import Sampler
-
     source = getsource(Sampler.apply_logits_processors)
     assert "logits = processor.apply(logits)" in source, "does vLLM count the draft now? Then drop `room_before_stop`"
 
 
 def test_a_mark_on_a_workers_answer_reaches_the_scheduler():
     """As `BrokenDrafts` makes it, through the pickle that workers answer with."""
-    outputs = pytest.importorskip("vllm.v1.outputs")
-    from verl_tlt.messages.rollout import BROKEN_MARK
-
-    answer = outputs.ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    answer = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     setattr(answer, BROKEN_MARK, 3)
     assert getattr(pickle.loads(pickle.dumps(answer)), BROKEN_MARK) == 3
+
+
+def test_the_draft_length_is_looked_up_once_per_step_and_admitted_requests_stand_at_the_end():
+    source = getsource(Scheduler.schedule)
+    assert source.count("self.dynamic_sd_lookup[") == 1
+    assert source.count("self.running.append(request)") == 1 and "self.running.insert" not in source
+
+
+@pytest.mark.parametrize("syncs", [1, 3])
+def test_a_drafter_that_shares_the_policys_tensors_sees_what_is_reloaded(syncs):
+    """Layer by layer with vLLM's functions, as verl's open pull request 7987 does in a weight sync."""
+    policy = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
+    policy.requires_grad_(False)
+    reload.record_metadata_for_reloading(policy)
+    module, tensor = policy["head"], policy["embed"].weight  # it shares a module, or holds the tensor itself
+    for sync in range(syncs):
+        new = {name: torch.full_like(value, 1.0 + sync) for name, value in policy.state_dict().items()}
+        reload.initialize_layerwise_reload(policy)
+        for name, parameter in list(policy.named_parameters()):
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, new[name])
+        reload.finalize_layerwise_reload(policy, None)
+        assert policy["head"] is module and torch.equal(module.weight, new["head.weight"])
+        assert policy["embed"].weight is tensor and torch.equal(tensor, new["embed.weight"])

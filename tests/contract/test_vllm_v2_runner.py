@@ -10,53 +10,43 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from releases import VLLM, sources
+from releases import releases
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from verl_tlt.checks.rules import ROUTES_NEED_V2
-from verl_tlt.upstream.sources import source_root
-from verl_tlt.upstream.versions import installed as installed_version
+from verl_tlt.speculation.graph_rules import V2_DRAFTS_FROM
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.drafter_pass import set_drafting
 
 V2 = "vllm/v1/worker/gpu"
-DRAFTS_WHAT_IS_ASKED = (0, 32)
+RUNNER = f"{V2}/model_runner.py"
 STEPS, REQUESTS, SLOTS = 3, 2, 5
-
-
-class Release:
-    """Parsed sources of a release's V2 model runner."""
-
-    def __init__(self, version):
-        self.root = source_root("vllm") if version is None else sources("vllm", version)
-        self.version = version
-        self.runner = self.tree(f"{V2}/model_runner.py")
-        # The class under Eagle's speculator that drafts; it was renamed in 0.32.
-        (eagle,) = (n for n in self.tree(f"{V2}/spec_decode/eagle/speculator.py").body if isinstance(n, ast.ClassDef))
-        folder = {"AutoRegressiveSpeculator": "autoregressive", "TargetDependentARSpeculator": "target_dependent_ar"}
-        path = f"{V2}/spec_decode/{folder[ast.unparse(eagle.bases[0])]}/speculator.py"
-        assert [n.name for n in functions(eagle)] == ["load_draft_model"]
-        (self.propose,) = (n for n in functions(self.tree(path)) if n.name == "propose")
-        self.propose_text = ast.get_source_segment((self.root / path).read_text(), self.propose)
-
-    def tree(self, path):
-        return ast.parse((self.root / path).read_text())
-
-    def method(self, name):
-        return next(n for n in functions(self.runner) if n.name == name)
+release, any_k = releases(), releases(V2_DRAFTS_FROM)
 
 
 def functions(tree):
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
 
 
+def method(release, name):
+    return release.definitions(RUNNER, name)[name]
+
+
+def speculator(release):
+    """The file of the class under Eagle's speculator, which drafts; it was renamed in 0.32."""
+    (eagle,) = (n for n in release.tree(f"{V2}/spec_decode/eagle/speculator.py").body if isinstance(n, ast.ClassDef))
+    assert [n.name for n in functions(eagle)] == ["load_draft_model"]
+    folder = {"AutoRegressiveSpeculator": "autoregressive", "TargetDependentARSpeculator": "target_dependent_ar"}
+    return f"{V2}/spec_decode/{folder[ast.unparse(eagle.bases[0])]}/speculator.py"
+
+
+def proposing(release):
+    return release.definitions(speculator(release), "propose")["propose"]
+
+
 def said(node, kind):
     return [ast.unparse(n) for n in ast.walk(node) if isinstance(n, kind)]
-
-
-def is_set(node, target):
-    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target
 
 
 def calls_of(node, function):
@@ -67,13 +57,8 @@ def keywords(call):
     return {k.arg: ast.unparse(k.value) for k in call.keywords}
 
 
-@pytest.fixture(params=[None, *VLLM], scope="module", ids=lambda v: v or "installed")
-def release(request):
-    return Release(request.param)
-
-
 def drafts_what_is_asked(release):
-    return "num_speculative_tokens" in said(release.propose.args, ast.arg)[-1]
+    return "num_speculative_tokens" in said(proposing(release).args, ast.arg)[-1]
 
 
 # ---------------------------------------------------------------------- where the drafter is asked
@@ -86,75 +71,68 @@ def test_the_drafter_is_asked_in_two_places_and_a_dummy_run_says_so(release):
         for call in calls_of(ast.parse(path.read_text()), "self.speculator.propose")
     ]
     assert {path.name for path, _ in everywhere} == {"model_runner.py"} and len(everywhere) == 2
-    (sampled,) = calls_of(release.method("sample_tokens"), "self.speculator.propose")
-    (dummy,) = calls_of(release.method("_dummy_run"), "self.speculator.propose")
+    (sampled,) = calls_of(method(release, "sample_tokens"), "self.speculator.propose")
+    (dummy,) = calls_of(method(release, "_dummy_run"), "self.speculator.propose")
     assert ast.unparse(sampled.args[0]) == "input_batch" and "dummy_run" not in keywords(sampled)
     assert not dummy.args and keywords(dummy)["input_batch"] == "input_batch" and keywords(dummy)["dummy_run"] == "True"
 
 
 def test_the_step_says_how_many_tokens_to_draft(release):
-    runs = release.method("execute_model")
+    runs = method(release, "execute_model")
     assert runs.args.args[1].arg == "scheduler_output"
     output = release.tree("vllm/v1/core/sched/output.py")
     assert "num_spec_tokens_to_schedule: int = 0" in said(output, ast.AnnAssign)
     # One step at a time: what it leaves is taken by the `sample_tokens` that belongs to it.
-    assert "self.execute_model_state = None" in said(release.method("sample_tokens"), ast.Assign)
-    if release.version is not None:
-        asked = tuple(map(int, release.version.split(".")[:2])) >= DRAFTS_WHAT_IS_ASKED
-        assert drafts_what_is_asked(release) == asked
+    assert "self.execute_model_state = None" in said(method(release, "sample_tokens"), ast.Assign)
+    assert drafts_what_is_asked(release) == (release.version >= V2_DRAFTS_FROM)
 
 
 def test_drafts_are_read_by_what_the_scheduler_asks_to_verify(release):
-    conditions = [ast.unparse(n.test) for n in ast.walk(release.method("sample")) if isinstance(n, ast.If)]
+    conditions = [ast.unparse(n.test) for n in ast.walk(method(release, "sample")) if isinstance(n, ast.If)]
     assert "input_batch.num_draft_tokens == 0 or self.rejection_sampler is None" in conditions
-    prepared = ast.unparse(release.runner)
+    prepared = ast.unparse(release.tree(RUNNER))
     assert "draft_tokens = scheduler_output.scheduled_spec_decode_tokens" in prepared
-    kernel = (release.root / V2 / "input_batch.py").read_text()
+    kernel = release.text(f"{V2}/input_batch.py")
     assert "num_draft_tokens = num_logits - NUM_NEW_SAMPLED_TOKENS" in kernel and "if num_draft_tokens > 0:" in kernel
 
 
-def test_an_mtp_head_drafts_as_an_eagle_head_does(release):
-    if release.version and tuple(map(int, release.version.split(".")[:2])) < DRAFTS_WHAT_IS_ASKED:
-        pytest.skip("runs on the other releases: verl-tlt leaves this one's V2 runner off")
+def test_an_mtp_head_drafts_as_an_eagle_head_does(any_k):
     eagle, mtp = (
-        next(n for n in release.tree(f"{V2}/spec_decode/{name}/speculator.py").body if isinstance(n, ast.ClassDef))
+        next(n for n in any_k.tree(f"{V2}/spec_decode/{name}/speculator.py").body if isinstance(n, ast.ClassDef))
         for name in ("eagle", "mtp")
     )
     assert ast.dump(eagle.bases[0]) == ast.dump(mtp.bases[0])
     assert {n.name for n in functions(mtp)} & {"propose", "sample_draft", "_prefill", "_generate_draft"} == set()
 
 
-def test_they_are_verified_with_the_logits_of_their_slot_and_step(release):
+def test_they_are_verified_with_the_logits_of_their_slot_and_step(any_k):
     """What `BrokenDrafts` replaces: a buffer of all slots, which the kernels index by slot and step."""
-    if release.version and tuple(map(int, release.version.split(".")[:2])) < DRAFTS_WHAT_IS_ASKED:
-        pytest.skip("runs on the other releases: verl-tlt leaves this one's V2 runner off")
-    speculator = release.tree(f"{V2}/spec_decode/speculator.py")
-    buffers = [said(n.value, ast.Tuple) for n in ast.walk(speculator) if is_set(n, "self.draft_logits")]
-    assert any("(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)" in shapes for shapes in buffers)
-    kernels = ast.unparse(release.tree(f"{V2}/spec_decode/rejection_sampler_utils.py"))
+    buffers = said(any_k.tree(f"{V2}/spec_decode/speculator.py"), ast.Assign)
+    shape = "(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)"
+    assert any(line.startswith("self.draft_logits = ") and shape in line for line in buffers)
+    kernels = ast.unparse(any_k.tree(f"{V2}/spec_decode/rejection_sampler_utils.py"))
     row = "draft_logits_ptr + req_state_idx * draft_logits_stride_0 + {} * draft_logits_stride_1"
     assert row.format("draft_step_idx") in kernels and row.format("resample_idx") in kernels
 
 
 def test_routes_of_experts_come_from_it_alone_where_the_doctor_says_so_and_rejected_drafts_have_none(release):
-    found = tuple(map(int, (release.version or installed_version("vllm").split("+")[0]).split(".")))
-    alone = "AuxOutput Connector requires Model Runner V2" in (release.root / "vllm/config/vllm.py").read_text()
-    assert alone == (found >= ROUTES_NEED_V2)
+    alone = "AuxOutput Connector requires Model Runner V2" in release.text("vllm/config/vllm.py")
+    assert alone == (release.version >= ROUTES_NEED_V2)
     path, cut = "vllm/v1/core/sched/scheduler.py", "req_offset : req_offset + len(new_token_ids)"
     if alone:
         path, cut = "vllm/distributed/aux_output_connector/worker.py", "rows = routed_experts[start : end - rejected]"
-    assert cut in (release.root / path).read_text()
+    assert cut in release.text(path)
 
 
 # ---------------------------------------------------------------------- what it returns
 
 
 def test_rows_of_one_buffer_are_returned(release):
-    returned = set(said(release.propose, ast.Return))
+    returned = set(said(proposing(release), ast.Return))
     assert returned <= {"return self.draft_tokens[:num_reqs]", "return self.draft_tokens[:num_reqs, :1]"}
     if "return self.draft_tokens[:num_reqs, :1]" in returned:  # the same rows where the buffer has one column
-        assert "if self.num_speculative_steps == 1:" in ast.unparse(release.propose)
-    assert "num_reqs = input_batch.num_reqs" in said(release.propose, ast.Assign)
+        assert "if self.num_speculative_steps == 1:" in ast.unparse(proposing(release))
+    assert "num_reqs = input_batch.num_reqs" in said(proposing(release), ast.Assign)
     shape = "self.max_num_reqs, self.num_speculative_steps"
     zeros = f"self.draft_tokens = torch.zeros({shape}, dtype=torch.int64, device=device)"
     for path in ("spec_decode/speculator.py", "states.py"):
@@ -186,20 +164,16 @@ class Speculator:
 
 def runner_of(release):
     """A runner that executes the release's own text of asking the drafter, and its speculator."""
-    asking = next(
-        n
-        for n in release.method("sample_tokens").body
-        if isinstance(n, ast.If) and calls_of(n, "self.speculator.propose")
-    )
+    body = method(release, "sample_tokens").body
+    (asking,) = (n for n in body if isinstance(n, ast.If) and calls_of(n, "self.speculator.propose"))
     code = compile(ast.Module([asking], []), "<vllm>", "exec")
     batch = SimpleNamespace(num_reqs=REQUESTS, idx_mapping=torch.tensor([3, 1]))
 
     class Runner:
         def __init__(self):
             self.speculator, self.model, self.adaptive_verification = Speculator(), None, None
-            self.sampler = SimpleNamespace(
-                sampling_states=SimpleNamespace(temperature=SimpleNamespace(gpu=None), seeds=SimpleNamespace(gpu=None))
-            )
+            on_gpu = SimpleNamespace(gpu=None)
+            self.sampler = SimpleNamespace(sampling_states=SimpleNamespace(temperature=on_gpu, seeds=on_gpu))
             self.req_states = SimpleNamespace(
                 draft_tokens=torch.full((SLOTS, STEPS), 9), last_sampled_tokens=None, next_prefill_tokens=None
             )
@@ -249,6 +223,10 @@ def test_off_asks_no_drafter_and_stores_rows_of_the_same_shape(release, runner):
     assert runner.req_states.draft_tokens[[0, 2, 4]].eq(9).all(), "no other request's drafts"
     runner.dummy()
     assert len(runner.speculator.asked) == 1
+    assert set_drafting(runner, True) is None and set_drafting(runner, True) is None
+    runner.step(0)
+    runner.step(STEPS)
+    assert len(runner.speculator.asked) == 3, "on again it is asked in every step, and wrapped once"
 
 
 def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, runner):
@@ -259,23 +237,14 @@ def test_whatever_the_switch_says_a_step_that_drafts_asks_the_drafter(release, r
     assert runner.step(1)[0][0] == 7 and len(runner.speculator.asked) == 3
 
 
-def test_on_again_it_is_asked_in_every_step(release, runner):
-    for enabled in (False, True, True):
-        assert set_drafting(runner, enabled) is None
-    runner.step(0)
-    runner.step(STEPS)
-    assert len(runner.speculator.asked) == 2, "wrapped once"
-
-
 # ---------------------------------------------------------------------- which runner is known
 
 
 def test_each_release_says_what_the_wrapper_looks_for(release):
-    text = (release.root / V2 / "model_runner.py").read_text()
-    for name, said in drafter_pass.V2_RUNNER_SAYS.items():
-        method = ast.get_source_segment(text, release.method(name))
-        assert all(words in method for words in said), name
-    assert all(words in release.propose_text for words in drafter_pass.V2_PROPOSE_SAYS)
+    parts = [(RUNNER, name, code) for name, code in drafter_pass.V2_RUNNER_SAYS.items()]
+    for path, name, code in (*parts, (speculator(release), "propose", drafter_pass.V2_PROPOSE_SAYS)):
+        text = release.source(path, name)
+        assert all(words in text for words in code), name
 
 
 @pytest.fixture

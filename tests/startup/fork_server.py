@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 ADDRESS = "TLT_TESTS_FORK"
 """Environment variable: the server's socket."""
-MARKS: tuple[str, ...] = ("default_worker.py", "multiprocessing.spawn", "engine_process")
+MARKS = os.environ.get("TLT_TESTS_FORKED", "default_worker.py multiprocessing.spawn engine_process").split()
 """In the arguments of those that may be forks: Ray's workers, what multiprocessing spawns, our commands' engines."""
 LIBRARIES = (
     "torch", "tensordict", "transformers.modeling_layers", "transformers.models.auto.auto_factory",
@@ -55,14 +55,8 @@ BEFORE = dict(os.environ)
 FIRST_FREE = 256
 """Descriptors from here on are nobody's while a fork puts its own in place."""
 FORWARDED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGABRT,
-)
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT,
+)  # fmt: skip
 
 
 def _decisive(environment: Mapping[str, str]) -> dict[str, str]:
@@ -258,7 +252,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.update(set_by_libraries | request["environment"])
     sys.path[:], sys.orig_argv[:] = request["path"], request["argv"]
     sys.modules["fork_server"] = sys.modules["__main__"]  # which the coming import would find, and hand over to again
-    MARKS = ()
+    MARKS = []
     sys.modules.pop("sitecustomize", None)
     importlib.import_module("sitecustomize")  # its own one
     tempfile.tempdir = None  # libraries had it found in the server's environment

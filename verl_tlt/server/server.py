@@ -62,6 +62,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Whether the engine has our scheduler and worker; one started without a drafter is stock verl's."""
         return self.tlt.speculation.enable and not self._tlt_served.gave_up
 
+    @property
+    def _tlt_has_scheduler(self) -> bool:
+        return self._tlt_speculates and self.node_rank == 0  # of several nodes the first has the engine's core
+
     # ------------------------------------------------------------------ verl's hooks
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
@@ -203,11 +207,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ the drafter
 
-    @property
-    def _tlt_has_scheduler(self) -> bool:
-        """Whether this server's engine has our scheduler: it is not stock vLLM's, nor another node's."""
-        return self._tlt_speculates and self.node_rank == 0
-
     def tlt_stage(self, drafter: DrafterFile) -> None:
         """Write a published drafter to this node's private directory; it is loaded at the next reload."""
         stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
@@ -308,7 +307,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await self._tlt_reload()
 
     async def tlt_status(self) -> DrafterStatus:
-        """Which drafter is served, as of the last load."""
         return self._tlt_served
 
     async def tlt_stats(self) -> EngineStats:
@@ -369,15 +367,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def _tlt_stored(self) -> LatencyTable:
         """Step costs that an earlier run or `verl-tlt calibrate` measured on an engine like this one; empty: none."""
-        directory = self.tlt.speculation.costs_dir
-        if directory is None:
+        if (directory := self.tlt.speculation.costs_dir) is None:
             return LatencyTable()
-        drafter = self._tlt_dir / "drafter"
-        self._tlt_key = cost_key(self.engine.vllm_config, self.model_config.local_path, drafter)
-        table = load_table(directory, self._tlt_key)
-        if table is not None:
-            logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
-        return table or LatencyTable()
+        self._tlt_key = cost_key(self.engine.vllm_config, self.model_config.local_path, self._tlt_dir / "drafter")
+        if (table := load_table(directory, self._tlt_key)) is None:
+            return LatencyTable()
+        logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
+        return table
 
     async def _tlt_store(self) -> None:
         """Keep what this engine learned for the next run; of several replicas only the first does."""

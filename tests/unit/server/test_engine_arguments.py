@@ -9,6 +9,13 @@ from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, 
 EAGER, GRAPHS = (SimpleNamespace(enforce_eager=eager, max_num_seqs=64) for eager in (True, False))
 
 
+WORKER = "verl_tlt.vllm_worker"
+SPECULATIVE = {
+    "method": "eagle3", "model": "/drafter", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic",
+    "draft_load_config": {"load_format": "auto"},
+}  # fmt: skip
+
+
 def tlt(**speculation):
     return TLTConfig.from_dict({"speculation": speculation})
 
@@ -79,12 +86,7 @@ def test_the_v2_runner_is_told_every_arm_and_no_other_runner_is(vllm_is, monkeyp
 
 
 def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():
-    speculative = kwargs(tlt(max_draft_length=5), GRAPHS)["speculative_config"]
-    assert speculative["num_speculative_tokens"] == 3
-    assert speculative["method"] == "eagle3"
-    assert speculative["draft_sample_method"] == "probabilistic"
-    assert speculative["draft_load_config"] == {"load_format": "auto"}
-    assert speculative["model"] == "/drafter"
+    assert kwargs(tlt(max_draft_length=5), GRAPHS)["speculative_config"] == SPECULATIVE
 
 
 def test_vllms_own_enforce_eager_wins_unless_it_is_null():
@@ -94,10 +96,10 @@ def test_vllms_own_enforce_eager_wins_unless_it_is_null():
 
 
 def test_settings_reach_the_scheduler_beside_the_users_own():
-    config = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": '{"mine": 1}'})["additional_config"]
-    assert config["mine"] == 1
-    assert config["tlt"]["arms"] == [0, 1, 2, 3]
-    assert config["tlt"]["speculation"]["fixed"] == 2
+    ours = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": '{"mine": 1}'}, active_share=0.1)
+    config = ours["additional_config"]
+    assert config["mine"] == 1 and config["tlt"]["arms"] == [0, 1, 2, 3]
+    assert config["tlt"]["speculation"]["fixed"] == 2 and config["tlt"]["active_share"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -140,55 +142,45 @@ def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
         kwargs(user=user)
 
 
-ADAPTIVE = "enable_adaptive_verification"
-
-
 @pytest.mark.parametrize("release", ["0.30.0", "0.31.0", "0.32.0", "0.33.0"])
-@pytest.mark.parametrize(
-    "user",
-    [
-        {"speculative_config": {ADAPTIVE: True}}, {"speculative-config": {ADAPTIVE: True}},
-        {f"speculative_config.{ADAPTIVE}": True}, {f"speculative-config.{ADAPTIVE}": True},
-    ],
-)  # fmt: skip
-def test_vllms_adaptive_verification_cannot_be_switched_on_beside_ours(vllm_is, release, user):
+@pytest.mark.parametrize("spelled", ["speculative_config", "speculative-config"])
+def test_vllms_adaptive_verification_cannot_be_switched_on_beside_ours(vllm_is, release, spelled):
     """It is not exact (`tests/contract/test_vllm_adaptive_verification.py`)."""
     vllm_is(release)
-    assert ADAPTIVE not in kwargs()["speculative_config"], "vLLM's default is off"
-    with pytest.raises(TLTConfigError, match=r"speculative.config"):
-        kwargs(user=user)
+    adaptive = "enable_adaptive_verification"
+    assert adaptive not in kwargs()["speculative_config"], "vLLM's default is off"
+    for user in ({spelled: {adaptive: True}}, {f"{spelled}.{adaptive}": True}):
+        with pytest.raises(TLTConfigError, match=r"speculative.config"):
+            kwargs(user=user)
 
 
-@pytest.mark.parametrize(("source", "method"), [("ngram", "custom_class"), ("both", "eagle3")])
-def test_ngrams_pass_the_scheduler_so_scheduling_is_synchronous(vllm_is, source, method):
+@pytest.mark.parametrize(
+    ("method", "source", "speculative"),
+    [
+        ("eagle3", "ngram", {"method": "custom_class", "model": f"{WORKER}.drafter_pass.NoProposals"}),
+        ("eagle3", "both", SPECULATIVE),
+        ("mtp", "eagle", {k: v for k, v in SPECULATIVE.items() if k != "model"} | {"method": "mtp"}),
+        ("mtp", "both", {k: v for k, v in SPECULATIVE.items() if k != "model"} | {"method": "mtp"}),
+    ],
+)
+def test_ngrams_and_mtp_heads_draft_on_v1_and_what_passes_the_scheduler_is_synchronous(
+    vllm_is, method, source, speculative
+):
     vllm_is("0.32.0")
-    ours = kwargs(tlt(source=source), on_cpu=False)
-    assert ours["speculative_config"]["method"] == method
-    assert ours["async_scheduling"] is False and ours["scheduler_cls"].endswith(".TLTScheduler")
-    assert engine_environment(source) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
-        kwargs(tlt(source=source), user={"async_scheduling": True}, on_cpu=False)
-
-
-def mtp(**speculation):
-    return TLTConfig.from_dict({"drafter": {"method": "mtp"}, "speculation": speculation})
-
-
-@pytest.mark.parametrize(("source", "scheduler"), [("eagle", "TLTAsyncScheduler"), ("both", "TLTScheduler")])
-def test_an_mtp_head_is_looked_for_where_the_policy_is_and_read_from_its_file(vllm_is, source, scheduler):
-    vllm_is("0.32.0")
-    ours = kwargs(mtp(source=source, max_draft_length=7), GRAPHS, on_cpu=False)
-    assert ours["speculative_config"] == {
-        "method": "mtp", "num_speculative_tokens": 7, "draft_sample_method": "probabilistic",
-        "draft_load_config": {"load_format": "auto"},
-    }  # fmt: skip
-    assert ours["scheduler_cls"].endswith(f".{scheduler}")
-    assert engine_environment(source, "mtp") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    config = TLTConfig.from_dict({"drafter": {"method": method}, "speculation": {"source": source}})
+    ours = kwargs(config, GRAPHS, on_cpu=False)
+    assert ours["speculative_config"] == {**speculative, "num_speculative_tokens": 3}
+    assert ours["async_scheduling"] == (source == "eagle")
+    assert ours["scheduler_cls"].endswith(".TLTAsyncScheduler" if source == "eagle" else ".TLTScheduler")
+    assert engine_environment(source, method) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if source != "eagle":
+        with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
+            kwargs(config, user={"async_scheduling": True}, on_cpu=False)
 
 
 def test_ngrams_alone_need_no_mtp_head():
     with pytest.raises(TLTConfigError, match=r"source=ngram drafts without a head: remove it, or tlt\.drafter\.method"):
-        kwargs(mtp(source="ngram"))
+        kwargs(TLTConfig.from_dict({"drafter": {"method": "mtp"}, "speculation": {"source": "ngram"}}))
 
 
 def test_a_hybrid_policys_engine_schedules_synchronously_and_caches_no_prefixes():
@@ -226,8 +218,3 @@ def test_an_old_vllm_and_a_fixed_length_without_an_arm_are_refused(vllm_is):
 def test_the_runner_that_drafts_what_it_is_asked_for(vllm_is, version, runner):
     vllm_is(version)
     assert engine_environment().get("VLLM_USE_V2_MODEL_RUNNER") == runner
-
-
-def test_engines_are_told_how_much_of_a_mixture_a_token_uses():
-    assert kwargs(active_share=0.1)["additional_config"]["tlt"]["active_share"] == 0.1
-    assert kwargs()["additional_config"]["tlt"]["active_share"] == 1.0

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_server import Engine, make_server
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
@@ -22,39 +22,16 @@ from verl_tlt.speculation.types import OFF
 BOUND_S, LATE_S = 0.2, 8.0
 
 
-class Engine:
-    """vLLM's client without requests: it raises `Exception` with what the engine said to the scheduler's caller."""
-
-    def __init__(self, **operations):
-        self.operations, self.engine_core, self.errored = operations, self, False
-        self.output_processor = SimpleNamespace(request_states={})
-
-    async def call_utility_async(self, method, operation, arguments):
-        assert method == "tlt_call"
-        if operation not in self.operations:
-            raise Exception(f"Call to tlt_call method failed: {operation!r}")
-        answer = self.operations[operation](**arguments)
-        return await answer if asyncio.iscoroutine(answer) else answer
-
-
 @pytest.fixture
 def server():
-    """verl's own part would need Ray and a whole config."""
-    server = object.__new__(TLTvLLMHttpServer)
-    server.tlt = TLTConfig.from_dict({"speculation": {"source": "both", "costs_dir": None}})
-    server.node_rank, server.replica_rank, server.engine = 0, 0, Engine()
-    server._resume_event = asyncio.Event()
-    server._tlt_moves = asyncio.Lock()
-    server._tlt_key, server._tlt_served = None, DrafterStatus()
-    return server
+    return make_server(settings={"speculation": {"source": "both", "costs_dir": None}})
 
 
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset(server):
     sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, tokens_by_batch={4: 9}, num_ngram_drafts=3)
-    asked = []
-    server.engine = Engine(stats=lambda reset: asked.append(reset) or asdict(sums))
+    server.engine = Engine(stats=asdict(sums))
     assert await server.tlt_stats() == sums
-    assert asked == [True]
+    assert server.engine.asked == [("stats", {"reset": True})]
 
 
 async def test_an_engine_that_refuses_is_reported_and_raises_nothing(server, caplog):
@@ -65,8 +42,7 @@ async def test_an_engine_that_refuses_is_reported_and_raises_nothing(server, cap
 
 
 async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
-    server._tlt_served, server._tlt_drafting_disabled = DrafterStatus(ok=True), False
-    server.engine.collective_rpc = lambda **_: asyncio.sleep(0, [None])
+    server._tlt_served, server.engine = DrafterStatus(ok=True), Engine(tlt_set_drafting=[None])
     await server._tlt_set_drafting(True)
     status = await server.tlt_status()
     assert not status.ok and "refused 'control'" in status.error, "counted in tlt/reload_failures"
@@ -74,7 +50,7 @@ async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
 
 async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
     monkeypatch.setattr(engine_calls, "SCHEDULER_S", 0.05)
-    engine = Engine(stats=lambda: asyncio.sleep(60))
+    engine = Engine(stats=lambda _: asyncio.sleep(60))
     with pytest.raises(SchedulerCallError, match=r"did not answer 'stats' within 0\.05 s"):
         await ask_scheduler(engine, "stats")
 
@@ -100,21 +76,16 @@ async def test_calls_that_wait_for_an_engine_fail_when_it_dies_and_those_that_we
 @pytest.mark.parametrize("method", ["tlt_load_drafter", "tlt_set_drafting", "control"])
 async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs(server, monkeypatch, dies, method):
     monkeypatch.setattr(engine_calls, "ANSWER_S", BOUND_S)
-    asked = []
 
-    async def ask(method_, *_, **__):
-        asked.append(method_)
-        if method_ != method:
-            return [asdict(LoadReply(ok=True))] if method_ == "tlt_load_drafter" else [None]
+    async def fail(*_):
         if not dies:
             await asyncio.sleep(60)
         server.engine.errored = True
         raise Exception("EngineCore encountered an issue.")
 
-    server.engine = Engine(control=lambda **_: ask("control"))
-    server.engine.collective_rpc = lambda method, args: ask(method)
-    server.tlt, server._tlt_drafting_disabled = TLTConfig.from_dict({}), False
-    server._tlt_staged, server._tlt_dir = DrafterFile(0, "{}", b"", combined([{}])), Path("nowhere")
+    fine = {"tlt_load_drafter": [asdict(LoadReply(ok=True))], "tlt_set_drafting": [None], "control": {}}
+    server.engine, server.tlt = Engine(**{**fine, method: fail}), TLTConfig.from_dict({})
+    server._tlt_staged = DrafterFile(0, "{}", b"", combined([{}]))
     if method == "control" and not dies:  # what an engine that answers does not do with the switch
         monkeypatch.setattr(engine_calls, "SCHEDULER_S", BOUND_S)
         await server._tlt_reload()
@@ -122,27 +93,27 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
         return
     with pytest.raises(EngineGone, match=r"^The engine (died|did not) [^\n]+\.$"):
         await server._tlt_reload()
-    assert asked[-1] == method, "an engine that is gone is asked nothing more"
+    assert server.engine.asked[-1][0] == method, "an engine that is gone is asked nothing more"
 
 
 @pytest.fixture
 def measured(server, tmp_path, monkeypatch):
-    """Have the server know a stored table, and its engine draft these lengths; returns what the scheduler is told."""
+    """Have the server know a stored table, and its engine draft these lengths; returns the engine."""
 
     def of(arms, stored, requests=64, **speculation):
         """`requests` is what vLLM decodes at once, after what the user told it itself."""
-        key, told = TableKey("CPU", "policy", "0.28"), []
+        key = TableKey("CPU", "policy", "0.28")
         monkeypatch.setattr(module, "cost_key", lambda *_: key)
         save_table(tmp_path, key, stored)
         server.tlt = TLTConfig.from_dict({"speculation": {**speculation, "costs_dir": str(tmp_path)}})
-        server.engine = Engine(control=lambda points: told.append(points) or {}, stats=lambda reset: {})
+        server.engine = Engine(control={}, stats={})
         server.engine.vllm_config = SimpleNamespace(
             additional_config={"tlt": {"arms": arms}}, scheduler_config=SimpleNamespace(max_num_seqs=requests),
             model_config=SimpleNamespace(get_vocab_size=lambda: 3),
         )  # fmt: skip
         server._tlt_dir, server.config = tmp_path, SimpleNamespace(max_num_seqs=64)
         server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abcd")
-        return told
+        return server.engine
 
     return of
 
@@ -153,9 +124,9 @@ async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_dec
 ):
     monkeypatch.setattr(module, "draft_once", None)
     table = LatencyTable.calibrated({k: [(1, 0.01), (batch + 1, 0.02)] for k in (OFF, 0, 1, 2)})
-    told = measured([0, 1, 2], table, calibrate=False)
+    engine = measured([0, 1, 2], table, calibrate=False)
     assert set((await server.tlt_calibrate()).points) == set(table.points)
-    assert told == [table.to_list()]
+    assert engine.told() == [{"points": table.to_list()}]
     other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 1, 2)})
     assert await server.tlt_calibrate(other) == other, "replicas of a run use one table"
 
@@ -176,21 +147,18 @@ async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
 ):
     costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
-    async def draft_once(*_):
-        return can_be_off
-
     async def calibrate(engine, lengths, batches, vocab_size):
         assert vocab_size == 3, "tokens that only the tokenizer knows would end the engine"
         asked.append(batches)
         return costs
 
-    monkeypatch.setattr(module, "draft_once", draft_once)
+    monkeypatch.setattr(module, "draft_once", lambda *_: asyncio.sleep(0, can_be_off))
     monkeypatch.setattr(module, "calibrate", calibrate)
     kept = LatencyTable.calibrated({k: [(1, 0.03), (8, 0.04)] for k in stored})
-    told = measured([0, 2], kept, requests)
+    engine = measured([0, 2], kept, requests)
     found = await server.tlt_calibrate()
     assert asked == ([batches] if batches else []) and found == (costs if batches else kept)
-    assert told == [found.to_list()]
+    assert engine.told() == [{"points": found.to_list()}]
 
 
 async def test_one_that_fails_to_sleep_keeps_its_gate_closed_until_the_weight_sync(server, monkeypatch):
@@ -199,14 +167,11 @@ async def test_one_that_fails_to_sleep_keeps_its_gate_closed_until_the_weight_sy
     async def fails():
         raise RuntimeError("the engine did not sleep")
 
-    async def nothing(*_, **__):
-        pass
-
-    server._admitting, server.sleep = 0, fails
+    server.sleep = fails
     with pytest.raises(RuntimeError, match="did not sleep"):
         await server.tlt_try_sleep()
     assert server._rejecting and not server._resume_event.is_set()
-    monkeypatch.setattr(module.vLLMHttpServer, "wake_up", nothing)
+    monkeypatch.setattr(module.vLLMHttpServer, "wake_up", lambda *_, **__: asyncio.sleep(0))
     await server.wake_up(tags=["kv_cache"])
     assert server._resume_event.is_set() and not server._rejecting
 
@@ -274,7 +239,7 @@ def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stoc
     monkeypatch.setattr(module, "read_model_config", lambda _: {})
     monkeypatch.setattr(TLTvLLMHttpServer, "tlt_stage", lambda *_: None)
     server.tlt = TLTConfig.from_dict({"speculation": {"enable": speculates}})
-    server.config, server._tlt_dir = SimpleNamespace(checkpoint_engine=None), Path("nowhere")
+    server.config = SimpleNamespace(checkpoint_engine=None)
     server.model_config = SimpleNamespace(local_path="nowhere")
     server._preprocess_engine_kwargs({})
     assert (OutputProcessor.process_outputs is stock) != speculates

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_server import Engine, make_server
 from safetensors.torch import save
 from vllm.config import VllmConfig
 
-from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.digest import combined, partial_sums
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadInterval, LoadReply
@@ -23,45 +23,26 @@ FINE = [asdict(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
 NEW = DrafterFile(version=4, config="{}", weights=b"", fingerprint=combined(SHARDS), acceptance=(0.8, 0.7))
 
 
-class Workers:
-    """Two ranks that answer `collective_rpc` with these dicts, or raise."""
-
-    def __init__(self, loads, refusals=(None, None)):
-        self.answers = {"tlt_load_drafter": loads, "tlt_set_drafting": refusals}
-        self.asked, self.told, self.engine_core, self.errored = [], [], self, False
-
-    async def call_utility_async(self, method, operation, arguments):
-        assert (method, operation) == ("tlt_call", "control")
-        self.told.append(arguments)
-        return {}
-
-    async def collective_rpc(self, method, args):
-        self.asked.append((method, *args))
-        if isinstance(self.answers[method], Exception):
-            raise self.answers[method]
-        return self.answers[method]
-
-
 BEFORE = DrafterStatus(version=3, ok=True, acceptance=(0.5,), reloads=7)
 
 
-async def reload(tmp_path, workers, drafter=NEW, disabled=False, before=BEFORE, settings=None):
+def two_ranks(loads=FINE, refusals=(None, None)):
+    return Engine(tlt_load_drafter=loads, tlt_set_drafting=refusals, control={})
+
+
+async def reload(tmp_path, engine, drafter=NEW, disabled=False, before=BEFORE, settings=None):
     """(status after a reload, what the scheduler was told)"""
-    server = object.__new__(TLTvLLMHttpServer)  # verl's own part would need Ray and a whole config
-    server.tlt, server.replica_rank = TLTConfig.from_dict(settings or {}), 0
-    server.engine, server._tlt_dir = workers, tmp_path
-    server._tlt_staged, server._tlt_served = drafter, before
-    server.node_rank = 0
+    server = make_server(engine, settings, _tlt_dir=tmp_path, _tlt_staged=drafter, _tlt_served=before)
     await server.tlt_disable_drafting(disabled, at_once=True)
-    return await server.tlt_status(), workers.told
+    return await server.tlt_status(), engine.told()
 
 
 async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
-    workers = Workers(FINE)
-    status, told = await reload(tmp_path, workers)
+    engine = two_ranks()
+    status, told = await reload(tmp_path, engine)
     assert (status.ok, status.version, status.fingerprint, status.error) == (True, 4, NEW.fingerprint, None)
     assert status.drafting and status.acceptance == (0.8, 0.7) and status.reloads == 8 and status.seconds > 0
-    assert workers.asked[-1] == ("tlt_set_drafting", True)
+    assert engine.asked[-2] == ("tlt_set_drafting", True)
     assert told == [{"drafting": True, "force_k": None, "acceptance": [0.8, 0.7]}]
 
 
@@ -76,11 +57,11 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
     ],
 )
 async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_else(tmp_path, loads, why, refusals):
-    workers = Workers(loads, refusals)
-    status, told = await reload(tmp_path, workers)
+    engine = two_ranks(loads, refusals)
+    status, told = await reload(tmp_path, engine)
     assert not status.ok and why in status.error and status.reloads == 8
     assert (status.version, status.acceptance) == (3, (0.5,)), "of what was served before"
-    assert workers.asked[-1] == ("tlt_set_drafting", False)
+    assert engine.asked[-2] == ("tlt_set_drafting", False)
     assert told[-1]["force_k"] == 0, "its drafts would be verified"
     assert status.drafting == told[-1]["drafting"] == (refusals != (None, None)), "a pass that cannot be skipped runs"
 
@@ -89,37 +70,36 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
 async def test_a_head_that_verl_trains_is_not_loaded_over_what_verl_sent(tmp_path, monkeypatch, method, trains):
     mtp = SimpleNamespace(enable=True, enable_train=trains)
     monkeypatch.setattr(TLTvLLMHttpServer, "config", SimpleNamespace(mtp=mtp), raising=False)
-    workers = Workers(FINE)
-    status, told = await reload(tmp_path, workers, settings={"drafter": {"method": method}})
+    engine = two_ranks()
+    status, told = await reload(tmp_path, engine, settings={"drafter": {"method": method}})
     assert status.ok and status.drafting and status.version == 4 and told[-1]["drafting"] is True
-    assert (("tlt_load_drafter",) in workers.asked) == (method == "eagle3" or not trains)
+    assert (("tlt_load_drafter",) in engine.asked) == (method == "eagle3" or not trains)
 
 
 @pytest.mark.parametrize(("accepted", "found"), [(False, b"whole"), (True, b"half")])
 async def test_a_file_that_was_refused_is_written_again_before_the_next_load(tmp_path, accepted, found):
     stage("{}", b"half", tmp_path / "drafter")
     before = DrafterStatus(version=3, ok=accepted, reloads=7)
-    await reload(tmp_path, Workers(FINE), replace(NEW, weights=b"whole"), before=before)
+    await reload(tmp_path, two_ranks(), replace(NEW, weights=b"whole"), before=before)
     assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == found
 
 
 async def test_a_pass_that_cannot_be_skipped_runs_and_drafts_nothing(tmp_path):
-    refused = Workers(FINE, (None, "V2 cannot"))
-    status, told = await reload(tmp_path, refused, disabled=True)
-    assert refused.asked[-1] == ("tlt_set_drafting", False)
+    engine = two_ranks(refusals=(None, "V2 cannot"))
+    status, told = await reload(tmp_path, engine, disabled=True)
+    assert engine.asked[-2] == ("tlt_set_drafting", False)
     assert status.ok and status.drafting, "what its steps cost is the cost of a running drafter"
     assert told == [{"drafting": True, "force_k": 0, "acceptance": [0.8, 0.7]}]
 
 
 async def test_an_engine_that_refuses_the_pass_it_is_to_run_drafts_nothing_and_says_so(tmp_path):
-    status, told = await reload(tmp_path, Workers(FINE, RuntimeError("no such method")))
+    status, told = await reload(tmp_path, two_ranks(refusals=RuntimeError("no such method")))
     assert not status.ok and "no such method" in status.error and told[-1]["force_k"] == 0
 
 
 async def test_what_an_engine_without_its_drafter_decodes_is_no_part_of_what_was_saved():
     """It may have been the last of the rollout: nobody knows what that would have taken without drafts."""
-    server = object.__new__(TLTvLLMHttpServer)
-    server.tlt, server.node_rank, server._tlt_served = TLTConfig.from_dict({}), 0, DrafterStatus(gave_up=True)
+    server = make_server(_tlt_served=DrafterStatus(gave_up=True))
     drafted = EngineStats(num_drafts=9, load_intervals=(LoadInterval(0.0, 1.0, 4.0, 9.0, 1.0, 20.0, False),))
     account = SavingsAccount(False)
     account.calibrated([(4, 0.1)])
@@ -151,28 +131,16 @@ class Rank(TLTWorkerExtension):
         return rank
 
 
-class Nodes(Workers):
-    """An engine with one rank on each node; a node sees its own environment and its own files."""
-
-    def __init__(self, monkeypatch, directories):
-        super().__init__(None)
-        self.monkeypatch, self.directories = monkeypatch, directories
-        self.ranks = [Rank.on_this_node(directory / "drafter") for directory in directories]
-
-    async def collective_rpc(self, method, args):
-        if method == "tlt_set_drafting":
-            return [None for _ in self.ranks]
-        return [self._on(node, method, args) for node in range(len(self.ranks))]
-
-    def _on(self, node, method, args):
-        others = [d for d in self.directories if d != self.directories[node]]
-        hidden = {d: d.rename(d.with_name(f"{d.name}-of-another-machine")) for d in others}
-        self.monkeypatch.setenv(STAGE_DIR, str(self.directories[node] / "drafter"))
-        try:
-            return getattr(self.ranks[node], method)(*args)
-        finally:
-            for directory, elsewhere in hidden.items():
-                os.rename(elsewhere, directory)
+def on_node(monkeypatch, directories, node, rank):
+    """The answer of one node's rank, which sees its own environment and its own files."""
+    others = [d for d in directories if d != directories[node]]
+    hidden = {d: d.rename(d.with_name(f"{d.name}-of-another-machine")) for d in others}
+    monkeypatch.setenv(STAGE_DIR, str(directories[node] / "drafter"))
+    try:
+        return rank.tlt_load_drafter()
+    finally:
+        for directory, elsewhere in hidden.items():
+            os.rename(elsewhere, directory)
 
 
 async def test_every_node_of_a_replica_loads_what_was_staged_there(tmp_path, monkeypatch):
@@ -182,9 +150,13 @@ async def test_every_node_of_a_replica_loads_what_was_staged_there(tmp_path, mon
     directories = [tmp_path / "first", tmp_path / "second"]
     for directory in directories:
         stage(drafter.config, drafter.weights, directory / "drafter")
-    nodes = Nodes(monkeypatch, directories)
-    status, _ = await reload(directories[0], nodes, drafter)
+    ranks = [Rank.on_this_node(directory / "drafter") for directory in directories]
+
+    def loads():
+        return [on_node(monkeypatch, directories, node, rank) for node, rank in enumerate(ranks)]
+
+    status, _ = await reload(directories[0], two_ranks(loads), drafter)
     assert (status.ok, status.error, status.version) == (True, None, 4)
     assert status.drafting
-    for rank in nodes.ranks:
+    for rank in ranks:
         torch.testing.assert_close(rank.model_runner.drafter.model.model.fc.weight.detach(), weights["fc.weight"])
