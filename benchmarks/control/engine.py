@@ -19,6 +19,7 @@ from benchmarks.control.policies import named
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.decision import RolloutDecision
 from verl_tlt.speculation.types import Load, Policy
 
 ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -136,6 +137,7 @@ class Engine:
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
+        self._decisions: dict[str, RolloutDecision] = {}
         self.decode([([1, 2, 3], 16)] * 2)
 
     # ------------------------------------------------------------------ decoding
@@ -181,13 +183,15 @@ class Engine:
     def add_arm(self, name: str, known: LatencyTable) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.
 
-        `goodput/OF` is one for a load of its own: what another learned of its own is no matter to it.
+        `goodput/OF` is one for a load or drafters of its own: what another learned of its own is no matter to it.
         """
         from verl_tlt.speculation.step_control import Limits, StepControl
 
         kind, arms = name.partition("/")[0], self.models.lengths
         told = (known, self.models.acceptance, arms, self.models.batch)
         policy = VllmTable(*told) if kind == "table" else named(kind, arms)
+        decision = self._decisions[name] = RolloutDecision(kind)
+        decision.calibrated(known)
         control = self.arms[name] = StepControl(policy, Limits(arms))
         control.control(points=known.to_list(), acceptance=self.models.acceptance)
         control.drafting = name != "off"
@@ -205,6 +209,31 @@ class Engine:
         if not own:
             self.scheduler.tlt = self.arms[name]
         self.set_drafting(own or self.arms[name].drafting)
+
+    # ------------------------------------------------------------------ what a run changes
+
+    def publish(self, drafter: Path) -> None:
+        loaded = self.llm.collective_rpc("tlt_load_drafter", args=(str(drafter),))[0]
+        if not loaded["ok"]:
+            raise ValueError(loaded["error"])
+
+    def load_policy(self, directory: Path) -> None:
+        """Other weights for the policy: those in a directory of the same shapes."""
+        from safetensors.torch import load_file
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        policy = core.model_executor.driver_worker.worker.model_runner.get_model()
+        policy.load_weights(load_file(directory / "model.safetensors").items())
+
+    def sync(self, name: str, acceptance: Sequence[float]) -> bool:
+        """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""
+        arm, decision = self.arms[name], self._decisions[name]
+        if (stats := arm.stats(reset=True)).num_steps:
+            decision.learn([stats], None)
+        drafting = decision.drafts(acceptance)
+        self.set_drafting(drafting)
+        arm.control(drafting=drafting, acceptance=list(acceptance))
+        return drafting
 
     def stats(self, name: str) -> dict[str, Any]:
         return asdict(self.arms[name].stats(reset=True))

@@ -162,27 +162,18 @@ def _earlier_policy(target: Path) -> dict[str, Any]:
 def distance(policy: Path, other: Path, texts: int = 48) -> float:
     """KL(policy || other) in nats a token, on responses that the policy writes at temperature 1."""
     import torch
-    from torch.nn.utils.rnn import pad_sequence
     from transformers import Qwen3ForCausalLM
 
+    from benchmarks.drafter.trajectory import sample
     from demo.toy import task
 
     models = [Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (policy, other)]
-    writer = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float().eval()  # rounded, as in engines
     rng, total, count = random.Random(0), 0.0, 0
-    problems = [task.sample_problem(rng) for _ in range(texts)]
-    prompts = [[task.TOKEN_ID[w] for w in task.prompt_tokens(problem)] for problem in problems]
-    pad, end = task.TOKEN_ID[task.PAD], task.TOKEN_ID[task.EOS]
-    ids = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True, padding_value=pad, padding_side="left")
-    torch.manual_seed(0)
+    prompts = [[task.TOKEN_ID[w] for w in task.prompt_tokens(task.sample_problem(rng))] for _ in range(texts)]
     with torch.no_grad():
-        drawn = writer.generate(
-            ids, attention_mask=ids != pad, do_sample=True, top_k=0, max_new_tokens=384, eos_token_id=end,
-            pad_token_id=pad,
-        )[:, ids.shape[1] :].tolist()  # fmt: skip
-        for prompt, row in zip(prompts, drawn, strict=True):
-            text = torch.tensor([prompt + (row[: row.index(end) + 1] if end in row else row)])
-            mine, theirs = (model(text).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models)
+        for text in sample(models[0], prompts, 1, seed=0):
+            ids = torch.tensor([text.tokens])
+            mine, theirs = (model(ids).logits[0, text.prompt_len - 1 : -1].log_softmax(-1) for model in models)
             total += float((mine.exp() * (mine - theirs)).sum())
             count += len(mine)
     return total / count

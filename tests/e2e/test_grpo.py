@@ -9,7 +9,7 @@ from struck import STRUCK
 from benchmarks.faults import judge
 from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
-from benchmarks.resumed import held_by, saved
+from benchmarks.resume import held_by, saved
 from verl_tlt.commands.report.steps import rl_steps
 from verl_tlt.trainer.cold_start import PORTIONS, STEPS
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.real_policy.job import real_overrides
-from benchmarks.resumed import held_by, saved
+from benchmarks.resume import held_by, saved
 from benchmarks.toy_job import FORCED, Job, force_lengths
 from demo.toy.assets import Assets
 from verl_tlt.commands.report.reader import read_trace

@@ -112,7 +112,8 @@ class SpotLearner:
         self._judging: Judging | None = None
         self.rng = random.Random(f"{d.seed}-{name}")
         self._model_lock = threading.Lock()
-        self._buffer_lock, self._versions_lock = threading.Lock(), threading.Lock()  # held for moments only
+        self._buffer_lock = threading.Lock()  # held for moments only
+        self._versions_lock = threading.Lock()  # held for moments only
         self._arrived: VerifierArrays | None = None
         self._chosen = draft_ids  # has arrived; None: nothing to take over
         self._verifier_known = False

@@ -142,6 +142,9 @@ class Shell(Words):
     def _unknown(self, node: Node) -> int | None:
         return self._undecided([[node], []], self.cause(text_of(node)), loop=True)
 
+    def _variable_assignments(self, node: Node) -> int | None:
+        return self.sequence(node.children)
+
     def _compound_statement(self, node: Node) -> int | None:
         text = text_of(node)
         if not text.startswith("(("):
@@ -150,8 +153,6 @@ class Shell(Words):
             return int(self.arithmetic(text[2:-2]) == 0)
         except Unreadable:
             return None
-
-    _variable_assignments = _compound_statement
 
     def _subshell(self, node: Node) -> int | None:
         return self.apart(node.children, self.printed)

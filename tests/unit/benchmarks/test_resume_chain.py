@@ -1,0 +1,136 @@
+"""The chain of killed jobs: when a job is killed, and what a resumption is compared with."""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.resume import PHASES, Saved, Target, draw, held_by, history, judge
+from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.messages.training import Resumed
+from verl_tlt.trace.events import LoadSample, Phase, Publish, Reload, RunStarted, TraceWriter
+
+HELD = Resumed(40, "aa", "bb", "cc", "dd")
+WANT = Saved(3, 2, 3, "ee", "ii", HELD)
+PAST = {"version": 2, "served": "ee", "initial": "ii", "steps": 40}
+
+
+def phase(name, step):
+    return Phase(t=1.0, step=step, name=name, start=0.0, end=1.0)
+
+
+def load(step, **inflight):
+    return LoadSample(t=1.0, step=step, inflight=inflight)
+
+
+def test_twenty_kills_hit_every_phase_at_moments_of_their_own():
+    drawn = [draw(number, seed=0) for number in range(20)]
+    assert Counter(t.phase for t in drawn) == Counter(PHASES * 2)
+    assert {t.later for t in drawn} == {1, 2, 3}, "what is published in one step is saved in the next"
+    assert {"save", "publish", "session", "merge"} <= {t.phase for t in drawn}
+    assert len({t.delay_s for t in drawn}) == 20 and drawn == [draw(number, seed=0) for number in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("rollout", load(5, a=4, b=4)),
+        ("session", load(5, a=4, b=0)),
+        ("update", phase("old_log_prob", 5)),
+        ("save", phase("update_actor", 5)),
+        ("sync", Publish(t=1.0, step=5, version=1, decision="kept")),
+    ],
+)
+def test_a_phase_has_one_mark_and_not_in_a_jobs_first_step(name, event):
+    marks = [load(5, a=4, b=4), load(5, a=4, b=0), phase("old_log_prob", 5), phase("update_actor", 5)]
+    target = Target(name, 0.0)
+    assert target.mark(event, first=4) and not target.mark(event, first=5)
+    assert not target.mark(RunStarted(t=1.0, step0=5), first=0)
+    assert not Target(name, 0.0, later=2).mark(event, first=4) and Target(name, 0.0, later=2).mark(event, first=3)
+    others = [other for other in marks if other.kind != event.kind or vars(other) != vars(event)]
+    assert not any(target.mark(other, first=4) for other in others if not (name == "rollout" and other.kind == "load"))
+
+
+def test_a_merge_is_awaited_only_where_somebody_trained():
+    target = Target("merge", 0.0)
+    assert not target.mark(phase("rollout", 5), first=4)
+    target.mark(load(6, a=1, b=0), first=4)
+    assert target.mark(phase("rollout", 6), first=4)
+
+
+def test_what_a_worker_logs_is_read_back():
+    line = f"(Task pid=1) INFO:x:spot worker 10.0.0.1:80 goes on from /out/global_step_3/tlt_drafter: {HELD}\n"
+    assert held_by(f"noise\n{line}{line}") == [HELD, HELD]
+    assert held_by("spot worker a goes on from /x: it holds no training") == []
+
+
+def reload(step, version, fingerprint):
+    return Reload(t=1.0, step=step, replica="a", version=version, fingerprint=fingerprint, ok=True)
+
+
+def test_a_resumption_with_everything_of_one_step_is_equal():
+    found = judge(WANT, PAST, 4, [HELD, HELD], [reload(4, 2, "ee"), reload(5, 3, "ff")])
+    assert set(found.values()) == {True}
+    assert judge(WANT, PAST, 4, [HELD, HELD], [])["engines"] is None, "it was killed before they said so"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "change"),
+    [
+        ("step", {"step0": 5}),
+        ("version", {"past": {**PAST, "version": 1}}),
+        ("engines", {"reloads": [reload(4, 2, "old")]}),
+        ("optimizer", {"held": [HELD, Resumed(40, "aa", "bb", "cc", "other")]}),
+        ("candidate", {"held": [HELD, Resumed(40, "xx", "bb", "cc", "dd")]}),
+        ("gate_initial", {"past": {**PAST, "initial": "served since"}}),
+        ("gate_initial", {"held": [HELD, Resumed(40, "aa", "bb", "bb", "dd")]}),
+        ("optimizer_steps", {"past": {**PAST, "steps": 41}}),
+        ("all_workers_said", {"held": [HELD]}),
+    ],
+)
+def test_anything_of_another_step_shows(wrong, change):
+    case = {"past": PAST, "step0": 4, "held": [HELD, HELD], "reloads": [reload(4, 2, "ee")], **change}
+    found = judge(WANT, case["past"], case["step0"], case["held"], case["reloads"])
+    assert {name for name, value in found.items() if value is False} == {wrong}
+
+
+def test_what_a_killed_job_published_after_the_save_is_not_what_was_saved(tmp_path):
+    """Killed after it had published version 2 in step 2, the job is resumed from step 2 with version 1."""
+    clock = iter(range(1000))
+    trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
+
+    def step(number, version, fingerprint, trained):
+        trace.emit(
+            "session", step=number, replica="a", worker="a", start=float(next(clock)), end=0.0, steps=trained,
+            tokens=9, outcome="stopped",
+        )  # fmt: skip
+        trace.emit("publish", step=number, version=version, decision="published")
+        trace.emit("reload", step=number, replica="a", version=version, fingerprint=fingerprint, ok=True)
+
+    trace.emit("run", step0=1, replicas=["a", "b"])
+    step(1, 1, "one", trained=5)
+    step(2, 2, "lost", trained=7)
+    assert history(read_trace(tmp_path), 2) == {"version": 1, "served": "one", "initial": None, "steps": 12}
+    trace.emit("run", step0=3, replicas=["a", "b"])
+    step(3, 2, "two", trained=4)
+    step(4, 3, "three", trained=1)
+    assert history(read_trace(tmp_path), 4) == {"version": 2, "served": "two", "initial": None, "steps": 17}
+
+
+def test_what_a_cold_start_published_is_saved_with_its_step(tmp_path):
+    trace = TraceWriter(tmp_path, "trainer", clock=lambda: 15.0)
+    trace.emit("run", step0=1, replicas=["a", "b"])
+    trace.emit("phase", step=3, name="cold_start", start=10.0, end=20.0)
+    trace.emit("publish", step=3, version=2, decision="published")
+    assert history(read_trace(tmp_path), 3)["version"] == 2
+
+
+def test_all_go_on_with_the_optimizer_of_the_worker_that_trained_the_longest_in_each_job(tmp_path):
+    clock = iter(range(1000))
+    trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
+    for first, trained in ((1, {"a": (5, 1), "b": (3, 4)}), (3, {"a": (2, 0), "b": (1, 0)})):
+        trace.emit("run", step0=first, replicas=["a", "b"])
+        for replica, steps in trained.items():
+            for later, count in enumerate(steps):
+                session = {"step": first + later, "start": float(next(clock)), "end": 0.0, "steps": count, "tokens": 9}
+                trace.emit("session", replica=replica, outcome="stopped", **session)
+    assert history(read_trace(tmp_path), 4)["steps"] == (3 + 4) + 2
