@@ -42,7 +42,7 @@ SETTINGS = {
 }
 """Accept lengths of 1.95, 2.5 and 3.2 at K=3: the TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this
 project's toy ends with at 2.0 to 2.9. The lowest sharpness, and a pass of 0.4 ms, are what the paper's Table 4 fits.
-Seconds per layer hold the decoding of one request that others measured on GPUs (test_step_costs.py)."""
+Seconds per layer hold the decoding of one request that others measured on GPUs (test_hardware.py)."""
 MEDIAN_SHARE, SIGMA = 1 / 10, 1.0
 """Median response over the longest allowed, and the spread of the logarithm: one response in a hundred is cut."""
 OVERHEAD_S = 0.5
