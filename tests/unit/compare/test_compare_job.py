@@ -21,22 +21,20 @@ def plan_of(folder, *overrides):
     return Plan(Recipe(overrides), (), None, 4, folder)
 
 
-def test_a_job_that_fails_is_told_with_its_cause_and_its_log(tmp_path):
-    with pytest.raises(CompareError, match=r"(?s)stock failed with exit status 1\..*no\.such\.key") as error:
-        take_turn(plan_of(tmp_path, "no.such.key=1"), ARM, 0, 60.0, lambda done: None)
-    assert str(tmp_path / "stock" / "turn-1.log") in str(error.value)
-
-
-def test_a_job_that_logs_nothing_for_too_long_is_ended(tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "turn", "stall_s", "said"),
+    [
+        (["no.such.key=1"], 0, 60.0, r"(?s)stock failed with exit status 1\..*/stock/turn-1\.log.*no\.such\.key"),
+        ([], 0, 0.2, "has written nothing for 0 s"),
+        ([], 1, 60.0, r"global_step_4, from which stock is to go on, is gone"),
+    ],
+    ids=["fails", "hangs", "has no checkpoint"],
+)
+def test_a_turn_that_comes_to_nothing_says_why(tmp_path, overrides, turn, stall_s, said):
     told = []
-    with pytest.raises(CompareError, match="has written nothing for 0 s"):
-        take_turn(plan_of(tmp_path), ARM, 0, 0.2, told.append)
+    with pytest.raises(CompareError, match=said):
+        take_turn(plan_of(tmp_path, *overrides), ARM, turn, stall_s, told.append)
     assert set(told) <= {0}
-
-
-def test_a_turn_goes_on_only_from_a_checkpoint_that_is_there(tmp_path):
-    with pytest.raises(CompareError, match=r"global_step_4, from which stock is to go on, is gone"):
-        take_turn(plan_of(tmp_path), ARM, 1, 60.0, lambda done: None)
 
 
 def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch):
@@ -75,12 +73,11 @@ def test_one_checkpoint_is_kept(tmp_path):
 def test_rows_are_finished_steps(tmp_path):
     file = tmp_path / "turn-1.jsonl"
     assert read_rows(file) == {}
-    rows = [{"step": 0, "data": {"val/acc": 1.0}}, {"step": 1, "data": {"timing_s/step": 2.0}}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2, "data": {"timing_s/st')
-    assert read_rows(file) == {1: {"timing_s/step": 2.0}}
-    rows[1]["data"]["sample"] = "one\u2028two\u0085three"  # what ends a line for `str.splitlines` alone
-    file.write_text(json.dumps(rows[1], ensure_ascii=False) + "\n")
-    assert read_rows(file) == {1: rows[1]["data"]}
+    done = {"timing_s/step": 2.0, "sample": "one\u2028two\u0085three"}  # what ends a line for `str.splitlines` alone
+    rows = [{"step": 0, "data": {"val/acc": 1.0}}, {"step": 1, "data": done}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    file.write_text(lines + '{"step": 2, "data": {"timing_s/st')
+    assert read_rows(file) == {1: done}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A recipe taken apart into what every arm is given, and what is refused before anything starts."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,21 +26,25 @@ BASE = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.re
 WITH = (*BASE, "+tlt=default", "tlt.spot.max_epochs=3", "~tlt.trace.engine_steps", "trainer.plugin=tlt")
 
 
+def plan_of(folder, *overrides, base=BASE):
+    return make_plan(Recipe((*base, *overrides)), 4, folder)
+
+
 def composed(plan, arm, turn=0):
     words = [word for word in plan.command(arm, turn)[2:] if not word.startswith("--config-")]
     return compose(words, plan.stock.config)
 
 
 def arm_of(name, drafter=None):
-    return {arm.name: arm for arm in named_arms([name], drafter)}[name]
+    return {arm.name: arm for arm in named_arms([TLT, name], drafter)}[name]
 
 
 @pytest.mark.parametrize("given", [BASE, WITH, (*BASE, "+trainer.plugin=tlt")], ids=["stock", "default", "plugin"])
 def test_stock_has_nothing_of_tlt_and_tlt_has_it_all(tmp_path, given):
-    plan = make_plan(Recipe(given), 4, tmp_path)
+    plan = plan_of(tmp_path, base=given)
     tlt = composed(plan, arm_of("tlt-no-spot"))
     assert flag.wanted(tlt) and tlt.tlt.trace.dir == str(tmp_path / "tlt-no-spot" / "trace") and not tlt.tlt.spot.enable
-    stock = composed(plan, Arm(STOCK, "", False))
+    stock = composed(plan, arm_of(STOCK))
     assert not flag.wanted(stock) and flag.refusal(stock) is None and "tlt" not in stock
     if given is WITH:
         assert tlt.tlt.spot.max_epochs == 3 and "engine_steps" not in tlt.tlt.trace
@@ -51,33 +54,35 @@ def test_a_top_level_config_that_has_the_flag_is_stock_without_it(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, /tlt@_global_: default, _self_]\n")
     recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
     plan = make_plan(recipe, 4, tmp_path)
-    assert not flag.wanted(composed(plan, Arm(STOCK, "", False))) and flag.wanted(composed(plan, arm_of(TLT)))
+    assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))
 
 
-def test_every_turn_goes_on_from_the_one_before_and_the_first_where_the_recipe_would(tmp_path):
-    plan, arm = make_plan(Recipe(BASE), 4, tmp_path / "out"), arm_of(TLT)
+def test_every_turn_goes_on_from_the_one_before(tmp_path):
+    plan, arm = plan_of(tmp_path), arm_of(TLT)
     assert {"trainer.resume_mode=disable", "trainer.total_training_steps=4"} <= set(plan.command(arm, 0))
     second = composed(plan, arm, 1).trainer
     assert (second.resume_mode, second.total_training_steps) == ("resume_path", 8)
-    assert second.resume_from_path == str(tmp_path / "out" / "tlt" / "global_step_4")
-    assert second.default_local_dir == str(tmp_path / "out" / "tlt")
+    assert second.resume_from_path == str(tmp_path / "tlt" / "global_step_4")
+    assert second.default_local_dir == str(tmp_path / "tlt")
+
+
+def test_the_first_turn_begins_where_the_recipe_would(tmp_path):
     (run := tmp_path / "it's, a run").joinpath("global_step_30").mkdir(parents=True)
-    run.joinpath("latest_checkpointed_iteration.txt").write_text("30")
-    for given in (
-        first := ("trainer.resume_mode=auto", f"trainer.default_local_dir={quoted(run)}"),
-        ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={quoted(run / 'global_step_30')}"),
-    ):
-        plan = make_plan(Recipe((*BASE, *given)), 4, tmp_path / "out")
-        begin = composed(plan, arm).trainer
+    (latest := run / "latest_checkpointed_iteration.txt").write_text("30")
+    newest = ("trainer.resume_mode=auto", f"trainer.default_local_dir={quoted(run)}")
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={quoted(run / 'global_step_30')}")
+    for given in (newest, named):
+        plan = plan_of(tmp_path / "out", *given)
+        begin = composed(plan, arm_of(TLT)).trainer
         assert (begin.resume_from_path, begin.total_training_steps) == (str(run / "global_step_30"), 34)
-        assert plan.checkpoint(arm, 2) == tmp_path / "out" / "tlt" / "global_step_38"
+        assert plan.checkpoint(arm_of(TLT), 2) == tmp_path / "out" / "tlt" / "global_step_38"
     for text in (b"30\xff", b"3/0", b"\0", b""):
-        run.joinpath("latest_checkpointed_iteration.txt").write_bytes(text)
+        latest.write_bytes(text)
         with pytest.raises(CompareError, match="which is no checkpoint"):
-            make_plan(Recipe((*BASE, *first)), 4, tmp_path / "out")
+            plan_of(tmp_path / "out", *newest)
     (run / "global_step_30").rmdir()
     with pytest.raises(CompareError, match="which is no checkpoint"):
-        make_plan(Recipe((*BASE, *given)), 4, tmp_path / "out")
+        plan_of(tmp_path / "out", *named)
 
 
 def test_a_script_brings_its_environment_and_its_folder(tmp_path, monkeypatch):
@@ -93,16 +98,17 @@ def test_a_script_brings_its_environment_and_its_folder(tmp_path, monkeypatch):
 
 
 def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
-    plan = make_plan(Recipe((*WITH, "tlt.drafter.path=/a/drafter")), 4, tmp_path)
+    plan = plan_of(tmp_path, "tlt.drafter.path=/a/drafter", base=WITH)
     arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3", "vllm-5-lost"], given_drafter(plan))}
     assert list(arms) == [STOCK, TLT, "vllm-3", "vllm-5-lost"]
-    engine = composed(plan, arms["vllm-3"]).actor_rollout_ref.rollout
-    assert engine.engine_kwargs.vllm.speculative_config.model == "/a/drafter" and not engine.disable_log_stats
-    assert engine.engine_kwargs.vllm.speculative_config.num_speculative_tokens == 3 and not engine.free_cache_engine
+    config = composed(plan, arms["vllm-3"])
+    engine = config.actor_rollout_ref.rollout
+    speculative = engine.engine_kwargs.vllm.speculative_config
+    assert (speculative.model, speculative.num_speculative_tokens) == ("/a/drafter", 3)
+    assert not engine.disable_log_stats and not engine.free_cache_engine and not flag.wanted(config)
     lost = composed(plan, arms["vllm-5-lost"]).actor_rollout_ref.rollout
     assert lost.free_cache_engine and lost.engine_kwargs.vllm.speculative_config.draft_sample_method == "greedy"
     assert composed(plan, arms[TLT]).tlt.drafter.path == "/a/drafter"
-    assert not flag.wanted(composed(plan, arms["vllm-3"]))
 
 
 @pytest.mark.parametrize("text", ["/plain", "it's", "a, b = {c} [d]", r"back\slash", "ends in \\", "${not} $(this)"])
@@ -129,27 +135,28 @@ def test_arms_that_there_are_not_are_refused(names, drafter, said):
 
 def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(CompareError, match="There is no recipe"):
-        make_plan(Recipe(()), 4, tmp_path)
+        plan_of(tmp_path, base=())
     with pytest.raises(CompareError, match=r"/no/folder, which is not here"):
         make_plan(Recipe(BASE, directory="/no/folder"), 4, tmp_path)  # `mkdir -p folder && cd folder` of its script
     with pytest.raises(TLTError, match=r"no\.such\.key"):
-        make_plan(Recipe((*BASE, "no.such.key=1")), 4, tmp_path)
-    nowhere = make_plan(Recipe((*BASE, "actor_rollout_ref.model.path=/nowhere/policy")), 4, tmp_path)
-    with pytest.raises(CompareError, match=r"Arm tlt: .*/nowhere"):
-        check_arms(nowhere, [arm_of(TLT)])
-    with pytest.raises(CompareError, match=r"Arm odd: .*no\.such\.key"):
-        check_arms(nowhere, [Arm("odd", "", False, ("no.such.key=1",))])
-    with pytest.raises(CompareError, match=r"tlt\.drafter\.path=/no/drafter is not a directory"):
-        check_arms(nowhere, named_arms(["vllm-3"], "/no/drafter"), "/no/drafter")
+        plan_of(tmp_path, "no.such.key=1")
+    nowhere = plan_of(tmp_path, "actor_rollout_ref.model.path=/nowhere/policy")
+    for arms, drafter, said in (
+        ([arm_of(TLT)], None, r"Arm tlt: .*/nowhere"),
+        ([Arm("odd", "", False, ("no.such.key=1",))], None, r"Arm odd: .*no\.such\.key"),
+        (named_arms(["vllm-3"], "/no/drafter"), "/no/drafter", r"tlt\.drafter\.path=/no/drafter is not a directory"),
+    ):
+        with pytest.raises(CompareError, match=said):
+            check_arms(nowhere, arms, drafter)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_two_calls_may_differ_in_is_no_other_comparison(tmp_path):
     """Many a script writes the date into its names."""
     arms = named_arms([TLT], None)
-    one, two = (make_plan(Recipe((*BASE, f"trainer.experiment_name={name}")), 4, tmp_path) for name in "ab")
-    assert one.asked(arms) == two.asked(arms)
-    other = make_plan(Recipe((*BASE, "data.seed=2")), 4, tmp_path)
-    assert {name for name, value in other.asked(arms).items() if value != one.asked(arms)[name]} == {"recipe"}
-    changed = [*arms, vllm_arm("vllm-3", "", "/d", 3)]
-    assert json.loads(json.dumps(one.asked(changed)))["arm vllm-3"] and Path(one.folder) == tmp_path
+    one, two = (plan_of(tmp_path, f"trainer.experiment_name={name}").asked(arms) for name in "ab")
+    assert one == two
+    other = plan_of(tmp_path, "data.seed=2").asked(arms)
+    assert {name for name, value in other.items() if value != one[name]} == {"recipe"}
+    more = plan_of(tmp_path).asked([*arms, vllm_arm("vllm-3", "", "/d", 3)])
+    assert json.loads(json.dumps(more))["arm vllm-3"]

@@ -21,17 +21,11 @@ def screen():
 
 @pytest.fixture
 def recipe(tmp_path, made_run):
-    """Writes the made-up run's trace, or the same steps as verl's metrics file when TLT=0."""
-    lines = [json.loads(line) for line in (made_run.directory / "trainer.jsonl").read_text().splitlines()]
-    metrics = tmp_path / "stock.jsonl"
-    steps = [(e["step"], {k: v for k, v in e["metrics"].items() if not k.startswith("tlt/")}) for e in lines
-             if e["kind"] == "step"]  # fmt: skip
-    metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps))
+    """Writes the made-up run's trace."""
     script = tmp_path / "recipe.sh"
     script.write_text(f"""
         echo "steps $STEPS seed $SEED drafter '$DRAFTER' $GREETING ray '$RAY_ADDRESS' dtype $DTYPE"
-        if [ "$TLT" = 1 ]; then cp -r {made_run.directory} "$OUT/trace"; mkdir "$OUT/drafter"
-        else cp {metrics} "$VERL_FILE_LOGGER_PATH"; fi
+        cp -r {made_run.directory} "$OUT/trace"; mkdir "$OUT/drafter"
     """)
     return script
 
@@ -49,22 +43,18 @@ def test_a_run_prints_a_line_per_step(tmp_path, recipe, screen, monkeypatch):
     assert "steps 6 seed 7 drafter '' hello ray ''" in run.log.read_text()
 
 
-def test_a_failing_run_gives_cause_log_and_last_lines(tmp_path, screen):
-    recipe = tmp_path / "recipe.sh"
-    recipe.write_text("echo 'ValueError: tlt.drafter.path is wrong'; exit 3")
-    run = DemoRun("a run", tmp_path / "out", steps=1, seed=0)
-    with pytest.raises(DemoError) as error:
-        run_recipe(run, recipe, screen)
-    assert "exit status 3. Cause: ValueError: tlt.drafter.path is wrong" in str(error.value)
-    assert str(run.log) in str(error.value)
-
-
-def test_a_run_that_stops_early_or_hangs_is_an_error(tmp_path, recipe, screen):
-    with pytest.raises(DemoError, match="ended after 6 of 7 steps"):
-        run_recipe(DemoRun("a run", tmp_path / "out", steps=7, seed=0), recipe, screen)
-    recipe.write_text("sleep 60")
-    with pytest.raises(DemoError, match="the run hangs"):
-        run_recipe(DemoRun("a run", tmp_path / "out", steps=7, seed=0), recipe, screen, stall_s=0.5)
+@pytest.mark.parametrize(
+    ("program", "stall_s", "said"),
+    [
+        ("echo 'ValueError: x is wrong'; exit 3", 60.0, r"(?s)exit status 3. Cause: ValueError: x is wrong.*verl\.log"),
+        ("", 60.0, "ended after 6 of 7 steps"),
+        ("sleep 60", 0.5, "the run hangs"),
+    ],
+)
+def test_a_run_that_fails_stops_early_or_hangs_is_an_error(tmp_path, recipe, screen, program, stall_s, said):
+    recipe.write_text(program or recipe.read_text())
+    with pytest.raises(DemoError, match=said):
+        run_recipe(DemoRun("a run", tmp_path / "out", steps=7, seed=0), recipe, screen, stall_s=stall_s)
 
 
 def test_a_folder_of_the_users_is_not_emptied(tmp_path, recipe, screen):
@@ -91,11 +81,16 @@ def test_a_run_ends_with_summary_picture_report_and_command(tmp_path, recipe, sc
     assert f'--speculative-config \'{{"method": "eagle3", "model": "{made_run.directory / "drafter"}"' in shown(screen)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_demo_says_in_which_dtype_it_computes_and_does(tmp_path, recipe, capsys, monkeypatch, dtype):
+@pytest.fixture
+def here(recipe, monkeypatch):
+    """The demo's recipe and a machine that is large enough."""
     monkeypatch.setattr(command, "RECIPE", recipe)
-    monkeypatch.setattr(command, "find_dtype", lambda: dtype)
     monkeypatch.setattr(command, "find_machine", lambda: Machine(memory_gb=32.0, cores=2.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_says_in_which_dtype_it_computes_and_does(tmp_path, here, capsys, monkeypatch, dtype):
+    monkeypatch.setattr(command, "find_dtype", lambda: dtype)
     assert demo(against_stock=False, steps=6, out=tmp_path / "out", seed=0, from_scratch=True) == 0
     assert f"Computing in {dtype}: this processor" in capsys.readouterr().out
     assert f"dtype {dtype}\n" in (tmp_path / "out" / "tlt" / "verl.log").read_text()
@@ -118,9 +113,7 @@ def warmup_program(tmp_path, monkeypatch):
     return calls
 
 
-def test_the_demo_warms_up_a_drafter_once_and_drafts_with_it(tmp_path, recipe, capsys, monkeypatch, warmup_program):
-    monkeypatch.setattr(command, "RECIPE", recipe)
-    monkeypatch.setattr(command, "find_machine", lambda: Machine(memory_gb=32.0, cores=2.0))
+def test_the_demo_warms_up_a_drafter_once_and_drafts_with_it(tmp_path, here, capsys, monkeypatch, warmup_program):
     out = tmp_path / "out"
     monkeypatch.setenv("FAILS", "1")
     assert demo(against_stock=False, steps=None, out=out, seed=0) == 1

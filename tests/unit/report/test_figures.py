@@ -25,50 +25,43 @@ def ax():
 
 
 def boxes(ax, label):
-    """(left, right, bottom) of each box that was drawn under this label."""
-    paths = [path for c in ax.collections if c.get_label() == label for path in c.get_paths()]
-    return [(p.get_extents().x0, p.get_extents().x1, p.get_extents().y0) for p in paths]
-
-
-def names(ax):
-    return {int(label.get_position()[1]): label.get_text() for label in ax.get_yticklabels()}
+    """(left, right, name of the lane) of each box that was drawn under this label."""
+    lanes = {int(label.get_position()[1]): label.get_text() for label in ax.get_yticklabels()}
+    extents = [path.get_extents() for c in ax.collections if c.get_label() == label for path in c.get_paths()]
+    return [(box.x0, box.x1, lanes[int(box.y0)]) for box in extents]
 
 
 def test_lanes_show_training_and_phases(trace, made_run, ax):
     figures.draw_replicas(ax, trace, rl_steps(trace)[3])
-    idle, rollout, bubble = made_run.idle_replica[3], made_run.rollout_s[3], made_run.bubble_s[3]
-    ((start, end, y),) = boxes(ax, "training")
-    assert names(ax)[int(y)] == idle.replace("-", " ")
+    rollout, bubble = made_run.rollout_s[3], made_run.bubble_s[3]
+    ((start, end, lane),) = boxes(ax, "training")
+    assert lane == made_run.idle_replica[3].replace("-", " ")
     assert (start, end) == pytest.approx((rollout - bubble + 0.35, rollout + 0.05))
     assert len(boxes(ax, "policy update")) == 2
-
-
-def test_lanes_show_batch_and_draft_length(trace, ax):
-    step = rl_steps(trace)[6]
-    figures.draw_replicas(ax, trace, step)
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend[0] == "batch, up to 32" and {"K=1", "K=3", "K=5"} <= set(legend)
-    upper = max(ax.patches, key=lambda patch: patch.get_data().baseline)
-    assert upper.get_data().values.max() == pytest.approx(1 + figures.LANE)
-    strip = ax.images[0].get_array()
-    drawn = {matplotlib.colors.to_hex(color) for color in strip[0]}
-    assert {figures.k_color(k, 5) for k in (1, 3, 5)} <= drawn
 
 
 def test_the_policy_is_not_trained_on_standalone_replicas(trace, ax):
     run = dataclasses.replace(trace.run, standalone=["replica-1"])
     figures.draw_replicas(ax, dataclasses.replace(trace, runs=[run]), rl_steps(trace)[3])
-    ((_, _, y),) = boxes(ax, "policy update")
-    assert names(ax)[int(y)].startswith("replica 0")
+    assert [lane for _, _, lane in boxes(ax, "policy update")] == ["replica 0"]
+
+
+def test_lanes_show_batch_and_draft_length(trace, ax):
+    figures.draw_replicas(ax, trace, rl_steps(trace)[6])
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend[0] == "batch, up to 32" and {"K=1", "K=3", "K=5"} <= set(legend)
+    upper = max(ax.patches, key=lambda patch: patch.get_data().baseline)
+    assert upper.get_data().values.max() == pytest.approx(1 + figures.LANE)
+    drawn = {matplotlib.colors.to_hex(color) for color in ax.images[0].get_array()[0]}
+    assert {figures.k_color(k, 5) for k in (1, 3, 5)} <= drawn
 
 
 def test_accept_length_and_the_first_drafter(trace, made_run, ax):
-    figures.draw_lines(ax, "tokens", figures.accept_lengths(trace))
+    figures.draw_lines(ax, "tokens", figures.accept_lengths(trace), lowest=1.0)
     ours, first = ax.lines
     assert ours.get_xdata().tolist() == list(range(1, 7))
     assert ours.get_ydata().tolist() == pytest.approx(list(made_run.accept_length.values()))
     assert set(first.get_ydata()) == {1.01} and first.get_linestyle() == "--"
-    figures.draw_lines(ax, "tokens", figures.accept_lengths(trace), lowest=1.0)
     assert ax.get_ylim()[0] == 1.0, "a small change does not look like a large one"
 
 
@@ -84,16 +77,22 @@ def test_speed_is_drawn_beside_what_it_would_be_without_drafts(trace, made_run, 
     assert list(figures.speeds(dataclasses.replace(trace, steps=unknown))) == ["this run"]
 
 
-def test_a_draft_length_has_one_colour_in_all_charts(trace, ax):
+def test_draft_lengths_are_shares_of_engine_steps(trace):
+    bars = figures.draft_lengths(trace)
+    assert set(bars) <= {"OFF", *(f"K={k}" for k in range(6))}
+    columns = zip(*(values for _, values in bars.values()), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx([1] * 6)
+
+
+def test_a_draft_length_has_one_colour_of_its_own_in_all_charts(trace, ax):
+    assert len({figures.k_color(k, 7) for k in range(-2, 8)}) == 10
     longer = {n: {**metrics, "tlt/draft_length_frac_7": 0.5} for n, metrics in trace.steps.items()}  # not in this step
     trace = dataclasses.replace(trace, steps=longer)
     figures.draw_replicas(ax, trace, rl_steps(trace)[6])
-    bars = figures.draft_lengths(trace)
-    legend = ax.get_legend()
+    bars, legend = figures.draft_lengths(trace), ax.get_legend()
     handles = {t.get_text(): h.get_facecolor() for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}
-    for label in set(handles) & set(bars):
-        assert matplotlib.colors.to_hex(handles[label]) == bars[label][0]
-    assert set(handles) & set(bars)
+    both = set(handles) & set(bars)
+    assert both and all(matplotlib.colors.to_hex(handles[label]) == bars[label][0] for label in both)
 
 
 @pytest.mark.timeout(15)
@@ -106,14 +105,6 @@ def test_bars_are_one_shape_however_many_steps_there_are(ax):
     assert ax.get_ylim()[0] < -2.0 and ax.get_ylim()[1] > 1.0
 
 
-def test_draft_lengths_are_shares_of_engine_steps(trace):
-    bars = figures.draft_lengths(trace)
-    assert set(bars) <= {"OFF", *(f"K={k}" for k in range(6))}
-    columns = zip(*(values for _, values in bars.values()), strict=True)
-    assert [sum(column) for column in columns] == pytest.approx([1] * 6)
-    assert len({figures.k_color(k, 7) for k in range(-2, 8)}) == 10, "every draft length has its own colour"
-
-
 def test_the_picture_is_drawn(trace, tmp_path):
     image = imread(figures.save_picture(tmp_path / "p.png", trace))
     assert image.shape[0] > 1500 and image.shape[1] == 160 * figures.WIDTH, "a column, for a page of 390 pixels"
@@ -121,11 +112,8 @@ def test_the_picture_is_drawn(trace, tmp_path):
     for color in (figures.BLUE, figures.GREEN, figures.PURPLE, figures.PALE):
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         assert (rgb == wanted).all(axis=1).sum() > 1000
-
-
-def test_a_run_without_loads_or_steps_is_drawn(tmp_path):
     TraceWriter(tmp_path, "trainer").emit("phase", step=1, name="rollout", start=0.0, end=2.0)
-    figures.save_picture(tmp_path / "bare.png", read_trace(tmp_path))
+    figures.save_picture(tmp_path / "bare.png", read_trace(tmp_path))  # without loads and engine steps
 
 
 @pytest.mark.parametrize("replicas", [2, 8, 20])

@@ -17,6 +17,7 @@ from verl_tlt.commands.report.reader import MOST_EVENT_BYTES, TraceError, read_t
 SOON_S, MEMORY = 30.0, 6 << 30
 ROLLOUT = {"kind": "phase", "t": 2.0, "step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
 LOAD = {"kind": "load", "t": 1.5, "step": 1, "inflight": {"a": 1}}
+STEP = {"kind": "step", "t": 2.0, "step": 1, "metrics": {"timing_s/gen": 1.0}}
 
 
 def report(*words):
@@ -34,15 +35,18 @@ def put(directory, lines, name="trainer.jsonl"):
     return directory
 
 
-def many(count):
-    return [f"replica-{i}" for i in range(count)]
+def load(**inflight):
+    return LOAD | {"inflight": inflight}
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
 TRACES = {
-    "names 40001 replicas": lambda: [ROLLOUT, LOAD, LOAD | {"inflight": dict.fromkeys(many(40_000), 1)}],
-    "names 200000 replicas": lambda: [ROLLOUT, *(LOAD | {"inflight": {name: 1}} for name in many(200_000))],
-    "names 30000 replicas": lambda: [{"kind": "run", "t": 1.0, "step0": 1, "replicas": many(30_000)}, ROLLOUT],
+    "names 40001 replicas": lambda: [ROLLOUT, LOAD, load(**dict.fromkeys(map(str, range(40_000)), 1))],
+    "names 200000 replicas": lambda: [ROLLOUT, *(load(**{f"replica-{i}": 1}) for i in range(200_000))],
+    "names 30000 replicas": lambda: [
+        {"kind": "run", "t": 1.0, "step0": 1, "replicas": [*map(str, range(30_000))]},
+        ROLLOUT,
+    ],
     "names 60000 RL steps": lambda: [ROLLOUT | {"step": i} for i in range(60_000)],
     "2000 starts of a run": lambda: [{"kind": "run", "t": float(i), "step0": 1} for i in range(2000)],
     "first 84 lines 84 cannot be read": lambda: [f'{{"kind": "phase", "t": {DEEP}}}\n'] * 1200,
@@ -92,7 +96,7 @@ def test_what_is_no_file_is_left_out_and_not_waited_for(tmp_path):
 def test_any_number_can_be_drawn(tmp_path):
     names = ("tlt/saved_s", "timing_s/step", "perf/total_num_tokens", "critic/score/mean", "tlt/accept_length")
     events = [
-        ROLLOUT, LOAD | {"inflight": {"a": 10**17, "b": -(10**17)}}, ROLLOUT | {"step": 2, "start": -1e10, "end": 1e10},
+        ROLLOUT, load(a=10**17, b=-(10**17)), ROLLOUT | {"step": 2, "start": -1e10, "end": 1e10},
         ROLLOUT | {"step": 3, "end": 1e305}, {"kind": "run", "t": -7e10, "step0": 1},
         {"kind": "session", "t": 2.0, "step": 1, "replica": "a", "start": 1e10, "end": -1e10, "loss": 1e300,
          "outcome": "stopped"},
@@ -100,8 +104,7 @@ def test_any_number_can_be_drawn(tmp_path):
          "metrics": {"timing_s/gen": 1.0, "response_length/mean": 1e-99, "prompt_length/mean": 0.0}
          | dict.fromkeys(names, 9e99)},
     ]  # fmt: skip
-    directory = put(tmp_path / "trace", events)
-    status, output = report(directory)
+    status, output = report(put(tmp_path / "trace", events))
     assert status == 0, output
 
 
@@ -128,15 +131,14 @@ def test_names_with_codes_of_a_terminal_are_quoted(tmp_path):
     evil = tmp_path / "evil\x1b[31m\x07"
     status, output = report(evil)
     assert status == 1 and "\x1b" not in output and r"evil\x1b[31m\x07" in output
-    put(evil, [ROLLOUT, LOAD, {"kind": "step", "t": 2.0, "step": 1, "metrics": {"timing_s/gen": 1.0}}])
+    put(evil, [ROLLOUT, LOAD, STEP])
     status, output = report(evil, "--out", tmp_path / "out\x1b[2J")
     assert status == 0 and "\x1b" not in output
 
 
 def test_a_byte_order_mark_costs_no_line_and_half_a_character_one(tmp_path):
-    step = {"kind": "step", "t": 2.0, "step": 1, "metrics": {"timing_s/gen": 1.0}}
     halves = [LOAD | {"inflight": {"\ud83d": 1}}, LOAD | {"inflight": {"a": 1}, "\ude00": 2}]
-    trace = put(tmp_path / "trace", ["\ufeff" + json.dumps(ROLLOUT) + "\n", LOAD, step, *halves])
+    trace = put(tmp_path / "trace", ["\ufeff" + json.dumps(ROLLOUT) + "\n", LOAD, STEP, *halves])
     assert (read_trace(trace).skipped, read_trace(trace).replicas) == (2, ["a"])
     status, output = report(trace, "--out", tmp_path / "out")
     assert status == 0, output

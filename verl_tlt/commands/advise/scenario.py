@@ -42,7 +42,7 @@ SETTINGS = {
 }
 """Accept lengths of 1.95, 2.5 and 3.2 at K=3: the TLT paper's adapted drafter is at 3.5 (Fig. 16), the one that this
 project's toy ends with at 2.0 to 2.9. The lowest sharpness, and a pass of 0.4 ms, are what the paper's Table 4 fits.
-Seconds per layer hold the decoding of one request that others measured on GPUs (test_step_costs.py)."""
+Seconds per layer hold the decoding of one request that others measured on GPUs (test_hardware.py)."""
 MEDIAN_SHARE, SIGMA = 1 / 10, 1.0
 """Median response over the longest allowed, and the spread of the logarithm: one response in a hundred is cut."""
 OVERHEAD_S = 0.5
@@ -133,8 +133,8 @@ def _kv_tokens(scenario: Scenario) -> int:
     if tokens := hardware.kv_capacity(work, scenario.shape, scenario.gpu):
         return tokens
     size = f"{scenario.shape.parameters / 1e9:.1f}B parameters leave no room for a KV cache"
-    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
-    raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {key}={work.memory_utilization:g}.")
+    share = f"{ROLLOUT}.gpu_memory_utilization={work.memory_utilization:g}"
+    raise TLTError(f"{size} on {work.tensor_parallel} such GPUs at {share}.")
 
 
 def _rest_s(scenario: Scenario, response_mean: float) -> float:
@@ -146,9 +146,9 @@ def _rest_s(scenario: Scenario, response_mean: float) -> float:
 
 
 def _session_s(scenario: Scenario) -> float:
-    """Seconds of the shortest session whose result is merged; it learns from three unrolled positions."""
+    """Seconds of the shortest session whose result is merged."""
     shape = scenario.shape
-    token_flop = 3 * 6 * (shape.active / shape.layers + shape.head)
+    token_flop = 3 * 6 * (shape.active / shape.layers + shape.head)  # of three unrolled positions
     flops = scenario.gpu.flops * hardware.TRAINING_REACHED * scenario.work.tensor_parallel
     return SESSION_BEGINS_S + LEAST_TOKENS * token_flop / flops
 

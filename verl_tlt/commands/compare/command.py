@@ -72,10 +72,10 @@ def take_turns(
 
 
 def clock(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else (
-        f"{minutes} min"
-    )  # fmt: skip
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) -> None:

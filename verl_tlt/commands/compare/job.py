@@ -25,10 +25,9 @@ LONGEST_LINE = 300
 
 
 def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
-    """Run turn number `turn` (from 0 on) of `arm`; a CompareError names the log of a job that failed.
+    """Run turn number `turn` (from 0 on) of `arm`; a CompareError names the log of a job that failed or hangs.
 
-    A job that has logged nothing for `stall_s` seconds counts as hung; `tell` is called about once a second with the
-    number of finished steps.
+    One that logs nothing for `stall_s` seconds hangs; `tell` is called once a second with the number of finished steps.
     """
     home, begin = plan.folder / arm.name, plan.checkpoint(arm, turn)
     if begin is not None and not begin.is_dir():

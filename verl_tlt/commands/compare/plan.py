@@ -155,13 +155,12 @@ class Plan:
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
         """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
-        facts: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
-        facts["recipe"] = [word for word in self.stock.overrides if not NAMES.fullmatch(key_of(word))]
+        words = {"recipe": [*self.stock.overrides]}
         for arm in arms:
-            words = (*(self.tlt if arm.tlt else ()), *arm.overrides)
-            kept = [word for word in words if not NAMES.fullmatch(key_of(word))]
-            facts[f"arm {arm.name}"] = [*kept, *(f"{name}={value}" for name, value in sorted(arm.environment.items()))]
-        return facts
+            variables = (f"{name}={value}" for name, value in sorted(arm.environment.items()))
+            words[f"arm {arm.name}"] = [*(self.tlt if arm.tlt else ()), *arm.overrides, *variables]
+        kept = {what: [word for word in said if not NAMES.fullmatch(key_of(word))] for what, said in words.items()}
+        return {"--steps": self.steps, "starting checkpoint": str(self.start or ""), **kept}
 
 
 def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
@@ -190,6 +189,7 @@ def key_of(override: str) -> str:
 
 
 def is_tlts(override: str) -> bool:
+    """Whether an override is TLT's, the flag included."""
     key = key_of(override).partition("@")[0]
     return key in (flag.NAME, f"trainer.{flag.KEY}") or key.startswith(f"{flag.NAME}.")
 
@@ -204,17 +204,15 @@ def given_drafter(plan: Plan) -> str | None:
 def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> None:
     """Raise a CompareError where the doctor refuses the recipe or the drafter, or Hydra an arm."""
     for arm in arms:
-        recipe = plan.recipe(arm)
         try:
-            compose([word for word in plan.command(arm, 0)[2:] if not word.startswith("--config-")], recipe.config)
+            compose([word for word in plan.command(arm, 0)[2:] if not word.startswith("--config-")], plan.stock.config)
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     for arm in (arm for arm in arms if arm.tlt):
         if refused := [finding.sentence for finding in diagnose(plan.recipe(arm)) if finding.level == "refuse"]:
             raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
     if drafter is not None and not any(arm.tlt for arm in arms):
-        drafting = plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))
-        for finding in diagnose(drafting):
+        for finding in diagnose(plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
             if finding.level == "refuse" and finding.what == DRAFTER:
                 raise CompareError(finding.sentence)
 

@@ -88,11 +88,7 @@ def pairs(stock: Sequence[Step], arm: Sequence[Step]) -> list[tuple[Step, Step]]
 
 
 def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], seed: int = 0) -> list[float]:
-    """`figure` of the sums of all rows, and its 95 % interval: [of all, low, high].
-
-    For few rows the limits lie further out than 95 % of the draws (`bootstrap.tail`): six then hold the truth in 91 of
-    100 cases, not in 84.
-    """
+    """[of all, low, high]: `figure` of the sums of all rows, and its 95 % interval, wider for few rows."""
     table = np.asarray(rows, dtype=np.float64)  # [n, columns]
     of_all = float(figure(table.sum(axis=0, keepdims=True))[0])
     return [of_all, *interval(table, figure, (1 - COVERED) / 2, seed)]
@@ -136,9 +132,8 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
 def saved(both: Pairs) -> dict[str, float] | None:
     """What an arm's `tlt/saved_s` claimed where it has one, and by how much those rollouts were shorter than stock's.
 
-    In 95 % of the draws what was measured is from `measured_low_s` to `measured_high_s`, and the claim's error from
-    `error_low_s` to `error_high_s`: stock's step ran at another time than ours, so the machine's pace is in it too.
-    None: no step had a claim.
+    Both limits of what was measured and of the claim's error are of 95 % of the draws; the machine's pace is in them,
+    since stock's step ran at another time. None: no step had a claim.
     """
     claims = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in both if ours.saved_s is not None]
     if not claims:

@@ -12,9 +12,7 @@ from verl_tlt.errors import TLTError, printable
 
 def report(trace_dir: Path, out: Path | None) -> None:
     """Print the steps as a table, and write `report.html` and `picture.png` to `out`; None: beside the trace."""
-    console = make_console()
-    folder = out or _beside(trace_dir)
-    trace = read_trace(trace_dir)
+    console, folder, trace = make_console(), out or _beside(trace_dir), read_trace(trace_dir)
     for sentence in sentences(trace):
         say(console, sentence)
     console.print(rich_table(rows_of_trace(trace), printable(str(trace_dir))))

@@ -82,7 +82,8 @@ class Chart:
 
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
     """The charts over RL steps; one without a value is left out."""
-    steps, rows = list(trace.steps), list(run_steps.rows_of_trace(trace).values())
+    rows_by_step = run_steps.rows_of_trace(trace)
+    steps, rows = list(rows_by_step), list(rows_by_step.values())
     saved = [row["saved_s"] or 0.0 for row in rows]
     if any(row["saved_s"] is not None for row in rows):
         bars = {
@@ -96,7 +97,7 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
     for title, unit, note, lines, lowest in (
         ("Accept length", "tokens per draft", "Tokens per verified draft.", accept_lengths(trace), 1.0),
         ("Speed of the rollout", "tokens per second", plain, speeds(trace), 0.0),
-        ("Reward", "reward", "Mean reward.", {"": (BLUE, by_step(trace, "reward"))}, None),
+        ("Reward", "reward", "Mean reward.", {"": (BLUE, {n: r["reward"] for n, r in rows_by_step.items()})}, None),
     ):
         if any(value is not None for _, points in lines.values() for value in points.values()):
             yield Chart(title, note, partial(draw_lines, unit=unit, lines=lines, lowest=lowest))
@@ -209,10 +210,6 @@ def draw_bars(ax: Axes, unit: str, steps: Sequence[int], bars: Mapping[str, tupl
     _finish(ax, unit)
 
 
-def by_step(trace: RunTrace, column: str) -> Points:
-    return {step: row[column] for step, row in run_steps.rows_of_trace(trace).items()}
-
-
 def speeds(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     """Lines of the rollouts' speed, and of what it would have been without drafts where that is known."""
     speed: Points = {n: metrics.get("tlt/rollout_tok_per_s") for n, metrics in trace.steps.items()}
@@ -227,9 +224,11 @@ def speeds(trace: RunTrace) -> dict[str, tuple[str, Points]]:
 
 def accept_lengths(trace: RunTrace) -> dict[str, tuple[str, Points]]:
     """Lines of the run's drafter and of the one it began with."""
-    lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, by_step(trace, "accept_length"))}
-    first = run_steps.initial_lengths(trace)
-    return {**lines, "the run's first drafter": (GREY, first)} if first else lines
+    rows = run_steps.rows_of_trace(trace)
+    lines: dict[str, tuple[str, Points]] = {"this run": (BLUE, {n: row["accept_length"] for n, row in rows.items()})}
+    if first := run_steps.initial_lengths(trace):
+        lines["the run's first drafter"] = (GREY, first)
+    return lines
 
 
 def draft_lengths(trace: RunTrace) -> dict[str, tuple[str, list[float]]]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,6 @@ MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
 _LARGEST, _LATEST = 1e100, 6e10
 """Largest metric, and latest time in unix seconds: what is computed from them is finite, and has a date."""
 
-E = TypeVar("E", bound=Event)
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in events.EVENT_TYPES.items()}
 
 
@@ -115,7 +114,10 @@ def read_trace(directory: str | Path) -> RunTrace:
     for file in _files(path):
         good = bad = bad_bytes = 0
         of_engine = file.name.startswith(events.ENGINE_PREFIX)
-        for size, record in _records(file):
+        for line in read_lines(file, LONGEST_LINE):
+            if not line.strip():
+                continue
+            record = _record(line)
             if of_engine and (numbers := _engine_step(record)):
                 engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
                 good += 1
@@ -123,26 +125,29 @@ def read_trace(directory: str | Path) -> RunTrace:
                 parsed.append(event)
                 good += 1
             else:
-                bad, bad_bytes = bad + 1, bad_bytes + size
+                bad, bad_bytes = bad + 1, bad_bytes + len(line)
             if bad > good and (bad > MOST_UNREADABLE or bad_bytes > MOST_UNREADABLE_BYTES):
                 raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
         skipped += bad
     if not parsed and not engines:
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
     parsed, repeated = _without_repeated(sorted(parsed, key=lambda e: e.t))
-    steps = {e.step: e for e in _of_type(parsed, events.Step)}
+    of: defaultdict[type[Event], list[Any]] = defaultdict(list)
+    for event in parsed:
+        of[type(event)].append(event)
+    steps = dict(sorted({event.step: event for event in of[events.Step]}.items()))
     trace = RunTrace(
         path,
-        runs=_of_type(parsed, RunStarted),
-        steps={step: steps[step].metrics for step in sorted(steps)},
-        off={step: steps[step].off for step in sorted(steps) if steps[step].off},
-        phases=_of_type(parsed, events.Phase),
-        loads=_of_type(parsed, events.LoadSample),
-        idles=_of_type(parsed, events.Idle),
-        sessions=_of_type(parsed, events.Session),
-        publishes=_of_type(parsed, events.Publish),
-        reloads=_of_type(parsed, events.Reload),
-        stops=_of_type(parsed, events.Stopped),
+        runs=of[RunStarted],
+        steps={number: step.metrics for number, step in steps.items()},
+        off={number: step.off for number, step in steps.items() if step.off},
+        phases=of[events.Phase],
+        loads=of[events.LoadSample],
+        idles=of[events.Idle],
+        sessions=of[events.Session],
+        publishes=of[events.Publish],
+        reloads=of[events.Reload],
+        stops=of[events.Stopped],
         engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
         skipped=skipped,
     )
@@ -186,20 +191,13 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     return event if all(abs(time) < _LATEST for time in times) else None  # NaN is not
 
 
-def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Size and content of each line; the latter is empty where it is not a JSON object."""
-    for line in read_lines(file, LONGEST_LINE):
-        if not line.strip():
-            continue
-        try:
-            record = parse(line)
-        except ValueError:
-            record = None
-        yield len(line), record if isinstance(record, dict) else {}
-
-
-def _of_type(parsed: Sequence[Event], cls: type[E]) -> list[E]:
-    return [event for event in parsed if isinstance(event, cls)]
+def _record(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; empty where there is none."""
+    try:
+        record = parse(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
@@ -220,7 +218,7 @@ def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[floa
 
 
 def _engine_step(record: Mapping[str, Any]) -> list[float] | None:
-    """The columns of `EngineSteps` for one engine step; None: the line is malformed."""
+    """The columns of `EngineSteps`; None: the line is malformed."""
     try:
         numbers = [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
     except (KeyError, TypeError, ValueError, OverflowError):

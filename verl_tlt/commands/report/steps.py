@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +55,12 @@ def rows_of_trace(trace: RunTrace) -> dict[int, Row]:
 def step_row(metrics: Mapping[str, float]) -> Row:
     """The row of one step. A run without TLT has an accept length of 1: one token per pass of the target."""
     tlt = any(name.startswith("tlt/") for name in metrics)
+    needed = ("response_length/mean", "prompt_length/mean", "perf/total_num_tokens")
+    response, prompt, total = (metrics.get(name, 0.0) for name in needed)
+    responses = round(total / (response + prompt)) if response + prompt > 0 else 0
     return {
         **{name: metrics.get(column.metric) for name, column in COLUMNS.items()},
-        "tokens": _response_tokens(metrics),
+        "tokens": round(response * responses) if metrics.keys() >= {*needed} else None,
         "accept_length": metrics.get("tlt/accept_length", None if tlt else 1.0),
         "saved_s": counted_savings(metrics),
     }
@@ -126,7 +129,7 @@ def own_work_s(row: Row) -> float:
 
 
 def initial_lengths(trace: RunTrace) -> dict[int, float]:
-    """By step, the accept length of the run's first drafter on held-out text; only steps with a verdict."""
+    """Accept length of the run's first drafter on held-out text, by step with a verdict."""
     return {p.step: tau for p in trace.publishes if (tau := p.tau.get("initial")) is not None}
 
 
@@ -150,22 +153,10 @@ def rich_table(rows: Mapping[int, Row], title: str) -> Table:
     return shown
 
 
-def _response_tokens(metrics: Mapping[str, float]) -> int | None:
-    """Tokens of a step's responses, from what verl logs: mean lengths of responses and prompts, and all tokens."""
-    names = ("response_length/mean", "prompt_length/mean", "perf/total_num_tokens")
-    if any(name not in metrics for name in names):
-        return None
-    response, prompt, total = (metrics[name] for name in names)
-    responses = round(total / (response + prompt)) if response + prompt > 0 else 0
-    return round(response * responses)
-
-
 # ---------------------------------------------------------------------- the parts of a step
 
 
-E = TypeVar("E", Phase, Session)
 Ints = npt.NDArray[np.int64]
-
 NO_STEP = -2
 """Stand-in for the draft length at a time when the engine ran no step; OFF is -1."""
 GAP_S = 0.1
@@ -190,7 +181,12 @@ class RLStep:
 
 def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
     """Every step with a finished rollout, ascending, several of one step as one; a `TraceError` where there is none."""
-    phases, sessions = _by_step(trace.phases), _by_step(trace.sessions)
+    phases: defaultdict[int, list[Phase]] = defaultdict(list)
+    sessions: defaultdict[int, list[Session]] = defaultdict(list)
+    for phase in trace.phases:
+        phases[phase.step].append(phase)
+    for session in trace.sessions:
+        sessions[session.step].append(session)
     steps = {}
     for step in sorted(phases):
         if rollouts := [p for p in phases[step] if p.name == "rollout"]:
@@ -225,10 +221,3 @@ def sampled(trace: RunTrace, step: RLStep, replica: str, at: npt.NDArray[np.floa
         ran = (part.t[i] - part.latency_s[i] - GAP_S <= at) & (at <= part.t[i])
         batch, k = np.where(ran, part.batch[i], 0), np.where(ran, part.k[i], NO_STEP)
     return np.where(at <= step.end, batch, 0), k
-
-
-def _by_step(events: Iterable[E]) -> defaultdict[int, list[E]]:
-    grouped: defaultdict[int, list[E]] = defaultdict(list)
-    for event in events:
-        grouped[event.step].append(event)
-    return grouped

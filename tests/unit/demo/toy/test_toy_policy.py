@@ -1,0 +1,154 @@
+"""The toy's policy as it is trained and saved, what widening keeps, and the files of the demo."""
+
+import dataclasses
+import random
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from demo.toy import assets, task, train
+from demo.toy.tokenizer import save_tokenizer
+from demo.toy.widen import widen
+
+SHORT = train.TrainConfig(steps=2, batch_tokens=64)
+TOKENS = torch.randint(5, 50, (4, 40), generator=torch.Generator().manual_seed(1))  # [B, T]
+
+
+def test_a_seed_fixes_the_policy_which_is_saved_for_verl_and_vllm(tmp_path):
+    policy, again, other = (train.train(dataclasses.replace(SHORT, seed=seed)) for seed in (0, 0, 1))
+    weights = policy.state_dict()
+    assert all(torch.equal(weights[k], v) for k, v in again.state_dict().items())
+    assert not torch.equal(weights["lm_head.weight"], other.state_dict()["lm_head.weight"])
+    train.save_policy(policy, tmp_path)
+    loaded = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16 and loaded.config.model_type == "qwen3"
+    assert loaded.generation_config.eos_token_id == task.TOKEN_ID[task.EOS]
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == loaded.config.vocab_size == 64
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """(a small policy, the same widened, the layers that a drafter of the latter taps)."""
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+                         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "small")
+    save_tokenizer(tmp_path / "small")
+    made = widen(tmp_path / "small", tmp_path / "wide", mlp_width=160)
+    small, wide = (Qwen3ForCausalLM.from_pretrained(tmp_path / name) for name in ("small", "wide"))
+    assert made.parameters == wide.num_parameters() > 2 * small.num_parameters()
+    return small, wide, made.aux_layers
+
+
+def added(small, wide):
+    """The wide policy's weights with a mask of the numbers that the small one lacks."""
+    kept = small.state_dict()
+    for name, weight in wide.named_parameters():
+        mask = torch.ones_like(weight, dtype=torch.bool)
+        parts = name.split(".")
+        if parts[1] != "layers" or int(parts[2]) % 2 == 0:
+            parts[2:3] = [str(int(parts[2]) // 2)] if parts[1] == "layers" else parts[2:3]
+            mask[tuple(slice(n) for n in kept[".".join(parts)].shape)] = False
+        yield name, weight, mask
+
+
+@torch.no_grad()
+def test_outputs_are_the_same_and_the_tapped_inputs_are_outputs_of_real_layers(pair):
+    small, wide, aux_layers = pair
+    states, wider = (policy(TOKENS, output_hidden_states=True).hidden_states for policy in (small, wide))
+    taps = [wider[i] for i in aux_layers]
+    assert torch.equal(taps[0], states[2]) and torch.equal(taps[1], states[3])
+    assert not torch.equal(taps[2], taps[1])
+    assert all(0 < i < wide.config.num_hidden_layers for i in aux_layers)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert (small.to(dtype)(TOKENS).logits - wide.to(dtype)(TOKENS).logits).abs().max() == 0.0
+
+
+def test_the_optimizer_leaves_every_added_number_at_zero(pair):
+    small, wide, _ = pair
+    before = {name: weight.detach().clone() for name, weight in wide.named_parameters()}
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3, weight_decay=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        wide(TOKENS, labels=TOKENS).loss.backward()
+        torch.nn.utils.clip_grad_norm_(wide.parameters(), 1.0)
+        optimizer.step()
+    for name, weight, mask in added(small, wide):
+        assert (weight[mask] == 0).all(), name
+        assert mask.all() or not torch.equal(weight[~mask], before[name][~mask]), name
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("assets")
+
+
+def built(out, width="wide", **changes):
+    return assets.build_assets(out, **{"width": width, "train_rows": 8, "val_rows": 4} | changes)
+
+
+@pytest.fixture(scope="module")
+def wide(out):
+    return built(out)
+
+
+def test_rows_have_verls_columns(wide):
+    rows = pq.read_table(wide.train).to_pylist()
+    assert [len(rows), pq.read_metadata(wide.val).num_rows] == [8, 4]
+    for i, row in enumerate(rows):
+        assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+        assert [m["role"] for m in row["prompt"]] == ["user"]
+        prompt, extra = row["prompt"][0]["content"].split(), row["extra_info"]
+        digits = extra["digits"]
+        first, second = prompt[2 : 2 + 2 * digits : 2], prompt[3 + 2 * digits : -1 : 2]
+        problem = task.Problem(tuple(map(int, first)), tuple(map(int, second)))
+        assert row["reward_model"] == {"style": "rule", "ground_truth": " ".join(task.answer_tokens(problem))}
+        assert (extra["index"], extra["split"]) == (i, "train")
+        assert len(extra["forced_lengths"]) == assets.FORCED_LENGTHS
+        assert max(extra["forced_lengths"]) <= task.MAX_RESPONSE
+
+
+def test_the_wide_policy_is_the_shipped_one(wide):
+    paths = (assets.SHIPPED_POLICY, wide.policy)
+    small, big = (Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
+    assert 30e6 < big.num_parameters() < 45e6
+    problem = task.sample_problem(rng := random.Random(0))
+    words = task.prompt_tokens(problem) + task.sample_response(problem, rng)
+    ids = torch.tensor([[task.TOKEN_ID[w] for w in words]])  # [1, T]
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, big(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_the_half_policy_is_as_many_bytes_in_fp32_as_the_wide_one_in_bf16(out, wide):
+    half = built(out, "half")
+    small, big = (Qwen3ForCausalLM.from_pretrained(path) for path in (half.policy, wide.policy))
+    assert 4 * small.num_parameters() == pytest.approx(2 * big.num_parameters(), rel=0.1)
+    assert half.aux_layers == wide.aux_layers
+
+
+def test_an_equal_call_finds_everything_and_another_seed_writes_other_prompts(out, wide):
+    stamps = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    first, weights = wide.train.read_bytes(), wide.policy / "model.safetensors"
+    assert built(out) == wide
+    assert stamps == {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    built(out, seed=1)
+    assert wide.train.read_bytes() != first and weights.stat().st_mtime_ns == stamps[weights]
+
+
+def test_an_interrupted_build_is_repeated(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(assets, "write_rows", broken)
+        built(tmp_path, "small")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".policy-small.recipe", "policy-small"]
+    assert built(tmp_path, "small").train.exists()
+
+
+@pytest.mark.parametrize("wrong", [{"width": "huge"}, {"val_rows": 0}])
+def test_wrong_input_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="must be"):
+        assets.build_assets(tmp_path, **wrong)
