@@ -66,6 +66,10 @@ def existing(name):
     return {*SHM.glob(f"{name}*"), *Path("/tmp").glob(f"{name}*")}
 
 
+def segment(name):
+    return shared_memory.SharedMemory(name, create=True, size=4096)
+
+
 def semaphores(name):
     """The semaphores that the owner and its daemon have made, once both have made everything."""
     notes = [Path(f"/tmp/{name}{suffix}.semaphore") for suffix in ("", "-daemon")]
@@ -81,9 +85,9 @@ def semaphores(name):
 
 def test_what_killed_processes_own_is_removed_and_nothing_else(owner, base, tmp_path):
     argv, name = owner
-    before = shared_memory.SharedMemory(f"{name}-mine-before", create=True, size=4096)
+    before = segment(f"{name}-mine-before")
     tree = ProcessTree(argv, env=os.environ, log=tmp_path / "log")
-    during = shared_memory.SharedMemory(f"{name}-mine-during", create=True, size=4096)
+    during = segment(f"{name}-mine-during")
     try:
         made = semaphores(name)
         assert all(path.exists() for path in made)
@@ -97,16 +101,21 @@ def test_what_killed_processes_own_is_removed_and_nothing_else(owner, base, tmp_
             mine.unlink()
 
 
-def test_what_others_share_with_the_run_stays(owner, base, tmp_path):
+def test_what_others_share_with_the_run_and_what_cannot_be_removed_stays(owner, base, tmp_path):
     argv, name = owner
-    old = shared_memory.SharedMemory(f"{name}-old", create=True, size=4096)
+    old = segment(f"{name}-old")
     old.close()  # nobody has it open, but the run will have
     time.sleep(1.1)
     tree = ProcessTree(argv, env=os.environ, log=tmp_path / "log")
     semaphores(name)
-    shared = shared_memory.SharedMemory(f"{name}-0")
-    assert tree.stop() == []
-    assert {path.name for path in existing(name)} == {shared.name, old.name}
+    shared, stays = shared_memory.SharedMemory(f"{name}-0"), SHM / f"{name}-1"
+    stays.unlink()
+    stays.mkdir()
+    try:
+        assert tree.stop() == [] and list(base.iterdir()) == []
+        assert {path.name for path in existing(name)} == {shared.name, old.name, stays.name}
+    finally:
+        stays.rmdir()
     shared.close()
     for left in (shared, old):
         left.unlink()
@@ -125,21 +134,9 @@ def test_an_interrupted_run_leaves_nothing_whenever_it_comes(owner, base, tmp_pa
     demo.send_signal(signal.SIGTERM)
     _, errors = demo.communicate(timeout=60)
     assert b"KeyboardInterrupt" in errors
-    Path(f"/tmp/{name}.semaphore").unlink(missing_ok=True)
-    Path(f"/tmp/{name}-daemon.semaphore").unlink(missing_ok=True)
+    for suffix in ("", "-daemon"):
+        Path(f"/tmp/{name}{suffix}.semaphore").unlink(missing_ok=True)
     assert existing(name) == set() and list(base.iterdir()) == []
-
-
-def test_what_cannot_be_removed_stays_and_all_else_goes(owner, base, tmp_path):
-    argv, name = owner
-    tree = ProcessTree(argv, env=os.environ, log=tmp_path / "log")
-    semaphores(name)
-    (stays := SHM / f"{name}-0").unlink()
-    stays.mkdir()
-    try:
-        assert tree.stop() == [] and existing(name) == {stays} and list(base.iterdir()) == []
-    finally:
-        stays.rmdir()
 
 
 def test_a_command_that_cannot_start_leaves_nothing(base, tmp_path):
@@ -153,9 +150,8 @@ def test_a_long_temporary_folder_is_not_used(base, tmp_path, monkeypatch):
     long = tmp_path / ("x" * LONGEST_BASE)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    log = tmp_path / "log"
-    tree = ProcessTree(["sh", "-c", "echo $TMPDIR"], env=os.environ, log=log)
+    tree = ProcessTree(["sh", "-c", "echo $TMPDIR"], env=os.environ, log=tmp_path / "log")
     tree.process.wait(timeout=20)
-    folder = Path(log.read_text().strip())
+    folder = Path((tmp_path / "log").read_text().strip())
     assert folder.parent == Path("/tmp") and folder.is_dir()
     assert tree.stop() == [] and not folder.exists()
