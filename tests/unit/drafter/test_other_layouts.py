@@ -23,7 +23,7 @@ from verl_tlt.drafter import (
     save_drafter,
     serving_tensors,
 )
-from verl_tlt.drafter.check import read_config
+from verl_tlt.drafter.schema import read_config
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
