@@ -20,6 +20,8 @@ from verl_tlt.spot_worker import worker as spot_worker
 
 LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
+Rows = list[tuple[torch.Tensor, int]]
+"""Sequences: tokens [prompt + response], prompt length."""
 
 
 def build_actor(
@@ -45,20 +47,13 @@ def build_actor(
     from verl_tlt.actor.tap import HiddenStateTap
     from verl_tlt.actor.worker import TLTTrainingWorker
 
-    models = {
-        "enable_gradient_checkpointing": False,
-        "override_config": {"attn_implementation": "sdpa"},
-        **(model or {}),
-    }
+    models = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "sdpa"}}
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    engines = {
-        "strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "fp32", "mixed_precision": precision,
-        **(engine or {}),
-    }  # fmt: skip
+    engines = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "fp32", "mixed_precision": precision}
     config = TrainingWorkerConfig(
         model_type="language_model",
-        model_config=HFModelConfig(path=str(policy), use_remove_padding=remove_padding, **models),
-        engine_config=FSDPEngineConfig(**engines),
+        model_config=HFModelConfig(path=str(policy), use_remove_padding=remove_padding, **models | (model or {})),
+        engine_config=FSDPEngineConfig(**engines | (engine or {})),
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
@@ -67,6 +62,13 @@ def build_actor(
     if worker == "tlt":
         actor.tap = HiddenStateTap(adapt(actor.engine), LAYERS, torch.bfloat16)
     return actor
+
+
+def plain_policy(path: Path = SHIPPED_POLICY) -> Any:
+    """The policy in a folder as Hugging Face computes it, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def free_port() -> int:
@@ -85,11 +87,8 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int)
 
 def layouts(cases: Mapping[str, Any], which: Callable[[Any], Any] = lambda case: True) -> list[Any]:
     """Parameters for `name`, of the cases for which `which` holds."""
-    return [
-        pytest.param(name, marks=[pytest.mark.heavy] if case.heavy else [])
-        for name, case in cases.items()
-        if which(case)
-    ]
+    chosen = [(name, [pytest.mark.heavy] if case.heavy else []) for name, case in cases.items() if which(case)]
+    return [pytest.param(name, marks=marks) for name, marks in chosen]
 
 
 def wanted(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> list[str]:
@@ -106,8 +105,17 @@ def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[Trainin
     return found
 
 
+def infer(
+    actor: Any, rows: Rows, max_tokens: int = 60, window: int = 10_000, budget: int = 10_000, **batch: Any
+) -> tuple[list[TrainingSequence], torch.Tensor]:
+    """What the tap of an actor that is a group of its own took of old log-probs, and these, [sum L_b]."""
+    actor.tap_budget, actor.tap_window = budget, window
+    output = actor.infer_batch(make_batch(rows, max_tokens, compute_loss=False, **batch))
+    return whole_sequences([actor.tap.take()]), output["log_probs"].values()
+
+
 def check_states(
-    sequences: list[TrainingSequence], rows: list[tuple[torch.Tensor, int]], policy: Any, window: int, **tolerance: Any
+    sequences: list[TrainingSequence], rows: Rows, policy: Any, window: int = 10_000, **tolerance: Any
 ) -> None:
     """Sequences cut to `window` tokens are `rows`, and their states those that `policy` computes for each row alone."""
     assert len(sequences) == len(rows)
@@ -129,21 +137,18 @@ def check_log_probs(found: torch.Tensor, tokens: torch.Tensor, policy: Any) -> N
     torch.testing.assert_close(found[: len(wanted)].float(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> list[tuple[torch.Tensor, int]]:
+def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> Rows:
     """Random sequences (tokens [prompt + response], prompt length) of the given (prompt, response) lengths."""
     rng = torch.Generator().manual_seed(seed)
     return [(torch.randint(VOCAB, (p + r,), generator=rng), p) for p, r in lengths]
 
 
-def make_batch(
-    rows: list[tuple[torch.Tensor, int]], max_tokens: int, padded: bool = False, axes: int = 0, **extra: Any
-) -> Any:
+def make_batch(rows: Rows, max_tokens: int, padded: bool = False, axes: int = 0, **extra: Any) -> Any:
     """What verl's trainer sends for old log-probs: jagged ids, micro-batches of at most `max_tokens` tokens.
 
-    Args:
-        padded: response mask as a padded tensor and no responses, verl's older form; else jagged responses.
-        axes: positions of a token, where a policy also has those of images; 0: one, without an axis of its own.
-        extra: more non-tensor fields.
+    `padded`: response mask as a padded tensor and no responses, verl's older form; else jagged responses. `axes`:
+    positions of a token, where a policy also has those of images; 0: one, without an axis of its own. `extra`: more
+    non-tensor fields.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -162,11 +167,8 @@ def make_batch(
         tensors["response_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
     else:
         tensors["responses"] = jagged([t[p:] for t, p in rows])
-    settings = {
-        "temperature": 1.0, "use_dynamic_bsz": True, "max_token_len_per_gpu": max_tokens, "calculate_entropy": False,
-        **extra,
-    }  # fmt: skip
-    return tu.get_tensordict(tensors, settings)
+    settings = {"temperature": 1.0, "use_dynamic_bsz": True, "calculate_entropy": False}
+    return tu.get_tensordict(tensors, settings | {"max_token_len_per_gpu": max_tokens} | extra)
 
 
 def reference(policy: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import families
 import numpy as np
 import pytest
 import torch
-from actor import LAYERS, build_actor, free_port, make_batch, make_rows, whole_sequences
+from actor import LAYERS, build_actor, free_port, infer, make_rows
 from shared_engines import part_of
 from tiny_engine import prompts, sampled
 
@@ -30,14 +30,12 @@ from verl_tlt.drafter.verifier import policy_part
 pytestmark = pytest.mark.engine
 
 IN_OTHER_TESTS = ("llama", "qwen2", "qwen3")
-QUICK = ("qwen3_moe",)
 FAMILIES = [family for family in SUPPORTED if family not in IN_OTHER_TESTS]
 SERVED = [
-    pytest.param(family, marks=() if family in QUICK else pytest.mark.heavy)
+    pytest.param(family, marks=() if family == "qwen3_moe" else pytest.mark.heavy)
     for family in FAMILIES
     if family not in families.HYBRID  # vLLM computes them in 16 bits: test_hybrids.py
 ]
-LENGTHS = [(3, 21), (12, 4), (5, 40), (7, 1)]
 TOLERANCE = dict(rtol=2**-8, atol=1e-2)  # bfloat16's rounding; batching changes float32 sums by less
 
 
@@ -77,13 +75,11 @@ def test_the_tap_and_a_drafter_of_it(policy_of, family, tmp_path, monkeypatch):
         monkeypatch.setattr(qwen2_vl, "_get_input_embeds", text)
     eager = {"override_config": {"attn_implementation": "eager"}}  # which every family has
     actor = build_actor(port=free_port(), policy=directory, remove_padding=False, model=eager)
-    rows = make_rows(LENGTHS)
-    actor.tap_budget = actor.tap_window = 10_000
-    actor.infer_batch(make_batch(rows, 1000, axes=4 * (family in families.NESTED), compute_loss=False))
+    rows = make_rows([(3, 21), (12, 4), (5, 40), (7, 1)])
+    taken, _ = infer(actor, rows, 1000, axes=4 * (family in families.NESTED))
     shared = [part for name, _ in actor.engine.get_per_tensor_param()[0] if (part := policy_part(name))]
     assert sorted(shared) == ["embed", "lm_head", "norm"], "a weight sync has each once, whatever heads the policy has"
     torch.distributed.destroy_process_group()
-    taken = whole_sequences([actor.tap.take()])
     assert not actor.tap.errors and len(taken) == len(rows)
     del actor
     gc.collect()

@@ -8,11 +8,9 @@ import itertools
 
 import pytest
 import torch
-from actor import build_actor, check_log_probs, check_states, free_port, make_batch, make_rows, whole_sequences
+from actor import build_actor, check_log_probs, check_states, free_port, infer, make_rows, plain_policy
 from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import PreTrainedModel
-
-from demo.toy.assets import SHIPPED_POLICY
 
 pytestmark = pytest.mark.engine
 
@@ -63,20 +61,16 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_states_and_log_probs_are_the_policys(kernels, packed):
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32, attn_implementation="sdpa")
+    policy, rows = plain_policy(), make_rows(LENGTHS)
     flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
     actor = build_actor(remove_padding=packed, port=free_port(), model=flash)
     try:
-        actor.tap_budget = actor.tap_window = 10_000
-        rows = make_rows(LENGTHS)
-        output = actor.infer_batch(make_batch(rows, 60, compute_loss=False))
-        taken = whole_sequences([actor.tap.take()])
+        taken, log_probs = infer(actor, rows)
     finally:
         torch.distributed.destroy_process_group()
         gc.collect()
     assert set(kernels.called) == {"varlen"}, "the actor attended in another way"
-    check_states(taken, rows, policy, 10_000, **TOLERANCE)
-    for (tokens, _), got in zip(rows, output["log_probs"].unbind(), strict=True):
+    check_states(taken, rows, policy, **TOLERANCE)
+    lengths = [len(tokens) for tokens, _ in rows]
+    for (tokens, _), got in zip(rows, log_probs.split(lengths), strict=True):
         check_log_probs(got, tokens, policy)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from actor import check_states, free_port, layouts, make_rows, run_ranks, wanted, whole_sequences
+from actor import check_states, free_port, layouts, make_rows, plain_policy, run_ranks, wanted, whole_sequences
 from rank_cases import CASES, LENGTHS, build_policies, run_cases
 
 pytestmark = pytest.mark.engine
@@ -22,9 +22,8 @@ def root(request, tmp_path_factory):
 def policy_of(case, root):
     """The same policy as a plain Hugging Face model, its adapter merged."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(root / case.policy, dtype=torch.float32, attn_implementation="sdpa")
+    model = plain_policy(root / case.policy)
     if case.lora:
         model = PeftModel.from_pretrained(model, root / case.lora).merge_and_unload()
     return model.eval()

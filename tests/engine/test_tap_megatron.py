@@ -5,7 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor import check_log_probs, check_states, free_port, layouts, make_rows, run_ranks, wanted, whole_sequences
+from actor import (
+    check_log_probs,
+    check_states,
+    free_port,
+    layouts,
+    make_rows,
+    plain_policy,
+    run_ranks,
+    wanted,
+    whole_sequences,
+)
 from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
@@ -47,12 +57,7 @@ def look(root, name):
 
 @pytest.fixture(scope="module")
 def policies(root):
-    from transformers import AutoModelForCausalLM
-
-    return {
-        name: AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="sdpa").eval()
-        for name in ("qwen3", "llama", "tied", "moe")
-    }
+    return {name: plain_policy(root / name) for name in ("qwen3", "llama", "tied", "moe")}
 
 
 @pytest.mark.parametrize("window", [10_000, 11])

@@ -7,6 +7,11 @@ import pytest
 from verl_tlt.files.json_files import MOST_BYTES, MOST_LEVELS, JSONFileError, parse, read_lines, read_object
 
 
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "file.json"
+
+
 def refusal(path):
     with pytest.raises(JSONFileError) as caught:
         read_object(path)
@@ -15,24 +20,15 @@ def refusal(path):
     return sentence
 
 
-@pytest.fixture
-def file(tmp_path):
-    return tmp_path / "file.json"
-
-
-@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":'])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"b":', "}]")])
 @pytest.mark.parametrize("levels", [MOST_LEVELS, 500, 100_000])
-def test_depth(file, opening, levels):
-    closing = "".join({"[": "]", "{": "}"}[c] for c in reversed(opening) if c in "[{")
+def test_depth_and_width_which_is_none(file, opening, closing, levels):
     depth = levels // len(closing) - 1
     file.write_text('{"top": ' + opening * depth + "0" + closing * depth + "}")
     if levels == MOST_LEVELS:
         assert read_object(file)["top"]
     else:
         assert "nested deeper than" in refusal(file)
-
-
-def test_width_is_no_depth(file):
     assert len(parse("[" + ",".join(["[[]]"] * 1000) + "]")) == 1000
 
 
@@ -40,13 +36,10 @@ def test_what_is_no_ordinary_file(tmp_path, file):
     assert "does not exist" in refusal(file)
     os.mkfifo(file)
     assert "no ordinary file" in refusal(file)  # nobody writes to it, and it is not waited for
-    for name in ("/dev/zero", tmp_path):
+    for target, said in (("/dev/zero", "no ordinary file"), (tmp_path, "no ordinary file"), (file, "symbolic links")):
         os.unlink(file)
-        file.symlink_to(name)
-        assert "no ordinary file" in refusal(file)
-    os.unlink(file)
-    file.symlink_to(file)
-    assert "symbolic links" in refusal(file)
+        file.symlink_to(target)
+        assert said in refusal(file)
 
 
 def test_what_is_too_large_or_no_object(file):

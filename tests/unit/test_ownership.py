@@ -26,28 +26,29 @@ from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, SwitchError, read_switch, write_switch
 
-
-def planted(directory, give_away, name, text):
-    """A file that another user put below a directory that everybody may write to."""
-    (directory / "run").mkdir()
-    (directory / "run" / name).write_text(text)
-    give_away(directory / "run")
-    return directory / "run"
+KEY = TableKey("H100", "policy", "0.30")
+TABLE = LatencyTable((LatencyPoint(1, 500, 3, 0.02, 7),))
 
 
-def test_ones_own_is_ones_own(everybodys):
+@pytest.fixture
+def theirs(everybodys, give_away):
+    """A directory that another user put below one that everybody may write to, with a file and a switch in it."""
+    run = everybodys / "run"
+    run.mkdir()
+    (run / "file").touch()
+    (run / SWITCH_FILE).write_text("speculation: off\n")
+    give_away(run)
+    return run
+
+
+def test_ones_own_is_ones_own_and_every_path_has_an_answer(everybodys, tmp_path):
     (everybodys / "run").mkdir()
     (everybodys / "run" / "file").touch(mode=0o644)
-    assert other_owner(everybodys / "run" / "file") is None
-    assert other_owner(everybodys / "run" / "absent") is None and other_owner(everybodys / "no" / "way") is None
-
-
-def test_a_circle_of_links_and_a_way_through_a_file_end_in_an_answer(tmp_path):
+    for path in ("run/file", "run/absent", "no/way", "run/file/below"):
+        assert other_owner(everybodys / path) is None
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert "cannot be looked up (Too many levels of symbolic links)" in other_owner(tmp_path / "loop")
     assert "cannot be looked up" in other_owner(tmp_path / "loop" / "below")
-    (tmp_path / "file").touch()
-    assert other_owner(tmp_path / "file" / "below") is None
 
 
 def test_a_file_is_replaced_and_never_written_through_a_link(tmp_path):
@@ -55,23 +56,24 @@ def test_a_file_is_replaced_and_never_written_through_a_link(tmp_path):
     (tmp_path / "name").symlink_to(tmp_path / "precious")
     with replacing(tmp_path / "name") as file:
         file.write(b"new")
-    assert (tmp_path / "precious").read_text() == "precious" and (tmp_path / "name").read_text() == "new"
     with pytest.raises(KeyError), replacing(tmp_path / "name") as file:
         file.write(b"half")
         raise KeyError
-    assert (tmp_path / "name").read_text() == "new" and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "precious").read_text() == "precious" and (tmp_path / "name").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_another_users_counts_where_only_that_user_could_put_it(tmp_path, everybodys, give_away):
-    assert other_owner(planted(tmp_path, give_away, "file", "") / "file") is None
-    run = planted(everybodys, give_away, "file", "")
-    assert other_owner(run / "file") == f"{run} belongs to user 54321, and everybody may write to {everybodys}"
-    assert other_owner(run / "file", also=54321) is None
+def test_another_users_counts_where_only_that_user_could_put_it(tmp_path, everybodys, give_away, theirs):
+    said = f"{theirs} belongs to user 54321, and everybody may write to {everybodys}"
+    assert other_owner(theirs / "file") == said
+    assert other_owner(theirs / "file", also=54321) is None
+    (tmp_path / "file").touch()
+    give_away(tmp_path / "file")
+    assert other_owner(tmp_path / "file") is None
 
 
-def test_a_link_is_judged_by_where_it_lies_and_where_it_leads(tmp_path, everybodys, give_away):
-    run = planted(everybodys, give_away, "file", "")
-    (tmp_path / "link").symlink_to(run / "file")
+def test_a_link_is_judged_by_where_it_lies_and_where_it_leads(tmp_path, everybodys, give_away, theirs):
+    (tmp_path / "link").symlink_to(theirs / "file")
     assert "belongs to user" in other_owner(tmp_path / "link")
     (tmp_path / "ours").touch()
     (everybodys / "link").symlink_to(tmp_path / "ours")
@@ -88,20 +90,12 @@ def test_what_everybody_may_write_to_and_what_is_no_file_counts_for_nothing(tmp_
     assert other_owner(tmp_path / "pipe") == f"{tmp_path / 'pipe'} is no ordinary file"
 
 
-def test_the_switch_of_another_user_is_not_obeyed(everybodys, give_away):
-    run = planted(everybodys, give_away, SWITCH_FILE, "speculation: off\n")
+def test_the_switch_of_another_user_is_not_obeyed(tmp_path, theirs):
     with pytest.raises(SwitchError, match=rf"{SWITCH_FILE} is not obeyed: .* belongs to user 54321"):
-        read_switch(run)
-
-
-def test_a_switch_that_is_a_pipe_holds_nobody_up(tmp_path):
-    os.mkfifo(tmp_path / SWITCH_FILE)
+        read_switch(theirs)
+    os.mkfifo(tmp_path / SWITCH_FILE)  # a pipe holds nobody up
     with pytest.raises(SwitchError, match="is no ordinary file"):
         read_switch(tmp_path)
-
-
-KEY = TableKey("H100", "policy", "0.30")
-TABLE = LatencyTable((LatencyPoint(1, 500, 3, 0.02, 7),))
 
 
 def test_whatever_the_umask_ones_own_files_count(tmp_path):
@@ -132,12 +126,11 @@ def test_a_checkpoint_is_believed_if_it_is_its_owners(tmp_path, give_away):
         place.mkdir(parents=True)
         (place / "config.json").touch()
         place.parent.chmod(0o777)
-    last = tmp_path / "global_step_2"
+    first, last = tmp_path / "global_step_1", tmp_path / "global_step_2"
     assert saved_drafter(last) == last / CHECKPOINT
     give_away(last)  # all of it: whoever wrote the policy's state, which verl unpickles
     last.chmod(0o777)
     assert saved_drafter(last) == last / CHECKPOINT
-    first = tmp_path / "global_step_1"
     give_away(first / CHECKPOINT)
     assert saved_drafter(first) is None
 
@@ -221,18 +214,17 @@ def test_a_drafter_is_staged_and_loaded_in_private(tmp_path, monkeypatch):
 
 
 def test_what_is_staged_is_the_old_drafter_or_the_new_one(tmp_path, monkeypatch):
-    directory, replace = tmp_path / "drafter", os.replace
-    stage("{}", b"old", directory)
-    seen = []
+    weights, replace, seen = tmp_path / "drafter" / "model.safetensors", os.replace, []
+    stage("{}", b"old", weights.parent)
 
     def look(source, target):
-        seen.append((directory / "model.safetensors").read_bytes())
+        seen.append(weights.read_bytes())
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", look)
-    stage("{}", b"new" * 1000, directory)
-    assert seen == [b"old", b"old"] and (directory / "model.safetensors").read_bytes() == b"new" * 1000
-    assert len(list(directory.iterdir())) == 2
+    stage("{}", b"new" * 1000, weights.parent)
+    assert seen == [b"old", b"old"] and weights.read_bytes() == b"new" * 1000
+    assert len(list(weights.parent.iterdir())) == 2
 
 
 def test_a_directory_that_another_user_made_is_not_private(tmp_path, give_away):
@@ -241,19 +233,16 @@ def test_a_directory_that_another_user_made_is_not_private(tmp_path, give_away):
     with pytest.raises(TLTError, match="must be a directory"):
         check_private(tmp_path / "link")
     give_away(tmp_path / "ours")
-    with pytest.raises(TLTError, match="belongs to user 54321"):
-        check_private(tmp_path / "ours")
-    with pytest.raises(TLTError):
-        stage("{}", b"", tmp_path / "ours")
+    for call in (check_private, lambda directory: stage("{}", b"", directory)):
+        with pytest.raises(TLTError, match="belongs to user 54321"):
+            call(tmp_path / "ours")
 
 
 def test_sweeping_leaves_what_another_user_named_like_ours(everybodys, give_away, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(everybodys))
-    for name in ("tlt-theirs", "tlt-dead"):
-        (everybodys / name).mkdir()
-        (everybodys / name / OWNER).touch()
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / OWNER).touch()
+    for folder in (everybodys / "tlt-theirs", everybodys / "tlt-dead", tmp_path / "precious"):
+        folder.mkdir()
+        (folder / OWNER).touch()
     (everybodys / "tlt-link").symlink_to(tmp_path / "precious")
     give_away(everybodys / "tlt-theirs")
     ours = make_private_dir("tlt-")

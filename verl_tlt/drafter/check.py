@@ -14,35 +14,34 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_tlt.drafter.mtp_tensors import head_files, layer_shapes
-from verl_tlt.drafter.other_layouts import MAPS, check_kind, is_other_layout, speculators_name, to_speculators_config
 from verl_tlt.drafter.policy import (
-    COMPUTED_ROPE,
     CONFIG,
-    LONGEST_DRAFT,
     MTP,
     NUM_AUX,
-    DrafterError,
     Fields,
     Model,
     NotHereError,
     PolicyLike,
-    PolicyShape,
-    check_aux_layers,
     folder,
     is_name,
     policy_shape,
     read_json,
 )
-from verl_tlt.drafter.schema import Layer, as_served, check_rows, checked
-from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, TensorFile, headers, tensor_files
+from verl_tlt.drafter.schema import check_kind, is_other_layout
+from verl_tlt.drafter.schema import read_config as read_config
+from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, TensorFile, headers, plain, tensor_files
+from verl_tlt.errors import DrafterError
 from verl_tlt.files.ownership import TRUSTED_MOUNT, other_owner, sealed
 
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
-MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
+MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
+"""Tensors of a pruned draft vocabulary, and their types: [DV] target id less draft id, [V] whether a token is kept."""
 _NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
+_NOT_READ_ELSEWHERE = ("embed_tokens.", "rotary_emb.")
+"""Parts of names of such tensors in other layouts than speculators'; their embedding is the policy's, frozen."""
 
 
 class CheckedDrafter(NamedTuple):
@@ -72,7 +71,14 @@ def check_drafter(
     else:
         staged = read_config(path, shape, min_context)
         drafter = CheckedDrafter("eagle3", staged, _check_tensors(path, staged, is_other_layout(config)))
-    _check_tokenizer(path, policy)
+    file = path / PROVENANCE
+    if isinstance(policy, str | os.PathLike) and file.is_file():  # equal sizes do not make equal tokens
+        trained_for, present = read_json(file).get(TOKENIZER), tokenizer_hash(policy)
+        if trained_for and present and trained_for != present:
+            raise DrafterError(
+                f"{file}: {TOKENIZER}={trained_for}, but the vocabulary of {Path(policy) / 'tokenizer.json'} is "
+                f"{present}: this drafter was trained for another tokenizer."
+            )
     return drafter
 
 
@@ -121,52 +127,6 @@ def drafter_folder(drafter: Model) -> Path:
     return path
 
 
-# ------------------------------------------------------------------ its config
-
-
-def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """`CheckedDrafter.config` of the EAGLE-3 drafter in `path`; a `DrafterError` where it does not fit `policy`."""
-    file, layer_at = path / CONFIG, "transformer_layer_config."
-    config = read_json(file)
-    if is_other_layout(config):
-        config, layer_at = to_speculators_config(config, policy, file), ""
-    drafter, prefix = checked(config, str(file), layer_at), f"{file}: {layer_at}"
-    layer, hidden = drafter.transformer_layer_config, drafter.target_hidden_size
-    for field, value, expected in (
-        ("hidden_size", layer.hidden_size, policy.hidden_size),
-        ("vocab_size", layer.vocab_size, policy.vocab_size),
-        ("target_hidden_size", hidden or policy.hidden_size, policy.hidden_size),
-    ):
-        if value != expected:
-            raise DrafterError(f"{prefix}{field}={value}, but the policy's is {expected} ({policy.source}).")
-    heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
-    if heads % kv_heads:
-        raise DrafterError(f"{prefix}num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
-    where = f"{file}: eagle_aux_hidden_state_layer_ids"
-    check_aux_layers(drafter.eagle_aux_hidden_state_layer_ids, policy.num_layers, where)
-    if drafter.draft_vocab_size > policy.vocab_size:
-        raise DrafterError(f"{file}: draft_vocab_size must be 1..{policy.vocab_size}, not {drafter.draft_vocab_size}.")
-    context = _positions(layer, policy, min_context, prefix)
-    served = as_served(drafter, policy)
-    served["transformer_layer_config"]["max_position_embeddings"] = context
-    return served
-
-
-def _positions(layer: Layer, policy: PolicyShape, min_context: int, prefix: str) -> int:
-    """`max_position_embeddings` to serve: at most what an engine of this policy needs; vLLM makes a row for each."""
-    context, rope = layer.max_position_embeddings, layer.rope_parameters.rope_type
-    needed = max(min_context, policy.max_position_embeddings + LONGEST_DRAFT)
-    if rope in COMPUTED_ROPE:
-        layer = layer.model_copy(update={"max_position_embeddings": (context := min(context, needed))})
-    elif context < min_context:
-        raise DrafterError(
-            f"{prefix}max_position_embeddings={context} is below {min_context}, the longest prompt, response and draft "
-            f"together, and positions of RoPE type {rope!r} cannot be continued."
-        )
-    check_rows(layer, policy, needed, prefix)
-    return context
-
-
 # ------------------------------------------------------------------ its tensors
 
 
@@ -175,26 +135,28 @@ def _check_tensors(directory: Path, config: Fields, other_layout: bool) -> dict[
 
     A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form.
     """
-    shapes, (listing, owners) = _eagle3_shapes(config), tensor_files(directory)
+    listing, owners = tensor_files(directory)
     names: dict[str, str] = {}  # name in the files, by speculators' name
     for name in owners:
-        usual = speculators_name(name) if other_layout else name
+        usual = plain(name) if other_layout else name
+        if usual.startswith(_NOT_READ) or (other_layout and any(part in usual for part in _NOT_READ_ELSEWHERE)):
+            continue
         if usual in names:
             raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
-        if usual is not None and not usual.startswith(_NOT_READ):
-            names[usual] = name
+        names[usual] = name
     in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
     tensors = {usual: in_files[name] for usual, name in names.items()}
     vocab, hidden = (config["transformer_layer_config"][size] for size in ("vocab_size", "hidden_size"))
+    needed = _eagle3_shapes(config)
     optional = {"embed_tokens.weight": [vocab, hidden], "lm_head.weight": [vocab, hidden]}  # copies of the policy's
-    if "d2t" in shapes:
+    if "d2t" in needed:
         optional["t2d"] = [vocab]
-    shapes = {name: shape for name, shape in optional.items() if name in tensors} | shapes
+    shapes = {name: shape for name, shape in optional.items() if name in tensors} | needed
     for name, shape in shapes.items():
         if name not in tensors:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
-        tensors[name].must_be(shape, CONFIG, MAP_TYPES.get(name, FLOATS))
-    if unknown := sorted(tensors.keys() - shapes.keys() - {*MAPS}):
+        tensors[name].must_be(shape, CONFIG, MAPS.get(name, FLOATS))
+    if unknown := sorted(tensors.keys() - shapes.keys() - MAPS.keys()):
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
     if "d2t" in tensors:
         _check_maps(tensors, config["draft_vocab_size"], vocab)
@@ -205,8 +167,7 @@ def _eagle3_shapes(config: Fields) -> dict[str, list[int]]:
     """Shapes of all tensors an EAGLE-3 head of this config has, without those that vLLM may share with the policy."""
     layer = config["transformer_layer_config"]
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
-    queries = layer["num_attention_heads"] * layer["head_dim"]
-    keys = layer["num_key_value_heads"] * layer["head_dim"]
+    queries, keys = (layer[heads] * layer["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
     shapes = {
         "fc.weight": [hidden, NUM_AUX * hidden],
         "norm.weight": [hidden],
@@ -231,7 +192,7 @@ def _eagle3_shapes(config: Fields) -> dict[str, list[int]]:
 def _check_maps(tensors: Mapping[str, Header], drafted: int, vocab: int) -> None:
     """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i ascend, and t2d, if there, marks the same."""
     file = tensors["d2t"].file
-    if tensors["d2t"].shape != [drafted] or tensors["d2t"].kind not in MAP_TYPES["d2t"]:
+    if tensors["d2t"].shape != [drafted] or tensors["d2t"].kind not in MAPS["d2t"]:
         raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
     offsets = _array(tensors["d2t"]).astype(np.int64)  # [DV]
     ids = np.arange(len(offsets))
@@ -254,20 +215,7 @@ def _array(header: Header) -> np.ndarray:
         return reader.get_array(header.name)
 
 
-# ------------------------------------------------------------------ its vocabulary
-
-
-def _check_tokenizer(path: Path, policy: PolicyLike) -> None:
-    """Compare vocabularies where both sides say theirs: equal sizes do not make equal tokens."""
-    file = path / PROVENANCE
-    if not isinstance(policy, str | os.PathLike) or not file.is_file():
-        return
-    trained_for, present = read_json(file).get(TOKENIZER), tokenizer_hash(policy)
-    if trained_for and present and trained_for != present:
-        raise DrafterError(
-            f"{file}: {TOKENIZER}={trained_for}, but the vocabulary of {Path(policy) / 'tokenizer.json'} is {present}: "
-            "this drafter was trained for another tokenizer."
-        )
+# ------------------------------------------------------------------ digests
 
 
 def tokenizer_hash(policy: Model) -> str | None:

@@ -25,22 +25,12 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from verl_tlt.drafter.build import config_of, default_attention, has_own_head, instantiate, make_room
-from verl_tlt.drafter.check import PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
+from verl_tlt.drafter.check import MAPS, PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import read_head
-from verl_tlt.drafter.other_layouts import MAPS
-from verl_tlt.drafter.policy import (
-    CONFIG,
-    LONGEST_DRAFT,
-    MTP,
-    DrafterError,
-    Fields,
-    Model,
-    PolicyLike,
-    policy_shape,
-    read_json,
-)
+from verl_tlt.drafter.policy import CONFIG, LONGEST_DRAFT, MTP, Fields, Model, PolicyLike, policy_shape, read_json
 from verl_tlt.drafter.tensor_file import WEIGHTS, TensorFile, not_finite, read_tensors
+from verl_tlt.errors import DrafterError
 from verl_tlt.files.ownership import check_private, expanded, replacing, seal
 
 if TYPE_CHECKING:

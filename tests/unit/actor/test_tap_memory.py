@@ -1,17 +1,79 @@
-"""What the tap holds while the policy's forward runs: the chosen tokens in 16 bits, never a layer's whole input."""
+"""What the tap chooses, and what it holds while the policy's forward runs: chosen tokens, never a layer's input."""
 
 import gc
+import random
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.actor.adapters import TokenSpan
-from verl_tlt.actor.tap import ROW, HiddenStateTap
+from verl_tlt.actor.tap import ROW, HiddenStateTap, choose_window, select_for_tap
 
+WHOLE = 10**9
+"""A window that cuts no sequence."""
 HIDDEN, LENGTHS, RESPONSES = 32, (300, 500, 200), (100, 400, 50)
 AUX, LAYERS = (1, 2, 4), 6
+
+
+@pytest.mark.parametrize("budget", [1, 500, 8192, 10**9])
+@pytest.mark.parametrize("window", [WHOLE, 64, 4096])
+def test_the_budget_holds_and_something_is_always_chosen(budget, window):
+    rng = random.Random(0)
+    for _ in range(50):
+        lengths = long_tailed(rng.randint(1, 80), rng)
+        chosen = select_for_tap(lengths, budget, rng, window)
+        assert chosen and chosen == sorted(set(chosen))
+        assert sum(min(lengths[i], budget, window) for i in chosen) <= budget
+
+
+def test_the_choice_repeats_with_its_seed_and_varies_without():
+    lengths = long_tailed(64, random.Random(1))
+    first, same, other = (select_for_tap(lengths, 4000, random.Random(seed), WHOLE) for seed in (7, 7, 8))
+    assert first == same != other
+
+
+@pytest.mark.parametrize("window", [WHOLE, 1000])
+def test_each_decile_is_captured_in_proportion_to_its_tokens(window):
+    rng = random.Random(3)
+    lengths = long_tailed(200, rng)
+    captured, budget, draws = np.zeros(200), sum(lengths) // 8, 600
+    for _ in range(draws):
+        for i in select_for_tap(lengths, budget, rng, window):
+            captured[i] += min(lengths[i], window, budget)
+    shares, fair = share_by_decile(lengths, captured), share_by_decile(lengths, lengths)
+    assert np.all(captured > 0)
+    assert shares[-1] == pytest.approx(fair[-1], rel=0.05)
+    assert shares == pytest.approx(fair, rel=0.12)
+    assert captured.sum() / draws > 0.85 * budget
+
+
+def test_every_single_choice_spans_the_lengths():
+    """Nine or ten of 100 evenly spaced lengths: the widest gap stays near the stride; blind draws leave twice that."""
+    rng = random.Random(4)
+    lengths = list(range(10, 1010, 10))
+
+    def widest_gap(chosen):
+        return max(np.diff([0, *sorted(lengths[i] for i in chosen), 1000]))
+
+    ours = [widest_gap(select_for_tap(lengths, sum(lengths) // 10, rng, WHOLE)) for _ in range(200)]
+    blind = [widest_gap(rng.sample(range(100), 9)) for _ in range(200)]
+    assert np.mean(ours) < 200 < np.mean(blind)
+
+
+def test_a_window_holds_true_positions_of_the_response_and_prefers_the_tail():
+    rng = random.Random(0)
+    for _ in range(2000):
+        length = rng.randint(2, 500)
+        prompt_len, window = rng.randint(0, length - 1), rng.randint(1, 300)
+        start, stop = choose_window(length, prompt_len, window, rng)
+        assert 0 <= start < stop <= length and stop - start == min(length, window)
+        assert start >= prompt_len or stop == length
+    starts = np.array([choose_window(10_000, 100, 1000, rng)[0] for _ in range(4000)])
+    assert 0.71 < (starts > (100 + 9000) / 2).mean() < 0.79  # the later of two uniform draws: 3/4
+    assert starts.min() < 600 and starts.max() > 8900
 
 
 class Packed:
@@ -20,6 +82,7 @@ class Packed:
     layers = LAYERS
 
     def __init__(self):
+        torch.manual_seed(0)
         self.modules = [torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS + 1)]  # the last one is the norm
 
     def points(self):
@@ -32,9 +95,9 @@ class Packed:
         begins = np.cumsum([0, *lengths])
         return [(state[0], [TokenSpan(0, n, int(begins[i]))]) for i, n in enumerate(lengths)]
 
-    def forward(self, state, look):
-        """The states that went into each layer; `look(layer)` is called while it runs, behind the tap's hook."""
-        inputs, seen = [], []
+    def forward(self, look=lambda layer, seen: None):
+        """The states that went into each layer; `look(layer, seen)` is called while it runs, behind the tap's hook."""
+        inputs, seen, state = [], [], torch.randn(1, sum(LENGTHS), HIDDEN)
         with torch.no_grad():
             for layer, module in enumerate(self.modules):
                 hook = module.register_forward_pre_hook(lambda _m, _args, layer=layer: look(layer, seen))
@@ -43,6 +106,18 @@ class Packed:
                 state = module(state)
                 hook.remove()
         return inputs
+
+
+def tapped(windows):
+    """An engine, its tap that is to record these windows, and a micro-batch."""
+    engine = Packed()
+    tap = HiddenStateTap(engine, AUX, torch.bfloat16)
+    tap.arm(windows)
+    ids, responses = (
+        torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
+        for lengths in (LENGTHS, RESPONSES)
+    )
+    return engine, tap, {ROW: torch.tensor([10, 12, 11]), "input_ids": ids, "responses": responses}
 
 
 def held(root):
@@ -63,33 +138,21 @@ def held(root):
     return sum(storages.values())
 
 
-def jagged(lengths):
-    return torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
-
-
-@pytest.fixture
-def engine():
-    torch.manual_seed(0)
-    return Packed()
-
-
-def test_the_tap_holds_the_chosen_tokens_and_nothing_else(engine):
-    tap = HiddenStateTap(engine, AUX, torch.bfloat16)
+def test_the_tap_holds_the_chosen_tokens_and_nothing_else():
     windows = {10: (250, 290), 11: (5, 65)}
-    tap.arm(windows)
-    batch = {ROW: torch.tensor([10, 12, 11]), "input_ids": jagged(LENGTHS), "responses": jagged(RESPONSES)}
+    engine, tap, batch = tapped(windows)
     measured = {}
 
     def look(layer, seen):
         measured[layer] = held(tap)
         assert all(ref() is None for ref in seen[:-1]), "an input outlives its layer"
 
-    inputs = engine.around(batch, True, lambda: engine.forward(torch.randn(1, sum(LENGTHS), HIDDEN), look))
+    inputs = engine.around(batch, True, lambda: engine.forward(look))
     token = HIDDEN * 2
-    layers_so_far = [sum(index <= layer for index in (*AUX, LAYERS)) for layer in range(LAYERS + 1)]
-    for layer, count in enumerate(layers_so_far):
-        assert measured[layer] - measured[0] <= count * 100 * token, f"before layer {layer}"  # first: the batch's ids
-    assert 100 * len((*AUX, LAYERS)) * token * 10 < sum(LENGTHS) * HIDDEN * 4 * len((*AUX, LAYERS)), "far below whole"
+    for layer in range(LAYERS + 1):
+        copied = sum(index <= layer for index in (*AUX, LAYERS))
+        assert measured[layer] - measured[0] <= copied * 100 * token, f"before layer {layer}"  # first: the batch's ids
+    assert 100 * token * 10 < sum(LENGTHS) * HIDDEN * 4, "far below a whole layer's"
     first, second = tap.take()
     assert (first.row, second.row, tap.errors) == (10, 11, 0)
     for shard, begin in ((first, 0), (second, LENGTHS[0] + LENGTHS[1])):
@@ -98,9 +161,8 @@ def test_the_tap_holds_the_chosen_tokens_and_nothing_else(engine):
         assert torch.equal(torch.from_numpy(shard.states).view(torch.bfloat16), wanted.bfloat16())
 
 
-def test_a_layer_that_cannot_be_located_costs_the_micro_batch_and_not_the_forward(engine):
-    tap = HiddenStateTap(engine, AUX, torch.bfloat16)
-    tap.arm({0: (0, 10)})
+def test_a_layer_that_cannot_be_located_costs_the_micro_batch_and_not_the_forward():
+    engine, tap, batch = tapped({10: (0, 10)})
     locate, calls = engine.locate, []
 
     def broken(state, lengths):
@@ -110,7 +172,5 @@ def test_a_layer_that_cannot_be_located_costs_the_micro_batch_and_not_the_forwar
         return locate(state, lengths)
 
     engine.locate = broken
-    batch = {ROW: torch.tensor([0, 1, 2]), "input_ids": jagged(LENGTHS), "responses": jagged(RESPONSES)}
-    output = engine.around(batch, True, lambda: engine.forward(torch.randn(1, sum(LENGTHS), HIDDEN), lambda *_: None))
-    assert len(output) == LAYERS + 1
+    assert len(engine.around(batch, True, engine.forward)) == LAYERS + 1
     assert (tap.errors, len(calls), tap.take()) == (1, 2, [])

@@ -12,43 +12,61 @@ from verl_tlt.drafter import from_numpy16
 from verl_tlt.trainer.spot_workers import capture_ranks
 
 VOCABULARY, HIDDEN = 200, 16
-PARTS = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
-BYTES = 2 * (2 * VOCABULARY + 1) * HIDDEN
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def policy(tied=False, seed=0):
+def policy(seed=0):
     """A policy's tensors in float32, in the order in which they stream."""
     torch.manual_seed(seed)
     shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        EMBED: (VOCABULARY, HIDDEN),
         "model.layers.0.mlp.up_proj.weight": (64, HIDDEN),
         "model.layers.0.self_attn.norm.weight": (HIDDEN,),
-        "model.norm.weight": (HIDDEN,),
-        **({} if tied else {"lm_head.weight": (VOCABULARY, HIDDEN)}),
+        NORM: (HIDDEN,),
+        HEAD: (VOCABULARY, HIDDEN),
     }
     return {name: torch.randn(shape) for name, shape in shapes.items()}
-
-
-def sync(capture, params, armed=True):
-    """A weight sync in which the rank streams `params`; what arrives at the other end. `armed` None: as it was left."""
-    capture.armed = capture.armed if armed is None else armed
-    arrived = list(capture.tee(iter(params.items())))
-    capture.finish(None)
-    return arrived
-
-
-def test_a_norm_that_adds_one_to_its_weight_arrives_as_what_it_multiplies_by():
-    capture = VerifierCapture(torch.float16, stored, norm_offset=1.0)
-    params = policy()
-    assert all(sent is params[name] for name, sent in sync(capture, params)), "the rollout gets the policy's own"
-    arrived = capture.take().reference
-    torch.testing.assert_close(arrived["norm"], (1 + params["model.norm.weight"]).half())
-    torch.testing.assert_close(arrived["embed"], params["model.embed_tokens.weight"].half())
 
 
 def stored(arrays):
     """As the object store does: a copy."""
     return {part: from_numpy16(getattr(arrays, part).copy()) for part in ("embed", "lm_head", "norm")}
+
+
+def sync(capture, params, armed=True):
+    """A weight sync in which the rank streams `params`, which arrive as they are. `armed` None: as it was left."""
+    capture.armed = capture.armed if armed is None else armed
+    arrived = list(capture.tee(iter(params.items())))
+    assert [name for name, _ in arrived] == list(params)
+    assert all(tensor is params[name] for name, tensor in arrived), "the sync itself is as stock"
+    capture.finish(None)
+
+
+def synced(capture, params, **how):
+    """What was captured of a weight sync."""
+    sync(capture, params, **how)
+    return capture.take()
+
+
+class Crossing(TorchDispatchMode):
+    """Notes what is copied into host memory from where the policy is: its types, and bytes in all."""
+
+    def __init__(self):
+        super().__init__()
+        self.types, self.bytes = set(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.types.add(args[1].dtype)
+            self.bytes += args[1].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_norm_that_adds_one_to_its_weight_arrives_as_what_it_multiplies_by():
+    params = policy()
+    arrived = synced(VerifierCapture(torch.float16, stored, norm_offset=1.0), params).reference
+    torch.testing.assert_close(arrived["norm"], (1 + params[NORM]).half())
+    torch.testing.assert_close(arrived["embed"], params[EMBED].half())
 
 
 @pytest.mark.parametrize(
@@ -62,58 +80,36 @@ def stored(arrays):
 def test_one_rank_of_a_node_copies_and_every_worker_has_a_source(workers, nodes, copies):
     sources = capture_ranks({str(rank): rank for rank in workers}, nodes)
     assert all(nodes[sources[str(rank)]] == nodes[rank] for rank in workers)
-    captures = [VerifierCapture(torch.bfloat16, stored) for _ in nodes]
-    params = policy()
-    for rank, capture in enumerate(captures):
-        arrived = sync(capture, params, armed=rank in sources.values())
-        assert [name for name, _ in arrived] == list(params)
-        assert all(tensor is params[name] for name, tensor in arrived), "the sync itself is as stock"
-    found = [capture.take() for capture in captures]
-    assert [f.reference is not None for f in found] == [rank in copies for rank in range(len(nodes))]
+    params, chosen = policy(), sources.values()
+    found = [synced(VerifierCapture(torch.bfloat16, stored), params, armed=r in chosen) for r in range(len(nodes))]
+    assert [rank for rank, captured in enumerate(found) if captured.reference is not None] == copies
     for rank in copies:
-        for name, part in PARTS.items():
+        for name, part in ((EMBED, "embed"), (NORM, "norm"), (HEAD, "lm_head")):
             assert torch.equal(found[rank].reference[part], params[name].bfloat16())
 
 
-class Crossing(TorchDispatchMode):
-    """Notes what is copied into host memory from where the policy is: (its type, bytes)."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.copy_.default:
-            self.seen.append((args[1].dtype, args[1].nbytes))
-        return function(*args, **(kwargs or {}))
-
-
 def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
-    capture = VerifierCapture(torch.bfloat16, stored)
-    places = []
+    capture, places = VerifierCapture(torch.bfloat16, stored), []
     for seed in range(2):
         with Crossing() as crossing:
-            sync(capture, policy(seed=seed))
-        assert {dtype for dtype, _ in crossing.seen} == {torch.bfloat16}
-        assert sum(size for _, size in crossing.seen) == BYTES
-        found = capture.take()
-        assert torch.equal(found.reference["lm_head"], policy(seed=seed)["lm_head.weight"].bfloat16())
+            found = synced(capture, policy(seed))
+        assert (crossing.types, crossing.bytes) == ({torch.bfloat16}, 2 * (2 * VOCABULARY + 1) * HIDDEN)
+        assert torch.equal(found.reference["lm_head"], policy(seed)[HEAD].bfloat16())
         places.append({part: tensor.data_ptr() for part, tensor in capture._host.items()})
     assert places[0] == places[1]
     assert capture.take().reference is None, "nothing is handed over twice"
-    sync(capture, policy(), armed=None)
-    assert capture.take().reference is None, "each sync is asked for anew"
+    assert synced(capture, policy(), armed=None).reference is None, "each sync is asked for anew"
 
 
 @pytest.mark.parametrize("streams", [1, 2], ids=["once", "under both names"])
 def test_tied_embeddings_cross_and_are_stored_once(streams):
-    capture = VerifierCapture(torch.bfloat16, lambda arrays: arrays, tied=True)
-    params = policy(tied=True)
+    params = policy()
+    del params[HEAD]
+    if streams == 2:
+        params[HEAD] = params[EMBED]
     with Crossing() as crossing:
-        sync(capture, params | {"lm_head.weight": params["model.embed_tokens.weight"]} if streams == 2 else params)
-    arrays = capture.take().reference
-    assert arrays.lm_head is arrays.embed
-    assert sum(size for _, size in crossing.seen) == 2 * (VOCABULARY + 1) * HIDDEN
+        arrays = synced(VerifierCapture(torch.bfloat16, lambda arrays: arrays, tied=True), params).reference
+    assert arrays.lm_head is arrays.embed and crossing.bytes == 2 * (VOCABULARY + 1) * HIDDEN
 
 
 def test_the_sync_does_not_wait_for_the_object_store_and_the_next_one_overwrites_nothing_unread():
@@ -132,7 +128,7 @@ def test_the_sync_does_not_wait_for_the_object_store_and_the_next_one_overwrites
     second.join(30)
     assert capture.take().reference == 2
     for seed, copy in enumerate(kept):
-        assert torch.equal(copy["embed"], policy(seed=seed)["model.embed_tokens.weight"].bfloat16())
+        assert torch.equal(copy["embed"], policy(seed)[EMBED].bfloat16())
 
 
 def test_what_fails_costs_the_drafter_and_not_the_sync():
@@ -140,27 +136,23 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
         raise MemoryError("the object store is full")
 
     capture = VerifierCapture(torch.bfloat16, full)
-    for params in (policy(), policy() | {"model.embed_tokens.weight": "not a tensor"}):
-        assert len(sync(capture, params)) == 5
-        found = capture.take()
+    for params in (policy(), policy() | {EMBED: "not a tensor"}):
+        found = synced(capture, params)
         assert (found.reference, found.errors) == (None, 1)
     capture._put = stored
-    sync(capture, policy())
-    found = capture.take()
+    found = synced(capture, policy())
     assert found.errors == 0 and found.seconds > 0
-    assert torch.equal(found.reference["norm"], policy()["model.norm.weight"].bfloat16())
+    assert torch.equal(found.reference["norm"], policy()[NORM].bfloat16())
 
 
 def test_a_head_that_does_not_arrive_is_not_taken_to_be_the_embedding():
     capture, params = VerifierCapture(torch.bfloat16, stored), policy()
-    params["lm_head.base_layer.weight"] = params.pop("lm_head.weight")
-    assert len(sync(capture, params)) == 5
-    found = capture.take()
+    params["lm_head.base_layer.weight"] = params.pop(HEAD)
+    found = synced(capture, params)
     assert (found.reference, found.errors) == (None, 1)
-    sync(capture, policy())
-    assert torch.equal(capture.take().reference["lm_head"], policy()["lm_head.weight"].bfloat16())
-    sync(capture, {"model.layers.0.lora_A.weight": torch.ones(1)})
-    assert capture.take().errors == 0, "a sync of adapters alone has none of the parts"
+    assert torch.equal(synced(capture, policy()).reference["lm_head"], policy()[HEAD].bfloat16())
+    lora = synced(capture, {"model.layers.0.lora_A.weight": torch.ones(1)})
+    assert lora.errors == 0, "a sync of adapters alone has none of the parts"
 
 
 def test_an_object_store_that_hangs_holds_nobody_up(monkeypatch):
@@ -168,10 +160,9 @@ def test_an_object_store_that_hangs_holds_nobody_up(monkeypatch):
     go_on = threading.Event()
     capture = VerifierCapture(torch.bfloat16, lambda _: go_on.wait(60))
     try:
-        for again in (False, True):  # asked for the copy, and about to make the next one
-            sync(capture, policy())
-            if again:
-                assert len(sync(capture, policy())) == len(policy())
+        for syncs in (1, 2):  # asked for the copy, and about to make the next one
+            for _ in range(syncs):
+                sync(capture, policy())
             found = capture.take()
             assert found.reference is None and found.errors == 1
     finally:

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
+from drafter_folders import refusal, sharded
 from mtp_policy import EXPERTS, SHAPE, make_mtp_policy, one_by_one, random_head, without_head
 from safetensors.torch import load_file, save_file
 from saved_bytes import kept_bytes, planned_bytes
@@ -49,11 +50,11 @@ from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.files.ownership import replacing
 from verl_tlt.trainer.run_setup import first_drafter
 
-FAMILIES = ["mimo", "qwen3_5", "qwen3_5_moe"]
 K, VOCAB = 4, SHAPE["vocab_size"]
+WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["mimo", "qwen3_5", "qwen3_5_moe"])
 def family(request):
     return request.param
 
@@ -72,20 +73,29 @@ def sequences(policy_dir):
     return PolicyStates(load_policy(policy_dir, "cpu"), ())(texts)
 
 
+def head_of(policy, **arguments):
+    """The head in a policy's folder as a drafter, with the policy's embedding, output head and norm."""
+    model = load_own_head(policy, policy, **arguments)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy))
+    return model
+
+
 @pytest.fixture
 def model(policy_dir):
-    model = load_own_head(policy_dir, policy_dir)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
-    return model
+    return head_of(policy_dir)
+
+
+def head_folder(path, tensors):
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / WEIGHTS)
+    return path
 
 
 def test_its_parameters_are_the_heads_tensors_by_the_checkpoints_names(policy_dir, model):
     shapes = head_shapes(policy_shape(policy_dir))
     assert {name: list(p.shape) for name, p in trainable_parameters(model).items()} == shapes
-    saved = load_file(policy_dir / "model.safetensors")
-    for name, tensor in serving_tensors(model).items():
-        assert torch.equal(tensor, saved[name]), name
-    assert serving_tensors(model).keys() == shapes.keys()
+    saved, served = load_file(policy_dir / WEIGHTS), serving_tensors(model)
+    assert served.keys() == shapes.keys() and all(torch.equal(tensor, saved[name]) for name, tensor in served.items())
 
 
 def draft_by_hand(model, sequence, t):
@@ -118,10 +128,7 @@ def draft_by_hand(model, sequence, t):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["tlt_by_document", "sdpa", "eager"])
 def test_a_row_of_a_packed_batch_is_a_draft(policy_dir, sequences, attention):
-    model = load_own_head(policy_dir, policy_dir, attention=attention)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
-    by_hand = load_own_head(policy_dir, policy_dir, attention="sdpa")
-    refresh_verifier_weights(by_hand, VerifierWeights.from_policy_dir(policy_dir))
+    model, by_hand = head_of(policy_dir, attention=attention), head_of(policy_dir, attention="sdpa")
     texts = [sequences[0], sequences[1].window(6, 25), sequences[2]]
     seen, begin = passes(model, pack(texts), K), 0
     tolerance = dict(rtol=2e-2, atol=2e-2) if attention == "eager" else dict(rtol=1e-4, atol=1e-4)  # a mask in 16 bits
@@ -172,8 +179,7 @@ def test_it_learns_and_its_acceptance_rises(model, sequences, policy_dir):
 
 def test_memory_is_counted_without_the_states_it_does_not_read(model, policy_dir):
     longer = session_bytes(model, 1024, 3) - session_bytes(model, 512, 3)
-    assert longer >= 512 * (10 * 2 * model.hidden_size + VOCAB * (8 + 4 * 3))
-    assert host_bytes(model) > 0
+    assert longer >= 512 * (10 * 2 * model.hidden_size + VOCAB * (8 + 4 * 3)) and host_bytes(model) > 0
     served = from_drafter_file(*to_drafter_file(model, "float32")[:2], "sdpa")
     refresh_verifier_weights(served, VerifierWeights.from_policy_dir(policy_dir))
     halve_frozen(served)
@@ -195,32 +201,9 @@ def test_it_travels_and_comes_back_from_disk_to_the_bit(model, policy_dir, tmp_p
     assert "verl-tlt write-back head tiny" in card and '"method": "mtp"' in card
 
 
-def as_vllm_holds_them(tensors):
-    """By vLLM's names, stacked as it stacks them."""
-    live = {}
-    for name, tensor in tensors.items():
-        name = name.replace("mtp.", "model.", 1) if name.startswith("mtp.") else name
-        if name.startswith("model.mtp_layers.") and (".self_attn." in name or ".mlp." in name or "input_lay" in name):
-            name = name.replace("mtp_layers.0.", "mtp_layers.0.mtp_block.")
-        for stack, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-            for part in parts:
-                name = name.replace(f".{part}.", f".{stack}.")
-        for fused, held in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
-            name = name.replace(f".experts.{fused}", f".experts.routed_experts.{held}")
-        live.setdefault(name, []).append(tensor)
-    return {name: torch.cat(parts) for name, parts in live.items()}
-
-
-def test_its_fingerprint_is_the_engines(model):
-    tensors = serving_tensors(model, torch.bfloat16)
-    assert fingerprint(as_vllm_holds_them(tensors)) == fingerprint(tensors)
-    for name in tensors:
-        changed = {**tensors, name: tensors[name].clone()}
-        changed[name].view(torch.int16).view(-1)[-1] ^= 1
-        assert fingerprint(changed) != fingerprint(tensors), name
-
-
 # ------------------------------------------------------------------ experts
+
+EXPERT = "mtp.layers.0.mlp.experts."
 
 
 @pytest.fixture(scope="module")
@@ -228,12 +211,6 @@ def mixture_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("mixture")
     make_mtp_policy(path, "qwen3_5_moe")
     return path
-
-
-def split(tensors):
-    """A checkpoint with the head's experts each by itself."""
-    head = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
-    return {name: tensor for name, tensor in tensors.items() if name not in head} | one_by_one(head)
 
 
 @torch.no_grad()
@@ -258,43 +235,46 @@ def test_what_the_experts_make_of_a_token(mixture_dir):
     torch.testing.assert_close(block(tokens[None])[0], torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
+def split(folder):
+    """The tensors of a folder, with the head's experts each by itself."""
+    tensors = load_file(folder / WEIGHTS)
+    head = {name: tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")}
+    return tensors | one_by_one(head)
+
+
 def test_experts_are_read_one_by_one_too(mixture_dir, tmp_path):
-    make_mtp_policy(tmp_path / "policy", "qwen3_5_moe")
-    file = tmp_path / "policy" / "model.safetensors"
-    tensors = split(load_file(file))
-    save_file(tensors, file)
-    found = mtp_tensors(tmp_path / "policy")
-    assert found.keys() == {name for name in tensors if name.startswith("mtp.")}
-    loaded = load_own_head(tmp_path / "policy", tmp_path / "policy")
+    policy = tmp_path / "policy"
+    make_mtp_policy(policy, "qwen3_5_moe")
+    tensors = split(policy)
+    save_file(tensors, policy / WEIGHTS)
+    assert mtp_tensors(policy).keys() == {name for name in tensors if name.startswith("mtp.")}
     wanted = serving_tensors(load_own_head(mixture_dir, mixture_dir))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in serving_tensors(loaded).items())
+    found = serving_tensors(load_own_head(policy, policy))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
     head = random_head(mixture_dir, 1)
-    (tmp_path / "head").mkdir()
-    save_file(one_by_one(head), tmp_path / "head" / "model.safetensors")
-    written = write_back(tmp_path / "head", tmp_path / "policy")
-    assert load_file(written).keys() == head.keys(), "in one tensor each"
-    assert not any(name.startswith("mtp.") for name in load_file(file)), "and those of before are gone"
-    again = load_own_head(tmp_path / "policy", tmp_path / "policy")
-    assert fingerprint(serving_tensors(again)) == fingerprint(head)
-
-
-EXPERT = "mtp.layers.0.mlp.experts."
+    shard = write_back(head_folder(tmp_path / "head", one_by_one(head)), policy)
+    assert load_file(shard).keys() == head.keys(), "in one tensor each"
+    assert not any(name.startswith("mtp.") for name in load_file(policy / WEIGHTS)), "and those of before are gone"
+    assert fingerprint(serving_tensors(load_own_head(policy, policy))) == fingerprint(head)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("name", "shape", "sentence"),
     [
-        (lambda t: t.pop(f"{EXPERT}2.up_proj.weight"), rf"lacks {EXPERT}2\.up_proj\.weight: that is no head"),
-        (lambda t: t.update({f"{EXPERT}4.up_proj.weight": torch.ones(24, 32)}), rf"holds {EXPERT}4\.up_proj\.weight"),
-        (lambda t: t.update({f"{EXPERT}down_proj": torch.ones(4, 32, 24)}), rf"holds {EXPERT}down_proj: that is no"),
-        (lambda t: t.update({f"{EXPERT}1.gate_proj.weight": torch.ones(25, 32)}), r"is \[25, 32\], but the policy's"),
-        (lambda t: t.update({"mtp.layers.0.mlp.gate.weight": torch.ones(5, 32)}), r"is \[5, 32\], but the policy's"),
+        (f"{EXPERT}2.up_proj.weight", None, rf"lacks {EXPERT}2\.up_proj\.weight: that is no head"),
+        (f"{EXPERT}4.up_proj.weight", (24, 32), rf"holds {EXPERT}4\.up_proj\.weight"),
+        (f"{EXPERT}down_proj", (4, 32, 24), rf"holds {EXPERT}down_proj: that is no"),
+        (f"{EXPERT}1.gate_proj.weight", (25, 32), r"is \[25, 32\], but the policy's"),
+        ("mtp.layers.0.mlp.gate.weight", (5, 32), r"is \[5, 32\], but the policy's"),
     ],
-)  # fmt: skip
-def test_experts_that_are_no_such_head_are_refused(mixture_dir, tmp_path, change, sentence):
-    tensors = split(load_file(mixture_dir / "model.safetensors"))
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
+)
+def test_experts_that_are_no_such_head_are_refused(mixture_dir, tmp_path, name, shape, sentence):
+    tensors = split(mixture_dir)
+    if shape is None:
+        del tensors[name]
+    else:
+        tensors[name] = torch.ones(shape)
+    head_folder(tmp_path, tensors)
     (tmp_path / "config.json").write_text((mixture_dir / "config.json").read_text())
     with pytest.raises(DrafterError, match=sentence):
         mtp_tensors(tmp_path)
@@ -339,39 +319,39 @@ def test_ranks_fingerprints_of_experts_add_up(mixture_dir, across):
 # ------------------------------------------------------------------ a run
 
 
-def settings(**drafter):
-    return TLTConfig.from_dict({"drafter": {"method": "mtp", **drafter}})
+def run_start(policy, **drafter):
+    settings = TLTConfig.from_dict({"drafter": {"method": "mtp", **drafter}})
+    return first_drafter(settings, str(policy), "bfloat16", 64, None)
 
 
 def test_a_run_starts_with_the_policys_own_head(policy_dir, model, tmp_path):
-    start = first_drafter(settings(), str(policy_dir), "bfloat16", 64, None)
+    start = run_start(policy_dir)
     assert (start.aux_layers, start.chosen, start.draft_vocab) == ((), True, VOCAB)
     assert start.origin == "the policy's own MTP head"
     assert start.served.fingerprint == fingerprint(serving_tensors(model, torch.bfloat16))
     with torch.no_grad():
         model.norm.weight.add_(1)
     saved = save_drafter(model, tmp_path / "head", {}, policy=policy_dir)
-    given = first_drafter(settings(path=str(saved)), str(policy_dir), "bfloat16", 64, None)
+    given = run_start(policy_dir, path=str(saved))
     assert given.served.fingerprint == fingerprint(serving_tensors(model, torch.bfloat16)) != start.served.fingerprint
     with pytest.raises(DrafterError, match=r"holds a drafter for tlt\.drafter\.method=mtp, not eagle3"):
-        first_drafter(TLTConfig.from_dict({"drafter": {"path": str(saved)}}), str(policy_dir), "bfloat16", 64, None)
+        run_start(policy_dir, path=str(saved), method="eagle3")
 
 
-def test_a_policy_without_a_head_is_one_sentence(policy_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, r"model\.safetensors holds no MTP head \("),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "names Qwen3ForCausalLM, and method=mtp drafts for"),
+        ({"architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 0}, "Qwen3_5MoeForCausalLM, whose num_experts"),
+    ],
+)
+def test_a_policy_without_a_head_is_one_sentence(policy_dir, tmp_path, changes, sentence):
     fields = json.loads((policy_dir / "config.json").read_text())
-
-    def refused(**changes):
-        (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
-        with pytest.raises(DrafterError) as told:
-            first_drafter(settings(), str(tmp_path), "bfloat16", 64, None)
-        return str(told.value)
-
-    tensors = {"model.norm.weight": torch.ones(2)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert "model.safetensors holds no MTP head (" in refused()
-    assert "names Qwen3ForCausalLM, and method=mtp drafts for" in refused(architectures=["Qwen3ForCausalLM"])
-    moe = "Qwen3_5MoeForCausalLM"
-    assert f"names {moe}, whose num_experts, moe_" in refused(architectures=[moe], num_experts=0)
+    head_folder(tmp_path, {"model.norm.weight": torch.ones(2)})
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
+    with pytest.raises(DrafterError, match=sentence):
+        run_start(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -385,13 +365,9 @@ def test_a_policy_without_a_head_is_one_sentence(policy_dir, tmp_path):
 )
 def test_a_head_of_other_tensors_is_refused(policy_dir, model, tmp_path, change, sentence):
     saved = save_drafter(model, tmp_path / "head", {})
-    tensors = load_file(saved / "model.safetensors")
+    tensors = load_file(saved / WEIGHTS)
     change(tensors)
-    save_file(tensors, saved / "model.safetensors")
-    with pytest.raises(DrafterError, match=sentence):
-        check_drafter(saved, policy_dir)
-    with pytest.raises(DrafterError, match=sentence):
-        load_drafter(saved, policy_dir)
+    assert sentence in refusal(head_folder(saved, tensors), str(policy_dir))
 
 
 def test_what_else_a_heads_folder_says_is_not_believed(policy_dir, model, tmp_path):
@@ -399,10 +375,8 @@ def test_what_else_a_heads_folder_says_is_not_believed(policy_dir, model, tmp_pa
     config = json.loads((saved / "config.json").read_text())
     config["transformer_layer_config"] |= {"rms_norm_eps": 7.0, "rope_parameters": {"rope_type": "yarn"}}
     (saved / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}, "own_head": True}))
-    save_file(
-        load_file(saved / "model.safetensors") | {"embed_tokens.weight": torch.ones(VOCAB, SHAPE["hidden_size"])},
-        saved / "model.safetensors",
-    )
+    embedding = torch.ones(VOCAB, SHAPE["hidden_size"])
+    head_folder(saved, load_file(saved / WEIGHTS) | {"embed_tokens.weight": embedding})
     loaded = load_drafter(saved, policy_dir)
     assert loaded.config.to_json_string() == model.config.to_json_string()
     assert loaded.embed_tokens.weight.isnan().all()
@@ -413,34 +387,17 @@ def test_what_else_a_heads_folder_says_is_not_believed(policy_dir, model, tmp_pa
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_head_goes_back_into_a_policy_that_was_saved_without(family, policy_dir, tmp_path, shards):
-    make_mtp_policy(tmp_path / "policy", family)
-    own = without_head(tmp_path / "policy", shards)
-    before = {file.name: file.read_bytes() for file in (tmp_path / "policy").glob("*.safetensors")}
-    with pytest.raises(DrafterError):
-        mtp_tensors(tmp_path / "policy")
-    written = write_back(policy_dir, tmp_path / "policy")
-    for name, content in before.items():
-        assert (written.parent / name).read_bytes() == content
-    assert {n: at.file.name for n, at in mtp_tensors(tmp_path / "policy").items()} == dict.fromkeys(own, written.name)
-    loaded = load_own_head(tmp_path / "policy", tmp_path / "policy")
-    assert fingerprint(serving_tensors(loaded)) == fingerprint(own)
-    VerifierWeights.from_policy_dir(tmp_path / "policy")
-
-
-def test_a_head_that_was_there_makes_room(family, policy_dir, tmp_path):
     policy = tmp_path / "policy"
-    make_mtp_policy(policy, family, dtype=torch.bfloat16)
-    others = {n: t for n, t in load_file(policy / "model.safetensors").items() if "mtp" not in n}
-    for seed in (1, 2):
-        head = random_head(policy_dir, seed)
-        (tmp_path / "head").mkdir(exist_ok=True)
-        save_file(head, tmp_path / "head" / "model.safetensors")
-        write_back(tmp_path / "head", policy)
-        files = {file.name: load_file(file) for file in policy.glob("*.safetensors")}
-        held = [(name, tensor) for tensors in files.values() for name, tensor in tensors.items()]
-        assert len(held) == len(dict(held)), "every tensor is in one file"
-        assert all(torch.equal(dict(held)[n], t.bfloat16()) for n, t in head.items())
-        assert all(torch.equal(dict(held)[n], t) for n, t in others.items())
+    make_mtp_policy(policy, family)
+    own = without_head(policy, shards)
+    before = {file: file.read_bytes() for file in policy.glob("*.safetensors")}
+    with pytest.raises(DrafterError):
+        mtp_tensors(policy)
+    shard = write_back(policy_dir, policy)
+    assert all(file.read_bytes() == content for file, content in before.items())
+    assert {n: at.file for n, at in mtp_tensors(policy).items()} == dict.fromkeys(own, shard)
+    assert fingerprint(serving_tensors(load_own_head(policy, policy))) == fingerprint(own)
+    VerifierWeights.from_policy_dir(policy)
 
 
 def all_tensors(policy):
@@ -455,18 +412,14 @@ def all_tensors(policy):
 def test_a_policy_is_whole_wherever_writing_a_head_back_ends_and_another_try_completes_it(
     family, policy_dir, tmp_path, monkeypatch, shards, writes
 ):
+    """In a policy of 16 bits, whose older head is taken out."""
     policy, new = tmp_path / "policy", random_head(policy_dir, 1)
-    make_mtp_policy(policy, family)
-    before = load_file(policy / "model.safetensors")
+    make_mtp_policy(policy, family, dtype=torch.bfloat16)
+    before = load_file(policy / WEIGHTS)
     if shards > 1:
-        (policy / "model.safetensors").unlink()
-        owners = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(sorted(before))}
-        for file in set(owners.values()):
-            save_file({n: before[n] for n, owner in owners.items() if owner == file}, policy / file)
-        (policy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
-    (tmp_path / "head").mkdir()
-    save_file(new, tmp_path / "head" / "model.safetensors")
-
+        sharded(policy, shards)
+    head = head_folder(tmp_path / "head", new)
+    new = {name: tensor.bfloat16() for name, tensor in new.items()}
     left = iter(range(writes))
 
     @contextmanager
@@ -479,25 +432,26 @@ def test_a_policy_is_whole_wherever_writing_a_head_back_ends_and_another_try_com
     with monkeypatch.context() as patch:
         patch.setattr(mtp_write_back, "replacing", until_killed)
         with suppress(KeyboardInterrupt):
-            write_back(tmp_path / "head", policy)
+            write_back(head, policy)
     found, heads = all_tensors(policy), [{n: before[n] for n in new}, new]
     assert mtp_tensors(policy).keys() == new.keys() and found.keys() == before.keys()
     assert any(all(torch.equal(found[n], t) for n, t in head.items()) for head in heads), "the old head or the new one"
     assert all(torch.equal(found[n], t) for n, t in before.items() if n not in new)
-    written = write_back(tmp_path / "head", policy)
+    written = write_back(head, policy)
     held = [name for file in policy.glob("*.safetensors") for name in load_file(file)]
-    assert sorted(held) == sorted(before) and load_file(written).keys() == new.keys()
+    assert sorted(held) == sorted(before), "every tensor is in one file"
+    again = load_file(written)
+    assert again.keys() == new.keys() and all(torch.equal(again[n], t) for n, t in new.items())
 
 
 def test_a_file_of_the_policy_is_not_written_over(tmp_path):
-    policy = tmp_path / "policy"
-    make_mtp_policy(policy, "mimo")
-    (policy / "model.safetensors").rename(policy / mtp_write_back.SHARD)
-    owners = dict.fromkeys(load_file(policy / mtp_write_back.SHARD), mtp_write_back.SHARD)
-    (policy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    make_mtp_policy(tmp_path, "mimo")
+    (tmp_path / WEIGHTS).rename(tmp_path / mtp_write_back.SHARD)
+    owners = dict.fromkeys(load_file(tmp_path / mtp_write_back.SHARD), mtp_write_back.SHARD)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
     with pytest.raises(DrafterError, match=r"model-mtp\.safetensors, where .*, holds other tensors of the policy"):
-        write_back(policy, policy)
-    assert load_file(policy / mtp_write_back.SHARD).keys() == owners.keys()
+        write_back(tmp_path, tmp_path)
+    assert load_file(tmp_path / mtp_write_back.SHARD).keys() == owners.keys()
 
 
 def test_a_head_of_another_policy_does_not_go_back(family, policy_dir, tmp_path):
