@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rl_steps import LOOKS_S, STOP_S, merged, rest_of_step, rl_step, sampled, sampling, train, trained_step, training
+from rl_steps import LOOKS_S, merged, rest_of_step, rl_step, sampled, sampling, train, trained_step, training
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.idle.failure_budget import MAX_FAILURES
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -155,7 +154,7 @@ def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(filled,
 
 @pytest.mark.parametrize(("method", "versions"), [("stage", [0, 1]), ("export", [0, 1]), ("merge", [1, 1, 2])])
 def test_a_publication_or_merge_that_fails_costs_itself_and_nothing_else(filled, method, versions):
-    """Without its merge an update publishes what it exported; what is merged in the third step is judged a step later."""
+    """Without its merge an update publishes what it exported; what the next step merges is judged a step later."""
     controller, fleet = filled()
     fleet.broken[method] = LATE
     for step, version in enumerate(versions, 2):
@@ -173,87 +172,6 @@ def test_an_update_that_cannot_begin_costs_itself(filled, monkeypatch):
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     assert trained_step(controller, fleet, 2)["tlt/errors_end_of_sampling"] == 1
-
-
-# ---------------------------------------------------------------------- sessions that fail
-
-
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_weight_sync(filled, mode):
-    controller, fleet = filled(mode=mode)
-    fleet.broken["try_sleep"] = CallFailed("no answer within 30 s", silent=True)
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: fleet.called("try_sleep"))
-        for _ in range(3):
-            fleet.clock.sleep(LOOKS_S)
-            controller.more_prompts()
-            assert fleet.balancer == {"a"}, "what is sent there may be rejected"
-    fleet.broken.clear()
-    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1 and fleet.called("wake_up") == []
-    assert fleet.called("train") == [] and fleet.balancer == {"a", "b"}
-    train(controller, fleet, 3)
-
-
-def test_a_worker_that_never_stops_is_killed_after_the_bound(filled, said):
-    controller, fleet = filled("abc")
-    fleet.deaf = {"b"}
-    with sampling(controller, fleet, 2):
-        fleet.load["c"] = 0
-        fleet.clock.until(lambda: len(fleet.called("train")) == 2)
-        began = fleet.clock.now
-    assert fleet.clock.now - began == pytest.approx(STOP_S, abs=0.01)
-    assert fleet.restarts == ["b"] and fleet.on_device == set()
-    assert f"spot training on b failed: it did not stop within {STOP_S} s" in said.text
-    metrics = rest_of_step(controller, fleet, 2)
-    assert fleet.called("merge") == [(("c",),)], "what c learned is merged without b"
-    assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
-    assert metrics["tlt/overhead_stop_s"] == pytest.approx(STOP_S, abs=0.01)
-
-
-def keep_failing(controller, fleet, steps, error="RayTaskError: out of luck"):
-    """Steps in each of which `b` is idle, and fails where it may train; returns `tlt/spot_off_replicas` of each."""
-    fleet.broken["session of b"], off = CallFailed(error), []
-    for step in steps:
-        with sampling(controller, fleet, step):
-            fleet.clock.sleep(LOOKS_S)
-            assert not controller._watch.running
-        off.append(rest_of_step(controller, fleet, step)["tlt/spot_off_replicas"])
-    return off
-
-
-def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(filled, said):
-    controller, fleet = filled()
-    assert keep_failing(controller, fleet, range(2, 16)) == [0] * 5 + [1] * 9
-    assert len(fleet.called("train")) == MAX_FAILURES
-    assert said.text.count("spot training on b is given up for 8 steps") == 1
-    assert "the last one: RayTaskError: out of luck" in said.text
-    assert fleet.restarts == [], "it raised, it did not die"
-    assert keep_failing(controller, fleet, [16], "RayTaskError: again")[0] == 1
-    assert "spot training on b is given up for 16 steps" in said.text and "RayTaskError: again" in said.text
-    fleet.broken.clear()
-    for step in range(17, 33):
-        rl_step(controller, fleet, step, LOOKS_S)
-    assert len(fleet.called("train")) == MAX_FAILURES + 1
-    assert trained_step(controller, fleet, 33)["tlt/spot_off_replicas"] == 0
-    assert "spot training on b, which was given up, works again" in said.text
-
-
-@pytest.mark.parametrize("untrained", [True, False])
-def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, untrained):
-    controller, fleet = filled("bc", standalone="c", start={"untrained": untrained}, cold_start_s=0.0)
-    keep_failing(controller, fleet, range(2, 12))
-    line = "any more: spot training is given up on every replica, and the drafter is a random one"
-    assert said.text.count(line) == said.text.count("TLT does nothing") == untrained
-
-
-@pytest.mark.parametrize(("untapped", "gave_up"), [("it has no tap.", True), ("it has no tap.", False), (None, True)])
-def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, untapped, gave_up):
-    statuses = dict.fromkeys("ab", DrafterStatus(gave_up=gave_up))
-    controller, _ = run(of_fleet={"untapped": untapped, "drafter_statuses": lambda: statuses})
-    for step in (1, 2):
-        controller.metrics(step, {})
-    expected = bool(untapped and gave_up)
-    assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected
 
 
 # ---------------------------------------------------------------------- calls that fail
