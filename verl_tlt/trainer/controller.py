@@ -1,15 +1,4 @@
-"""One RL run with TLT: what happens at each of verl's hooks, and what one step hands to the next.
-
-    sample_begin        watch for idle devices, and train the drafter there (`idle.replica_idle`)
-    more_prompts        replicas that have left are called back before more prompts are sent
-    sample_end          stop training (bounded), start merging in the background
-    warm_up             spot workers that replaced others load their kernels
-    cold_start          once in a run without a drafter: train one on all devices before RL goes on
-    log_probs_done      what the tap captured goes to the spot workers
-    save                write the drafter once the policy's checkpoint is on the disk
-    before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
-    after_sync          replicas that left rejoin; compare what the engines have loaded
-    metrics             the step's numbers
+"""One RL run with TLT: what happens at each of verl's hooks (docs/how-it-works.md), and what steps hand on.
 
 Whatever fails in here costs speed only: the `Guard` contains it, and the step goes on as stock verl's.
 """
@@ -88,7 +77,6 @@ class Controller:
         self._tokens, self._tokens_to_choose = start.tokens_trained, 0 if start.chosen else start.draft_vocab
 
     def _count_failures(self, step: int) -> None:
-        """Count what spot workers failed at outside their sessions."""
         for failure in self.fleet.waits.failures():
             self.guard.count(failure.during, 1)
             if failure.replaced:
@@ -336,7 +324,6 @@ class Controller:
                     self._compare(step, serving)  # verl woke replicas up for the validation
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The step's `tlt/*` metrics, given verl's."""
         tlt: dict[str, float] = {}
         self._count_failures(step)
         with self.guard("metrics"):

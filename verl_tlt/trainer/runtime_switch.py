@@ -26,10 +26,8 @@ class SwitchError(TLTError, ValueError):
 class RuntimeSwitch:
     """Which halves of TLT run from the next rollout on."""
 
-    speculation: bool = True
-    """False: the drafter's pass does not run in any engine."""
-    spot: bool = True
-    """False: no replica leaves early, and nothing is trained."""
+    speculation: bool = True  # False: the drafter's pass does not run in any engine
+    spot: bool = True  # False: no replica leaves early, and nothing is trained
 
 
 def read_switch(directory: str | Path) -> RuntimeSwitch:

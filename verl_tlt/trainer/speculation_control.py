@@ -75,7 +75,6 @@ class SpeculationControl:
         return list(self._undrafted)
 
     def _read_switch(self, step: int) -> None:
-        """Read the switch; a file that cannot be read changes nothing, and is logged once."""
         try:
             switch, complaint = read_switch(self.directory), ""
         except SwitchError as error:

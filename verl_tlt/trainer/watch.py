@@ -37,8 +37,7 @@ LOOK_S = 60.0
 class PendingWork:
     """What the trainer knows about work still to come in a sampling phase."""
 
-    pending: int = 0
-    """Groups that no agent loop has taken up yet."""
+    pending: int = 0  # Groups that no agent loop has taken up yet
     more: bool = False
     """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
 
@@ -203,7 +202,6 @@ class SamplingWatch:
         return []
 
     def _collect(self, name: str, stop_latency_s: float | None = None) -> None:
-        """Take the result of a session that has ended, however it ended."""
         call, start = self.running.pop(name)
         times: dict[str, Any] = {"start": start, "end": self._clock.time(), "stop_latency_s": stop_latency_s}
         try:

@@ -5,15 +5,8 @@ import random
 
 import pytest
 
-from verl_tlt.idle.replica_idle import (
-    FIRST_RETRY_S,
-    LONGEST_RETRY_S,
-    PATIENCE,
-    Command,
-    ReplicaIdlePlanner,
-    State,
-    next_pause,
-)
+from verl_tlt.idle import replica_idle as idle
+from verl_tlt.idle.replica_idle import Command, ReplicaIdlePlanner, State, next_pause
 
 
 def planner(replicas=("a", "b"), **changes):
@@ -133,7 +126,7 @@ def test_refusals_back_off_exponentially_up_to_a_ceiling():
         while not p.observe(now, load, pending=0):
             now = round(now + 0.01, 6)
         pauses.append(now - asked)
-    expected = [min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**i) for i in range(7)]
+    expected = [min(idle.LONGEST_RETRY_S, idle.FIRST_RETRY_S * 2**i) for i in range(7)]
     assert pauses == pytest.approx(expected, abs=0.02)
 
 
@@ -323,5 +316,5 @@ def test_a_replica_that_the_balancer_lost_comes_back_and_is_counted():
 def test_looks_become_rarer_while_nothing_changes_and_frequent_again_after_a_change():
     quiet = list(itertools.accumulate(range(12), lambda pause, _: next_pause(pause, 0.05, False), initial=0.05))
     assert all(b >= a for a, b in itertools.pairwise(quiet))
-    assert quiet[-1] == pytest.approx(PATIENCE * 0.05)
+    assert quiet[-1] == pytest.approx(idle.PATIENCE * 0.05)
     assert next_pause(quiet[-1], 0.05, True) == 0.05

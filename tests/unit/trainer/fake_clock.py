@@ -63,18 +63,10 @@ class FakeClock:
             self._running += 1
             return ready()
 
-    def changed(self):
-        """What somebody waits for may have happened."""
+    def changed(self, begun=0):
+        """What somebody waits for may have happened; so many more threads run."""
         with self._changed:
-            self._changed.notify_all()
-
-    def began(self):
-        with self._changed:
-            self._running += 1
-
-    def ended(self):
-        with self._changed:
-            self._running -= 1
+            self._running += begun
             self._changed.notify_all()
 
     def _may_go(self, waiting):
@@ -123,16 +115,17 @@ class FakeLock:
 
 class FakeThread:
     def __init__(self, clock, target, name):
-        self._clock, self._target, self._over = clock, target, FakeEvent(clock)
-        clock.began()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._over = FakeEvent(clock)
+        clock.changed(begun=1)
 
-    def _run(self):
-        try:
-            self._target()
-        finally:
-            self._over.set()
-            self._clock.ended()
+        def run():
+            try:
+                target()
+            finally:
+                self._over.set()
+                clock.changed(begun=-1)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def join(self, timeout):
         self._over.wait(timeout)

@@ -3,9 +3,6 @@
 import concurrent.futures
 from contextlib import contextmanager
 
-from verl_tlt.messages.rollout import DrafterFile
-
-FIRST = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
 STOP_S, POLL_S = 0.3, 0.005
 LOOKS_S = 50 * POLL_S
 """In which the fleet is looked at several times, however long nothing has changed."""
@@ -24,11 +21,24 @@ def sampling(controller, fleet, step, *, idle="b"):
     fleet.load = dict.fromkeys(fleet.replicas, 0)
 
 
-def train(controller, fleet, step):
-    """A sampling phase in which somebody trains."""
-    trained = len(called(fleet, "train"))
+def sampled(controller, step):
+    """A sampling phase without a bubble."""
+    controller.sample_begin(step)
+    controller.sample_end(step, last=True)
+
+
+@contextmanager
+def training(controller, fleet, step):
+    """A sampling phase in which somebody trains; inside, that has begun."""
+    trained = len(fleet.called("train"))
     with sampling(controller, fleet, step):
-        fleet.clock.until(lambda: len(called(fleet, "train")) > trained)
+        fleet.clock.until(lambda: len(fleet.called("train")) > trained)
+        yield
+
+
+def train(controller, fleet, step):
+    with training(controller, fleet, step):
+        pass
 
 
 def merged(controller):
@@ -58,13 +68,5 @@ def rl_step(controller, fleet, step, seconds=0.0):
 def trained_step(controller, fleet, step):
     """One in whose sampling somebody trains. Returns the metrics."""
     train(controller, fleet, step)
+    assert fleet.on_device == set(), "a guest is on the device when the actor comes"
     return rest_of_step(controller, fleet, step)
-
-
-def fill_buffers(controller, fleet):
-    """A first step, whose log-probs fill the buffers."""
-    return rl_step(controller, fleet, 1)
-
-
-def called(fleet, method):
-    return [call[1:] for call in fleet.calls if call[0] == method]

@@ -5,8 +5,10 @@ import functools
 
 import pytest
 from fake_fleet import FakeCall, ended
-from rl_steps import LOOKS_S, called, fill_buffers, merged, rest_of_step, sampling
+from rl_steps import LOOKS_S, STOP_S, merged, rest_of_step, rl_step, sampled, sampling, train, trained_step, training
 
+from verl_tlt.idle.failure_budget import MAX_FAILURES
+from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.trainer import controller, waits, watch
 from verl_tlt.trainer.waits import CallFailed
 
@@ -14,44 +16,41 @@ from verl_tlt.trainer.waits import CallFailed
 def test_hidden_states_that_never_arrive_hold_up_one_rollout_for_their_bound(run, clock, took):
     run_, fleet = run()
     fleet.hand_over = lambda step, taken: {"a": FakeCall(clock)}
-    fill_buffers(run_, fleet)
+    rl_step(run_, fleet, 1)
     assert took(run_.sample_begin, 2) == pytest.approx(waits.SILENT_S)
     run_.sample_end(2, last=True)
     assert fleet.restarts == ["a"] and run_.guard.counts == {"hand-over": 1}
     metrics = rest_of_step(run_, fleet, 2)
     assert metrics["tlt/overhead_hand_over_s"] == pytest.approx(waits.SILENT_S)
     assert metrics["tlt/spot_failures"] == 1
+    for step in (3, 4):
+        sampled(run_, step)
+        metrics = rest_of_step(run_, fleet, step)
+    assert metrics["tlt/spot_off_replicas"] == 1, "who fails again and again is left alone"
 
 
-@pytest.mark.parametrize(("hook", "counted"), [("save", "save"), ("finish", "final drafter")])
-def test_a_drafter_that_is_never_written_replaces_its_worker(filled, clock, took, hook, counted):
+@pytest.mark.parametrize(("hook", "step", "counted"), [("save", [1], "save"), ("finish", [], "final drafter")])
+def test_a_drafter_that_is_never_written_replaces_its_worker(filled, clock, took, hook, step, counted):
     run_, fleet = filled()
     fleet.save = lambda *args: {"a": FakeCall(clock)}
-    assert took(getattr(run_, hook), *([1] if hook == "save" else [])) == pytest.approx(controller.SAVE_S)
+    assert took(getattr(run_, hook), *step) == pytest.approx(controller.SAVE_S)
     run_.saved(1)
     assert fleet.restarts == ["a"] and run_.guard.counts == {counted: 1}
 
 
-def test_more_prompts_wait_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took):
-    run_, fleet = filled(mode="colocate_async")
-    answered = clock.event()
-    fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
-    with sampling(run_, fleet, 2):
-        assert took(run_.more_prompts) == pytest.approx(watch.LOOK_S)
-        answered.set()
-    assert run_.guard.counts["recall"] == 1
-
-
-def test_the_end_of_sampling_waits_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took):
-    run_, fleet = filled()
+@pytest.mark.parametrize("hook", ["more_prompts", "sample_end"])
+def test_a_hook_waits_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took, hook):
+    run_, fleet = filled(mode="colocate_async" if hook == "more_prompts" else "sync")
     answered = clock.event()
     fleet.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
     phase = contextlib.ExitStack()
     phase.enter_context(sampling(run_, fleet, 2))
-    assert watch.LOOK_S - 1.0 < took(phase.close) <= watch.LOOK_S + 1.0
+    assert took(run_.more_prompts if hook == "more_prompts" else phase.close) == pytest.approx(watch.LOOK_S, abs=1.0)
     answered.set()
+    phase.close()
     assert rest_of_step(run_, fleet, 2)["tlt/drafter_version"] == 0
-    assert fleet.balancer == {"a", "b"} and run_.guard.counts["watch"] == 1
+    assert fleet.balancer == {"a", "b"}
+    assert run_.guard.counts["recall" if hook == "more_prompts" else "watch"] == 1
 
 
 def test_a_session_whose_result_does_not_come_is_over_after_its_bound(filled, clock):
@@ -70,37 +69,35 @@ def test_a_session_whose_result_does_not_come_is_over_after_its_bound(filled, cl
     assert rest_of_step(run_, fleet, 2)["tlt/spot_failures"] == 1
 
 
-HOOKS = ("sample_begin", "more_prompts", "sample_end", "log_probs_done", "before_sync", "after_sync", "validated")
 WAITED_FOR = {
     "rejoin": "rejoin", "engine_stats": "statistics", "take": "tap", "hand_over": "tap", "stage": "publish",
     "keep_as_served": "publish", "disable_drafting": "speculation_control", "drafter_statuses": "rejoin",
     "wake_up": "recall", "save": "save",
 }  # fmt: skip
 """The fleet's methods that a step waits for, and the part of the overhead that has their seconds."""
+HOOKS = (
+    "sample_begin", "more_prompts", "sample_end", "save", "saved", "log_probs_done", "before_sync", "after_sync",
+    "validated",
+)  # fmt: skip
 SLOW_S = 0.25
 
 
 @pytest.mark.parametrize(("method", "part"), WAITED_FOR.items(), ids=WAITED_FOR)
-def test_every_second_that_a_step_waits_is_charged_by_name(filled, clock, monkeypatch, method, part):
+def test_every_second_that_a_step_waits_is_charged_by_name(filled, took, monkeypatch, method, part):
     run_, fleet = filled(mode="colocate_async" if part == "recall" else "sync")
     run_.metrics(1, {})
     fleet.slow, waited = {method: SLOW_S}, []
 
     def timed(hook, *args, **named):
-        begin = clock.now
-        hook(*args, **named)
-        waited.append(clock.now - begin)
+        waited.append(took(hook, *args, **named))
 
     for name in HOOKS:
         monkeypatch.setattr(run_, name, functools.partial(timed, getattr(run_, name)))
-    asked = len(called(fleet, method))
-    with sampling(run_, fleet, 2):
-        clock.until(lambda: called(fleet, "train"))
+    asked = len(fleet.called(method))
+    with training(run_, fleet, 2):
         run_.more_prompts()
-    begin = clock.now
     run_.save(2)
     run_.saved(2)
-    waited.append(clock.now - begin)
     run_.log_probs_done(2)
     merged(run_)
     run_.before_sync(2)
@@ -108,7 +105,7 @@ def test_every_second_that_a_step_waits_is_charged_by_name(filled, clock, monkey
     run_.after_sync(2, colocated_asleep=False)
     run_.validated(2, colocated_asleep=False)
     metrics = run_.metrics(2, {})
-    assert len(called(fleet, method)) > asked, "it was not asked"
+    assert len(fleet.called(method)) > asked, "it was not asked"
     assert metrics[f"tlt/overhead_{part}_s"] >= SLOW_S
     assert metrics["tlt/overhead_s"] == pytest.approx(sum(waited))
 
@@ -141,34 +138,102 @@ def test_a_worker_that_is_killed_counts_once_in_whatever_phase(filled, clock, ph
     assert sum(counted) == 1 and fleet.restarts == ["b"]
 
 
-def test_who_fails_again_and_again_is_left_alone(filled, clock):
-    run_, fleet = filled()
-    for step in range(2, 5):
-        run_._arriving = {"b": FakeCall(clock)}
-        run_.sample_begin(step)
-        run_.sample_end(step, last=True)
-    assert rest_of_step(run_, fleet, 4)["tlt/spot_off_replicas"] == 1
-
-
 def test_who_ends_with_the_run_or_was_replaced_meanwhile_has_not_failed(run, clock, caplog):
     run_, fleet = run()
-
-    class Replaced(FakeCall):
-        def excused(self):
-            return True
-
-    assert fleet.waits.answers("merge", {"a": Replaced(clock)}, 1.0) == {}
+    replaced = FakeCall(clock)
+    replaced.excused = lambda: True
+    assert fleet.waits.answers("merge", {"a": replaced}, 1.0) == {}
     run_.finish()
     assert fleet.waits.answers("merge", {"a": FakeCall(clock)}, 1.0) == {}
     assert fleet.restarts == [] and not list(fleet.waits.failures()) and "failed" not in caplog.text
 
 
-def test_those_who_fail_together_are_replaced_together(run, clock):
+def test_those_who_fail_together_are_replaced_together(clock):
     """A successor takes over what somebody holds who stays."""
-    _, fleet = run(names=("a", "b", "c"))
     begin, together = clock.now, []
-    fleet.waits = waits.Waits(lambda names: together.append(list(names)), clock)
-    assert fleet.waits.answers("publish", {"a": FakeCall(clock), "b": ended(1), "c": FakeCall(clock)}, 2.0) == {"b": 1}
+    own = waits.Waits(lambda names: together.append(list(names)), clock)
+    assert own.answers("publish", {"a": FakeCall(clock), "b": ended(1), "c": FakeCall(clock)}, 2.0) == {"b": 1}
     assert together == [["a", "c"]] and clock.now - begin == pytest.approx(2.0), "they share the bound"
-    kept = fleet.waits.answers("save", {"a": ended(CallFailed("No space left on device"))}, 2.0, keep=True)
-    assert kept == {} and len(together) == 1 and [f.replaced for f in fleet.waits.failures()] == [True, True, False]
+    kept = own.answers("save", {"a": ended(CallFailed("No space left on device"))}, 2.0, keep=True)
+    assert kept == {} and len(together) == 1 and [f.replaced for f in own.failures()] == [True, True, False]
+
+
+# ---------------------------------------------------------------------- sessions that fail
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_weight_sync(filled, mode):
+    controller, fleet = filled(mode=mode)
+    fleet.broken["try_sleep"] = CallFailed("no answer within 30 s", silent=True)
+    with sampling(controller, fleet, 2):
+        fleet.clock.until(lambda: fleet.called("try_sleep"))
+        for _ in range(3):
+            fleet.clock.sleep(LOOKS_S)
+            controller.more_prompts()
+            assert fleet.balancer == {"a"}, "what is sent there may be rejected"
+    fleet.broken.clear()
+    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1 and fleet.called("wake_up") == []
+    assert fleet.called("train") == [] and fleet.balancer == {"a", "b"}
+    train(controller, fleet, 3)
+
+
+def test_a_worker_that_never_stops_is_killed_after_the_bound(filled, said):
+    controller, fleet = filled("abc")
+    fleet.deaf = {"b"}
+    with sampling(controller, fleet, 2):
+        fleet.load["c"] = 0
+        fleet.clock.until(lambda: len(fleet.called("train")) == 2)
+        began = fleet.clock.now
+    assert fleet.clock.now - began == pytest.approx(STOP_S, abs=0.01)
+    assert fleet.restarts == ["b"] and fleet.on_device == set()
+    assert f"spot training on b failed: it did not stop within {STOP_S} s" in said.text
+    metrics = rest_of_step(controller, fleet, 2)
+    assert fleet.called("merge") == [(("c",),)], "what c learned is merged without b"
+    assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
+    assert metrics["tlt/overhead_stop_s"] == pytest.approx(STOP_S, abs=0.01)
+
+
+def keep_failing(controller, fleet, steps, error="RayTaskError: out of luck"):
+    """Steps in each of which `b` is idle, and fails where it may train; returns `tlt/spot_off_replicas` of each."""
+    fleet.broken["session of b"], off = CallFailed(error), []
+    for step in steps:
+        with sampling(controller, fleet, step):
+            fleet.clock.sleep(LOOKS_S)
+            assert not controller._watch.running
+        off.append(rest_of_step(controller, fleet, step)["tlt/spot_off_replicas"])
+    return off
+
+
+def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(filled, said):
+    controller, fleet = filled()
+    assert keep_failing(controller, fleet, range(2, 16)) == [0] * 5 + [1] * 9
+    assert len(fleet.called("train")) == MAX_FAILURES
+    assert said.text.count("spot training on b is given up for 8 steps") == 1
+    assert "the last one: RayTaskError: out of luck" in said.text
+    assert fleet.restarts == [], "it raised, it did not die"
+    assert keep_failing(controller, fleet, [16], "RayTaskError: again")[0] == 1
+    assert "spot training on b is given up for 16 steps" in said.text and "RayTaskError: again" in said.text
+    fleet.broken.clear()
+    for step in range(17, 33):
+        rl_step(controller, fleet, step, LOOKS_S)
+    assert len(fleet.called("train")) == MAX_FAILURES + 1
+    assert trained_step(controller, fleet, 33)["tlt/spot_off_replicas"] == 0
+    assert "spot training on b, which was given up, works again" in said.text
+
+
+@pytest.mark.parametrize("untrained", [True, False])
+def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, untrained):
+    controller, fleet = filled("bc", standalone="c", start={"untrained": untrained}, cold_start_s=0.0)
+    keep_failing(controller, fleet, range(2, 12))
+    line = "any more: spot training is given up on every replica, and the drafter is a random one"
+    assert said.text.count(line) == said.text.count("TLT does nothing") == untrained
+
+
+@pytest.mark.parametrize(("untapped", "gave_up"), [("it has no tap.", True), ("it has no tap.", False), (None, True)])
+def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, untapped, gave_up):
+    statuses = dict.fromkeys("ab", DrafterStatus(gave_up=gave_up))
+    controller, _ = run(of_fleet={"untapped": untapped, "drafter_statuses": lambda: statuses})
+    for step in (1, 2):
+        controller.metrics(step, {})
+    expected = bool(untapped and gave_up)
+    assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_fleet import FakeFleet
-from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, rest_of_step, sampling
+from rl_steps import LOOKS_S, STOP_S, rest_of_step, sampled, training
 
 from verl_tlt.config import TOKENS_PER_STEP
 from verl_tlt.messages.training import SessionResult
@@ -15,12 +15,17 @@ from verl_tlt.trainer.waits import CallFailed
 
 SECONDS = 8.0
 PORTION_S = SECONDS / PORTIONS
+HERE = STEPS + 1
+"""The step of the cold start."""
+RISING = [0.1 * i for i in range(1, 9)]
+DEAD = CallFailed("RayActorError: gone", died=True)
 
 
 class Learning(FakeFleet):
     """What is merged is accepted as often as `acceptance` says next, and what is published is served."""
 
-    acceptance, scores_s = (0.1,), 0.0
+    scores_s, merges = 0.0, 0
+    to_judge, candidate_acceptance, served_acceptance = False, 0.0, 0.0
 
     def train(self, name):
         self.began = self.clock.now
@@ -35,7 +40,7 @@ class Learning(FakeFleet):
             super()._end(name)
 
     def merge(self, names):
-        self.merges = getattr(self, "merges", 0) + 1
+        self.merges += 1
         self.candidate_acceptance = self.acceptance[min(self.merges, len(self.acceptance)) - 1]
         return super().merge(names)
 
@@ -49,48 +54,41 @@ class Learning(FakeFleet):
 
 
 @pytest.fixture
-def begin(run, clock):
+def begin(run):
     """A controller after its sampling in the step of the cold start; drafting costs nothing, which is known."""
 
-    def to_there(*, acceptance=(0.1,), cold_start_s=SECONDS):
-        fleet = Learning("a", "b", clock=clock)
-        fleet.to_judge, fleet.acceptance, fleet.candidate_acceptance, fleet.served_acceptance = False, acceptance, 0, 0
-        controller, _ = run(fleet=fleet, untrained=True, cold_start_s=cold_start_s)
-        costs = {k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 3)}
-        controller.speculation.calibrated(LatencyTable.calibrated(costs))
-        for step in range(1, STEPS + 1):
-            sample(controller, fleet, step)
+    def to_there(acceptance=(0.1,), cold_start_s=SECONDS):
+        costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 3)})
+        untaught, new = {"acceptance": acceptance, "costs": costs}, {"untrained": True}
+        controller, fleet = run(kind=Learning, of_fleet=untaught, start=new, cold_start_s=cold_start_s)
+        for step in range(1, HERE):
+            sampled(controller, step)
             controller.cold_start(step, 1000)
-            assert called(fleet, "train") == [], "it waits for hidden states"
+            assert fleet.called("train") == [], "it waits for hidden states"
             rest_of_step(controller, fleet, step)
-        sample(controller, fleet, STEPS + 1)
+        sampled(controller, HERE)
         return controller, fleet
 
     return to_there
 
 
-def sample(controller, fleet, step):
-    """A sampling phase without a bubble."""
-    controller.sample_begin(step)
-    controller.sample_end(step, last=True)
-
-
 @pytest.fixture
 def took(took):
     """Seconds that the cold start took."""
-    return lambda controller, step=STEPS + 1, steps_left=1000: took(controller.cold_start, step, steps_left)
+    return lambda controller, step=HERE, steps_left=1000: took(controller.cold_start, step, steps_left)
 
 
-def test_all_devices_train_at_the_same_time_and_the_coming_rollout_drafts(begin, took):
-    controller, fleet = begin(acceptance=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+def test_all_devices_train_at_the_same_time_once_and_the_coming_rollout_drafts(begin, took):
+    controller, fleet = begin(RISING)
     together = []
     stop = fleet.stop
     fleet.stop = lambda name: (together.append(len(fleet.on_device)), stop(name))
     assert fleet.disabled == {"a", "b"}, "nothing to draft with"
+    assert set(fleet.tap_tokens) == {4 * TOKENS_PER_STEP}, "for the cold start"
     seconds = took(controller)
     assert seconds == pytest.approx(SECONDS, abs=0.5) and max(together) == 2
     assert fleet.on_device == set(), "a guest is on the device when the actor comes"
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
+    metrics = rest_of_step(controller, fleet, HERE)
     assert metrics["tlt/drafter_version"] == len(fleet.staged) == PORTIONS, "the last portion is judged, too"
     assert fleet.disabled == set(), "it drafts"
     assert metrics["tlt/overhead_cold_start_s"] == pytest.approx(seconds)
@@ -98,136 +96,119 @@ def test_all_devices_train_at_the_same_time_and_the_coming_rollout_drafts(begin,
     assert metrics["tlt/publish_skipped"] == 0 and metrics["tlt/errors"] == metrics["tlt/spot_failures"] == 0
     assert metrics["tlt/spot_steps"] == 2 * 20 * (PORTIONS + 1)
     assert metrics["tlt/bubble_s"] == 0, "RL waits: it is no bubble"
+    trained = len(fleet.called("train"))
+    sampled(controller, HERE + 1)
+    assert took(controller, HERE + 1) == 0.0 and len(fleet.called("train")) == trained
+    assert "tlt/overhead_cold_start_s" not in rest_of_step(controller, fleet, HERE + 1)
 
 
-def test_there_is_no_other(begin, took):
-    controller, fleet = begin()
-    took(controller)
-    rest_of_step(controller, fleet, STEPS + 1)
-    trained = len(called(fleet, "train"))
-    sample(controller, fleet, STEPS + 2)
-    assert took(controller, STEPS + 2) == 0.0 and len(called(fleet, "train")) == trained
-    assert "tlt/overhead_cold_start_s" not in rest_of_step(controller, fleet, STEPS + 2)
-
-
-def test_it_ends_when_acceptance_does_not_rise_any_more(begin, took):
-    """The second merge and those after it are no better: portions 2 to 4 find that out."""
-    controller, _ = begin(acceptance=(0.3,))
-    assert took(controller) == pytest.approx(4 * PORTION_S, abs=0.3)
-
-
-def test_one_that_gets_worse_in_the_end_serves_what_was_good(begin, took):
-    controller, fleet = begin(acceptance=(0.3, 0.05))
-    took(controller)
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
-    assert called(fleet, "revert")[0] == ("served",) and [d.version for d in fleet.staged] == [1]
-    assert metrics["tlt/publish_skipped"] == 0 and metrics["tlt/drafter_version"] == 1
-    assert controller.updates.served.acceptance[0] == pytest.approx(0.3, abs=0.01)
-
-
-def test_portions_grow_until_their_scores_leave_time_to_train(begin, took):
-    controller, fleet = begin(acceptance=(0.1, 0.2))
-    fleet.scores_s = 1.5 * PORTION_S
-    assert took(controller) <= SECONDS + 0.5
-    assert len(called(fleet, "merge")) == 2 and [d.version for d in fleet.staged] == [1]
-
-
-def test_it_ends_when_drafting_pays_and_more_would_not(begin, took):
-    """Of a rollout of a second the first drafter saves half, and a little more of it takes seconds to learn."""
-    controller, fleet = begin(acceptance=(0.6, 0.61, 0.62, 0.63))
-    assert took(controller, steps_left=100) == pytest.approx(4 * PORTION_S, abs=0.3)
-    assert controller.updates.served.acceptance[0] == pytest.approx(0.62, abs=0.01)
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
-    saves = 1 - 1 / expected_accept_lengths([0.62] * 3, 3)[-1]
-    assert metrics["tlt/cold_start_expected_s"] == pytest.approx(100 * saves, rel=0.02), "of rollouts of a second"
-    assert metrics["tlt/cold_start_steps"] == 100, "no bubble teaches"
-    assert not metrics.keys() & rest_of_step(controller, fleet, STEPS + 2).keys() & {"tlt/cold_start_expected_s"}
+# ---------------------------------------------------------------------- whether it comes, and how long it takes
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("new", "settings"),
     [
-        {"untrained": False},
-        {"cold_start_s": 0.0},
-        {"mode": "separate_async"},
-        {"enable": False},
-        {"policy": "off"},
-        {"source": "ngram"},
+        (False, {}),
+        (True, {"cold_start_s": 0.0}),
+        (True, {"mode": "separate_async"}),
+        (True, {"enable": False}),
+        (True, {"policy": "off"}),
+        (True, {"source": "ngram"}),
     ],
-    ids=str,
 )
-def test_a_run_without_reason_for_one_has_none(run, settings, clock):
+def test_a_run_without_reason_for_one_has_none(filled, took, new, settings):
     """With a drafter, told not to, on devices that rollout does not use, or where nothing would be drafted with it."""
-    controller, fleet = run(**{"untrained": True, "cold_start_s": SECONDS} | settings)
-    fill_buffers(controller, fleet)
-    for step in range(2, STEPS + 2):
-        with sampling(controller, fleet, step):
+    controller, fleet = filled(start={"untrained": new}, **{"cold_start_s": SECONDS} | settings)
+    for step in range(2, HERE + 1):
+        with training(controller, fleet, step):
             pass
-        start, trained = clock.now, len(called(fleet, "train"))
-        controller.cold_start(step, 1000)
-        assert clock.now == start and len(called(fleet, "train")) == trained
+        trained = len(fleet.called("train"))
+        assert took(controller, step) == 0.0 and len(fleet.called("train")) == trained
         rest_of_step(controller, fleet, step)
     assert set(fleet.tap_tokens) == {TOKENS_PER_STEP}
 
 
-def test_a_run_that_is_too_short_has_none_unless_it_was_told_to(begin, took):
-    controller, fleet = begin(cold_start_s=None)  # steps of two seconds
-    assert took(controller, steps_left=10) == 0.0 and called(fleet, "train") == []
-
-
-def test_by_itself_it_takes_a_hundredth_of_what_is_left(begin, took):
-    controller, _ = begin(cold_start_s=None, acceptance=(0.2, 0.4, 0.6, 0.8, 0.9))
-    assert took(controller, steps_left=1000) == pytest.approx(20.0, abs=0.5)
-
-
-def test_more_hidden_states_are_captured_for_it(begin):
-    _, fleet = begin()
-    assert set(fleet.tap_tokens) == {4 * TOKENS_PER_STEP}
+@pytest.mark.parametrize(("steps_left", "seconds"), [(10, 0.0), (1000, 20.0)])
+def test_by_itself_it_takes_a_hundredth_of_what_is_left_where_that_is_enough(begin, took, steps_left, seconds):
+    controller, fleet = begin((0.2, 0.4, 0.6, 0.8, 0.9), cold_start_s=None)  # steps of two seconds
+    assert took(controller, steps_left=steps_left) == pytest.approx(seconds, abs=0.5)
+    assert bool(fleet.called("train")) == bool(seconds)
 
 
 def test_one_that_nobody_may_begin_waits_for_a_later_step(begin, took, tmp_path):
     controller, fleet = begin()
     write_switch(tmp_path / "trace", spot=False)
-    rest_of_step(controller, fleet, STEPS + 1)
-    sample(controller, fleet, STEPS + 2)
-    assert took(controller, STEPS + 2) == 0.0
+    rest_of_step(controller, fleet, HERE)
+    sampled(controller, HERE + 1)
+    assert took(controller, HERE + 1) == 0.0
     write_switch(tmp_path / "trace", spot=True)
-    rest_of_step(controller, fleet, STEPS + 2)
-    sample(controller, fleet, STEPS + 3)
-    assert took(controller, STEPS + 3) > 0.0 and called(fleet, "train")
+    rest_of_step(controller, fleet, HERE + 1)
+    sampled(controller, HERE + 2)
+    assert took(controller, HERE + 2) > 0.0 and fleet.called("train")
 
 
 def test_what_a_bubble_has_just_trained_is_merged_first(begin, took):
     controller, fleet = begin()
-    rest_of_step(controller, fleet, STEPS + 1)
-    with sampling(controller, fleet, STEPS + 2):
-        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
-    took(controller, STEPS + 2)
-    assert called(fleet, "merge")[:2] == [(("b",),), (("a", "b"),)]
+    rest_of_step(controller, fleet, HERE)
+    with training(controller, fleet, HERE + 1):
+        pass
+    took(controller, HERE + 1)
+    assert fleet.called("merge")[:2] == [(("b",),), (("a", "b"),)]
 
 
-def test_a_worker_that_fails_leaves_it_to_the_others(begin, took):
-    controller, fleet = begin()
-    fleet.broken["session of b"] = CallFailed("RayTaskError: out of luck")
+def test_it_ends_when_acceptance_does_not_rise_any_more(begin, took):
+    """The second merge and those after it are no better: portions 2 to 4 find that out."""
+    controller, _ = begin((0.3,))
+    assert took(controller) == pytest.approx(4 * PORTION_S, abs=0.3)
+
+
+def test_one_that_gets_worse_in_the_end_serves_what_was_good(begin, took):
+    controller, fleet = begin((0.3, 0.05))
     took(controller)
-    assert called(fleet, "train").count(("b",)) == 1 < called(fleet, "train").count(("a",))
-    assert set(called(fleet, "merge")) == {(("a",),)}
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
-    assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/errors"] == 0
+    metrics = rest_of_step(controller, fleet, HERE)
+    assert fleet.called("revert")[0] == ("served",) and [d.version for d in fleet.staged] == [1]
+    assert metrics["tlt/publish_skipped"] == 0 and metrics["tlt/drafter_version"] == 1
+    assert controller.updates.served.acceptance[0] == pytest.approx(0.3, abs=0.01)
 
 
-def test_where_everybody_fails_rl_goes_on_at_once(begin, took):
+def test_portions_grow_until_their_scores_leave_time_to_train(begin, took):
+    controller, fleet = begin((0.1, 0.2))
+    fleet.scores_s = 1.5 * PORTION_S
+    assert took(controller) <= SECONDS + 0.5
+    assert len(fleet.called("merge")) == 2 and [d.version for d in fleet.staged] == [1]
+
+
+def test_it_ends_when_drafting_pays_and_more_would_not(begin, took):
+    """Of a rollout of a second the first drafter saves half, and a little more of it takes seconds to learn."""
+    controller, fleet = begin((0.6, 0.61, 0.62, 0.63))
+    assert took(controller, steps_left=100) == pytest.approx(4 * PORTION_S, abs=0.3)
+    assert controller.updates.served.acceptance[0] == pytest.approx(0.62, abs=0.01)
+    metrics = rest_of_step(controller, fleet, HERE)
+    saves = 1 - 1 / expected_accept_lengths([0.62] * 3, 3)[-1]
+    assert metrics["tlt/cold_start_expected_s"] == pytest.approx(100 * saves, rel=0.02), "of rollouts of a second"
+    assert metrics["tlt/cold_start_steps"] == 100, "no bubble teaches"
+    assert "tlt/cold_start_expected_s" not in rest_of_step(controller, fleet, HERE + 1)
+
+
+# ---------------------------------------------------------------------- what fails
+
+
+@pytest.mark.parametrize(("failing", "error"), [("b", CallFailed("RayTaskError: out of luck")), ("ab", DEAD)])
+def test_workers_that_fail_leave_it_to_the_others_and_where_all_do_rl_goes_on_at_once(begin, took, failing, error):
     controller, fleet = begin()
-    for name in ("a", "b"):
-        fleet.broken[f"session of {name}"] = CallFailed("RayActorError: gone", died=True)
-    assert took(controller) <= LOOKS_S
-    assert sorted(fleet.restarts) == ["a", "b"]
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
-    assert metrics["tlt/spot_failures"] == 2 and metrics["tlt/drafter_version"] == 0
+    fleet.broken |= {f"session of {name}": error for name in failing}
+    seconds, everybody = took(controller), failing == "ab"
+    assert seconds > PORTION_S if not everybody else seconds <= LOOKS_S
+    assert fleet.called("train").count(("b",)) == 1 and fleet.called("train").count(("a",)) > 1 - everybody
+    assert set(fleet.called("merge")) == (set() if everybody else {(("a",),)})
+    assert sorted(fleet.restarts) == (["a", "b"] if everybody else [])
+    metrics = rest_of_step(controller, fleet, HERE)
+    assert metrics["tlt/spot_failures"] == len(failing) and metrics["tlt/errors"] == 0
+    assert (metrics["tlt/drafter_version"] == 0) == everybody
 
 
 def test_one_that_does_not_stop_is_killed_after_its_bound(begin, took):
-    controller, fleet = begin(acceptance=[0.05 * i for i in range(1, 20)])
+    controller, fleet = begin([0.05 * i for i in range(1, 20)])
     fleet.deaf = {"b"}
     assert took(controller) <= SECONDS + STOP_S + 0.5
     assert fleet.restarts == ["b"] and fleet.on_device == set()
@@ -237,28 +218,28 @@ def test_a_merge_that_is_late_ends_it_and_is_published_with_the_weight_sync(begi
     controller, fleet = begin(cold_start_s=0.8)
     fleet.merge_gate.clear()
     took(controller)
-    assert len(called(fleet, "train")) == 2, "one portion"
+    assert len(fleet.called("train")) == 2, "one portion"
     fleet.merge_gate.set()
-    rest_of_step(controller, fleet, STEPS + 1)
-    sample(controller, fleet, STEPS + 2)
+    rest_of_step(controller, fleet, HERE)
+    sampled(controller, HERE + 1)
     assert controller.updates.under_way is None and controller.guard.counts == {}
 
 
 @pytest.mark.parametrize("method", ["merge", "stage", "export"])
 def test_what_fails_once_costs_itself_and_the_cold_start_goes_on(begin, took, method):
-    controller, fleet = begin(acceptance=[0.1 * i for i in range(1, 9)])
+    controller, fleet = begin(RISING)
     works, failed = getattr(fleet, method), []
 
     def fail_once(*args):
         if not failed:
             failed.append(method)
-            raise CallFailed("RayActorError: gone", died=True)
+            raise DEAD
         return works(*args)
 
     setattr(fleet, method, fail_once)
     assert took(controller) == pytest.approx(SECONDS, abs=0.5)
-    assert len(called(fleet, "merge")) >= PORTIONS - 1 and len(fleet.staged) >= PORTIONS - 2
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
+    assert len(fleet.called("merge")) >= PORTIONS - 1 and len(fleet.staged) >= PORTIONS - 2
+    metrics = rest_of_step(controller, fleet, HERE)
     assert controller.guard.counts == {"publish": 1} and metrics["tlt/drafter_version"] == len(fleet.staged)
 
 
@@ -266,7 +247,7 @@ def test_merges_that_go_on_failing_end_it_and_are_counted(begin, took):
     controller, fleet = begin()
     fleet.broken["merge"] = CallFailed("no answer within 120 s")
     assert took(controller) == pytest.approx(FLAT * PORTION_S, abs=0.3)
-    assert rest_of_step(controller, fleet, STEPS + 1)["tlt/errors_publish"] == FLAT
+    assert rest_of_step(controller, fleet, HERE)["tlt/errors_publish"] == FLAT
 
 
 def test_one_in_which_no_worker_comes_as_far_as_a_step_ends_as_soon_as_that_is_seen(begin, took):
@@ -274,21 +255,21 @@ def test_one_in_which_no_worker_comes_as_far_as_a_step_ends_as_soon_as_that_is_s
     controller, fleet = begin()
     fleet._end = lambda name: (fleet.on_device.discard(name), fleet.sessions[name].end(SessionResult("stopped")))
     seconds = took(controller)
-    assert seconds == pytest.approx(FLAT * PORTION_S, abs=0.3) and called(fleet, "merge") == []
-    metrics = rest_of_step(controller, fleet, STEPS + 1)
+    assert seconds == pytest.approx(FLAT * PORTION_S, abs=0.3) and fleet.called("merge") == []
+    metrics = rest_of_step(controller, fleet, HERE)
     assert metrics["tlt/overhead_cold_start_s"] == pytest.approx(seconds) and metrics["tlt/errors"] == 0
 
 
 def test_one_whose_workers_may_not_train_any_more_ends_at_once(begin, took):
     """They all died in the portion before, and pause."""
-    controller, fleet = begin(acceptance=[0.1 * i for i in range(1, 9)])
+    controller, fleet = begin(RISING)
     train = fleet.train
 
     def dies_in_the_second(name):
-        if called(fleet, "train").count((name,)) == 1:
-            fleet.broken[f"session of {name}"] = CallFailed("RayActorError: gone", died=True)
+        if (name,) in fleet.called("train"):
+            fleet.broken[f"session of {name}"] = DEAD
         return train(name)
 
     fleet.train = dies_in_the_second
     assert took(controller) <= PORTION_S + LOOKS_S
-    assert rest_of_step(controller, fleet, STEPS + 1)["tlt/spot_failures"] == 2
+    assert rest_of_step(controller, fleet, HERE)["tlt/spot_failures"] == 2

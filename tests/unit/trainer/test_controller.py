@@ -5,12 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_fleet import FakeFleet
-from rl_steps import LOOKS_S, STOP_S, called, fill_buffers, merged, rest_of_step, rl_step, sampling, train, trained_step
+from rl_steps import LOOKS_S, merged, rest_of_step, rl_step, sampled, sampling, train, trained_step, training
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.idle.failure_budget import MAX_FAILURES
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -19,16 +17,18 @@ from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer.runtime_switch import write_switch
 from verl_tlt.trainer.waits import CallFailed
 
+EXHAUSTED = SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0)
+LATE = CallFailed("no answer within 120 s")
+
 
 def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(filled):
     controller, fleet = filled()
-    assert called(fleet, "train") == [], "nothing to train on in the first step"
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
+    assert fleet.called("train") == [], "nothing to train on in the first step"
+    with training(controller, fleet, 2):
         assert fleet.balancer == {"a"} and fleet.asleep == {"b": False}
     metrics = rest_of_step(controller, fleet, 2)
-    assert called(fleet, "stop") == [("b",)] and called(fleet, "merge") == [(("b",),)]
-    assert [d.version for d in fleet.staged] == [1] and called(fleet, "keep_as_served") == [()]
+    assert fleet.called("train") == fleet.called("stop") == [("b",)] and fleet.called("merge") == [(("b",),)]
+    assert [d.version for d in fleet.staged] == [1] and fleet.called("keep_as_served") == [()]
     assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"] == 1
     assert metrics["tlt/drafter_staleness"] == 0
     assert metrics["tlt/bubble_s"] > 0 and metrics["tlt/errors"] == 0
@@ -39,38 +39,94 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(fil
 def test_an_engine_that_lost_the_policy_with_its_drafter_gets_it_again_and_is_counted(run):
     controller, fleet = run()
     assert not controller.after_first_sync(0), "one weight sync is enough"
-    first, second = DrafterStatus(gave_up=True), DrafterStatus(gave_up=True, weightless=True)
-    fleet.drafter_statuses = lambda: {"a": first, "b": second}
+    fleet.drafter_statuses = lambda: {name: DrafterStatus(gave_up=True, weightless=name == "b") for name in "ab"}
     assert controller.after_first_sync(0)
-    assert fill_buffers(controller, fleet)["tlt/errors_engines_without_a_drafter"] == 2
+    assert rl_step(controller, fleet, 1)["tlt/errors_engines_without_a_drafter"] == 2
 
 
-def test_a_session_that_ran_out_of_data_in_a_long_bubble_gets_more_of_the_next_step(filled):
+# ---------------------------------------------------------------------- hidden states
+
+
+@pytest.mark.parametrize(("take_s", "factors"), [(0.0, [1, 2, 2]), (1.0, [1, 2, 1])])
+def test_a_session_that_ran_out_of_data_gets_more_of_the_next_step_unless_the_tap_takes_long(filled, take_s, factors):
+    """In a step of some seconds; what the object store takes for it is part of the tap's limit."""
     controller, fleet = filled()
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
-        fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
-        fleet.clock.sleep(1.5)
-    metrics = rest_of_step(controller, fleet, 2)
-    assert fleet.tap_tokens == [TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
-    assert metrics["tlt/tap_tokens"] == 2 * TOKENS_PER_STEP
-    with sampling(controller, fleet, 3):
-        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
-        fleet.clock.sleep(1.5)
-    rest_of_step(controller, fleet, 3)
-    assert fleet.tap_tokens[-1] == 2 * TOKENS_PER_STEP, "this one lasted as long as its bubble"
-
-
-def test_what_the_object_store_takes_for_the_tap_is_part_of_its_limit(filled):
-    controller, fleet = filled()
-    fleet.slow["take"] = 1.0  # of steps of some seconds
+    fleet.slow["take"] = take_s
     for step in (2, 3):
-        with sampling(controller, fleet, step):
-            fleet.clock.until(lambda begun=step - 1: len(called(fleet, "train")) == begun)
-            fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
+        with training(controller, fleet, step):
+            if step == 2 or take_s:  # else the session lasts as long as its bubble
+                fleet.sessions["b"].end(EXHAUSTED)
             fleet.clock.sleep(1.5)
+        metrics = rest_of_step(controller, fleet, step)
+    assert fleet.tap_tokens == [n * TOKENS_PER_STEP for n in factors]
+    assert metrics["tlt/tap_tokens"] == fleet.tap_tokens[-1]
+
+
+def test_several_samplings_of_one_step_are_merged_once_and_double_the_captured_tokens_once(run):
+    controller, fleet = run(["a", "far"], mode="separate_async", standalone={"far"})
+    controller.log_probs_done(0)
+    for last in (False, True):
+        controller.sample_begin(1)
+        fleet.clock.until(lambda: controller._watch.running)
+        fleet.sessions["a"].end(EXHAUSTED)
+        fleet.clock.sleep(1.5)
+        controller.sample_end(1, last=last)
+        assert (controller.updates.under_way is not None) is last
+        controller.log_probs_done(1)
+    merged(controller)
+    assert fleet.called("merge") == [(("a",),)] and len(fleet.called("train")) == 2
+    assert fleet.tap_tokens == [TOKENS_PER_STEP, TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
+
+
+def test_one_that_is_replaced_trains_when_it_has_been_given_something(filled):
+    controller, fleet = filled()
+    train(controller, fleet, 2)
+    give = fleet.hand_over
+    fleet.hand_over = lambda step, taken: {"a": give(step, taken)["a"]}
+    rest_of_step(controller, fleet, 2)
+    with sampling(controller, fleet, 3):
+        assert len(fleet.called("train")) == 1
+    fleet.hand_over = give
+    rest_of_step(controller, fleet, 3)
+    train(controller, fleet, 4)
+
+
+def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(filled):
+    controller, fleet = filled(of_fleet={"untapped": "veomni has no hidden-state tap."})
+    assert not controller.spot and fleet.called("take") == []
+    assert controller.guard.counts.total() == 0
+
+
+def test_the_first_rollout_chooses_the_tokens_that_are_drafted(filled):
+    """Of all ranks' counts together, once; the tie of tokens that nobody said goes to the lowest ids."""
+    controller, fleet = filled(start={"draft_vocab": 3, "chosen": False})
+    assert fleet.called("start_spot") == [((2, 4, 6), None, True)]
+    assert fleet.called("choose_tokens") == [], "nothing was counted"
+    fleet.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
+    for step in (2, 3):
+        rl_step(controller, fleet, step)
+    ((ids,),) = fleet.called("choose_tokens")
+    assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
+
+
+def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(filled):
+    controller, fleet = filled()
+    assert fleet.called("take") == [(True,)], "the first session needs them"
+
+    def copies(step, bubble):
+        (train if bubble else lambda controller, fleet, step: sampled(controller, step))(controller, fleet, step)
         rest_of_step(controller, fleet, step)
-    assert fleet.tap_tokens == [TOKENS_PER_STEP, 2 * TOKENS_PER_STEP, TOKENS_PER_STEP]
+        return fleet.called("take")[-1] == (True,)
+
+    assert copies(2, bubble=True)
+    assert not copies(3, bubble=False), "workers were ready, and there was no bubble"
+    assert copies(4, bubble=True)
+    write_switch(controller.speculation.directory, spot=False)
+    assert not copies(5, bubble=False)
+    assert not copies(6, bubble=False), "nobody trains until it is switched on again"
+
+
+# ---------------------------------------------------------------------- merges and publications
 
 
 def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(filled):
@@ -81,7 +137,7 @@ def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(fil
     assert fleet.staged == [] and metrics["tlt/drafter_version"] == 0
     with sampling(controller, fleet, 3):
         fleet.clock.sleep(0.1)
-    assert called(fleet, "train") == [("b",)], "the weights that are being merged are not trained meanwhile"
+    assert fleet.called("train") == [("b",)], "the weights that are being merged are not trained meanwhile"
     fleet.merge_gate.set()
     assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
     train(controller, fleet, 4)
@@ -92,186 +148,20 @@ def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(filled,
     controller, fleet = filled()
     fleet.candidate_acceptance, fleet.overflows = acceptance, overflows
     metrics = trained_step(controller, fleet, 2)
-    assert fleet.staged == [] and called(fleet, "revert") == [("served",)]
+    assert fleet.staged == [] and fleet.called("revert") == [("served",)]
     assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1 and metrics["tlt/errors"] == 0
 
 
-@pytest.mark.parametrize("method", ["stage", "export"])
-def test_a_publication_that_fails_costs_itself_and_nothing_else(filled, method):
+@pytest.mark.parametrize(("method", "versions"), [("stage", [0, 1]), ("export", [0, 1]), ("merge", [1, 1, 2])])
+def test_a_publication_or_merge_that_fails_costs_itself_and_nothing_else(filled, method, versions):
+    """Without its merge an update publishes what it exported; what the next step merges is judged a step later."""
     controller, fleet = filled()
-    fleet.broken[method] = CallFailed("no answer within 120 s")
-    metrics = trained_step(controller, fleet, 2)
-    assert metrics["tlt/errors"] == 1 and controller.guard.counts == {"publish": 1}
-    assert metrics["tlt/drafter_version"] == 0 and called(fleet, "merge") == [(("b",),)]
-    fleet.broken.clear()
-    assert trained_step(controller, fleet, 3)["tlt/drafter_version"] == 1
-    assert controller.guard.counts == {"publish": 1}
-
-
-def test_a_merge_that_fails_costs_neither_the_verdict_nor_what_was_exported(filled):
-    controller, fleet = filled()
-    fleet.broken["merge"] = CallFailed("no answer within 120 s")
-    metrics = trained_step(controller, fleet, 2)
-    assert metrics["tlt/drafter_version"] == 1 == len(fleet.staged) and controller.guard.counts == {"publish": 1}
-    assert controller.updates.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01)
-    fleet.broken.clear()
-    for step in (3, 4):  # merged in the third step, judged in the fourth
-        assert trained_step(controller, fleet, step)["tlt/drafter_version"] == step - 2
-    assert controller.guard.counts == {"publish": 1}
-
-
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_one_that_does_not_answer_whether_it_sleeps_gets_no_requests_before_the_weight_sync(filled, mode):
-    controller, fleet = filled(mode=mode)
-    fleet.broken["try_sleep"] = CallFailed("no answer within 30 s", silent=True)
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "try_sleep"))
-        for _ in range(3):
-            fleet.clock.sleep(LOOKS_S)
-            controller.more_prompts()
-            assert fleet.balancer == {"a"}, "what is sent there may be rejected"
-    fleet.broken.clear()
-    assert rest_of_step(controller, fleet, 2)["tlt/spot_failures"] == 1 and called(fleet, "wake_up") == []
-    assert called(fleet, "train") == [] and fleet.balancer == {"a", "b"}
-    train(controller, fleet, 3)
-
-
-def test_a_worker_that_never_stops_is_killed_after_the_bound(filled, said):
-    controller, fleet = filled(names=("a", "b", "c"))
-    fleet.deaf = {"b"}
-    with sampling(controller, fleet, 2):
-        fleet.load["c"] = 0
-        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
-        began = fleet.clock.now
-    assert fleet.clock.now - began == pytest.approx(STOP_S, abs=0.01)
-    assert fleet.restarts == ["b"]
-    assert f"spot training on b failed: it did not stop within {STOP_S} s" in said.text
-    metrics = rest_of_step(controller, fleet, 2)
-    assert called(fleet, "merge") == [(("c",),)], "what c learned is merged without b"
-    assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/drafter_version"] == 1
-    assert metrics["tlt/overhead_stop_s"] == pytest.approx(STOP_S, abs=0.01)
-
-
-def keep_failing(controller, fleet, steps, error="RayTaskError: out of luck"):
-    """Steps in each of which `b` is idle, and fails where it may train; returns `tlt/spot_off_replicas` of each."""
-    fleet.broken["session of b"], off = CallFailed(error), []
-    for step in steps:
-        with sampling(controller, fleet, step):
-            fleet.clock.sleep(LOOKS_S)
-            assert not controller._watch.running
-        off.append(rest_of_step(controller, fleet, step)["tlt/spot_off_replicas"])
-    return off
-
-
-def test_a_replica_whose_sessions_keep_failing_is_given_up_and_tried_again(run, said):
-    controller, fleet = run()
-    assert fill_buffers(controller, fleet)["tlt/spot_off_replicas"] == 0
-    off = keep_failing(controller, fleet, range(2, 16))
-    assert len(called(fleet, "train")) == MAX_FAILURES and off == [0] * 5 + [1] * 9
-    assert said.text.count("spot training on b is given up for 8 steps") == 1
-    assert "the last one: RayTaskError: out of luck" in said.text
-    assert fleet.restarts == [], "it raised, it did not die"
-    assert keep_failing(controller, fleet, [16], "RayTaskError: again")[0] == 1
-    assert "spot training on b is given up for 16 steps" in said.text and "RayTaskError: again" in said.text
-    fleet.broken.clear()
-    for step in range(17, 33):
-        rl_step(controller, fleet, step, LOOKS_S)
-    assert len(called(fleet, "train")) == MAX_FAILURES + 1
-    assert trained_step(controller, fleet, 33)["tlt/spot_off_replicas"] == 0
-    assert "spot training on b, which was given up, works again" in said.text
-
-
-@pytest.mark.parametrize("untrained", [True, False])
-def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, clock, untrained):
-    fleet = FakeFleet("b", "c", standalone={"c"}, clock=clock)
-    controller, fleet = filled(fleet=fleet, untrained=untrained, cold_start_s=0.0)
-    keep_failing(controller, fleet, range(2, 12))
-    line = "any more: spot training is given up on every replica, and the drafter is a random one"
-    assert said.text.count(line) == said.text.count("TLT does nothing") == untrained
-
-
-@pytest.mark.parametrize(
-    ("untapped", "drafts", "expected"),
-    [("it has no tap.", False, True), ("it has no tap.", True, False), (None, False, False)],
-)
-def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, clock, untapped, drafts, expected):
-    fleet = FakeFleet("a", "b", clock=clock)
-    fleet.untapped = untapped
-    fleet.drafter_statuses = lambda: dict.fromkeys("ab", DrafterStatus(gave_up=not drafts))
-    controller, fleet = run(fleet=fleet)
-    for step in (1, 2):
-        controller.metrics(step, {})
-    assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected
-
-
-def test_lines_that_the_trace_loses_are_counted(filled, tmp_path):
-    (tmp_path / "trace").write_text("a file, where the trace's directory would be")
-    controller, fleet = filled()
-    lost = rl_step(controller, fleet, 2, LOOKS_S)["tlt/errors_trace"]
-    assert rl_step(controller, fleet, 3, LOOKS_S)["tlt/errors_trace"] > lost > 1
-
-
-def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
-    controller, fleet = filled(mode="colocate_async")
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train"))
-        assert fleet.asleep == {"b": True}, "it keeps its weights"
-        controller.more_prompts()
-        assert fleet.balancer == {"a", "b"} and fleet.asleep == {}
-        assert called(fleet, "stop") == [("b",)] and called(fleet, "wake_up") == [("b",)]
-    assert controller.guard.counts.total() == 0
-    assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 1
-
-
-@pytest.mark.parametrize(("colocated", "training"), [(("a", "b"), {"a", "b"}), ((), {f"{TRAINER_DEVICE} 0"})])
-def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated, training):
-    """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""
-    controller, fleet = run(mode="separate_async", names=(*colocated, "far"), standalone={"far"})
-    controller.log_probs_done(0)
-    controller.sample_begin(1)
-    fleet.clock.until(lambda: len(called(fleet, "train")) == len(training))
-    controller.sample_end(1, last=True)
-    assert {name for (name,) in called(fleet, "stop")} == training and called(fleet, "leave") == []
-    merged(controller)
-    controller.before_sync(1)
-    fleet.loaded["far"] = 1
-    controller.after_sync(1, colocated_asleep=True)
-    metrics = controller.metrics(1, {})
-    assert metrics["tlt/drafter_version"] == 1, "those that sleep are not asked"
-    assert metrics["tlt/reload_failures"] == 0
-
-
-@pytest.mark.parametrize("colocated", [("a", "b"), ()])
-def test_replicas_on_the_trainers_devices_get_no_requests_although_nobody_trains_there(run, clock, colocated):
-    """verl has taken them out of the balancer: they sleep, and reject what they are sent."""
-    fleet = FakeFleet(*colocated, "far", standalone={"far"}, clock=clock)
-    fleet.untapped = "it has no tap"
-    controller, _ = run(mode="separate_async", fleet=fleet)
-    fleet.balancer = {"far"}
-    controller.sample_begin(1)
-    fleet.load["far"] = 4
-    clock.sleep(LOOKS_S)
-    assert fleet.balancer == {"far"}
-    controller.sample_end(1, last=True)
-    metrics = rest_of_step(controller, fleet, 1)
-    assert metrics["tlt/errors"] == 0
-    assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx((len(colocated) or 1) * LOOKS_S), "of the wait for samples"
-
-
-def test_several_samplings_of_one_step_are_merged_once_and_double_the_captured_tokens_once(run):
-    controller, fleet = run(mode="separate_async", names=("a", "far"), standalone={"far"})
-    controller.log_probs_done(0)
-    for last in (False, True):
-        controller.sample_begin(1)
-        fleet.clock.until(lambda: controller._watch.running)
-        fleet.sessions["a"].end(SessionResult("exhausted", steps=20, tokens=5000))
-        fleet.clock.sleep(1.5)
-        controller.sample_end(1, last=last)
-        assert (controller.updates.under_way is not None) is last
-        controller.log_probs_done(1)
-    merged(controller)
-    assert called(fleet, "merge") == [(("a",),)] and len(called(fleet, "train")) == 2
-    assert fleet.tap_tokens == [TOKENS_PER_STEP, TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
+    fleet.broken[method] = LATE
+    for step, version in enumerate(versions, 2):
+        assert trained_step(controller, fleet, step)["tlt/drafter_version"] == version
+        assert fleet.called("merge")[-1] == (("b",),) and controller.guard.counts == {"publish": 1}
+        assert controller.updates.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01) or not version
+        fleet.broken.clear()
 
 
 def test_an_update_that_cannot_begin_costs_itself(filled, monkeypatch):
@@ -284,6 +174,16 @@ def test_an_update_that_cannot_begin_costs_itself(filled, monkeypatch):
     assert trained_step(controller, fleet, 2)["tlt/errors_end_of_sampling"] == 1
 
 
+# ---------------------------------------------------------------------- calls that fail
+
+
+def test_lines_that_the_trace_loses_are_counted(filled, tmp_path):
+    (tmp_path / "trace").write_text("a file, where the trace's directory would be")
+    controller, fleet = filled()
+    lost = rl_step(controller, fleet, 2, LOOKS_S)["tlt/errors_trace"]
+    assert rl_step(controller, fleet, 3, LOOKS_S)["tlt/errors_trace"] > lost > 1
+
+
 @pytest.mark.parametrize(
     ("method", "kind"),
     [("take", "tap"), ("hand_over", "tap"), ("engine_stats", "end of sampling"), ("drafter_statuses", "rejoin"),
@@ -291,8 +191,8 @@ def test_an_update_that_cannot_begin_costs_itself(filled, monkeypatch):
 )  # fmt: skip
 def test_a_call_that_fails_is_counted_and_the_step_goes_on(run, method, kind):
     controller, fleet = run()
-    fleet.broken[method] = CallFailed("no answer within 120 s")
-    metrics = fill_buffers(controller, fleet)
+    fleet.broken[method] = LATE
+    metrics = rl_step(controller, fleet, 1)
     assert controller.guard.counts == {kind: 1} and metrics["tlt/errors"] == 1
     assert fleet.balancer == {"a", "b"}
 
@@ -314,29 +214,66 @@ def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(filled):
     fleet.balancer.discard("b")
     fleet.clock.until(lambda: fleet.balancer == {"a", "b"})
     controller.sample_end(2, last=True)
-    assert called(fleet, "leave") == [] and controller.guard.counts == {"lost replica": 1}
+    assert fleet.called("leave") == [] and controller.guard.counts == {"lost replica": 1}
     assert rest_of_step(controller, fleet, 2)["tlt/errors_lost_replica"] == 1
 
 
-def test_one_that_is_replaced_trains_when_it_has_been_given_something(filled):
-    controller, fleet = filled()
-    train(controller, fleet, 2)
-    give = fleet.hand_over
-    fleet.hand_over = lambda step, taken: {"a": give(step, taken)["a"]}
-    rest_of_step(controller, fleet, 2)
-    with sampling(controller, fleet, 3):
-        assert len(called(fleet, "train")) == 1
-    fleet.hand_over = give
-    rest_of_step(controller, fleet, 3)
-    train(controller, fleet, 4)
+# ---------------------------------------------------------------------- asynchronous modes
 
 
-def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(filled, clock):
-    fleet = FakeFleet("a", "b", clock=clock)
-    fleet.untapped = "actor_rollout_ref.actor.strategy=veomni has no hidden-state tap."
-    controller, fleet = filled(fleet=fleet)
-    assert not controller.spot and called(fleet, "take") == []
+def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
+    controller, fleet = filled(mode="colocate_async")
+    with training(controller, fleet, 2):
+        assert fleet.asleep == {"b": True}, "it keeps its weights"
+        controller.more_prompts()
+        assert fleet.balancer == {"a", "b"} and fleet.asleep == {}
+        assert fleet.called("stop") == fleet.called("wake_up") == [("b",)]
     assert controller.guard.counts.total() == 0
+    assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 1
+
+
+@pytest.mark.parametrize(("colocated", "trained"), [("ab", {"a", "b"}), ("", {f"{TRAINER_DEVICE} 0"})])
+def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated, trained):
+    """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""
+    controller, fleet = run([*colocated, "far"], mode="separate_async", standalone={"far"})
+    controller.log_probs_done(0)
+    controller.sample_begin(1)
+    fleet.clock.until(lambda: len(fleet.called("train")) == len(trained))
+    controller.sample_end(1, last=True)
+    assert {name for (name,) in fleet.called("stop")} == trained and fleet.called("leave") == []
+    merged(controller)
+    controller.before_sync(1)
+    fleet.loaded["far"] = 1
+    controller.after_sync(1, colocated_asleep=True)
+    metrics = controller.metrics(1, {})
+    assert metrics["tlt/drafter_version"] == 1, "those that sleep are not asked"
+    assert metrics["tlt/reload_failures"] == 0
+
+
+@pytest.mark.parametrize("colocated", ["ab", ""])
+def test_replicas_on_the_trainers_devices_get_no_requests_although_nobody_trains_there(run, clock, colocated):
+    """verl has taken them out of the balancer: they sleep, and reject what they are sent."""
+    names, no_tap = [*colocated, "far"], {"untapped": "it has no tap"}
+    controller, fleet = run(names, mode="separate_async", standalone={"far"}, of_fleet=no_tap)
+    fleet.balancer = {"far"}
+    controller.sample_begin(1)
+    fleet.load["far"] = 4
+    clock.sleep(LOOKS_S)
+    assert fleet.balancer == {"far"}
+    controller.sample_end(1, last=True)
+    metrics = rest_of_step(controller, fleet, 1)
+    assert metrics["tlt/errors"] == 0
+    assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx((len(colocated) or 1) * LOOKS_S), "of the wait for samples"
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("sync", 1.0), ("colocate_async", 1.0), ("separate_async", 2.0)])
+def test_tokens_a_second_are_of_the_time_in_which_engines_decode(run, mode, seconds):
+    controller, fleet = run("abc", mode=mode, standalone="c" if mode == "separate_async" else "")
+    fleet.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
+    assert rl_step(controller, fleet, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
+
+
+# ---------------------------------------------------------------------- checkpoints
 
 
 def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tmp_path):
@@ -345,7 +282,7 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
     assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
     trained_step(controller, fleet, 2)
     controller.finish()
-    assert called(fleet, "close") == [()]
+    assert fleet.called("close") == [()]
     directory, provenance = fleet.saved[-1]
     assert directory == tmp_path / "drafter"
     assert (provenance.version, provenance.policy_step, provenance.tokens_trained) == (1, 2, 5000)
@@ -363,39 +300,21 @@ def test_a_checkpoint_that_fails_does_not_fail_the_policys(run, method):
 
 
 def test_a_resumed_run_continues_the_workers(run):
-    _, fleet = run(resume_from=Path("somewhere"))
-    assert called(fleet, "start_spot") == [((2, 4, 6), Path("somewhere"), False)]
+    _, fleet = run(start={"checkpoint": Path("somewhere")})
+    assert fleet.called("start_spot") == [((2, 4, 6), Path("somewhere"), False)]
 
 
-def test_the_first_rollout_chooses_the_tokens_that_are_drafted(run):
-    """Of all ranks' counts together, once; the tie of tokens that nobody said goes to the lowest ids."""
-    controller, fleet = run(draft_vocab=3)
-    assert called(fleet, "start_spot") == [((2, 4, 6), None, True)]
-    fill_buffers(controller, fleet)
-    assert called(fleet, "choose_tokens") == [], "nothing was counted"
-    fleet.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
-    for step in (2, 3):
-        rl_step(controller, fleet, step)
-    ((ids,),) = called(fleet, "choose_tokens")
-    assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
+# ---------------------------------------------------------------------- who drafts, and what it saved
 
 
 def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_nothing(filled, tmp_path):
+    """The trace says of each step why nobody drafted in it: a random head first, nothing of the steps before."""
     controller, fleet = filled()
     write_switch(tmp_path / "trace", speculation=False, spot=False)
     controller.before_sync(1)
     assert fleet.disabled == {"a", "b"}
-    with sampling(controller, fleet, 2):
-        fleet.clock.sleep(0.05)
-    assert called(fleet, "train") == []
-
-
-def test_the_trace_says_of_each_step_why_nobody_drafted_in_it(filled, tmp_path):
-    """A random head, then drafting as ordered from outside to stop, and nothing of the steps before."""
-    controller, fleet = filled()
-    write_switch(tmp_path / "trace", speculation=False)
-    controller.before_sync(1)
-    rl_step(controller, fleet, 2)
+    rl_step(controller, fleet, 2, LOOKS_S)
+    assert fleet.called("train") == []
     off = read_trace(tmp_path / "trace").off
     assert "next to nothing is accepted" in off[1] and "switched off" in off[2] and len(off) == 2
 
@@ -406,84 +325,46 @@ def test_a_control_rollout_is_decoded_without_drafts(run, shared):
     controller, fleet = run(control_every=2, shared=shared, policy="fixed")
     fleet.stats = {"a": EngineStats(num_steps=1)}
     for step in 1, 2, 3, 4:
-        controlled = step % 2 == 0
+        controlled, trained = step % 2 == 0, len(fleet.called("train"))
         assert len(fleet.disabled) == (0 if not controlled else 2 if shared else 1)
-        before = len(called(fleet, "train"))
         with sampling(controller, fleet, step):
-            fleet.clock.until(lambda: step == 1 or (controlled and shared) or len(called(fleet, "train")) > before)  # noqa: B023
-            fleet.clock.sleep(0.05)
-        assert not (controlled and shared) or len(called(fleet, "train")) == before
+            fleet.clock.sleep(LOOKS_S)
+        assert (len(fleet.called("train")) > trained) == (step > 1 and not (controlled and shared))
         assert rest_of_step(controller, fleet, step)["tlt/speculation_disabled"] == 0.0
 
 
 def test_one_that_decodes_is_the_first_to_decode_without_drafts_or_to_try_them(run):
     """Replicas on the trainer's devices sleep: what they try or measure nobody learns."""
-    controller, fleet = run(
-        mode="separate_async", names=("a", "b", "far"), standalone={"far"}, policy="fixed", control_every=1
-    )
+    names, rule = ["a", "b", "far"], {"policy": "fixed", "control_every": 1}
+    controller, fleet = run(names, mode="separate_async", standalone={"far"}, **rule)
     controller.before_sync(2)  # of three replicas it is the first one's turn in every third rollout
     assert fleet.disabled == {"far"}
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_step_costs_that_servers_found_stored_are_used_as_measured_ones_are(run, clock, measured):
-    fleet = FakeFleet("a", "b", clock=clock)
-    fleet.costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 1, 2, 3)})
-    controller, _ = run(fleet=fleet, calibrate=measured)
-    assert controller.speculation.saving((0.9, 0.9, 0.9)) > 0.5
+def test_step_costs_that_servers_found_are_used(run):
+    costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 1, 2, 3)})
+    assert run(of_fleet={"costs": costs})[0].speculation.saving((0.9, 0.9, 0.9)) > 0.5
 
 
-def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_it(run):
+def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_it(filled):
     """A step without drafts takes 10 ms; beside another replica's training it took 20."""
-    controller, fleet = run(shared=True)
-    controller.speculation.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
-    fill_buffers(controller, fleet)
-    with sampling(controller, fleet, 2):
-        fleet.clock.until(lambda: called(fleet, "train") == [("b",)])
-        fleet.sessions["b"].end(SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0))
+    costs = LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]})
+    controller, fleet = filled(shared=True, of_fleet={"costs": costs})
+    with training(controller, fleet, 2):
+        fleet.sessions["b"].end(EXHAUSTED)
         fleet.clock.until(lambda: controller._watch.report.sessions)
         trained = controller._watch.report.sessions[0]
         slowed = LoadInterval(trained.start, trained.end, 4.0, 50.0, seconds=1.0, plain_steps=50.0, off=True)
         fleet.stats = {"a": EngineStats(load_intervals=(slowed,))}
     assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == 0.0
-    with sampling(controller, fleet, 3):
-        fleet.clock.until(lambda: len(called(fleet, "train")) == 2)
+    with training(controller, fleet, 3):
         drafted = slowed._replace(start=trained.end, end=trained.end + 1.0, off=False)
         fleet.stats = {"a": EngineStats(load_intervals=(drafted,), num_drafts=1)}
     assert rest_of_step(controller, fleet, 3)["tlt/saved_s"] == pytest.approx(-0.5), "drafted, it is charged"
 
 
-@pytest.mark.parametrize(("mode", "seconds"), [("sync", 1.0), ("colocate_async", 1.0), ("separate_async", 2.0)])
-def test_tokens_a_second_are_of_the_time_in_which_engines_decode(run, mode, seconds):
-    controller, fleet = run(mode=mode, names=("a", "b", "c"), standalone=("c",) if mode == "separate_async" else ())
-    fleet.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
-    assert rl_step(controller, fleet, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
-
-
 def test_validation_is_not_the_next_rollouts(filled):
     controller, fleet = filled()
-    asked = len(called(fleet, "engine_stats"))
+    asked = len(fleet.called("engine_stats"))
     controller.validated(1, colocated_asleep=False)
-    assert len(called(fleet, "engine_stats")) == asked + 1
-
-
-def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(filled):
-    controller, fleet = filled()
-    assert called(fleet, "take") == [(True,)], "the first session needs them"
-
-    def step(number, bubble):
-        fleet.calls.clear()
-        if bubble:
-            train(controller, fleet, number)
-        else:
-            controller.sample_begin(number)
-            controller.sample_end(number, last=True)
-        rest_of_step(controller, fleet, number)
-        return called(fleet, "take")
-
-    assert step(2, bubble=True) == [(True,)]
-    assert step(3, bubble=False) == [(False,)], "workers were ready, and there was no bubble"
-    assert step(4, bubble=True) == [(True,)]
-    write_switch(controller.speculation.directory, spot=False)
-    assert step(5, bubble=False) == [(False,)]
-    assert step(6, bubble=False) == [(False,)], "nobody trains until it is switched on again"
+    assert len(fleet.called("engine_stats")) == asked + 1

@@ -10,8 +10,7 @@ from ray import exceptions as errors
 
 from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.messages.training import BufferStats, HeldOutScores, SessionResult
-from verl_tlt.trace.events import Session, TraceWriter
-from verl_tlt.trainer.step_log import StepLog
+from verl_tlt.trace.events import Session
 from verl_tlt.trainer.waits import CallFailed, answer
 from verl_tlt.trainer.watch import PhaseReport
 
@@ -67,8 +66,7 @@ def test_buffers_add_up_and_one_that_can_train_is_enough():
     assert BufferStats.combined([first, second]) == BufferStats(4, 390, 250, 1300, 2)
 
 
-def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_of_its_bubble(tmp_path):
-    log = StepLog(TraceWriter(tmp_path, "driver"))
+def test_a_replica_of_four_devices_that_trains_on_two_and_a_half_uses_that_part_of_its_bubble(log):
     log.observed.devices = {"a": 4}
     account = PhaseAccount({"a": 10.0}, {"a": 10.0}, {}, 0, end=100.0)
     result = SessionResult.combined([LONG, SHORT, LONG, NOTHING])

@@ -3,22 +3,16 @@
 import pytest
 from typer.testing import CliRunner
 
-from verl_tlt.trainer.runtime_switch import (
-    SWITCH_FILE,
-    TRACE_FILE,
-    RuntimeSwitch,
-    SwitchError,
-    read_switch,
-    write_switch,
-)
+from verl_tlt.trainer import runtime_switch
+from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, SwitchError, read_switch, write_switch
 
 
 def test_switches_are_written_one_by_one_and_read_back(run_dir):
     write_switch(run_dir, speculation=False)
     assert write_switch(run_dir, spot=False, speculation=None) == RuntimeSwitch(False, False) == read_switch(run_dir)
     assert write_switch(run_dir, speculation=True) == RuntimeSwitch(True, False) == read_switch(run_dir)
-    assert sorted(p.name for p in run_dir.iterdir()) == [SWITCH_FILE, TRACE_FILE]
-    modes = {(run_dir / name).stat().st_mode for name in (SWITCH_FILE, TRACE_FILE)}
+    assert sorted(p.name for p in run_dir.iterdir()) == [SWITCH_FILE, runtime_switch.TRACE_FILE]
+    modes = {(run_dir / name).stat().st_mode for name in (SWITCH_FILE, runtime_switch.TRACE_FILE)}
     assert len(modes) == 1, "the switch is as readable as anything else in the trace"
 
 

@@ -7,8 +7,6 @@ from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.idle.replica_idle import PhaseAccount
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import TappedStates
-from verl_tlt.trace.events import TraceWriter
-from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import PhaseReport
 
 STATS = EngineStats(
@@ -17,8 +15,7 @@ STATS = EngineStats(
 )  # fmt: skip
 
 
-def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_path):
-    log = StepLog(TraceWriter(tmp_path, "driver"))
+def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(log):
     answers = {
         "whole": STATS,
         "without its policy": dataclasses.replace(STATS, policy_error="ZeroDivisionError: division by zero"),
@@ -34,8 +31,7 @@ def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(tmp_pa
     assert metrics["tlt/broken_drafts"] == 7.0
 
 
-def test_a_line_that_cannot_be_printed_is_counted_and_costs_no_metric(tmp_path, monkeypatch):
-    log = StepLog(TraceWriter(tmp_path, "driver"))
+def test_a_line_that_cannot_be_printed_is_counted_and_costs_no_metric(log, monkeypatch):
     log.worker_failed()
     full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
@@ -44,16 +40,14 @@ def test_a_line_that_cannot_be_printed_is_counted_and_costs_no_metric(tmp_path, 
     assert later["tlt/errors_step_line"] >= 1.0 and "tlt/spot_failures" not in later
 
 
-def test_a_step_in_which_nobody_drafted_says_why_and_the_next_does_not(tmp_path):
-    log = StepLog(TraceWriter(tmp_path, "trainer"))
+def test_a_step_in_which_nobody_drafted_says_why_and_the_next_does_not(log, tmp_path):
     for step, off in ((1, "held-out accept length 1.00"), (2, "")):
         log.speculated(step, None, "", off)
         log.finish(step, {"timing_s/step": 1.0})
     assert read_trace(tmp_path).off == {1: "held-out accept length 1.00"}
 
 
-def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(tmp_path):
-    log = StepLog(TraceWriter(tmp_path, "driver"))
+def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(log):
     new = DrafterStatus(version=3, fingerprint="f", ok=True, seconds=0.2)
     log.reloaded(1, {"new": new, "old": dataclasses.replace(new, version=2)}, wanted=3)
     metrics = log.finish(1, {})
@@ -62,8 +56,7 @@ def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_fai
     assert metrics["tlt/overhead_reload_s"] == 0.2
 
 
-def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowest(tmp_path):
-    log = StepLog(TraceWriter(tmp_path, "driver"))
+def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowest(log):
     copies = TappedStates((), None, seconds=0.1, errors=0, sync_seconds=0.4)
     log.tapped([copies, dataclasses.replace(copies, seconds=0.2, sync_seconds=0.0)])
     metrics = log.finish(1, {})
@@ -71,8 +64,7 @@ def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowe
     assert metrics["tlt/overhead_s"] == sum((0.2, 0.4))
 
 
-def test_the_sampling_phases_of_a_step_add_up_and_the_next_step_begins_with_none(tmp_path):
-    log = StepLog(TraceWriter(tmp_path, "driver"))
+def test_the_sampling_phases_of_a_step_add_up_and_the_next_step_begins_with_none(log):
     log.sampled(1, PhaseReport(PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.25}, 1, 10.0)))
     log.sampled(1, PhaseReport(PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"a": 0.25, "b": 0.375}, 4, 20.0)))
     metrics = log.finish(1, {})
