@@ -1,4 +1,15 @@
-"""One RL run with TLT: what happens at each of verl's hooks (docs/how-it-works.md), and what steps hand on.
+"""One RL run with TLT: what happens at each of verl's hooks, and what one step hands to the next.
+
+    sample_begin        watch for idle devices, and train the drafter there (`idle.replica_idle`)
+    more_prompts        replicas that have left are called back before more prompts are sent
+    sample_end          stop training (bounded), start merging in the background
+    warm_up             spot workers that replaced others load their kernels
+    cold_start          once in a run without a drafter: train one on all devices before RL goes on
+    log_probs_done      what the tap captured goes to the spot workers
+    save                write the drafter once the policy's checkpoint is on the disk
+    before_sync         publish the drafter if the gate said so in time; say which replicas draft in the coming rollout
+    after_sync          replicas that left rejoin; compare what the engines have loaded
+    metrics             the step's numbers
 
 Whatever fails in here costs speed only: the `Guard` contains it, and the step goes on as stock verl's.
 """
