@@ -16,9 +16,8 @@ from verl_tlt.drafter.check import check_drafter
 from verl_tlt.drafter.checkpoint import save_drafter
 from verl_tlt.drafter.data import pack
 from verl_tlt.drafter.policy import SUPPORTED, DrafterError, aux_layers_for, policy_shape
-from verl_tlt.drafter.rehearsal import rehearse
 from verl_tlt.drafter.train import DrafterTrainer
-from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
+from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights, rehearse
 
 
 def published(path, name):

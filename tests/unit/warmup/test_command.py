@@ -56,15 +56,15 @@ def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer
     class Killed(BaseException):
         pass
 
-    def save_and_die(run):
+    def check_and_die(run, check=train.TrainingRun._check_if_due):
+        check(run)
         if run.trainer.steps == 5:
             run.save()
             raise Killed
 
     other = answer(settings(epochs=3, out=straight.out.with_name("other")))
     with monkeypatch.context() as patch:
-        call = train.TrainingRun.__call__
-        patch.setattr(train.TrainingRun, "__call__", lambda run, tell: call(run, save_and_die))
+        patch.setattr(train.TrainingRun, "_check_if_due", check_and_die)
         with pytest.raises(Killed):
             warmup(other, QUIET)
     assert not other.out.exists() and (other.work / command.STATE).is_file()
@@ -253,7 +253,7 @@ def test_answers_too_short_to_learn_from(settings, answer):
 
 
 def test_a_drafter_that_learned_nothing_is_not_written(warm, settings, monkeypatch):
-    monkeypatch.setattr(train.TrainingRun, "__call__", lambda run, tell: run.progress.checks.append({"tau": 1.0}))
+    monkeypatch.setattr(train.TrainingRun, "__call__", lambda run: run.progress.checks.append({"tau": 1.0}))
     with pytest.raises(command.DrafterError, match=r"drafter was not written: .* not learn"):
         warm()
     assert not settings().out.exists()
