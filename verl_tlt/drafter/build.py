@@ -160,7 +160,7 @@ def begin_at_the_token(model: Eagle3DraftModel) -> None:
     groups, rows = len(query) // len(key), size * math.ceil(len(key) // size / 2)
 
     def for_queries(keys: torch.Tensor) -> torch.Tensor:  # [rows, X] of key heads to [rows * groups, X] of query heads
-        return keys.unflatten(0, (-1, size)).repeat_interleave(groups, dim=0).flatten(0, 1)
+        return keys.view(-1, size, keys.shape[1]).repeat_interleave(groups, dim=0).flatten(0, 1)
 
     key, query, value, out = key[:rows], query[: rows * groups], value[:rows], out[:, : rows * groups]
     key.normal_(std=(_SELF / (size**0.5 * 2 * hidden)) ** 0.5)  # inputs are normed

@@ -81,9 +81,10 @@ def test_the_engine_is_given_what_the_checks_let_through(policy_dir, prompts_fil
     config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoConfig": "elsewhere.Config"}}))
 
     def engine(job, out, tell):
-        given, saved = (serving_tensors(load_drafter(path, policy_dir)) for path in (job.drafter, options.drafter))
+        staged = job.drafting["model"]
+        given, saved = (serving_tensors(load_drafter(path, policy_dir)) for path in (staged, options.drafter))
         assert fingerprint(given) == fingerprint(saved)
-        assert "elsewhere" not in Path(job.drafter, "config.json").read_text()
+        assert "elsewhere" not in Path(staged, "config.json").read_text()
         raise InterruptedError
 
     monkeypatch.setattr("verl_tlt.commands.warmup.engine.generate", engine)

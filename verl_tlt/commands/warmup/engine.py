@@ -33,7 +33,6 @@ from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.files.json_files import open_ordinary, parse, read_lines
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
-from verl_tlt.server.engine_arguments import speculative_config
 
 RESPONSES = "responses.jsonl"
 ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker is one more process there
@@ -50,9 +49,7 @@ class GenerationJob:
     changes: Mapping[str, Any]  # values of verl's config that differ from the recipe's, by their dotted keys
     prompts: list[list[int]]
     samples: int = 1
-    drafter: str | None = None  # its directory; an MTP head is in the model's own
-    method: str = "eagle3"
-    draft_length: int = 3
+    drafting: Mapping[str, Any] | None = None  # vLLM's `speculative_config`
     on_cpu: bool = False
 
 
@@ -125,14 +122,14 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
             done += more.count(b"}")  # a response ends with its only one; other lines are what kills left
         stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
-    if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):
+    if len(_read_responses(out)) < total or (job.drafting and not answer.is_file()):
         if job.on_cpu:
             require_cpu_platform()
         environment = {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET}
         run_job("verl_tlt.commands.warmup.engine", asdict(job), directory, environment, tell=tell)
     responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
     stage.tell(1.0, f"{len(responses)} of {total} responses")
-    if not job.drafter:
+    if not job.drafting:
         return responses, None
     counted = json.loads(answer.read_text())
     return responses, DraftCounts(counted["drafts"], np.array(counted["accepted"]))
@@ -189,8 +186,8 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
     out, setup = directory / RESPONSES, set_up(job.recipe, job.changes)
     done, rollout = _read_responses(out), setup.rollout
     extra: dict[str, Any] = {"disable_log_stats": False}
-    if job.drafter:
-        extra["speculative_config"] = speculative_config(job.drafter, job.draft_length, method=job.method)
+    if job.drafting:
+        extra["speculative_config"] = job.drafting
     async with start(setup, directory, drafting=False, extra=extra) as engine:
         with out.open("a") as stream:
 
@@ -212,7 +209,7 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
                 stream.write("\n")  # after a line that a kill cut short
             wanted = product(range(len(job.prompts)), range(job.samples))
             await asyncio.gather(*(answer(*place) for place in wanted if place not in done))
-        if not job.drafter:
+        if not job.drafting:
             return {}
         counters: dict[str, Any] = {metric.name: metric for metric in get_metrics_snapshot()}
         return {

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,7 @@ from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.mtp_write_back import write_back
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder
 from verl_tlt.messages import from_plain
+from verl_tlt.server.engine_arguments import speculative_config
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -70,8 +71,8 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
         if method == MTP:
             served_by = replace(options, model=linked(options.model, Path(scratch) / "policy"))
             write_back(staged, served_by.model)
-        drafting: dict[str, Any] = {"method": method, "drafter": str(staged), "draft_length": options.draft_length}
-        job = engine.generation_job(served_by, prompts, **drafting)
+        drafting = speculative_config(str(staged), options.draft_length, method=method)
+        job = engine.generation_job(served_by, prompts, drafting=drafting)
         responses, served = engine.generate(job, Path(scratch), engine.Stage(bars, "serve", "starting vLLM"))
         assert served is not None
         scored, device = engine.Stage(bars, "score", "loading the policy"), engine.find_device(options.device)
