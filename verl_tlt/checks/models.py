@@ -61,7 +61,7 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
         family = str(fields.get("model_type"))
         if method == "eagle3" and (why := _no_head(family, fields)):
             return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
-        from verl_tlt.drafter.rehearsal import rehearse
+        from verl_tlt.drafter.verifier import rehearse
 
         unread = "" if rehearse(located(path), method, fetch=False) else "; its weights are not here to be looked at"
     except NotHereError as error:

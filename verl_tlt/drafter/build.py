@@ -32,8 +32,7 @@ from verl_tlt.drafter.schema import layer_fields, library_fields
 BY_DOCUMENT = "tlt_by_document"
 """Attention over a packed row, one document at a time: for transformers' `_attn_implementation`, on a CPU.
 
-Each pass of a training-time test adds S keys to a row of S positions, of which a position attends to one. A dense mask
-computes all S x (passes x S) scores, and a small model's step takes 1.5 times as long on a CPU.
+A dense mask computes all S x (passes x S) scores; with it a small model's step takes 1.5 times as long there.
 """
 _SELF = 8.0
 """A new drafter's keys and queries are initialised so that a position's attention logit for itself is about this."""
@@ -161,7 +160,7 @@ def begin_at_the_token(model: Eagle3DraftModel) -> None:
     groups, rows = len(query) // len(key), size * math.ceil(len(key) // size / 2)
 
     def for_queries(keys: torch.Tensor) -> torch.Tensor:  # [rows, X] of key heads to [rows * groups, X] of query heads
-        return keys.view(-1, 1, size, keys.shape[1]).expand(-1, groups, -1, -1).flatten(0, 2)
+        return keys.view(-1, size, keys.shape[1]).repeat_interleave(groups, dim=0).flatten(0, 1)
 
     key, query, value, out = key[:rows], query[: rows * groups], value[:rows], out[:, : rows * groups]
     key.normal_(std=(_SELF / (size**0.5 * 2 * hidden)) ** 0.5)  # inputs are normed

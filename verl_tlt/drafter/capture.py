@@ -57,10 +57,9 @@ def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
         if len(lists) == len(norms) == 1:
             decoders.append(Decoder(module, lists[0], norms[0]))
     if len(decoders) != 1:
-        raise DrafterError(
-            f"{where} is a {type(policy).__name__}, in which {len(decoders) or 'no'} modules hold a list of "
-            f"{count or 'decoder'} layers with one norm beside it; its language model's decoder should be the only one."
-        )
+        modules = f"{len(decoders) or 'no'} modules hold a list of {count or 'decoder'} layers with one norm beside it"
+        only = "its language model's decoder should be the only one"
+        raise DrafterError(f"{where} is a {type(policy).__name__}, in which {modules}; {only}.")
     return decoders[0]
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -49,26 +49,22 @@ def from_numpy16(array: np.ndarray) -> torch.Tensor:
 class TrainingSequence:
     """A prompt with its response, or a window of it from position `start` on, with the policy's hidden states."""
 
-    tokens: torch.Tensor
-    """int64 [L]."""
-    prompt_len: int
-    """Tokens of the window that belong to the prompt: `tokens[prompt_len:]` is response."""
+    tokens: torch.Tensor  # int64 [L]
+    prompt_len: int  # tokens of the window that belong to the prompt: `tokens[prompt_len:]` is response
     aux: torch.Tensor
     """[L, 3H], any float (16 bits in buffers): the aux layers' inputs at t, side by side, in ascending layer order;
     [L, 0] for a policy's MTP head, which reads `last` alone."""
     last: torch.Tensor
     """[L, H], any float: the last layer's output at t *before* the final norm; it predicts token t+1."""
-    start: int = 0
-    """Position of `tokens[0]` in the whole sequence."""
+    start: int = 0  # position of `tokens[0]` in the whole sequence
     prompt: int | None = None
     """Number shared by all responses to one prompt, which are trained on or held out together; None: the only one."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        if self.aux.shape[0] != length or self.last.shape[0] != length:
-            raise DrafterError(
-                f"A sequence of {length} tokens came with {self.aux.shape[0]} aux and {self.last.shape[0]} last states."
-            )
+        aux, last = len(self.aux), len(self.last)
+        if aux != length or last != length:
+            raise DrafterError(f"A sequence of {length} tokens came with {aux} aux and {last} last states.")
         if not 0 <= self.prompt_len <= length:
             raise DrafterError(f"prompt_len={self.prompt_len} must be 0..{length}, the tokens of the sequence.")
 
@@ -104,20 +100,16 @@ class TrainingSequence:
 class Batch:
     """Sequences (documents) side by side in one row of S positions; attention stays within a document."""
 
-    input_ids: torch.Tensor
-    """int64 [1, S]: x_{t+1}."""
+    input_ids: torch.Tensor  # int64 [1, S]: x_{t+1}
     hidden_states: torch.Tensor
     """float [1, S, 3H]: g_t, the aux layers' inputs; [1, S, H] for an MTP head: y_t before the final norm."""
     last_hidden: torch.Tensor
     """float [1, S, H]: y_{t+1} before the final norm; through norm and head it is the teacher of this row."""
     next_ids: torch.Tensor
     """int64 [1, S]: x_{t+2}, the token the rollout sampled where this row drafts; 0 past the end."""
-    loss_mask: torch.Tensor
-    """bool [1, S]: the policy's next token is a response token that is known."""
-    position_ids: torch.Tensor
-    """int64 [1, S]: t, as vLLM counts (RoPE is relative, so only differences matter)."""
-    document_ids: torch.Tensor
-    """int64 [1, S]: which sequence, from 0; -1 is padding."""
+    loss_mask: torch.Tensor  # bool [1, S]: the policy's next token is a response token that is known
+    position_ids: torch.Tensor  # int64 [1, S]: t, as vLLM counts (RoPE is relative, so only differences matter)
+    document_ids: torch.Tensor  # int64 [1, S]: which sequence, from 0; -1 is padding
 
     @property
     def rows(self) -> int:
@@ -131,22 +123,20 @@ class Batch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
         """The batch on `device`, hidden states cast to `dtype`."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()}
         for name in ("hidden_states", "last_hidden"):
             moved[name] = moved[name].to(dtype)
         return Batch(**moved)
 
     def padded(self, multiple: int) -> Batch:
         """The batch, filled up with padding rows to a multiple of `multiple`."""
-        missing = -self.rows % multiple
-        if not missing:
+        if not (missing := -self.rows % multiple):
             return self
         grown = {}
-        for f in fields(self):
-            tensor = getattr(self, f.name)
+        for name, tensor in vars(self).items():
             shape = (1, missing, *tensor.shape[2:])
-            fill = tensor.new_full(shape, PADDING) if f.name == "document_ids" else tensor.new_zeros(shape)
-            grown[f.name] = torch.cat([tensor, fill], dim=1)
+            fill = tensor.new_full(shape, PADDING if name == "document_ids" else 0)
+            grown[name] = torch.cat([tensor, fill], dim=1)
         return Batch(**grown)
 
     def for_passes(self, ttt_steps: int) -> Batch:
@@ -194,17 +184,13 @@ def pack(sequences: Iterable[TrainingSequence], *, pinned: bool = False) -> Batc
     parts = [align(sequence) for sequence in sequences]
     if not parts:
         raise DrafterError("There is no sequence to pack.")
-    columns = {f.name: _joined([getattr(part, f.name) for part in parts], pinned) for f in fields(Batch)}
-    owner = [torch.full((1, part.rows), i, dtype=torch.int64) for i, part in enumerate(parts)]
-    columns["document_ids"] = _joined(owner, pinned)
-    return Batch(**columns)
-
-
-def _joined(parts: list[torch.Tensor], pinned: bool) -> torch.Tensor:
-    if not pinned:
-        return torch.cat(parts, dim=1)
-    shape = (1, sum(part.shape[1] for part in parts), *parts[0].shape[2:])
-    return torch.cat(parts, dim=1, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
+    for number, part in enumerate(parts):
+        part.document_ids.fill_(number)
+    rows, joined = sum(part.rows for part in parts), {}
+    for name, tensor in vars(parts[0]).items():
+        place = torch.empty((1, rows, *tensor.shape[2:]), dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
+        joined[name] = torch.cat([getattr(part, name) for part in parts], dim=1, out=place)
+    return Batch(**joined)
 
 
 def batches(sequences: Iterable[TrainingSequence], budget: int) -> Iterator[Batch]:
@@ -266,32 +252,29 @@ class FedBatch:
         if self.copied is not None:
             stream = torch.cuda.current_stream(self.batch.input_ids.device)
             stream.wait_event(self.copied)
-            for f in fields(self.batch):
-                getattr(self.batch, f.name).record_stream(stream)  # its memory is another stream's
+            for tensor in vars(self.batch).values():
+                tensor.record_stream(stream)  # its memory is another stream's
         return self.batch
 
 
-class Feed:
+def feed_to(device: torch.device, ttt_steps: int, vocabulary: int) -> Callable[[Batch], FedBatch]:
     """Sends packed batches to `device`, for `ttt_steps` passes; a token outside `vocabulary` is a `DrafterError`."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def __init__(self, device: torch.device, ttt_steps: int, vocabulary: int) -> None:
-        self._device, self._ttt_steps, self._vocabulary = device, ttt_steps, vocabulary
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def __call__(self, batch: Batch) -> FedBatch:
-        check_tokens(batch.input_ids, self._vocabulary)
-        batch = batch.for_passes(self._ttt_steps)
+    def send(batch: Batch) -> FedBatch:
+        check_tokens(batch.input_ids, vocabulary)
+        batch = batch.for_passes(ttt_steps)
         tokens = batch.tokens
-        if self._stream is None or any(getattr(batch, f.name).is_cuda for f in fields(batch)):
-            moved = batch.to(self._device, torch.float32)
-            return FedBatch(moved.padded(ROW_BLOCK) if self._stream else moved, tokens, None)
-        with torch.cuda.stream(self._stream):
+        if stream is None or any(tensor.is_cuda for tensor in vars(batch).values()):
+            moved = batch.to(device, torch.float32)
+            return FedBatch(moved.padded(ROW_BLOCK) if stream else moved, tokens, None)
+        with torch.cuda.stream(stream):
             # What is page-locked already stays where it is. Torch gives it to no other batch before this copy is done.
-            locked = Batch(**{f.name: getattr(batch, f.name).pin_memory() for f in fields(batch)})
-            moved = locked.to(self._device, torch.float32).padded(ROW_BLOCK)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        return FedBatch(moved, tokens, copied)
+            locked = Batch(**{name: tensor.pin_memory() for name, tensor in vars(batch).items()})
+            moved = locked.to(device, torch.float32).padded(ROW_BLOCK)
+            return FedBatch(moved, tokens, stream.record_event())
+
+    return send
 
 
 @contextmanager

@@ -15,7 +15,7 @@ that training runs:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,8 +106,11 @@ def acceptance(
         for group in grouped(numbered, lambda item: item[1].rows, budget):
             batch = pack(sequence for _, sequence in group).to(device, torch.float32)
             batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
-            loss = _AcceptanceLoss(model, batch, temperature, top_p, top_k, lm_head)
-            overlap, recorded = loss.run(max_draft)  # [K, S] each
+            rates = _Rates(model, batch, temperature, top_p, top_k, lm_head, max_draft)
+            everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+            with torch.no_grad():
+                run_passes(model, everywhere, max_draft, {"acceptance": (rates, 1.0)})
+            overlap, recorded = rates.both.cpu().numpy()  # [K, S] each; the one wait for the device
             begin = 0
             for number, sequence in group:
                 rows = slice(begin, begin + sequence.rows)
@@ -119,7 +122,7 @@ def acceptance(
 
 
 @dataclass(eq=False)
-class _AcceptanceLoss:
+class _Rates:
     """Takes the place of the training loss and records acceptance, so that scoring runs the recurrence of training."""
 
     model: Eagle3DraftModel
@@ -128,40 +131,31 @@ class _AcceptanceLoss:
     top_p: float
     top_k: int
     lm_head: torch.Tensor | None
-    policy: torch.Tensor | None = None  # [S, DV] the policy's probabilities on the draft vocabulary
-    chosen: torch.Tensor | None = None  # [S] the policy's probability of the token that came
-    overlap: list[torch.Tensor] = field(default_factory=list)
-    recorded: list[torch.Tensor] = field(default_factory=list)
+    max_draft: int
 
-    def run(self, max_draft: int) -> tuple[np.ndarray, np.ndarray]:
-        """(overlap, recorded), float64 [K, S]: sum_v min(p, q), min(1, q/p) of the token; row k ends in k zeros."""
-        everywhere = replace(self.batch, loss_mask=torch.ones_like(self.batch.loss_mask))
-        with torch.no_grad():
-            run_passes(self.model, everywhere, max_draft, {"acceptance": (self, 1.0)})
-        both = torch.zeros(2, max_draft, self.batch.rows, dtype=torch.float64, device=self.batch.input_ids.device)
-        for columns, rows in zip((self.overlap, self.recorded), both, strict=True):
-            for column, row in zip(columns, rows, strict=True):
-                row[: len(column)] = column
-        overlap, recorded = both.cpu().numpy()  # the one wait for the device
-        return overlap, recorded
+    def __post_init__(self) -> None:
+        rows, device = self.batch.rows, self.batch.input_ids.device
+        self.both = torch.zeros(2, self.max_draft, rows, dtype=torch.float64, device=device)
+        """[2, K, S]: sum_v min(p, q), and min(1, q/p) of the token that came; row k ends in k zeros."""
+        self.passes = 0
+        self.policy = torch.empty(0)  # [S, DV] the policy's probabilities on the draft vocabulary
+        self.chosen = torch.empty(0)  # [S] the policy's probability of the token that came
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Called once for each pass k with the drafter's and the policy's logits [1, S - k, DV] for the same tokens."""
-        if self.policy is None:
+        k, rows_left = self.passes, logits.shape[1]
+        self.passes += 1
+        if k == 0:
             self.policy = torch.empty_like(targets[0], dtype=torch.float32)
-            self.chosen = self.policy.new_empty(len(self.policy))
-            for rows in _blocks(len(self.policy)):
+            self.chosen = self.policy.new_empty(rows_left)
+            for rows in _blocks(rows_left):
                 self.policy[rows], self.chosen[rows] = self._policy(targets[0, rows].float(), rows)
-        assert self.chosen is not None
-        k, rates = len(self.overlap), logits.new_empty(2, logits.shape[1], dtype=torch.float32)
         policy, chosen, tokens = self.policy[k:], self.chosen[k:], self.batch.next_ids[0, k:]
-        for rows in _blocks(logits.shape[1]):
+        for rows in _blocks(rows_left):
             draft = _probabilities(logits[0, rows].float(), self.temperature)  # [B, DV]
-            rates[0, rows] = torch.minimum(draft, policy[rows]).sum(-1)
+            self.both[0, k, rows] = torch.minimum(draft, policy[rows]).sum(-1).double()
             drawn = self._at(draft, tokens[rows]) / chosen[rows].clamp_min(torch.finfo(torch.float32).tiny)
-            rates[1, rows] = drawn.clamp_max(1.0)
-        self.overlap.append(rates[0])
-        self.recorded.append(rates[1])
+            self.both[1, k, rows] = drawn.clamp_max(1.0).double()
         return logits.new_zeros(logits.shape[:2])
 
     def _policy(self, targets: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +183,7 @@ class _AcceptanceLoss:
 
 
 def _blocks(rows: int) -> Iterator[slice]:
-    return (slice(begin, begin + PROBABILITY_ROWS) for begin in range(0, rows, PROBABILITY_ROWS))
+    return (slice(begin, min(rows, begin + PROBABILITY_ROWS)) for begin in range(0, rows, PROBABILITY_ROWS))
 
 
 def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
@@ -207,11 +201,11 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
 
 
 def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
-    """Expected drafts and acceptances along one sequence, from its columns of what `_AcceptanceLoss.run` returns."""
+    """Expected drafts and acceptances along one sequence, from its columns of `_Rates.both`."""
     max_draft = len(overlap)
     starts = window.loss_rows(max_draft)
     if not starts:
-        return SequenceScore(positions=0, drafts=0.0, accepted=np.zeros(max_draft))
+        return combined_score((), max_draft)
     first, stop = starts.start, starts.stop
     # [K+1, rows]: the first k drafted tokens are the recorded ones
     reached = np.cumprod(np.vstack([np.ones(overlap.shape[1]), recorded]), axis=0)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -119,12 +119,11 @@ def page_locked(nbytes: int) -> torch.Tensor:
             _forget_refusal()
             logger.warning("%d MiB could not be page-locked (CUDA error %d): copies are slower", nbytes >> 20, error)
         else:
-            weakref.finalize(block, _unlock, block.data_ptr()).atexit = False
+            weakref.finalize(block, _unlock, cuda, block.data_ptr()).atexit = False
     return block
 
 
-def _unlock(address: int) -> None:
-    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _unlock(cuda: Any, address: int) -> None:
     if int(cuda.cudaHostUnregister(address)):
         _forget_refusal()
 
@@ -174,12 +173,10 @@ class DrafterMemory:
         frozen, trained = [t for t in everything if not t.requires_grad], list(trainer.parameters.values())
         state = [value for values in trainer.optimizer.state.values() for value in values.values()]
         self.tensors = [*frozen, *trained, *state]
-        sizes = [t.nbytes for t in self.tensors]
-        self.changing = layout(sizes[: len(frozen)])[1]
-        """First byte of the part that training changes."""
-        self.optimizer = layout(sizes[: len(frozen) + len(trained)])[1]
-        """First byte of the optimizer's state."""
-        self.block = page_locked(layout(sizes)[1])
+        begins, nbytes = layout([t.nbytes for t in self.tensors])
+        self.changing, self.optimizer = begins[len(frozen)], begins[len(frozen) + len(trained)]
+        """First bytes of the part that training changes, and of the optimizer's state."""
+        self.block = page_locked(nbytes)
         self._on_host = views(self.block, self.tensors)
         for tensor, place in zip(self.tensors, self._on_host, strict=True):
             place.copy_(tensor.data)

@@ -75,8 +75,7 @@ PolicyLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | PolicyShape | Mo
 class PolicyShape:
     """The size of a policy, as its config says it."""
 
-    source: str
-    """Where the fields were read: a path, or the name of the config's class; for messages."""
+    source: str  # where the fields were read: a path, or the name of the config's class; for messages
     model_type: str
     architectures: tuple[str, ...]
     hidden_size: int
@@ -87,23 +86,16 @@ class PolicyShape:
     head_dim: int
     intermediate_size: int
     """Width of an MLP; where every layer is a mixture of experts, of all the experts that one token passes through."""
-    num_experts: int
-    """Of a layer that is a mixture of experts; 0: there are none."""
+    num_experts: int  # of a layer that is a mixture of experts; 0: there are none
     experts_per_token: int
-    expert_width: int
-    """Width of one expert's MLP; 0 without experts."""
-    shared_width: int
-    """Width of the expert that every token passes through; 0 without one."""
+    expert_width: int  # of one expert's MLP; 0 without experts
+    shared_width: int  # of the expert that every token passes through; 0 without one
     rms_norm_eps: float
     max_position_embeddings: int
-    rope: Fields
-    """RoPE as transformers 5 spells it: `rope_type`, `rope_theta` and what the type needs."""
-    tied: bool
-    """Whether the policy's head is its embedding."""
-    latent: bool
-    """Whether its attention is latent (MLA)."""
-    nested: bool
-    """Whether the language model is a part of a larger one, with a config inside its config."""
+    rope: Fields  # as transformers 5 spells it: `rope_type`, `rope_theta` and what the type needs
+    tied: bool  # the policy's head is its embedding
+    latent: bool  # its attention is latent (MLA)
+    nested: bool  # the language model is a part of a larger one, with a config inside its config
 
     @property
     def parameters(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from verl_tlt.drafter.data import ROW_BLOCK, Batch, FedBatch, Feed, TrainingSequence, ahead, align
+from verl_tlt.drafter.data import ROW_BLOCK, Batch, FedBatch, TrainingSequence, ahead, align, feed_to
 from verl_tlt.drafter.policy import DrafterError, Fields
 from verl_tlt.drafter.tensor_file import not_finite
 
@@ -50,39 +50,27 @@ _MAX_EMPTY = 100
 class StepResult:
     """What one micro-batch gave."""
 
-    loss: float
-    """Summed over the passes, mean over the rows with a loss; NaN or infinite when skipped for it."""
-    tokens: int
-    """Rows with a loss."""
+    loss: float  # summed over the passes, mean over the rows with a loss; NaN or infinite when skipped for it
+    tokens: int  # rows with a loss
     acc_by_position: tuple[float, ...]
     """[passes of the step]: share of rows whose argmax at draft position k is the policy's, given that those before
     were."""
-    skipped: bool
-    """True: the loss or a gradient was not finite and nothing was changed."""
-    rate: float = 0.0
-    """Learning rate of the step relative to that after the warm-up; 0 when skipped."""
+    skipped: bool  # the loss or a gradient was not finite and nothing was changed
+    rate: float = 0.0  # learning rate of the step relative to that after the warm-up; 0 when skipped
 
 
 @dataclass(frozen=True)
 class TrainSummary:
     """What `train_until` did."""
 
-    steps: int
-    """Optimizer steps taken."""
-    batches: int
-    """Micro-batches it used; one more may have been drawn."""
-    tokens: int
-    """Rows learned from."""
-    weighted_tokens: float
-    """Rows learned from, each times the `rate` of its step: how far they moved the drafter."""
-    skipped: int
-    """Micro-batches left out because they were not finite."""
-    stopped: bool
-    """True: the stop flag ended it; False: tokens or data ran out."""
-    loss: float
-    """Mean over the steps; NaN without any."""
-    slowest_s: float
-    """Seconds of the longest micro-batch."""
+    steps: int  # optimizer steps taken
+    batches: int  # micro-batches it used; one more may have been drawn
+    tokens: int  # rows learned from
+    weighted_tokens: float  # the same, each times the `rate` of its step: how far they moved the drafter
+    skipped: int  # micro-batches left out because they were not finite
+    stopped: bool  # the stop flag ended it, and neither tokens nor data ran out
+    loss: float  # mean over the steps; NaN without any
+    slowest_s: float  # seconds of the longest micro-batch
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -131,13 +119,9 @@ class DrafterTrainer:
             moments = {key: torch.zeros_like(p) for key in _MOMENTS}
             average = {AVERAGE: p.detach().clone()}
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments, **average}
-        self.passes = 1
-        """Draft positions that the next step unrolls."""
+        self.passes = 1  # draft positions that the next step unrolls
         self._accuracy = 0.0  # moving average, at the last of these positions
-        self.steps = 0
-        """Optimizer steps taken, over all sessions."""
-        self.skipped = 0
-        """Micro-batches left out, over all sessions."""
+        self.steps = self.skipped = 0  # optimizer steps taken and micro-batches left out, over all sessions
         self._loss = loss
         model.train()
 
@@ -152,8 +136,8 @@ class DrafterTrainer:
             raise DrafterError("No row of this batch has a loss: its sequences lie in prompts or are too short.")
         return self.step_on(fed)
 
-    def feed(self) -> Feed:
-        return Feed(self.device, self.ttt_steps, self.model.verifier_vocab_size)
+    def feed(self) -> Callable[[Batch], FedBatch]:
+        return feed_to(self.device, self.ttt_steps, self.model.verifier_vocab_size)
 
     def step_on(self, fed: FedBatch) -> StepResult:
         """Learn from a batch that is on the device, or on its way there; some of its rows have a loss."""
@@ -162,14 +146,19 @@ class DrafterTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         broken = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm))
         counts = [metrics[f"cond_acc_{k}_{part}"] for k in range(self.passes) for part in ("sum", "total")]
-        figures = _Figures([broken, loss.detach(), *counts])
+        on_device = torch.stack([number.float() for number in (broken, loss.detach(), *counts)])
+        figures = torch.empty(len(on_device), pin_memory=on_device.is_cuda)
+        figures.copy_(on_device, non_blocking=True)  # what is queued behind this copy is not waited for
+        copied = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
         rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * rate
         self.optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` tells it
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        skipped, value, *counted = figures.read()
+        if copied is not None:
+            copied.synchronize()
+        skipped, value, *counted = figures.tolist()
         accuracy = tuple(right / max(1.0, total) for right, total in zip(counted[::2], counted[1::2], strict=True))
         if skipped:
             self.skipped += 1
@@ -188,7 +177,7 @@ class DrafterTrainer:
 
     def averages(self) -> dict[str, torch.Tensor]:
         """The average over recent steps of every trainable parameter, by name; itself, not a copy."""
-        return {name: state[AVERAGE] for name, state in self._state()}
+        return {name: self.optimizer.state[p][AVERAGE] for name, p in self.parameters.items()}
 
     def start_over(self) -> None:
         """Reset the optimizer's moments and steps; the weights stay, and are their own average."""
@@ -229,7 +218,8 @@ class DrafterTrainer:
         self._copy_in(weights)
         self.start_over()
         with torch.no_grad():
-            for (name, own), values in zip(self._state(), moments, strict=True):
+            for (name, p), values in zip(self.parameters.items(), moments, strict=True):
+                own = self.optimizer.state[p]
                 own[AVERAGE].copy_(average[name])
                 for key, value in values.items():
                     own[key].copy_(value)
@@ -238,8 +228,8 @@ class DrafterTrainer:
 
     def _check_state(self, weights: Tensors, average: Tensors, moments: list[Tensors]) -> None:
         """Raise a `DrafterError` where these are not tensors of this drafter, or hold numbers that are not finite."""
-        for values in (weights, average):
-            self._check(values)
+        self._check(weights)
+        self._check(average)
         for own, values in zip(self.optimizer.state.values(), moments, strict=True):
             shapes = {key: value.shape for key, value in own.items() if key != AVERAGE}
             if values and {key: value.shape for key, value in values.items()} != shapes:
@@ -291,9 +281,6 @@ class DrafterTrainer:
 
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
         return run_passes(self.model, batch, passes or self.ttt_steps, resolve_loss_config(self._loss, kind))
-
-    def _state(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        return ((name, self.optimizer.state[p]) for name, p in self.parameters.items())
 
     def _check(self, values: Mapping[str, torch.Tensor]) -> None:
         """Raise a `DrafterError` where these are not tensors of the parameters' names and shapes."""
@@ -373,24 +360,6 @@ def run_passes(
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
     """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-class _Figures:
-    """Numbers on their way from the device: what is queued behind them is not waited for."""
-
-    def __init__(self, numbers: list[torch.Tensor]) -> None:
-        on_device = torch.stack([number.float() for number in numbers])
-        self._host = torch.empty(len(numbers), pin_memory=on_device.is_cuda)
-        self._host.copy_(on_device, non_blocking=True)
-        self._copied = None
-        if on_device.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def read(self) -> list[float]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host.tolist()
 
 
 class NoWaiting(TorchFunctionMode):

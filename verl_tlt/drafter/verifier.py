@@ -1,16 +1,30 @@
-"""The tensors of the policy that a drafter uses: embedding, output head and final norm; read, and kept current."""
+"""The tensors of the policy that a drafter uses: embedding, output head and final norm; read, and kept current.
+
+`rehearse` tries whether a policy has all that a drafter takes from it, before an engine starts.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.build import make_room
-from verl_tlt.drafter.policy import DrafterError, Model, policy_shape
-from verl_tlt.drafter.tensor_file import Header, TensorFile, headers, tensor_files
+from verl_tlt.drafter.build import drafter_config, instantiate, make_room
+from verl_tlt.drafter.capture import find_decoder
+from verl_tlt.drafter.policy import (
+    MTP,
+    DrafterError,
+    Model,
+    NotHereError,
+    first_line,
+    folder,
+    policy_shape,
+    quiet,
+    read_model_config,
+)
+from verl_tlt.drafter.tensor_file import INDEX, WEIGHTS, Header, TensorFile, headers, pickled, tensor_files
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -31,10 +45,8 @@ def policy_part(name: str) -> str | None:
 class VerifierWeights:
     """The policy's tensors that a drafter uses, of any float dtype."""
 
-    embed: torch.Tensor
-    """[V, H] input embedding."""
-    lm_head: torch.Tensor
-    """[V, H] output head; the same object as `embed` where the policy ties them."""
+    embed: torch.Tensor  # [V, H] input embedding
+    lm_head: torch.Tensor  # [V, H] output head; the same object as `embed` where the policy ties them
     norm: torch.Tensor
     """[H] what the final RMSNorm multiplies by: its weight, or one more (`PolicyShape.norm_offset`)."""
 
@@ -42,7 +54,10 @@ class VerifierWeights:
     def from_policy_dir(cls, path: Model) -> VerifierWeights:
         """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub."""
         shape = policy_shape(path)
-        tensors = {part: _read(header) for part, header in locate_parts(path).items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for part, header in locate_parts(path).items():
+            with TensorFile(header.file) as reader:
+                tensors[part] = reader.get_tensor(header.name)
         norm = tensors["norm"].float() + shape.norm_offset
         return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), norm)
 
@@ -89,6 +104,35 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
     return {part: tensors[name] for part, name in names.items()}
 
 
-def _read(header: Header) -> torch.Tensor:
-    with TensorFile(header.file) as reader:
-        return reader.get_tensor(header.name)
+def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
+    """Build what a run builds for a policy; returns whether its weights are here, or on the hub if `fetch`.
+
+    Drafter and policy are built on the meta device, which keeps no numbers; of the weights only headers are read.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    shape = policy_shape(policy)
+    with quiet(), torch.device("meta"):
+        try:
+            if method == MTP:
+                from verl_tlt.drafter.mtp import mtp_config
+
+                instantiate(mtp_config(shape), "eager")
+            else:
+                instantiate(drafter_config(shape), "eager")
+            if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
+                kind: Any = AutoModelForImageTextToText if shape.nested else AutoModelForCausalLM
+                fields = read_model_config(policy)
+                find_decoder(kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields)), shape.source)
+        except DrafterError:
+            raise
+        except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
+            raise DrafterError(f"{shape.source} describes no model that can be built: {first_line(error)}.") from error
+    try:
+        place = folder(policy, (WEIGHTS, INDEX), fetch=fetch)
+        if not pickled(place) and not any((place / name).is_file() for name in (WEIGHTS, INDEX)):
+            return False
+        locate_parts(policy, fetch)
+    except NotHereError:  # or of several files some
+        return False
+    return True

@@ -1,8 +1,7 @@
 """One tiny policy for all tests of the drafter, recorded sequences, and a fresh drafter for each test."""
 
 import pytest
-import torch
-from tiny_policy import VOCAB, drafter_of, make_policy, observe
+from tiny_policy import drafter_of, make_policy, observe, random_texts
 
 
 @pytest.fixture(scope="session")
@@ -19,16 +18,9 @@ def policy_dir(policy, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sequences(policy):
-    generator = torch.Generator().manual_seed(1)
-    lengths = [(18, 5), (25, 9), (11, 4), (30, 3)]
-    return [observe(policy, torch.randint(0, VOCAB, (n,), generator=generator), p) for n, p in lengths]
+    return observe(policy, random_texts((18, 5), (25, 9), (11, 4), (30, 3)))
 
 
 @pytest.fixture
 def drafter(policy):
-    model = drafter_of(policy, seed=3)
-    with torch.no_grad():  # large enough for every part of the layer to matter to the result
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.ndim == 2:
-                parameter.mul_(6)
-    return model
+    return drafter_of(policy, seed=3, larger=6)  # so that every part of the layer matters to the result

@@ -1,39 +1,45 @@
-"""A drafter's time on a device: what is copied, what a stop waits for, and that nothing is lost on the way.
+"""A drafter's time on a device: what is copied, what a stop waits for, what is page-locked, and that nothing is lost.
 
 The "device" is other memory of the host, which shows all but speed.
 """
 
-import math
+import gc
 from contextlib import nullcontext
 
 import pytest
 import torch
 from saved_bytes import kept_bytes, planned_bytes
 from tiny_policy import drafter_of, same_state
+from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config
 
-from verl_tlt.drafter import (
+from verl_tlt.drafter import train
+from verl_tlt.drafter.build import build_drafter, drafter_config, halve_frozen, instantiate
+from verl_tlt.drafter.data import pack
+from verl_tlt.drafter.evaluate import acceptance
+from verl_tlt.drafter.memory import (
+    ALIGNMENT,
+    BLOCK,
     DrafterMemory,
-    DrafterTrainer,
-    VerifierWeights,
-    acceptance,
-    build_drafter,
-    drafter_config,
-    halve_frozen,
+    LockedPool,
     host_bytes,
-    pack,
-    refresh_verifier_weights,
+    layout,
+    page_locked,
     session_bytes,
-    train,
 )
-from verl_tlt.drafter.build import instantiate
-from verl_tlt.drafter.memory import ALIGNMENT, layout, views
+from verl_tlt.drafter.train import DrafterTrainer
+from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
 
 AWAY = torch.device("cpu")
-QWEN_7B = Qwen2Config(
-    hidden_size=3584, intermediate_size=18944, vocab_size=152064, num_attention_heads=28, num_key_value_heads=4,
-    num_hidden_layers=28, max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"],
-)  # fmt: skip
+
+
+def qwen2(**changes):
+    """The config of Qwen2.5-7B, or of another size."""
+    sizes = dict(
+        hidden_size=3584, intermediate_size=18944, vocab_size=152064, num_attention_heads=28, num_key_value_heads=4,
+        num_hidden_layers=28, max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    return Qwen2Config(**{**sizes, **changes})
 
 
 @pytest.fixture
@@ -48,34 +54,12 @@ def trainer(drafter):
     return DrafterTrainer(drafter, ttt_steps=3, warmup_steps=2)
 
 
-@pytest.fixture
-def memory(trainer):
-    return DrafterMemory(trainer)
-
-
 def homes(trainer):
     return [t.data_ptr() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
 
 
-def shares(tensor, named):
-    """Whether it is one of these."""
-    return any(tensor is value for value in named.values())
-
-
 def moments(trainer):
     return [value for state in trainer.optimizer.state.values() for value in state.values()]
-
-
-def test_tensors_lie_side_by_side_in_one_block():
-    like = [torch.ones(3, 5), torch.ones(7, dtype=torch.bool), torch.tensor(2.0), torch.ones(64, 2).bfloat16()]
-    begins, nbytes = layout([t.nbytes for t in like])
-    assert begins == [0, 256, 512, 768] and nbytes == 1024 and layout([]) == ([], 0)
-    block = torch.zeros(nbytes, dtype=torch.uint8)
-    placed = views(block, like)
-    for view, tensor in zip(placed, like, strict=True):
-        view.copy_(tensor)
-    assert all(torch.equal(view, tensor) for view, tensor in zip(placed, like, strict=True))
-    assert len(views(block[:768], like)) == 3, "those behind the end are left out"
 
 
 def test_all_of_a_drafter_moves_into_one_block_with_room_for_nothing_else(trainer):
@@ -127,34 +111,20 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(policy, sequences):
         for some in (sequences[:2], sequences[2:], sequences):
             with memory.on(AWAY) if away else nullcontext():
                 trainer.step(pack(some))
-        return trainer.state()
+        return trainer, trainer.state()
 
-    assert same_state(trained(True), trained(False))
-
-
-def test_a_resumed_optimizer_stays_in_the_block(in_16_bits, trainer, memory, sequences):
-    with memory.on(AWAY):
-        trainer.step(pack(sequences))
-    saved, places = trainer.state(), [t.data_ptr() for t in moments(trainer)]
-    trainer.start_over()
-    assert not any(t.any() for t in moments(trainer) if not shares(t, trainer.averages())) and trainer.steps == 0
-    trainer.load_state(saved)
-    assert same_state(trainer.state(), saved) and [t.data_ptr() for t in moments(trainer)] == places
-
-
-def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, drafter, sequences):
-    trainer = DrafterTrainer(drafter, ttt_steps=3)
-    trainer.passes = 3
-    plain = trainer._forward(trainer.feed()(pack(sequences)).arrived())[0]
-    halve_frozen(drafter)
-    with DrafterMemory(trainer).on(AWAY):
-        result = trainer.step(pack(sequences))
-    assert math.isfinite(result.loss) and not result.skipped
-    assert result.loss == pytest.approx(float(plain), rel=0.02)
+    (away, state), (_, expected) = trained(True), trained(False)
+    assert same_state(state, expected)
+    places, averages = [t.data_ptr() for t in moments(away)], {t.data_ptr() for t in away.averages().values()}
+    away.start_over()
+    assert not any(t.any() for t in moments(away) if t.data_ptr() not in averages) and away.steps == 0
+    away.load_state(state)
+    assert same_state(away.state(), state) and [t.data_ptr() for t in moments(away)] == places, "it stays in the block"
 
 
 @pytest.mark.parametrize("where", ["inside", "on the way back"])
-def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypatch, trainer, memory, sequences, where):
+def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypatch, trainer, sequences, where):
+    memory = DrafterMemory(trainer)
     at_home, before = homes(trainer), trainer.state()["parameters"]
 
     def copy(target, source):
@@ -187,10 +157,9 @@ def test_a_rehearsal_teaches_nothing(in_16_bits, trainer):
     ids=["wide", "deep"],
 )
 def test_what_a_step_keeps_for_its_backward_pass_is_planned(hidden, mlp, heads, kv_heads, rows, passes):
-    policy = Qwen2Config(
+    policy = qwen2(
         hidden_size=hidden, intermediate_size=mlp, vocab_size=512, num_attention_heads=heads,
         num_key_value_heads=kv_heads, num_hidden_layers=8, max_position_embeddings=1024,
-        architectures=["Qwen2ForCausalLM"],
     )  # fmt: skip
     model = build_drafter(policy, attention="sdpa")  # as on CUDA
     weights = torch.zeros(512, hidden, dtype=torch.bfloat16)
@@ -202,14 +171,70 @@ def test_what_a_step_keeps_for_its_backward_pass_is_planned(hidden, mlp, heads, 
 
 def test_what_a_7b_policys_drafter_needs():
     with torch.device("meta"):
-        model = instantiate(drafter_config(QWEN_7B), "sdpa")
-    whole = session_bytes(model, rows=1024, passes=3, scored=1024)
-    assert whole == pytest.approx(13e9, rel=0.05)
-    with torch.device("meta"):
-        pruned = instantiate(drafter_config(QWEN_7B, draft_vocab_size=32_768), "sdpa")
+        model = instantiate(drafter_config(qwen2()), "sdpa")
+        pruned = instantiate(drafter_config(qwen2(), draft_vocab_size=32_768), "sdpa")
+    assert session_bytes(model, rows=1024, passes=3, scored=1024) == pytest.approx(13e9, rel=0.05)
     # Frozen and logits shrink, and four times as many rows take four times the activations; scores take the whole head.
     assert session_bytes(pruned, rows=4096, passes=3, scored=1024) == pytest.approx(15.5e9, rel=0.05)
     short, long = (session_bytes(pruned, rows=1024, passes=3, scored=scored) for scored in (1024, 8192))
     assert long - short > 8192 * 8 * 32_768 - 1024 * 20 * 32_768, "sequences are scored whole"
     assert host_bytes(model) == pytest.approx(10.2e9, rel=0.01)
     assert host_bytes(pruned) == pytest.approx(10.4e9, rel=0.01), "scores take the policy's whole head"
+
+
+class Runtime(TorchFunctionMode):
+    """CUDA's runtime as far as its last error goes: a refused call sets it, the next launch raises and clears it."""
+
+    def __init__(self, refused):
+        super().__init__()
+        self.refused, self.last, self.locked = refused, 0, 0
+
+    def _call(self, name, locks):
+        if name == self.refused:
+            self.last = 1
+            return 1
+        self.locked += locks
+        return 0
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        return self._call("register", 1)
+
+    def cudaHostUnregister(self, address):
+        return self._call("unregister", -1)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("device", None) == "cuda":
+            error, self.last = self.last, 0
+            if error:
+                raise RuntimeError("CUDA error: invalid argument")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("refused", ["nothing", "register", "unregister"])
+def test_a_refusal_is_no_error_of_the_next_kernel(monkeypatch, said, refused):
+    runtime = Runtime(refused)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with runtime:
+        block = page_locked(1 << 20)
+        torch.zeros(4, device="cuda")
+        block.fill_(7)
+        assert block.shape == (1 << 20,) and ("could not be page-locked" in said.text) is (refused == "register")
+        del block
+        gc.collect()
+        torch.zeros(4, device="cuda")
+    assert runtime.locked == (refused == "unregister")
+
+
+def test_pieces_of_a_pool_lie_apart_and_the_next_steps_take_their_places():
+    pool, shapes = LockedPool(), [(4, 1000, 64), (4, 3, 64), (4, 200_000, 96), (4, 77, 64)]
+    for _ in range(4):
+        pool.reset()
+        taken = [pool.take(shape, torch.bfloat16) for shape in shapes]
+        for number, piece in enumerate(taken):
+            piece.fill_(number)
+        assert all((piece == number).all() for number, piece in enumerate(taken)), "they overlap"
+        assert [tuple(piece.shape) for piece in taken] == shapes
+    needed, held = sum(piece.nbytes for piece in taken), sum(map(len, pool._blocks))
+    assert needed < held <= needed + BLOCK, "no power of two of each, and nothing more after the first step"

@@ -6,12 +6,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from tiny_policy import drafter_of, make_policy, observe
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_policy import Watched, drafter_of, make_policy, observe, random_texts
 from vllm_by_hand import passes
 
-from verl_tlt.drafter import DrafterError, accept_length, acceptance, align, evaluate, most_frequent, windows
-from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
+from verl_tlt.drafter import evaluate
+from verl_tlt.drafter.build import most_frequent
+from verl_tlt.drafter.data import align, windows
+from verl_tlt.drafter.evaluate import PROBABILITY_ROWS, accept_length, acceptance
+from verl_tlt.drafter.policy import DrafterError
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
 SEED = 3  # greedy drafts of this head are right sometimes
@@ -24,14 +26,10 @@ def small():
     policy = make_policy(vocab_size=V)
     with torch.no_grad():
         policy.lm_head.weight.mul_(0.3)
-    drafter = drafter_of(policy, seed=SEED)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.requires_grad and parameter.ndim == 2:
-                parameter.mul_(8)
+    drafter = drafter_of(policy, seed=SEED, larger=8)
     texts = [PROMPT + response for response in itertools.product(range(V), repeat=RESPONSE)]
-    recorded = {text: observe(policy, torch.tensor(text), len(PROMPT)) for text in texts}
-    return drafter, recorded, {text: passes(drafter, align(sequence), K) for text, sequence in recorded.items()}
+    recorded = observe(policy, [(torch.tensor(text), len(PROMPT)) for text in texts])
+    return drafter, dict(zip(texts, recorded, strict=True)), [passes(drafter, align(one), K) for one in recorded]
 
 
 def naive_probabilities(logits, temperature, top_p=1.0, top_k=0):
@@ -55,7 +53,7 @@ def tables(logits_of, setting):
     """p[prefix] after it, and q[prefix, k]: the drafter's k-th distribution with the draft begun k tokens earlier."""
     temperature, top_p, top_k = setting
     p, q = {}, {}
-    for text, seen in logits_of.items():
+    for text, seen in logits_of:
         for k, (logits, targets) in enumerate(seen):
             for row in range(len(text) - 1 - k):
                 prefix = text[: row + 2 + k]
@@ -66,10 +64,6 @@ def tables(logits_of, setting):
 
 def enumerate_speculative_sampling(p, q, stop):
     """Expected (drafts, accepted by position) of decoding on from a text; drafts count that start before row `stop`."""
-
-    def residual(p_now, q_now):
-        rest = np.maximum(p_now - q_now, 0)
-        return rest / rest.sum() if rest.sum() > 0 else p_now
 
     @cache
     def decode(text):
@@ -89,7 +83,8 @@ def enumerate_speculative_sampling(p, q, stop):
             if accepted:
                 total += q_now[token] * accepted * (np.eye(K + 1)[k + 1] + draft((*text, token), k + 1))
             if accepted < 1:
-                recovered = residual(p_now, q_now)
+                rest = np.maximum(p_now - q_now, 0)
+                recovered = rest / rest.sum() if rest.sum() > 0 else p_now
                 after = sum(recovered[other] * decode((*text, other)) for other in range(V) if recovered[other])
                 total += q_now[token] * (1 - accepted) * after
         return total
@@ -101,8 +96,8 @@ def enumerate_speculative_sampling(p, q, stop):
 def test_expectation_over_all_texts_is_that_of_speculative_sampling(small, setting):
     drafter, recorded, logits_of = small
     temperature, top_p, top_k = setting
-    p, q = tables(logits_of, setting)
     texts = list(recorded)
+    p, q = tables(zip(texts, logits_of, strict=True), setting)
     scores = acceptance(
         drafter, list(recorded.values()), temperature=temperature, top_p=top_p, top_k=top_k, max_draft=K, budget=512
     )
@@ -121,58 +116,34 @@ def test_expectation_over_all_texts_is_that_of_speculative_sampling(small, setti
     assert 1.0 < 1 + exact[1:].sum() / exact[0] < K + 1
 
 
-def test_batches_do_not_matter_and_repeats_agree(drafter, sequences):
-    combined = acceptance(drafter, sequences, max_draft=3)
-    alone = [acceptance(drafter, [s], max_draft=3)[0] for s in sequences]
-    for a, b in zip(combined, alone, strict=True):
-        assert a.positions == b.positions
-        np.testing.assert_allclose(a.accepted, b.accepted, rtol=1e-5)
-        np.testing.assert_allclose(a.drafts, b.drafts, rtol=1e-5)
-    again = acceptance(drafter, sequences, max_draft=3)
-    assert all((a.accepted == b.accepted).all() for a, b in zip(combined, again, strict=True))
-    assert 1.0 <= accept_length(combined) <= 4.0
-
-
-def texts_with_state(policy, lengths, prompt_len=3):
-    generator = torch.Generator().manual_seed(7)
-    tokens = [torch.randint(0, policy.config.vocab_size, (n,), generator=generator) for n in lengths]
-    return [observe(policy, text, prompt_len) for text in tokens]
-
-
 @pytest.mark.parametrize("rows", [7, 256])
 def test_no_sequence_loses_its_context_to_the_budget(policy, drafter, monkeypatch, rows):
     """However few rows are scored at once, and whatever blocks probabilities are computed in."""
     monkeypatch.setattr(evaluate, "PROBABILITY_ROWS", rows)
-    longer = texts_with_state(policy, (90, 60, 8))
+    longer = observe(policy, random_texts((90, 3), (60, 3), (8, 3), seed=7))
     whole, small = (acceptance(drafter, longer, max_draft=2, budget=budget) for budget in (512, 10))
     assert [score.positions for score in small] == [len(sequence.loss_rows(2)) for sequence in longer]
     for a, b in zip(whole, small, strict=True):
         np.testing.assert_allclose([a.drafts, *a.accepted], [b.drafts, *b.accepted], rtol=1e-4)
+    again = acceptance(drafter, longer, max_draft=2, budget=10)
+    assert all((a.accepted == b.accepted).all() for a, b in zip(small, again, strict=True))
     pieces = accept_length(acceptance(drafter, windows(longer[0], 10), max_draft=2))
     assert abs(pieces - small[0].accept_length) > 0.01, "this drafter's context matters"
 
 
-class Largest(TorchDispatchMode):
-    """The most rows of any result with so many columns."""
-
-    def __init__(self, columns):
-        super().__init__()
-        self.columns, self.rows = columns, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == self.columns:
-            self.rows = max(self.rows, result.numel() // self.columns)
-        return result
-
-
 def test_a_long_sequence_has_no_logits_of_the_whole_vocabulary_at_once(policy):
     """`session_bytes` counts on it."""
-    kept = torch.arange(0, policy.config.vocab_size, 2)
-    drafter, (long,) = drafter_of(policy, draft_ids=kept), texts_with_state(policy, (700,))
-    with Largest(policy.config.vocab_size) as largest:
+    size, rows = policy.config.vocab_size, []
+    drafter = drafter_of(policy, draft_ids=torch.arange(0, size, 2))
+    (long,) = observe(policy, random_texts((700, 3)))
+
+    def note(name, args, tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == size:
+            rows.append(tensor.numel() // size)
+
+    with Watched(note):
         acceptance(drafter, [long], lm_head=policy.lm_head.weight, max_draft=2)
-    assert 0 < largest.rows <= PROBABILITY_ROWS < long.rows
+    assert 0 < max(rows) <= PROBABILITY_ROWS < long.rows
 
 
 def test_too_short_to_know(drafter, sequences):

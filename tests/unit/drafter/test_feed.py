@@ -1,20 +1,22 @@
-"""What feeds a training device: batches prepared by a thread while it computes, and steps that hardly wait for it."""
+"""What feeds a training device: batches prepared by a thread while it computes; a step hardly waits, nor compiles."""
 
 import collections
 import threading
-import time
 import weakref
 
 import pytest
 import torch
-from tiny_policy import drafter_of, same_state
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_policy import Watched, drafter_of, same_state
+from torch._dynamo.utils import counters
 
-from verl_tlt.drafter import DrafterTrainer, TrainingSequence, acceptance, batches, pack, train_until
-from verl_tlt.drafter.data import ahead
+from verl_tlt.drafter.build import default_attention
+from verl_tlt.drafter.data import ahead, batches, pack
+from verl_tlt.drafter.evaluate import acceptance
+from verl_tlt.drafter.train import DrafterTrainer, train_until
 
 PATIENCE_S = 30.0
+WAITS = ("_local_scalar_dense", "masked_select", "nonzero", "equal", "is_nonzero", "unique")
+"""Operations for which the host waits for a device."""
 
 
 def feeders():
@@ -35,12 +37,6 @@ def test_one_is_prepared_while_the_one_before_is_used_and_no_more():
     assert item == 4
 
 
-def test_a_user_that_stops_early_leaves_no_thread():
-    with ahead(iter(int, 1), str) as source:
-        assert [next(source), next(source)] == ["0", "0"] and feeders()
-    assert not feeders()
-
-
 def test_what_was_prepared_and_is_not_used_is_let_go(sequences):
     made, prepared = [], threading.Event()
 
@@ -53,9 +49,9 @@ def test_what_was_prepared_and_is_not_used_is_let_go(sequences):
 
     with pytest.raises(RuntimeError), ahead([pack(sequences)] * 9, prepare) as source:
         next(source)
-        assert prepared.wait(PATIENCE_S)
+        assert prepared.wait(PATIENCE_S) and feeders()
         raise RuntimeError("out of memory")
-    assert len(made) == 2 and not any(ref() is not None for ref in made)
+    assert len(made) == 2 and not any(ref() is not None for ref in made) and not feeders()
 
 
 @pytest.mark.parametrize("where", ["drawing", "preparing"])
@@ -79,109 +75,87 @@ def test_what_fails_is_raised_where_it_would_have_come(where):
 
 def test_a_session_that_is_fed_learns_what_steps_one_by_one_do(policy, sequences):
     one, other = (DrafterTrainer(drafter_of(policy, seed=2), ttt_steps=2) for _ in range(2))
-    done = train_until(one, batches(sequences, 24), lambda: False)
+    threads = set()
+
+    def drawn():
+        for batch in batches(sequences, 24):
+            threads.add(threading.current_thread().name.partition("_")[0])
+            yield batch
+
+    done = train_until(one, drawn(), lambda: False)
     results = [other.step(batch) for batch in batches(sequences, 24)]
-    assert same_state(one.state(), other.state())
+    assert same_state(one.state(), other.state()) and threads == {"tlt-feed"}
     assert (done.steps, done.batches, done.tokens) == (len(results), len(results), sum(r.tokens for r in results))
 
 
-class PageLocked(TorchFunctionMode):
-    """Ordinary memory in the place of page-locked; notes where it is."""
+def test_a_batch_is_packed_into_the_memory_that_a_device_reads(sequences, monkeypatch):
+    plain, locked, empty = pack(sequences), set(), torch.empty
 
-    def __init__(self):
-        super().__init__()
-        self.places = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        pinned = kwargs.pop("pin_memory", False)
-        made = func(*args, **kwargs)
-        if pinned:
-            self.places.add(made.untyped_storage().data_ptr())
+    def page_locked(*shape, pin_memory=False, **options):
+        made = empty(*shape, **options)
+        if pin_memory:
+            locked.add(made.data_ptr())
         return made
 
-
-class Written(TorchDispatchMode):
-    """Bytes of all storages that operators have made."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.made[made.untyped_storage().data_ptr()] = made.untyped_storage().nbytes()
-        return made
+    monkeypatch.setattr(torch, "empty", page_locked)
+    for name, column in vars(pack(sequences, pinned=True)).items():
+        assert column.data_ptr() in locked and torch.equal(column, getattr(plain, name)), name
 
 
-def test_states_are_copied_once_into_the_memory_that_a_device_reads(sequences):
-    plain = pack(sequences)
-    with PageLocked() as locked, Written() as written:
-        batch = pack(sequences, pinned=True)
-    for name, column in vars(plain).items():
-        there = getattr(batch, name)
-        assert there.dtype == column.dtype and torch.equal(there, column)
-        assert there.untyped_storage().data_ptr() in locked.places
-    held = {t.untyped_storage().data_ptr() for s in sequences for t in (s.tokens, s.aux, s.last)}
-    elsewhere = sum(n for place, n in written.made.items() if place not in locked.places | held)
-    assert elsewhere < batch.hidden_states.nbytes / 4, "states were copied on the way"
+def waits(found):
+    """Counts in `found` what the host waits for: numbers read from a device, constants copied to it one by one."""
 
+    def note(name, args, tensor):
+        if name in WAITS or (name == "lift_fresh" and args[0].numel()):
+            found[name] += 1
 
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers read from it, and constants copied to it one by one."""
-
-    NAMES = ("_local_scalar_dense", "masked_select", "nonzero", "equal", "is_nonzero", "unique")
-
-    def __init__(self):
-        super().__init__()
-        self.found = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if name in self.NAMES or (name == "lift_fresh" and args[0].numel()):
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
+    return Watched(note)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_step_reads_its_figures_once_and_waits_for_nothing_else(policy, sequences, passes):
-    trainer = DrafterTrainer(drafter_of(policy, attention="sdpa"), ttt_steps=passes)  # as on CUDA
+    trainer, found = DrafterTrainer(drafter_of(policy, attention="sdpa"), ttt_steps=passes), collections.Counter()
     trainer.passes = passes
     trainer.step(pack(sequences))
     fed = trainer.feed()(pack(sequences))
-    with Waits() as waits:
+    with waits(found):
         result = trainer.step_on(fed)
-    assert not waits.found
-    assert not result.skipped and len(result.acc_by_position) == passes
+    assert not found and not result.skipped and len(result.acc_by_position) == passes
 
 
 def test_scores_wait_once_for_all_they_read(policy, sequences):
-    drafter = drafter_of(policy, attention="sdpa")
+    drafter, found = drafter_of(policy, attention="sdpa"), collections.Counter()
     acceptance(drafter, sequences)
-    with Waits() as waits:
+    with waits(found):
         scores = acceptance(drafter, sequences, temperature=1.0, top_p=0.9, max_draft=3)
-    assert waits.found.keys() <= {"lift_fresh"}, "constants of packing, which are the host's"
+    assert found.keys() <= {"lift_fresh"}, "constants of packing, which are the host's"
     assert sum(score.drafts for score in scores) > 0
 
 
-def test_the_thread_that_trains_neither_packs_nor_copies(policy, monkeypatch):
-    """Processor seconds of the thread that trains, but for the steps: batches of 1024 rows."""
-    hidden, count = policy.config.hidden_size, 30
-    wide = [
-        TrainingSequence(torch.zeros(129, dtype=torch.int64), 1, torch.randn(129, 3 * hidden), torch.randn(129, hidden))
-        for _ in range(8)
-    ]
-    trainer = DrafterTrainer(drafter_of(policy), ttt_steps=1)
-    step = trainer.step(pack(wide))
-    monkeypatch.setattr(trainer, "step_on", lambda fed: step)
-    feed = trainer.feed()
+@pytest.fixture
+def compiled(monkeypatch):
+    """The library's forward as it is where CUDA is, but for the backend: compiled."""
+    from speculators.models.eagle3 import Eagle3DraftModel
 
-    def seconds(work):
-        start = time.thread_time()
-        work()
-        return time.thread_time() - start
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(Eagle3DraftModel, "forward", torch.compile(Eagle3DraftModel.forward, backend="eager"))
+    with torch._dynamo.config.patch(disable=False):  # the tests' environment disables it
+        yield Eagle3DraftModel.forward
+    torch._dynamo.reset()
 
-    alone = seconds(lambda: [feed(pack(wide)) for _ in range(count)])
-    fed = seconds(lambda: train_until(trainer, (pack(wide) for _ in range(count)), lambda: False))
-    assert fed < alone / 2, (fed, alone)
+
+def test_no_row_count_and_no_scoring_traces_a_graph(compiled, policy, sequences):
+    """A stop would wait for every one."""
+    model = drafter_of(policy, seed=3, attention=default_attention("cuda"))
+    trainer = DrafterTrainer(model, ttt_steps=3)
+    trainer.rehearse()
+    for some in (sequences, sequences[:1], sequences[1:3]):
+        trainer.step(pack(some))
+        trainer.step(pack(some).padded(16))
+        acceptance(model, some, max_draft=3)
+    assert counters["stats"]["unique_graphs"] == 0
+    batch = trainer.feed()(pack(sequences)).arrived()
+    with torch.no_grad():
+        compiled(model, batch.hidden_states, batch.input_ids, batch.document_ids, ttt_steps=1)
+    assert counters["stats"]["unique_graphs"] > 0, "the library's own forward would have been compiled"

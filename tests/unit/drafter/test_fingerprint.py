@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from verl_tlt.drafter import fingerprint, serving_tensors
-from verl_tlt.drafter.digest import combined, own_shards, partial_sums
-from verl_tlt.drafter.tensor_file import plain, stacked
+from verl_tlt.drafter import digest
+from verl_tlt.drafter.checkpoint import serving_tensors
+from verl_tlt.drafter.digest import combined, fingerprint, own_shards, partial_sums
+from verl_tlt.drafter.tensor_file import stacked
 
 
 def rank_of(tensors, rank, size, head=8):
@@ -30,23 +31,16 @@ def rank_of(tensors, rank, size, head=8):
     return {f"model.{name}": tensor for name, tensor in {**own, **live}.items()}
 
 
-def as_vllm_holds_them(tensors, dtype):
-    """All that `Eagle3LlamaForCausalLM.named_parameters()` has on one rank, the policy's tensors and map among it."""
-    others = {
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_on_both_sides(drafter, dtype):
+    tensors = serving_tensors(drafter, dtype)
+    policys = {
         "draft_id_to_target_id": torch.zeros(48, dtype=torch.int64),
         "model.embed_tokens.weight": torch.rand(48, 32),
         "lm_head.weight": torch.rand(48, 32),
-    }
-    own = rank_of({name: t.to(dtype) for name, t in tensors.items()}, 0, 1)
-    return dict(list({**own, **others}.items())[::-1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_same_on_both_sides(drafter, dtype):
-    tensors = serving_tensors(drafter)
-    found = fingerprint(serving_tensors(drafter, dtype))
-    assert fingerprint(as_vllm_holds_them(tensors, dtype)) == found
-    assert (found == fingerprint(tensors)) == (dtype == torch.float32), "the dtype is part of it"
+    }  # all that `Eagle3LlamaForCausalLM.named_parameters()` has besides
+    assert fingerprint(policys | rank_of(tensors, 0, 1)) == fingerprint(tensors)
+    assert (fingerprint(tensors) == fingerprint(serving_tensors(drafter))) == (dtype == torch.float32)
 
 
 def test_every_single_element_counts(drafter):
@@ -67,8 +61,6 @@ def test_swapped_tensors_and_swapped_columns_show(drafter):
 
 
 def test_large_tensors_are_summed_in_parts(monkeypatch):
-    import verl_tlt.drafter.digest as digest
-
     tensor = {"fc.weight": torch.randn(37, 11)}
     whole = fingerprint(tensor)
     monkeypatch.setattr(digest, "_CHUNK", 20)
@@ -96,25 +88,14 @@ def test_ranks_answer_together_for_the_whole(drafter, size):
     assert sums() != fingerprint(tensors)
 
 
-@pytest.mark.parametrize("theirs", ["layers.0.", "midlayer.", "model.layers.0."])
-@pytest.mark.parametrize(
-    ("part", "fused"),
-    [
-        ("self_attn.v_proj.bias", "self_attn.qkv_proj.bias"),
-        ("mlp.up_proj.weight", "mlp.gate_up_proj.weight"),
-        ("mlp.down_proj.weight", "mlp.down_proj.weight"),
-    ],
-)
-def test_all_names_of_a_layers_tensor_meet(theirs, part, fused):
-    assert plain(theirs + part) == "layers.0." + part
-    assert stacked(theirs + part) == "layers.0." + fused
-
-
 @pytest.mark.parametrize(
     ("saved", "lives"),
     [
         ("fc.weight", "model.fc.weight"),
         ("lm_head.weight", "lm_head.weight"),
+        ("midlayer.self_attn.v_proj.bias", "model.layers.0.self_attn.qkv_proj.bias"),
+        ("layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("midlayer.mlp.down_proj.weight", "layers.0.mlp.down_proj.weight"),
         ("mtp.fc.weight", "model.fc.weight"),
         ("mtp.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
         ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.36.input_proj.weight"),

@@ -7,16 +7,10 @@ import torch
 from tiny_policy import verifier_weights
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import (
-    VerifierWeights,
-    check_drafter,
-    load_drafter,
-    policy_shape,
-    provenance,
-    refresh_verifier_weights,
-    save_drafter,
-)
-from verl_tlt.drafter.policy import NotHereError, folder, is_name
+from verl_tlt.drafter.check import check_drafter
+from verl_tlt.drafter.checkpoint import load_drafter, provenance, save_drafter
+from verl_tlt.drafter.policy import NotHereError, folder, is_name, policy_shape
+from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
 from verl_tlt.trainer.run_setup import first_drafter
 
 
@@ -64,9 +58,8 @@ def test_policy_and_drafter_are_read_from_the_cache(cache, policy, policy_dir, d
     check_drafter(drafter_name, policy_name)
     assert torch.equal(load_drafter(drafter_name, policy_name).fc.weight, drafter.fc.weight)
     assert provenance(drafter_name)["acceptance"] == [0.5]
-    start = first_drafter(
-        TLTConfig.from_dict({"drafter": {"path": drafter_name}}), policy_name, "float32", 100, resume_from=None
-    )
+    config = TLTConfig.from_dict({"drafter": {"path": drafter_name}})
+    start = first_drafter(config, policy_name, "float32", 100, resume_from=None)
     assert start.origin == drafter_name and start.served.acceptance == (0.5,)
 
 

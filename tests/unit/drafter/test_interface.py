@@ -25,7 +25,6 @@ from verl_tlt.drafter import (
     load_drafter,
     pack,
     policy_shape,
-    train_until,
 )
 
 EXAMPLE = Path(verl_tlt.__file__).parents[1] / "examples" / "train_drafter.py"
@@ -44,59 +43,45 @@ def test_every_public_name_is_explained(name):
     assert getattr(drafter, name).__doc__
 
 
-def sequence(tokens, prompt_len=2):
-    return TrainingSequence(
-        torch.tensor(tokens), prompt_len, torch.zeros(len(tokens), 96), torch.zeros(len(tokens), 32)
-    )
+def sequence(tokens, prompt_len=2, aux=96):
+    length = len(tokens)
+    return TrainingSequence(torch.tensor(tokens), prompt_len, torch.zeros(length, aux), torch.zeros(length, 32))
+
+
+def step(drafter, *sequences):
+    return DrafterTrainer(drafter).step(pack(sequences))
+
+
+def captured(policy, *texts):
+    return PolicyStates(policy, (1, 2, 3))([Text(*text) for text in texts])
 
 
 MISTAKES = {
-    "an unknown loss": (lambda policy, drafter: DrafterTrainer(drafter, loss="kl"), "loss='kl' is no loss"),
-    "a loss of nothing": (lambda policy, drafter: DrafterTrainer(drafter, loss="{}"), "loss='{}' is no loss"),
-    "a longer prompt than text": (lambda policy, drafter: sequence([1, 2, 3], 4), "prompt_len=4 must be 0..3"),
-    "states of another length": (
-        lambda policy, drafter: TrainingSequence(torch.arange(3), 0, torch.zeros(2, 96), torch.zeros(3, 32)),
-        "3 tokens came with 2 aux",
-    ),
-    "a longer prompt than text, captured": (
-        lambda policy, drafter: PolicyStates(policy, (1, 2, 3))([Text((1, 2), 3)]), "prompt_len=3 must be 0..2",
-    ),
-    "no tokens, captured": (
-        lambda policy, drafter: PolicyStates(policy, (1, 2, 3))([Text((1, 2), 1), Text((), 0)]), "without tokens",
-    ),
-    "no rows in a batch": (lambda policy, drafter: list(batches([sequence([1, 2, 3])], 0)), "budget=0 must be"),
-    "states of two layers": (
-        lambda policy, drafter: acceptance(
-            drafter, [TrainingSequence(torch.arange(4), 1, torch.zeros(4, 64), torch.zeros(4, 32))]),
-        "64 wide, and the drafter reads 96",
-    ),
-    "a token of none, captured": (
-        lambda policy, drafter: PolicyStates(policy, (1, 2, 3))([Text((1, 48), 1)]), "Token 48 is outside",
-    ),
-    "a token of none, trained": (
-        lambda policy, drafter: DrafterTrainer(drafter).step(pack([sequence([1, 2, 48, 3, 4])])), "vocabulary, 0..47",
-    ),
-    "a token of none, streamed": (
-        lambda policy, drafter: train_until(
-            DrafterTrainer(drafter), batches([sequence([1, -1, 3, 4])], 64), lambda: False),
-        "Token -1 is outside",
-    ),
-    "a token of none, scored": (
-        lambda policy, drafter: acceptance(drafter, [sequence([1, 2, 99, 3])]), "Token 99 is outside",
-    ),
-    "no response": (lambda policy, drafter: DrafterTrainer(drafter).step(pack([sequence([1, 2, 3], 3)])), "has a loss"),
-    "nothing to pack": (lambda policy, drafter: pack([]), "no sequence to pack"),
-    "a token alone": (lambda policy, drafter: pack([sequence([1], 1)]), "at least 2"),
-    "a model for its shape": (lambda policy, drafter: policy_shape(policy), "not from a Qwen3ForCausalLM"),
-    "a model for its policy": (lambda policy, drafter: build_drafter(policy), "not from a Qwen3ForCausalLM"),
-    "a model for its folder": (lambda policy, drafter: VerifierWeights.from_policy_dir(policy), "not from a Qwen3"),
-    "a model for a drafter": (lambda policy, drafter: load_drafter(drafter, policy.config), "not as a Drafter"),
-}  # fmt: skip
+    "loss='kl' is no loss": lambda policy, drafter: DrafterTrainer(drafter, loss="kl"),
+    "loss='{}' is no loss": lambda policy, drafter: DrafterTrainer(drafter, loss="{}"),
+    "prompt_len=4 must be 0..3": lambda policy, drafter: sequence([1, 2, 3], 4),
+    "3 tokens came with 2 aux": lambda *_: TrainingSequence(torch.arange(3), 0, torch.zeros(2, 96), torch.zeros(3, 32)),
+    "prompt_len=3 must be 0..2": lambda policy, drafter: captured(policy, ((1, 2), 3)),
+    "A text without tokens": lambda policy, drafter: captured(policy, ((1, 2), 1), ((), 0)),
+    "budget=0 must be": lambda policy, drafter: list(batches([sequence([1, 2, 3])], 0)),
+    "64 wide, and the drafter reads 96": lambda policy, drafter: acceptance(drafter, [sequence([1, 2, 3, 4], aux=64)]),
+    "Token 48 is outside": lambda policy, drafter: captured(policy, ((1, 48), 1)),
+    "vocabulary, 0..47": lambda policy, drafter: step(drafter, sequence([1, 2, 48, 3, 4])),
+    "Token -1 is outside": lambda policy, drafter: step(drafter, sequence([1, -1, 3, 4])),
+    "Token 99 is outside": lambda policy, drafter: acceptance(drafter, [sequence([1, 2, 99, 3])]),
+    "No row of this batch has a loss": lambda policy, drafter: step(drafter, sequence([1, 2, 3], 3)),
+    "no sequence to pack": lambda policy, drafter: pack([]),
+    "at least 2": lambda policy, drafter: pack([sequence([1], 1)]),
+    "is read from a folder, a name on the hub": lambda policy, drafter: policy_shape(policy),
+    "not from a Qwen3ForCausalLM": lambda policy, drafter: build_drafter(policy),
+    "not from a Qwen3": lambda policy, drafter: VerifierWeights.from_policy_dir(policy),
+    "not as a Drafter": lambda policy, drafter: load_drafter(drafter, policy.config),
+}
+"""What each message says, and the mistake that it names."""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_a_caller_did_wrong_is_a_drafter_error(mistake, drafter):
-    wrong, said = MISTAKES[mistake]
+@pytest.mark.parametrize("said", MISTAKES)
+def test_what_a_caller_did_wrong_is_a_drafter_error(said, drafter):
     with pytest.raises(DrafterError) as error:
-        wrong(make_policy(), drafter)
+        MISTAKES[said](make_policy(), drafter)
     assert said in str(error.value) and "\n" not in str(error.value)

@@ -1,11 +1,13 @@
-"""A tiny policy with a tokenizer, prompts for it, and answers as an earlier, killed run would have left them."""
+"""A tiny policy with a tokenizer, prompts for it, and warm-ups whose answers an earlier, killed run would have left."""
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drafter"))  # tiny_policy.py
 
@@ -49,13 +51,45 @@ def answers(policy_dir, prompt_lines):
 
 
 @pytest.fixture
-def answered(answers):
-    """Writes responses into a warm-up's working directory, so that no engine has to run."""
+def settings(policy_dir, prompts_file, tmp_path):
+    """Makes the options of a warm-up."""
+    from verl_tlt.commands.options import WarmupOptions
 
-    def write(work, samples=1):
-        folder = work / "responses"
+    def make(**changes):
+        defaults = dict(
+            model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24,
+            epochs=1, batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
+        )  # fmt: skip
+        return WarmupOptions(**{**defaults, **changes})
+
+    return make
+
+
+@pytest.fixture
+def answer(answers):
+    """Writes responses into a warm-up's working directory, so that no engine has to run; returns its options."""
+
+    def write(options, answers=answers):
+        folder = options.work / "responses"
         folder.mkdir(parents=True)
-        rows = [{"prompt": i, "sample": s, "tokens": said} for i, said in enumerate(answers) for s in range(samples)]
+        samples = range(options.samples)
+        rows = [{"prompt": i, "sample": s, "tokens": said} for i, said in enumerate(answers) for s in samples]
         (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return options
 
     return write
+
+
+@pytest.fixture
+def warm(settings, answer):
+    """Warms up with some options, on those answers; returns the options and what was printed."""
+    from verl_tlt.commands.warmup.command import warmup
+
+    def run(**changes):
+        options, said = settings(**changes), io.StringIO()
+        if not options.work.exists():
+            answer(options)
+        assert warmup(options, Console(file=said, width=300)) == options.out
+        return options, said.getvalue()
+
+    return run

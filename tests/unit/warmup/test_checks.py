@@ -1,17 +1,20 @@
-"""How often, and on how much, a drafter in training is scored: as much as takes a tenth of the run."""
+"""How often, and on how much, a drafter in training is scored; what is said meanwhile where no bar moves."""
 
 import io
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from verl_tlt.commands.options import WarmupOptions
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.warmup import command, engine, train
-from verl_tlt.commands.warmup.command import warmup
 from verl_tlt.commands.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
-from verl_tlt.drafter import acceptance
+from verl_tlt.drafter.evaluate import acceptance
 from verl_tlt.drafter.train import DrafterTrainer
+from verl_tlt.errors import TLTError
 
 
 @pytest.mark.parametrize("run_s", [10.0, 600.0, 36_000.0])
@@ -32,12 +35,18 @@ def test_where_time_is_plenty_all_is_scored_ten_times():
 
 
 @pytest.fixture
-def slow_scores(monkeypatch):
-    """A clock that only training (ten seconds a step) and scoring (a second for ten tokens) move."""
+def now(monkeypatch):
+    """The seconds of a clock that stands still by itself."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
     for module in (train, engine):
         monkeypatch.setattr(module, "time", clock)
+    return now
+
+
+@pytest.fixture
+def ended(warm, now, monkeypatch):
+    """A warm-up whose steps take ten seconds, and scores a second for ten tokens: (its training, what it printed)."""
 
     def step_on(trainer, fed, real=DrafterTrainer.step_on):
         now[0] += 10.0
@@ -47,31 +56,19 @@ def slow_scores(monkeypatch):
         now[0] += 0.1 * sum(len(sequence.tokens) for sequence in sequences)
         return acceptance(model, sequences, **options)
 
+    def run(**options):
+        runs = []
+        monkeypatch.setattr(command, "_save", lambda o, p, r, run: runs.append(run) or o.out)
+        _, said = warm(**options)
+        return runs[0], said
+
     monkeypatch.setattr(DrafterTrainer, "step_on", step_on)
     monkeypatch.setattr(train, "acceptance", score)
-    return now
-
-
-@pytest.fixture
-def ended(policy_dir, prompts_file, tmp_path, answered, slow_scores, monkeypatch):
-    """A warm-up with such scores: (its training run, what it printed)."""
-
-    def run(samples, **more):
-        runs, said = [], io.StringIO()
-        options = WarmupOptions(
-            model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24, device="cpu",
-            objective="eagle", samples=samples, **more,
-        )  # fmt: skip
-        answered(options.work, samples)
-        monkeypatch.setattr(command, "_save", lambda o, p, r, run: runs.append(run) or o.out)
-        warmup(options, Console(file=said, width=200))
-        return runs[0], said.getvalue()
-
     return run
 
 
 @pytest.mark.parametrize("budget", [{"epochs": 1}, {"epochs": 9, "max_minutes": 5.0}], ids=str)
-def test_a_large_vocabularys_scores_do_not_take_the_run(ended, slow_scores, monkeypatch, budget):
+def test_a_large_vocabularys_scores_do_not_take_the_run(ended, now, monkeypatch, budget):
     monkeypatch.setattr(train, "FREE_TOKENS", 100)
     monkeypatch.setattr(train, "PROBE_TOKENS", 30)
     run, said = ended(samples=6, batch_tokens=128, **budget)
@@ -80,23 +77,66 @@ def test_a_large_vocabularys_scores_do_not_take_the_run(ended, slow_scores, monk
     assert spent.checks[0]["step"] == 0 and spent.checks[-1]["step"] == run.trainer.steps
     if "max_minutes" in budget:
         assert spent.seconds + spent.check_seconds == pytest.approx(300.0, abs=30.0), "checks are minutes too"
-    longest = max(b - a for a, b in zip([0.0, *stamps(said)], [*stamps(said), slow_scores[0]], strict=True))
-    assert longest < 0.25 * slow_scores[0], said
-
-
-def stamps(said):
-    """Seconds at which a line was printed."""
-    return [float(line.split(" after ")[1].split()[0]) for line in said.splitlines() if " after " in line]
-
-
-def test_while_text_is_scored_it_says_so(ended):
-    _, said = ended(samples=4, batch_tokens=64, epochs=1)
-    assert "held-out tokens scored after" in said
+    stamps = [float(second) for second in re.findall(r" after (\d+) s", said)]
+    longest = max(b - a for a, b in zip([0.0, *stamps], [*stamps, now[0]], strict=True))
+    assert longest < 0.25 * now[0], said
 
 
 def test_a_check_has_as_many_prompts_as_it_can_and_counts_no_token_of_theirs(ended):
-    run, _ = ended(samples=3, batch_tokens=64, epochs=1)
+    run, said = ended(samples=4, batch_tokens=64)
+    assert "held-out tokens scored after" in said
     prompts = [text.tokens[: text.prompt_len] for text in (run.library.texts[i] for i in run.judged)]
-    once = len(prompts) // 3
+    once = len(prompts) // 4
     assert once > 1 and len(set(prompts[:once])) == once
     assert run.progress.plan["tokens"] == run.library.responses(run.judged), "so few are all scored"
+
+
+@pytest.mark.parametrize(
+    ("shares", "lines"),
+    [
+        ([i / 50 for i in range(51)], [(i / 10, 5 * i) for i in range(1, 11)]),
+        ([0.0, 0.05, 0.73, 0.74, 1.0], [(0.73, 2), (1.0, 4)]),
+        ([0.0] * 200, [(0.0, 61), (0.0, 122), (0.0, 183)]),
+    ],
+    ids=["every tenth", "a jump over several", "a stage that stands still"],
+)
+def test_a_stage_without_a_terminal_says_every_tenth_and_every_minute(now, shares, lines):
+    console = Console(file=io.StringIO(), width=200)
+    stage = engine.Stage(engine.make_bars(console), "train", "begins")
+    for second, share in enumerate(shares):
+        now[0] = second
+        stage.tell(share, f"{share:g}")
+    told = re.findall(r"train: (\S+) after (\d+) s", console.file.getvalue())
+    assert [(float(share), int(second)) for share, second in told] == lines
+
+
+def test_an_engine_of_more_gpus_than_there_are_is_not_started(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert engine.find_device("auto", 2) == "cuda" and engine.find_device("cpu", 4) == "cpu"
+    with pytest.raises(TLTError, match=r"--tensor-parallel 4 asks for 4 GPUs, and torch finds 2\."):
+        engine.find_device("auto", 4)
+
+
+def test_what_is_said_is_printed_as_it_is(capsys):
+    say(make_console(), "4:100: [bold] and :smile:")
+    assert capsys.readouterr().out == "4:100: [bold] and :smile:\n"
+
+
+def test_what_a_kill_left_is_no_response(tmp_path, monkeypatch):
+    """Two tries were killed, the second within a line; the third is under way."""
+    rows = [json.dumps({"prompt": i, "sample": 0, "tokens": [1, 2]}) + "\n" for i in range(4)]
+    (tmp_path / engine.RESPONSES).write_text(rows[0] + "\n" + rows[1] + rows[2][:-5] + "\n" + rows[2])
+    told = []
+
+    def child(*_, tell, **__):
+        tell()
+        with (tmp_path / engine.RESPONSES).open("a") as stream:
+            stream.write(rows[3])
+        tell()
+
+    monkeypatch.setattr(engine, "run_job", child)
+    stage = SimpleNamespace(tell=lambda share, note: told.append((share, note)))
+    responses, _ = engine.generate(engine.GenerationJob(Recipe(()), {}, [[5]] * 4), tmp_path, stage)
+    assert len(responses) == 4
+    assert told == [(0.75, "3 of 4 responses"), (1.0, "4 of 4 responses"), (1.0, "4 of 4 responses")]

@@ -1,99 +1,85 @@
 """`verl-tlt warmup` without its engine: training, resuming after a kill, what is saved, and what is refused."""
 
-import io
-import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from mtp_policy import make_mtp_policy
 from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import command, train
 from verl_tlt.commands.warmup.command import warmup
-from verl_tlt.drafter import check_drafter, load_drafter, provenance
-from verl_tlt.drafter.checkpoint import write_state
+from verl_tlt.commands.warmup.evaluate import linked
+from verl_tlt.drafter.check import check_drafter
+from verl_tlt.drafter.checkpoint import load_drafter, load_own_head, provenance, write_state
 from verl_tlt.drafter.evaluate import SequenceScore
+from verl_tlt.drafter.mtp_tensors import mtp_tensors
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def settings(policy_dir, prompts_file, tmp_path):
-    def make(**changes):
-        defaults = dict(
-            model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24,
-            epochs=3, batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
-        )  # fmt: skip
-        return WarmupOptions(**{**defaults, **changes})
-
-    return make
 
 
 def begin(options):
     return command.begin(options, command.read_for(options, options.prompts, options.limit))
 
 
-def test_from_prompts_to_a_drafter(settings, answered, tmp_path):
-    wanted = settings()
-    answered(wanted.work)
-    said = io.StringIO()
-    assert warmup(wanted, Console(file=said, width=200)) == wanted.out
-    assert f"verl-tlt evaluate {wanted.out}" in said.getvalue()
-    assert "40 prompts x 1 samples = 40 responses of up to 24 tokens" in said.getvalue()
-    assert "generate: 40 of 40 responses" in said.getvalue()
-    check_drafter(wanted.out, wanted.model)
-    facts = provenance(wanted.out)
+def run(*words):
+    """(exit code, output on one line) of the program."""
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "300", "TERM": "dumb"})
+    return result.exit_code, re.sub(r"\s+", " ", result.output)
+
+
+def test_from_prompts_to_a_drafter(warm, tmp_path):
+    options, said = warm(epochs=3)
+    assert f"verl-tlt evaluate {options.out}" in said
+    assert "40 prompts x 1 samples = 40 responses of up to 24 tokens" in said
+    assert "generate: 40 of 40 responses" in said
+    check_drafter(options.out, options.model)
+    facts = provenance(options.out)
     assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
     assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
     assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
-    card = (wanted.out / "README.md").read_text()
+    card = (options.out / "README.md").read_text()
     assert "--speculative-config" in card and "tau_sim" in card and "np." not in card
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.txt"]
 
 
-def test_killed_and_run_again_it_ends_where_it_would_have(settings, answered, monkeypatch):
-    straight = settings()
-    answered(straight.work)
-    warmup(straight, QUIET)
-    expected = load_drafter(straight.out, straight.model)
+def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer, monkeypatch):
+    straight, _ = warm(epochs=3)
 
     class Killed(BaseException):
         pass
 
-    def save_and_die(run):
+    def check_and_die(run, check=train.TrainingRun._check_if_due):
+        check(run)
         if run.trainer.steps == 5:
             run.save()
             raise Killed
 
-    other = settings(out=straight.out.with_name("other"))
-    answered(other.work)
+    other = answer(settings(epochs=3, out=straight.out.with_name("other")))
     with monkeypatch.context() as patch:
-        call = train.TrainingRun.__call__
-        patch.setattr(train.TrainingRun, "__call__", lambda run, tell: call(run, save_and_die))
+        patch.setattr(train.TrainingRun, "_check_if_due", check_and_die)
         with pytest.raises(Killed):
             warmup(other, QUIET)
-    assert not other.out.exists() and (other.work / "state.safetensors").is_file()
+    assert not other.out.exists() and (other.work / command.STATE).is_file()
     warmup(other, QUIET)
-    found = load_drafter(other.out, other.model)
+    found, expected = (load_drafter(options.out, options.model) for options in (other, straight))
     for (name, a), (_, b) in zip(expected.named_parameters(), found.named_parameters(), strict=True):
-        if a.requires_grad:
-            assert torch.equal(a, b), name
+        assert torch.equal(a, b) or not a.requires_grad, name
     assert provenance(other.out)["steps_in_all"] == provenance(straight.out)["steps_in_all"]
 
 
 @pytest.mark.parametrize(
     "state", [{}, {"trainer": 3}, {"trainer": {"optimizer": {"state": []}}}, {"trainer": {"optimizer": {"state": {}}}}]
 )
-def test_a_state_of_another_kind_is_named(settings, answered, state):
-    wanted = settings(epochs=1)
-    answered(wanted.work)
+def test_a_state_of_another_kind_is_named(settings, answer, state):
+    wanted = answer(settings())
     with (wanted.work / "responses" / "responses.jsonl").open("a") as file:
         file.write("\n" + "[" * 100_000)  # is no response, and counts as none
     begin(wanted)
@@ -116,16 +102,15 @@ def test_stopped_while_it_notes_its_settings_it_goes_on(settings):
     assert begin(wanted) is None
 
 
-def test_other_settings_do_not_go_on_from_it(settings, answered):
-    wanted = settings()
+def test_other_settings_do_not_go_on_from_it(settings, answer, warm):
+    wanted = answer(settings())
     begin(wanted)
     for other in (settings(seed=1), settings(samples=2), settings(response_length=23)):
         with pytest.raises(
             command.DrafterError, match=r"drafter\.warmup belongs to a run with \w+=\d+, not \d+; remove"
         ):
             warmup(other, QUIET)
-    answered(wanted.work)
-    warmup(settings(epochs=1), QUIET)  # a longer or shorter budget is no other run
+    warm(epochs=0.5)  # a longer or shorter budget is no other run
 
 
 @pytest.mark.parametrize(
@@ -133,16 +118,14 @@ def test_other_settings_do_not_go_on_from_it(settings, answered):
     [{"batch_tokens": 64}, {"learning_rate": 1e-3}, {"objective": "hass"}, {"draft_vocab": 12}, {"draft_length": 2}],
     ids=str,
 )
-def test_with_another_option_of_training_the_responses_are_kept(settings, answered, change):
+def test_with_another_option_of_training_the_responses_are_kept(settings, answer, warm, change):
     """No engine can run in this test: a response that was given up would end it."""
-    first, said = settings(epochs=1), io.StringIO()
-    answered(first.work)
+    first = answer(settings())
     begin(first)
     (first.work / command.STATE).write_bytes(b"of the other training")
     (name,) = change
-    second = settings(epochs=1, **change)
-    warmup(second, Console(file=said, width=300))
-    assert f"was begun with {name}={getattr(first, name)!r}, not {change[name]!r}" in said.getvalue()
+    second, said = warm(**change)
+    assert f"was begun with {name}={getattr(first, name)!r}, not {change[name]!r}" in said
     assert provenance(second.out)["responses"] == 40
 
 
@@ -162,43 +145,59 @@ def test_another_users_work_is_not_gone_on_with(settings, everybodys, give_away)
 
 
 @pytest.mark.parametrize("budget", [{"epochs": 0.4}, {"max_steps": 4}, {"max_minutes": 1e-9}], ids=str)
-def test_every_budget_ends_it(settings, answered, budget):
-    wanted = settings(**budget)
-    answered(wanted.work)
-    warmup(wanted, QUIET)
-    assert 0 < provenance(wanted.out)["steps_in_all"] <= 5
+def test_every_budget_ends_it(warm, budget):
+    options, _ = warm(**{"epochs": 3} | budget)
+    assert 0 < provenance(options.out)["steps_in_all"] <= 5
 
 
-def test_the_best_weights_are_saved_not_the_last(settings, answered, monkeypatch):
+def test_the_best_weights_are_saved_not_the_last(warm, monkeypatch):
     accepted = iter([0.9, 0.9, 0.1, 0.4, *[0.2] * 20])  # the first two only show what scoring takes
     scored = lambda scores, longest: SequenceScore(1.0, np.array([next(accepted), 0.0, 0.0]), 1)  # noqa: E731
     monkeypatch.setattr(train, "combined_score", scored)
-    wanted = settings()
-    answered(wanted.work)
-    warmup(wanted, QUIET)
-    facts = provenance(wanted.out)
+    options, _ = warm(epochs=3)
+    facts = provenance(options.out)
     assert facts["tau_sim"] == 1.4 and 0 < facts["steps"] < facts["steps_in_all"]
     assert max(check["tau"] for check in facts["checks"]) == 1.4 and facts["checks"][0]["step"] == 0
 
 
-def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(settings, answered, answers):
-    wanted = settings(draft_vocab=12, epochs=1)
-    answered(wanted.work)
-    warmup(wanted, QUIET)
-    model = load_drafter(wanted.out, wanted.model)
+def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(warm, answers):
+    options, _ = warm(draft_vocab=12)
+    model = load_drafter(options.out, options.model)
     counts = torch.bincount(torch.tensor(answers).flatten(), minlength=48)
     kept = model.t2d.nonzero()[:, 0]
     assert len(kept) == 12 and counts[kept].min() >= counts[~model.t2d].max()
 
 
-def test_it_goes_on_from_a_drafter(settings, answered):
-    first = settings(epochs=1)
-    answered(first.work)
-    warmup(first, QUIET)
-    second = settings(drafter=first.out, out=first.out.with_name("second"), epochs=1)
-    answered(second.work)
-    warmup(second, QUIET)
+def test_it_goes_on_from_a_drafter(warm, tmp_path):
+    first, _ = warm()
+    second, _ = warm(drafter=first.out, out=tmp_path / "second")
     assert provenance(second.out)["tau_sim"] >= provenance(first.out)["tau_sim"] - 0.02
+
+
+@pytest.fixture(scope="module")
+def mtp_dir(policy_dir, tmp_path_factory):
+    """A Qwen3.5 with the tokenizer of the other policy."""
+    path = tmp_path_factory.mktemp("mtp") / "policy"
+    make_mtp_policy(path, "qwen3_5")  # transformers has no other tokenizer than Qwen2's for a MiMo
+    for file in (*policy_dir.glob("tokenizer*"), policy_dir / "chat_template.jinja"):
+        shutil.copy(file, path)
+    return path
+
+
+def test_from_the_policys_own_head_to_one_that_goes_back(mtp_dir, policy_dir, warm, tmp_path):
+    options, _ = warm(model=mtp_dir, method="mtp", objective="hass", epochs=2)
+    check_drafter(options.out, mtp_dir)
+    facts = provenance(options.out)
+    assert facts["started from"] == "its release" and facts["tau_sim"] > 1.05
+    before = {file.name: file.read_bytes() for file in mtp_dir.iterdir()}
+    policy = linked(mtp_dir, tmp_path / "policy")
+    code, said = run("write-back", options.out, policy)
+    assert code == 0 and "model-mtp.safetensors" in said, said
+    assert {at.file.parent for at in mtp_tensors(policy).values()} == {policy}
+    load_own_head(policy, policy)
+    assert {file.name: file.read_bytes() for file in mtp_dir.iterdir()} == before, "through a link"
+    code, said = run("write-back", mtp_dir, policy_dir)
+    assert code == 1 and "names Qwen3ForCausalLM, and method=mtp drafts for" in said
 
 
 @pytest.mark.parametrize(
@@ -224,9 +223,8 @@ def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_f
     given = {"--model": str(policy_dir), "--prompts": str(prompts_file), "--out": str(tmp_path / "drafter")}
     given["--response-length"] = "24"
     given.update(zip(options[::2], options[1::2], strict=True))
-    result = CliRunner().invoke(app, ["warmup", *(word for pair in given.items() for word in pair)])
-    said = re.sub(r"\s+", " ", result.output)
-    assert result.exit_code == 1 and sentence in said, said
+    code, said = run("warmup", *(word for pair in given.items() for word in pair))
+    assert code == 1 and sentence in said, said
     assert [p.name for p in tmp_path.iterdir()] == ["prompts.txt"]
 
 
@@ -235,8 +233,8 @@ NEEDED = ["warmup", "--model", "m", "--prompts", "p", "--out", "o"]
 
 @pytest.mark.parametrize("option", ["--seed=-1", "--top-p=1.5", "--max-steps=0", "--learning-rate=0"])
 def test_a_number_out_of_bounds_names_its_option(option):
-    result = CliRunner().invoke(app, [*NEEDED, option], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert result.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in result.output
+    code, said = run(*NEEDED, option)
+    assert code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in said
 
 
 def test_without_vllm_the_command_ends_in_one_sentence(tmp_path):
@@ -247,12 +245,15 @@ def test_without_vllm_the_command_ends_in_one_sentence(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_answers_too_short_to_learn_from(settings):
-    wanted = settings()
-    folder = wanted.work / "responses"
-    folder.mkdir(parents=True)
-    rows = [{"prompt": i, "sample": 0, "tokens": [3]} for i in range(40)]
-    (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
+def test_answers_too_short_to_learn_from(settings, answer):
+    wanted = answer(settings(), [[3]] * 40)
     with pytest.raises(command.DrafterError, match=r"1\.0 tokens on average, too few to learn from"):
         warmup(wanted, QUIET)
     assert not wanted.out.exists()
+
+
+def test_a_drafter_that_learned_nothing_is_not_written(warm, settings, monkeypatch):
+    monkeypatch.setattr(train.TrainingRun, "__call__", lambda run: run.progress.checks.append({"tau": 1.0}))
+    with pytest.raises(command.DrafterError, match=r"drafter was not written: .* not learn"):
+        warm()
+    assert not settings().out.exists()

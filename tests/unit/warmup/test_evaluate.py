@@ -4,24 +4,17 @@ import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
-from verl_tlt.commands.warmup.command import _save
+from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate, report
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
-from verl_tlt.drafter import DrafterError, build_drafter, fingerprint, load_drafter, save_drafter, serving_tensors
+from verl_tlt.drafter import build_drafter, fingerprint, load_drafter, save_drafter, serving_tensors
 from verl_tlt.drafter.evaluate import DraftCounts
-
-
-@pytest.fixture
-def drafter(policy_dir, tmp_path):
-    model = build_drafter(policy_dir, seed=3)
-    return save_drafter(model, tmp_path / "drafter", {}, policy=policy_dir)
+from verl_tlt.drafter.policy import DrafterError
 
 
 def counts(drafts, *accepted):
@@ -43,13 +36,16 @@ def test_agreement_is_five_percent_of_what_was_served():
     assert "+31.6 %, more than 5 %" in shown.getvalue() and "1.900" in shown.getvalue()
 
 
+def options_of(policy_dir, tmp_path, facts, **more):
+    """Of an evaluation of a new drafter with these facts."""
+    saved = save_drafter(build_drafter(policy_dir, seed=3), tmp_path / "own", facts, policy=policy_dir)
+    return EvaluateOptions(drafter=saved, model=policy_dir, response_length=24, **more)
+
+
 def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file, tmp_path):
     known = read_prompts([prompts_file], load_tokenizer(policy_dir), 100)
-    facts = {"prompts": str(prompts_file), "prompts_sha256": known.digest}
-    own = save_drafter(build_drafter(policy_dir), tmp_path / "own", facts)
-    held = [known.tokens[i] for i in sorted(known.held_out)]
-    options = EvaluateOptions(drafter=own, model=policy_dir, response_length=24)
-    assert choose_prompts(options) == held
+    options = options_of(policy_dir, tmp_path, {"prompts": str(prompts_file), "prompts_sha256": known.digest})
+    assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
     other = tmp_path / "other.txt"
     other.write_text(prompts_file.read_text() + "\nw1 w2")
     assert len(choose_prompts(replace(options, prompts=[other]))) == 41
@@ -57,47 +53,40 @@ def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file
 
 
 def test_held_out_are_prompts_in_the_form_of_the_warm_up(policy_dir, tmp_path, prompt_lines):
+    file = tmp_path / "p.jsonl"
     rows = [json.dumps({"question": [{"role": "user", "content": line}]}) for line in prompt_lines]
-    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    file.write_text("\n".join(rows))
     template = "{{ messages[0].content }} {{ 'w46' if thinking }}"
     form = PromptForm("question", {"chat_template": template, "thinking": True})
-    known = read_prompts([tmp_path / "p.jsonl"], load_tokenizer(policy_dir), 100, form=form)
-    facts = {"prompts": [str(tmp_path / "p.jsonl")], "prompts_sha256": known.digest, "prompt_form": asdict(form)}
-    own = save_drafter(build_drafter(policy_dir), tmp_path / "own", facts)
-    options = EvaluateOptions(drafter=own, model=policy_dir, response_length=24)
-    assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
+    known = read_prompts([file], load_tokenizer(policy_dir), 100, form=form)
+    facts = {"prompts": [str(file)], "prompts_sha256": known.digest, "prompt_form": asdict(form)}
+    options = options_of(policy_dir, tmp_path, facts)
+    for more in ({}, {"prompts_limit": -1}):
+        (options.drafter / "provenance.json").write_text(json.dumps(facts | more))
+        assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
     assert {prompt[-1] for prompt in choose_prompts(options)} == {46}
-    (own / "provenance.json").write_text(json.dumps(facts | {"prompts_limit": -1}))
-    assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
-    (own / "provenance.json").write_text(json.dumps(facts | {"prompt_form": {"key": ["question"]}}))
+    (options.drafter / "provenance.json").write_text(json.dumps(facts | {"prompt_form": {"key": ["question"]}}))
     with pytest.raises(DrafterError, match=r"own: provenance\.json has a `prompt_form` of another kind"):
         choose_prompts(options)
 
 
-def test_without_prompts_it_asks_for_them(drafter, policy_dir):
+def test_without_prompts_it_asks_for_them(policy_dir, tmp_path):
     with pytest.raises(DrafterError, match=r"does not say which prompts it was warmed up with; give --prompts\."):
-        choose_prompts(EvaluateOptions(drafter=drafter, model=policy_dir))
+        choose_prompts(options_of(policy_dir, tmp_path, {}))
 
 
-def test_the_engine_is_given_what_the_checks_let_through(drafter, policy_dir, prompts_file, monkeypatch):
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "elsewhere.Config"}}))
+def test_the_engine_is_given_what_the_checks_let_through(policy_dir, prompts_file, tmp_path, monkeypatch):
+    options = options_of(policy_dir, tmp_path, {}, prompts=[prompts_file])
+    config = options.drafter / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoConfig": "elsewhere.Config"}}))
 
     def engine(job, out, tell):
-        given = load_drafter(job.drafter, policy_dir)
-        assert fingerprint(serving_tensors(given)) == fingerprint(serving_tensors(load_drafter(drafter, policy_dir)))
-        assert "elsewhere" not in Path(job.drafter, "config.json").read_text()
+        staged = job.drafting["model"]
+        given, saved = (serving_tensors(load_drafter(path, policy_dir)) for path in (staged, options.drafter))
+        assert fingerprint(given) == fingerprint(saved)
+        assert "elsewhere" not in Path(staged, "config.json").read_text()
         raise InterruptedError
 
     monkeypatch.setattr("verl_tlt.commands.warmup.engine.generate", engine)
-    options = EvaluateOptions(drafter=drafter, model=policy_dir, prompts=[prompts_file], response_length=24)
     with pytest.raises(InterruptedError):
         evaluate(options, Console())
-
-
-def test_a_drafter_that_learned_nothing_is_not_written(policy_dir, prompts_file, tmp_path):
-    options = WarmupOptions(model=policy_dir, prompts=[prompts_file], out=tmp_path / "out")
-    untrained = SimpleNamespace(progress=SimpleNamespace(tokens=0))
-    with pytest.raises(DrafterError, match=r"out was not written: .* not learn"):
-        _save(options, None, [], untrained)
-    assert not options.out.exists()

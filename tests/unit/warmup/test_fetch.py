@@ -28,12 +28,15 @@ fetch_policy("Org/policy")
 assert GenerationConfig.from_pretrained("Org/policy").eos_token_id == [7, 8]
 AutoTokenizer.from_pretrained("Org/policy"), AutoModelForCausalLM.from_pretrained("Org/policy")
 """
-
 FOLDER = """
 import os
 from verl_tlt.drafter.check import drafter_folder
-path = drafter_folder("Org/policy")
+print(*os.listdir(drafter_folder("Org/policy")))
 """
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 @pytest.fixture
@@ -46,38 +49,35 @@ def hub(policy_dir, tmp_path):
         (folder / useless).write_bytes(b"x")
     asked = []
 
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.do_GET()
+    def content(path):
+        """What the hub says to a request; None: there is no such file."""
+        file = folder / path.partition("?")[0].split("/resolve/")[-1].partition("/")[2]
+        there = {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file()}
+        if "/tree/" in path:
+            rows = [{"type": "file", "path": name, "size": f.stat().st_size, "oid": digest(f.read_bytes())}
+                    for name, f in there.items()]  # fmt: skip
+            return json.dumps(rows).encode()
+        if "/api/models/" in path:
+            body = {"id": NAME, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0,
+                    "siblings": [{"rfilename": name} for name in there]}  # fmt: skip
+            return json.dumps(body).encode()
+        return file.read_bytes() if "/resolve/" in path and file.is_file() else None
 
+    class Hub(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            file = folder / self.path.partition("?")[0].split("/resolve/")[-1].partition("/")[2]
-            if "/tree/" in self.path:
-                there = [f for f in folder.rglob("*") if f.is_file()]
-                rows = [{"type": "file", "path": str(f.relative_to(folder)), "size": f.stat().st_size,
-                         "oid": hashlib.sha256(f.read_bytes()).hexdigest()} for f in there]  # fmt: skip
-                self.reply(json.dumps(rows).encode())
-            elif "/api/models/" in self.path:
-                files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
-                body = {"id": NAME, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0,
-                        "siblings": [{"rfilename": name} for name in files]}  # fmt: skip
-                self.reply(json.dumps(body).encode())
-            elif "/resolve/" in self.path and file.is_file():
-                self.reply(file.read_bytes())
-            else:
-                self.reply(b"", status=404)
-
-        def reply(self, content, status=200):
-            self.send_response(status)
-            if status == 404:
+            found = content(self.path)
+            self.send_response(404 if found is None else 200)
+            if found is None:
                 self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("Content-Length", str(len(found or b"")))
+            self.send_header("ETag", f'"{digest(found or b"")}"')
             self.send_header("X-Repo-Commit", COMMIT)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(content)
+                self.wfile.write(found or b"")
+
+        do_HEAD = do_GET
 
         def log_message(self, *_):
             pass
@@ -121,7 +121,7 @@ def test_an_engine_without_the_hub_finds_all_that_it_reads(hub, python, tmp_path
 def test_beside_a_drafters_weights_that_are_here_its_other_files_are_fetched(hub, python, tmp_path, file):
     (tmp_path / "policy" / "provenance.json").write_text("{}")
     python('from huggingface_hub import hf_hub_download; hf_hub_download("Org/policy", "model.safetensors")')
-    assert file in python(f"{FOLDER}print(*os.listdir(path))").split()
+    assert file in python(FOLDER).split()
 
 
 def test_a_file_that_the_hub_does_not_have_is_asked_for_once(hub, python):

@@ -9,7 +9,7 @@ import pytest
 
 from verl_tlt.commands.warmup import prompts as prompts_module
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
-from verl_tlt.drafter import DrafterError
+from verl_tlt.drafter.policy import DrafterError
 
 
 @pytest.fixture(scope="module")
@@ -17,37 +17,55 @@ def tokenizer(policy_dir):
     return load_tokenizer(policy_dir)
 
 
-def as_chat(lines):
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    """The prompts of a file in `tmp_path`, with this content where some is given."""
+
+    def of(name, content=None, longest=100, **more):
+        if content is not None:
+            (tmp_path / name).write_text(content if isinstance(content, str) else "\n".join(content))
+        return read_prompts([tmp_path / name], tokenizer, longest, **more)
+
+    return of
+
+
+def as_chats(lines):
     return [[{"role": "user", "content": line}] for line in lines]
 
 
-def test_text_and_chat_in_three_formats(tokenizer, prompt_lines, prompts_file, tmp_path):
-    plain = read_prompts([prompts_file], tokenizer, 100)
-    expected = tuple(int(word[1:]) for word in prompt_lines[0].split())
-    assert plain.tokens[0] == expected
-    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": line}) for line in prompt_lines))
-    assert read_prompts([tmp_path / "p.jsonl"], tokenizer, 100).tokens == plain.tokens
-    pq.write_table(pa.table({"prompt": as_chat(prompt_lines)}), tmp_path / "p.parquet")
-    chat = read_prompts([tmp_path / "p.parquet"], tokenizer, 100)
-    assert chat.tokens[0] == (*expected, 47)  # through the chat template
+def test_the_same_prompts_in_every_form(read, tokenizer, prompt_lines, prompts_file, tmp_path):
+    texts = [{"prompt": line} for line in prompt_lines]
+    expected = tuple(tuple(int(word[1:]) for word in line.split()) for line in prompt_lines)
+    assert read("prompts.txt").tokens == read("p.jsonl", map(json.dumps, texts)).tokens == expected
+    chats = as_chats(prompt_lines)
+    as_told = tuple((*prompt, 47) for prompt in expected)  # through the chat template
+    assert read("array.json", json.dumps([{"prompt": chat} for chat in chats])).tokens == as_told
+    assert read("chats.json", json.dumps(chats)).tokens == as_told
+    assert read("lines.json", map(json.dumps, chats)).tokens == as_told, "one chat a line is no array"
+    (tmp_path / "folder.parquet" / "part").mkdir(parents=True)
+    (tmp_path / "folder.parquet" / "_SUCCESS").touch()
+    for name, part in (("a.parquet", slice(15)), ("part/b.parquet", slice(15, None))):
+        pq.write_table(
+            pa.table({"prompt": chats[part], "answer": prompt_lines[part]}), tmp_path / "folder.parquet" / name
+        )
+    assert read("folder.parquet").tokens == as_told
+    sources = [prompts_file, tmp_path / "folder.parquet"]
+    assert read_prompts(sources, tokenizer, 100).tokens == expected + as_told
+    assert read_prompts(sources, tokenizer, 100, limit=45).tokens == (expected + as_told)[:45]
 
 
-def test_a_tenth_is_held_out_whatever_else_is_in_the_file(tokenizer, tmp_path):
+def test_a_tenth_is_held_out_whatever_else_is_in_the_file(read):
     lines = [f"w{i} w{j}" for i in range(1, 40) for j in range(1, 20)]
-    (tmp_path / "all.txt").write_text("\n".join(lines))
-    (tmp_path / "half.txt").write_text("\n".join(lines[::2]))
-    whole, half = (read_prompts([tmp_path / f"{name}.txt"], tokenizer, 100) for name in ("all", "half"))
+    whole, half = read("all.txt", lines), read("half.txt", lines[::2])
     assert len(whole.held_out) == pytest.approx(74, abs=25)  # three standard deviations
     held = {whole.tokens[i] for i in whole.held_out}
     assert {half.tokens[i] for i in half.held_out} == held & set(half.tokens)
     assert whole.digest != half.digest
 
 
-def test_equal_prompts_count_once_and_long_ones_are_left_out(tokenizer, tmp_path, prompt_lines):
-    (tmp_path / "p.txt").write_text("\n".join([*prompt_lines, *prompt_lines, " ".join(["w3"] * 30)]))
-    found = read_prompts([tmp_path / "p.txt"], tokenizer, 20)
-    assert len(found.tokens) == 40
-    assert len(read_prompts([tmp_path / "p.txt"], tokenizer, 20, limit=17).tokens) == 17
+def test_equal_prompts_count_once_and_long_ones_are_left_out(read, prompt_lines):
+    assert len(read("p.txt", [*prompt_lines, *prompt_lines, " ".join(["w3"] * 30)], longest=20).tokens) == 40
+    assert len(read("p.txt", longest=20, limit=17).tokens) == 17
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -72,12 +90,17 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ("p.parquet", "not parquet", "is not a readable .parquet file"),
     ],
 )
-def test_unusable_files_are_named(tokenizer, tmp_path, name, content, sentence):
-    (tmp_path / name).write_text(content)
+def test_unusable_files_are_named(read, tmp_path, name, content, sentence):
     with pytest.raises(DrafterError) as caught:
-        read_prompts([tmp_path / name], tokenizer, 100)
+        read(name, content)
     said = str(caught.value)
     assert sentence in said and str(tmp_path / name) in said and "\n" not in said and len(said) < 400
+
+
+def test_a_folder_has_prompts_in_parquet(read, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DrafterError, match=r"empty is a folder without \.parquet files"):
+        read("empty")
 
 
 def test_a_policy_needs_a_tokenizer(tmp_path, policy_dir):
@@ -90,13 +113,6 @@ def test_a_policy_needs_a_tokenizer(tmp_path, policy_dir):
             load_tokenizer(tmp_path / "policy")
 
 
-def test_a_chat_needs_a_template(tokenizer, tmp_path, prompt_lines, monkeypatch):
-    pq.write_table(pa.table({"prompt": as_chat(prompt_lines)}), tmp_path / "p.parquet")
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(DrafterError, match="prompt 1 is a chat, but the policy's tokenizer has no chat template"):
-        read_prompts([tmp_path / "p.parquet"], tokenizer, 100)
-
-
 ODD = [f"w{i + 1} {c} w{i + 2}" for i, c in enumerate("\u2028\u2029\u0085\x0c\x0b\x1c\x1d\x1e")]
 """Prompts with characters that `str.splitlines` takes for the end of a line."""
 
@@ -104,66 +120,39 @@ ODD = [f"w{i + 1} {c} w{i + 2}" for i, c in enumerate("\u2028\u2029\u0085\x0c\x0
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "json"])
-def test_a_prompt_ends_where_its_line_does(tokenizer, tmp_path, kind, mark, ending):
+def test_a_prompt_ends_where_its_line_does(read, tokenizer, tmp_path, kind, mark, ending):
     prompts = [*ODD, *(f"w{i} w{i + 1}" for i in range(15, 40))]
     rows = {
         "txt": prompts,
         "jsonl": [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts],
         "json": [json.dumps([{"prompt": prompt} for prompt in prompts], ensure_ascii=False, indent=2)],
     }[kind]
-    file = tmp_path / f"prompts.{kind}"
-    file.write_bytes((mark + ending.join(rows)).encode())
-    assert read_prompts([file], tokenizer, 100).tokens == tuple(tuple(tokenizer(p)["input_ids"]) for p in prompts)
+    (tmp_path / f"p.{kind}").write_bytes((mark + ending.join(rows)).encode())
+    assert read(f"p.{kind}").tokens == tuple(tuple(tokenizer(p)["input_ids"]) for p in prompts)
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_array_is_read_up_to_a_size_and_lines_are_whatever_theirs(
-    tokenizer, tmp_path, monkeypatch, prompt_lines, kind, indent
-):
+def test_an_array_is_read_up_to_a_size_and_lines_are_whatever_theirs(read, monkeypatch, prompt_lines, kind, indent):
     monkeypatch.setattr(prompts_module, "MOST_BYTES", 1 << 20)
-    file = tmp_path / f"prompts.{kind}"
-    chats = as_chat(prompt_lines)
-    file.write_text("\n".join([*(json.dumps(chat) for chat in chats), *[" " * 1000] * 2000]))
-    assert len(read_prompts([file], tokenizer, 100).tokens) == len(chats)
-    file.write_text(json.dumps([chats[0]] * 30_000, indent=indent))
-    with pytest.raises(DrafterError) as error:
-        read_prompts([file], tokenizer, 100)
-    said = "an array of more than 1 MB is not read; write one JSON value a line."
-    assert str(error.value) == f"--prompts {file} is not a readable .{kind} file: {said}"
+    chats = as_chats(prompt_lines)
+    assert len(read(f"p.{kind}", [*map(json.dumps, chats), *[" " * 1000] * 2000]).tokens) == len(chats)
+    said = rf"p\.{kind} is not a readable \.{kind} file: an array of more than 1 MB is not read; write one JSON value"
+    with pytest.raises(DrafterError, match=said):
+        read(f"p.{kind}", json.dumps([chats[0]] * 30_000, indent=indent))
 
 
-def test_an_array_a_folder_and_several_files_are_one_set_of_prompts(tokenizer, tmp_path, prompt_lines, prompts_file):
-    expected = read_prompts([prompts_file], tokenizer, 100).tokens
-    chats = tuple((*prompt, 47) for prompt in expected)
-    folder = tmp_path / "train.parquet"
-    (folder / "part").mkdir(parents=True)
-    (folder / "_SUCCESS").touch()
-    for name, lines in (("a.parquet", prompt_lines[:15]), ("part/b.parquet", prompt_lines[15:])):
-        pq.write_table(pa.table({"prompt": as_chat(lines), "answer": lines}), folder / name)
-    assert read_prompts([folder], tokenizer, 100).tokens == chats
-    array = tmp_path / "chats.json"
-    array.write_text(json.dumps([{"prompt": chat} for chat in as_chat(prompt_lines)]))
-    assert read_prompts([array], tokenizer, 100).tokens == chats
-    array.write_text(json.dumps(as_chat(prompt_lines)))
-    assert read_prompts([array], tokenizer, 100).tokens == chats
-    array.write_text("\n".join(json.dumps(chat) for chat in as_chat(prompt_lines)))  # one chat a line is no array
-    assert read_prompts([array], tokenizer, 100).tokens == chats
-    both = read_prompts([prompts_file, folder], tokenizer, 100)
-    assert both.tokens == expected + chats
-    assert read_prompts([prompts_file, folder], tokenizer, 100, limit=45).tokens == both.tokens[:45]
-    (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(DrafterError, match=r"empty is a folder without \.parquet files"):
-        read_prompts([empty], tokenizer, 100)
-
-
-def test_a_row_takes_the_form_that_the_run_gives_it(tokenizer, tmp_path, prompt_lines, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }} {{ 'w46' if thinking else 'w45' }}")
-    pq.write_table(pa.table({"question": as_chat(prompt_lines)}), tmp_path / "p.parquet")
+def test_a_row_takes_the_form_that_the_run_gives_it(read, tokenizer, tmp_path, prompt_lines, monkeypatch):
+    pq.write_table(pa.table({"question": as_chats(prompt_lines)}), tmp_path / "p.parquet")
     form = PromptForm("question", {"thinking": True, "add_generation_prompt": False, "tokenize": True})
-    assert {p[-1] for p in read_prompts([tmp_path / "p.parquet"], tokenizer, 100, form=form).tokens} == {46}
     with pytest.raises(DrafterError, match=r"p\.parquet has no column `prompt`"):
-        read_prompts([tmp_path / "p.parquet"], tokenizer, 100)
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DrafterError, match="prompt 1 is refused by the policy's chat template: roles must alternate"):
-        read_prompts([tmp_path / "p.parquet"], tokenizer, 100, form=form)
+        read("p.parquet")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }} {{ 'w46' if thinking else 'w45' }}")
+    assert {p[-1] for p in read("p.parquet", form=form).tokens} == {46}
+    for template, said in (
+        ("{{ raise_exception('roles must alternate') }}", "is refused by the policy's chat template: roles must"),
+        (None, "is a chat, but the policy's tokenizer has no chat template"),
+    ):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(DrafterError, match=f"prompt 1 {said}"):
+            read("p.parquet", form=form)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
@@ -27,20 +26,21 @@ from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import Prompts, read_for
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
-from verl_tlt.drafter import (
-    DrafterTrainer,
-    build_drafter,
-    check_drafter,
-    load_drafter,
-    load_own_head,
-    most_frequent,
-    policy_shape,
-    save_drafter,
-)
+from verl_tlt.drafter.build import build_drafter, most_frequent
+from verl_tlt.drafter.check import check_drafter
+from verl_tlt.drafter.checkpoint import load_drafter, load_own_head, save_drafter
 from verl_tlt.drafter.mtp_tensors import head_files
-from verl_tlt.drafter.policy import MTP, DrafterError, check_aux_layers, draft_vocab_size, read_json, unsupported
-from verl_tlt.drafter.rehearsal import rehearse
-from verl_tlt.drafter.train import check_loss
+from verl_tlt.drafter.policy import (
+    MTP,
+    DrafterError,
+    check_aux_layers,
+    draft_vocab_size,
+    policy_shape,
+    read_json,
+    unsupported,
+)
+from verl_tlt.drafter.train import DrafterTrainer, check_loss
+from verl_tlt.drafter.verifier import rehearse
 from verl_tlt.files.ownership import check_writable, other_owner, replacing
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     if notice := begin(options, prompts):
         say(console, notice)
     with engine.make_bars(console) as bars:
-        responses = _responses(options, prompts, bars)
-        stage = engine.Stage(bars, "train", "loading the policy")
-        run = _prepare(options, prompts, responses, device)
-        _train(run, stage)
+        responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
+        run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
+        run()
     directory = _save(options, prompts, responses, run)
     shutil.rmtree(options.work)
     arguments = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
@@ -99,10 +98,8 @@ def _check(options: WarmupOptions) -> None:
         raise DrafterError(f"--method must be eagle3 or mtp, not {options.method!r}.")
     shaped = (options.aux_layers, options.draft_vocab, options.intermediate_size) != (None, None, None)
     if shaped and (own or options.drafter is not None):
-        raise DrafterError(
-            f"{'--method mtp' if own else '--drafter'} brings its own shape: leave out --aux-layers, --draft-vocab and "
-            "--intermediate-size."
-        )
+        leave_out = "leave out --aux-layers, --draft-vocab and --intermediate-size"
+        raise DrafterError(f"{'--method mtp' if own else '--drafter'} brings its own shape: {leave_out}.")
     rehearse(options.model, options.method)
     if options.drafter is not None:
         if (kind := check_drafter(options.drafter, options.model).method) != options.method:
@@ -143,22 +140,22 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     return before and f"{work} was begun with {before}: its responses are kept, and training begins anew."
 
 
-def _responses(options: WarmupOptions, prompts: Prompts, bars: Progress) -> list[engine.Response]:
-    stage, count = engine.Stage(bars, "generate", "starting vLLM"), len(prompts.tokens)
-    longest = f"of up to {options.response_length} tokens"
+def _responses(options: WarmupOptions, prompts: Prompts, stage: engine.Stage) -> list[engine.Response]:
+    count, longest = len(prompts.tokens), f"of up to {options.response_length} tokens"
     stage.say(f"{count} prompts x {options.samples} samples = {count * options.samples} responses {longest}")
     job = engine.generation_job(options, prompts.tokens, samples=options.samples)
     responses, _ = engine.generate(job, options.work / "responses", stage)
     mean = sum(len(r.tokens) for r in responses) / len(responses)
     if mean < MIN_RESPONSE:
-        raise DrafterError(
-            f"The policy's responses have {mean:.1f} tokens on average, too few to learn from: is --prompts "
-            f"{' '.join(map(str, options.prompts))} what this policy is asked in training?"
-        )
+        few = f"The policy's responses have {mean:.1f} tokens on average, too few to learn from"
+        given = " ".join(map(str, options.prompts))
+        raise DrafterError(f"{few}: is --prompts {given} what this policy is asked in training?")
     return responses
 
 
-def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str) -> TrainingRun:
+def _prepare(
+    options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str, stage: engine.Stage
+) -> TrainingRun:
     drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.tokens, responses)
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     held_out = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
@@ -169,6 +166,7 @@ def _prepare(options: WarmupOptions, prompts: Prompts, responses: list[engine.Re
         judged=sorted(held_out, key=lambda i: responses[i].sample),  # every prompt before any a second time
         options=options,
         state_file=options.work / STATE,
+        stage=stage,
     )
     run.resume()
     return run
@@ -196,23 +194,6 @@ def _drafter(
     )
 
 
-def _train(run: TrainingRun, stage: engine.Stage) -> None:
-    checks = len(run.taus)
-
-    def tell(run: TrainingRun) -> None:
-        nonlocal checks
-        p = run.progress
-        length = f", accept length {run.taus[-1]:.2f}" if run.taus else ""
-        note = f"step {run.trainer.steps}, {p.tokens} tokens, loss {p.loss:.3f}{length}"
-        if len(run.taus) > checks:
-            checks = len(run.taus)
-            stage.say(f"{100 * run.spent:3.0f} %  {note}")
-        stage.tell(run.spent, note)
-
-    run.tell_scored = lambda done, total: stage.tell(run.spent, f"{done} of {total} held-out tokens scored")
-    run(tell)
-
-
 def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], run: TrainingRun) -> Path:
     if not run.progress.tokens:
         raise DrafterError(f"{options.out} was not written: the drafter did not learn from a single token.")
@@ -221,7 +202,7 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Respo
         "policy": str(options.model),
         "started from": str(options.drafter or ("its release" if options.method == MTP else "a random head")),
         **{name: getattr(options, name) for name in ("objective", "loss", "temperature", "top_p", "top_k", "seed")},
-        "steps": next(check["step"] for check in run.progress.checks if check["tau"] == best),
+        "steps": run.progress.checks[run.taus.index(best)]["step"],
         "steps_in_all": run.trainer.steps,
         "tokens": run.progress.tokens,
         "training_seconds": round(run.progress.seconds, 1),

@@ -12,8 +12,9 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +24,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
 from verl_tlt.commands.console import say
-from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine, run_environment, set_up, start
+from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up, start
 from verl_tlt.commands.options import EngineOptions
 from verl_tlt.commands.warmup.prompts import MODEL, read_run
-from verl_tlt.drafter import Text
+from verl_tlt.drafter.capture import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.files.json_files import open_ordinary, parse, read_lines
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
-from verl_tlt.server.engine_arguments import speculative_config
 
 RESPONSES = "responses.jsonl"
 ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker is one more process there
@@ -46,14 +46,10 @@ LINE_S = 60.0
 @dataclass(frozen=True)
 class GenerationJob:
     recipe: Recipe
-    changes: Mapping[str, Any]
-    """Values of verl's config that differ from the recipe's, by their dotted keys."""
+    changes: Mapping[str, Any]  # values of verl's config that differ from the recipe's, by their dotted keys
     prompts: list[list[int]]
     samples: int = 1
-    drafter: str | None = None
-    """Directory of the drafter; an MTP head is in the model's own directory."""
-    method: str = "eagle3"
-    draft_length: int = 3
+    drafting: Mapping[str, Any] | None = None  # vLLM's `speculative_config`
     on_cpu: bool = False
 
 
@@ -115,9 +111,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     `ChildEngineError` says why the engine ended early.
     """
     out, answer = directory / RESPONSES, directory / "answer.json"
-    total = len(job.prompts) * job.samples
-
-    done = read = 0
+    total, done, read = len(job.prompts) * job.samples, 0, 0
 
     def tell() -> None:
         nonlocal done, read
@@ -128,19 +122,14 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
             done += more.count(b"}")  # a response ends with its only one; other lines are what kills left
         stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
-    if len(_read_responses(out)) < total or (job.drafter and not answer.is_file()):
+    if len(_read_responses(out)) < total or (job.drafting and not answer.is_file()):
         if job.on_cpu:
             require_cpu_platform()
-        run_job(
-            "verl_tlt.commands.warmup.engine",
-            asdict(job),
-            directory,
-            {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET},
-            tell=tell,
-        )
+        environment = {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET}
+        run_job("verl_tlt.commands.warmup.engine", asdict(job), directory, environment, tell=tell)
     responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
     stage.tell(1.0, f"{len(responses)} of {total} responses")
-    if not job.drafter:
+    if not job.drafting:
         return responses, None
     counted = json.loads(answer.read_text())
     return responses, DraftCounts(counted["drafts"], np.array(counted["accepted"]))
@@ -191,47 +180,42 @@ class Stage:
 
 async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
     """Generate the responses of `job` that are missing; returns vLLM's counters where a drafter was given."""
-    out, setup = directory / RESPONSES, set_up(job.recipe, job.changes)
-    done = _read_responses(out)
-    extra: dict[str, Any] = {"disable_log_stats": False}
-    if job.drafter:
-        extra["speculative_config"] = speculative_config(job.drafter, job.draft_length, method=job.method)
-    async with start(setup, directory, drafting=False, extra=extra) as engine:
-        with out.open("a") as stream:
-            if done or out.stat().st_size:
-                stream.write("\n")  # after a line that a kill cut short
-            wanted = ((prompt, sample) for prompt in range(len(job.prompts)) for sample in range(job.samples))
-            await asyncio.gather(*(_answer(engine, job, place, stream) for place in wanted if place not in done))
-        return _counted() if job.drafter else {}
-
-
-async def _answer(engine: StandaloneEngine, job: GenerationJob, place: tuple[int, int], stream: TextIO) -> None:
-    """Generate one response, sampled as verl's agent loops ask for it, and write it to `stream`."""
     from vllm.sampling_params import RequestOutputKind
-
-    prompt, rollout = job.prompts[place[0]], engine.setup.rollout
-    tokens = await decode(
-        engine.llm,
-        prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=min(rollout.response_length, rollout.max_model_len - len(prompt)),
-        ignore_eos=bool(rollout.get("ignore_eos", False)),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    stream.write(json.dumps(asdict(Response(*place, tuple(tokens)))) + "\n")
-    stream.flush()
-
-
-def _counted() -> dict[str, Any]:
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
-    counters: dict[str, Any] = {metric.name: metric for metric in get_metrics_snapshot()}
-    return {
-        "drafts": int(counters["vllm:spec_decode_num_drafts"].value),
-        "accepted": [int(n) for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
-    }
+    out, setup = directory / RESPONSES, set_up(job.recipe, job.changes)
+    done, rollout = _read_responses(out), setup.rollout
+    extra: dict[str, Any] = {"disable_log_stats": False}
+    if job.drafting:
+        extra["speculative_config"] = job.drafting
+    async with start(setup, directory, drafting=False, extra=extra) as engine:
+        with out.open("a") as stream:
+
+            async def answer(number: int, sample: int) -> None:
+                tokens = await decode(  # sampled as verl's agent loops ask for it
+                    engine.llm,
+                    job.prompts[number],
+                    temperature=rollout.temperature,
+                    top_p=rollout.top_p,
+                    top_k=rollout.top_k,
+                    max_tokens=min(rollout.response_length, rollout.max_model_len - len(job.prompts[number])),
+                    ignore_eos=bool(rollout.get("ignore_eos", False)),
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                stream.write(json.dumps(asdict(Response(number, sample, tuple(tokens)))) + "\n")
+                stream.flush()
+
+            if done or out.stat().st_size:
+                stream.write("\n")  # after a line that a kill cut short
+            wanted = product(range(len(job.prompts)), range(job.samples))
+            await asyncio.gather(*(answer(*place) for place in wanted if place not in done))
+        if not job.drafting:
+            return {}
+        counters: dict[str, Any] = {metric.name: metric for metric in get_metrics_snapshot()}
+        return {
+            "drafts": int(counters["vllm:spec_decode_num_drafts"].value),
+            "accepted": [int(n) for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
+        }
 
 
 if __name__ == "__main__":

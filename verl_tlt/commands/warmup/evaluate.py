@@ -22,11 +22,13 @@ from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
 from verl_tlt.commands.warmup.train import PolicyTexts
-from verl_tlt.drafter import check_owner, load_drafter, provenance, to_drafter_file, write_back
-from verl_tlt.drafter.checkpoint import stage
+from verl_tlt.drafter.check import check_owner
+from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
+from verl_tlt.drafter.mtp_write_back import write_back
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder
 from verl_tlt.messages import from_plain
+from verl_tlt.server.engine_arguments import speculative_config
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -63,18 +65,15 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     drafter = _load(options, prompts)
     method = drafter.config.speculators_model_type
     config, weights, _ = to_drafter_file(drafter, "float32")
-    scratch = tempfile.TemporaryDirectory()
-    staged = Path(scratch.name) / "drafter"
-    stage(config, weights, staged)
-    served_by = options
-    if method == MTP:
-        served_by = replace(options, model=linked(options.model, Path(scratch.name) / "policy"))
-        write_back(staged, served_by.model)
-    job = engine.generation_job(
-        served_by, prompts, method=method, drafter=str(staged), draft_length=options.draft_length
-    )
-    with engine.make_bars(console) as bars, scratch:
-        responses, served = engine.generate(job, Path(scratch.name), engine.Stage(bars, "serve", "starting vLLM"))
+    with engine.make_bars(console) as bars, tempfile.TemporaryDirectory() as scratch:
+        staged, served_by = Path(scratch) / "drafter", options
+        stage(config, weights, staged)
+        if method == MTP:
+            served_by = replace(options, model=linked(options.model, Path(scratch) / "policy"))
+            write_back(staged, served_by.model)
+        drafting = speculative_config(str(staged), options.draft_length, method=method)
+        job = engine.generation_job(served_by, prompts, drafting=drafting)
+        responses, served = engine.generate(job, Path(scratch), engine.Stage(bars, "serve", "starting vLLM"))
         assert served is not None
         scored, device = engine.Stage(bars, "score", "loading the policy"), engine.find_device(options.device)
         drafter, texts = _load(options, prompts, device), engine.as_texts(prompts, responses)

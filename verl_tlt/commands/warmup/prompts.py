@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -45,8 +46,7 @@ MIN_PROMPTS = 16
 class PromptForm:
     """How a run makes a prompt from a row of its data."""
 
-    key: str = "prompt"
-    """The field or column with text or messages; verl's `data.prompt_key`."""
+    key: str = "prompt"  # the field or column with text or messages; verl's `data.prompt_key`
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template; verl's `data.apply_chat_template_kwargs`."""
 
@@ -58,14 +58,10 @@ AS_IS = PromptForm()
 class Prompts:
     """The prompts of some files, and which of them are for judging."""
 
-    tokens: tuple[tuple[int, ...], ...]
-    """Ids of each prompt; equal prompts once."""
-    digest: str
-    """Sixteen hex digits of the files' content, for provenance."""
-    held_out: frozenset[int]
-    """Numbers of the prompts that are for judging only."""
-    form: PromptForm = AS_IS
-    """How the prompts were made from the files' rows."""
+    tokens: tuple[tuple[int, ...], ...]  # ids of each prompt; equal prompts once
+    digest: str  # sixteen hex digits of the files' content, for provenance
+    held_out: frozenset[int]  # numbers of the prompts that are for judging only
+    form: PromptForm = AS_IS  # how the prompts were made from the files' rows
 
 
 def read_prompts(
@@ -95,10 +91,12 @@ def read_prompts(
         raise DrafterError(f"{named} is empty.")
     if len(kept) < least:
         long = f"; {skipped} are longer than {longest} tokens, which leaves no room for a response" if skipped else ""
-        raise DrafterError(
-            f"{named} holds {len(kept)} different usable prompts, but at least {least} are needed{long}."
-        )
-    marks = [_fraction(prompt) for prompt in kept]
+        usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
+        raise DrafterError(f"{named} holds {usable}{long}.")
+    marks = []  # numbers in [0, 1) that depend on a prompt's tokens alone
+    for prompt in kept:
+        name = ",".join(map(str, prompt)).encode()
+        marks.append(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2.0**64)
     held_out = frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
     return Prompts(tuple(kept), files_digest(files), held_out, form)
 
@@ -123,9 +121,8 @@ def _files(source: Path) -> list[Path]:
     if not source.is_file():
         raise DrafterError(f"--prompts {source} is no ordinary file.")
     if source.suffix.lower() not in (".parquet", ".jsonl", ".json", ".txt"):
-        raise DrafterError(
-            f"--prompts {source} must end in .parquet, .jsonl, .json or .txt, or be a folder of .parquet."
-        )
+        kinds = "must end in .parquet, .jsonl, .json or .txt, or be a folder of .parquet"
+        raise DrafterError(f"--prompts {source} {kinds}.")
     return [source]
 
 
@@ -161,7 +158,10 @@ def _text(file: Path, key: str) -> Iterator[str]:
 def _json(file: Path, key: str) -> Iterator[Any]:
     """JSON lines, or one array."""
     first = next((line for line in read_lines(file) if line.strip()), b"")
-    if not first.lstrip().startswith(b"[") or _is_chat_line(first):
+    chat = False
+    with suppress(ValueError):  # the first line of an array need not be a value
+        chat = len(first) < MOST_BYTES and _is_chat(parse(first))
+    if chat or not first.lstrip().startswith(b"["):
         yield from (parse(line) for line in read_lines(file) if line.strip())
     elif file.stat().st_size > MOST_BYTES:
         raise ValueError(f"an array of more than {MOST_BYTES >> 20} MB is not read; write one JSON value a line")
@@ -194,19 +194,6 @@ def _is_chat(row: Any) -> bool:
     return bool(chat) and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in chat)
 
 
-def _is_chat_line(line: bytes) -> bool:
-    try:
-        return len(line) < MOST_BYTES and _is_chat(parse(line))
-    except ValueError:
-        return False
-
-
-def _fraction(tokens: tuple[int, ...]) -> float:
-    """A number in [0, 1) that depends on the tokens alone."""
-    name = ",".join(map(str, tokens)).encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2.0**64
-
-
 # ------------------------------------------------------------------ the recipe
 
 
@@ -215,14 +202,17 @@ class Run:
     """What `--recipe` says of the run that a drafter is for: policy, prompts, sampling, and how its engines start."""
 
     recipe: Recipe
-    config: DictConfig
-    """verl's, as the recipe composes it."""
+    config: DictConfig  # verl's, as the recipe composes it
 
     def options(self) -> dict[str, Any]:
         """Options of the commands that the recipe decides, by field."""
+        named = select(self.config, "data.train_files", [])
+        files = [str(file) for file in (named if isinstance(named, list) else [named])]
+        if away := next((file for file in files if "://" in file), None):
+            raise TLTConfigError(f"data.train_files={away} is on another file system: give --prompts.")
         return {
             "model": Path(self._path(str(select(self.config, POLICY, "")))),
-            "prompts": self._prompts(),
+            "prompts": [Path(self._path(file)) for file in files],
             "response_length": number(self.config, f"{ROLLOUT}.response_length", 512),
             "temperature": self._float("temperature", 0.0, MOST),
             "top_p": self._float("top_p", 1e-6, 1.0),
@@ -252,13 +242,6 @@ class Run:
         """Longest sequence of the run's engines, in tokens; None: the recipe says none."""
         return number(self.config, f"{ROLLOUT}.max_model_len", 0) or None
 
-    def _prompts(self) -> list[Path]:
-        named = select(self.config, "data.train_files", [])
-        files = [str(file) for file in (named if isinstance(named, list) else [named])]
-        if away := next((file for file in files if "://" in file), None):
-            raise TLTConfigError(f"data.train_files={away} is on another file system: give --prompts.")
-        return [Path(self._path(file)) for file in files]
-
     def _path(self, path: str) -> str:
         """A path as the script's own working directory has it; a name on the hub as it is."""
         local = os.path.join(self.recipe.directory or ".", os.path.expanduser(path))
@@ -281,10 +264,8 @@ def read_for(
     """The prompts that leave room for a response, in the recipe's form, or without a recipe in `form`."""
     positions, run = policy_shape(options.model).max_position_embeddings, read_run(options.recipe)
     if (longest := positions - options.response_length) < 1:
-        raise DrafterError(
-            f"--response-length {options.response_length} leaves no room for a prompt in the policy's "
-            f"max_position_embeddings={positions}."
-        )
+        room = f"no room for a prompt in the policy's max_position_embeddings={positions}"
+        raise DrafterError(f"--response-length {options.response_length} leaves {room}.")
     if run is None:
         return read_prompts(sources, load_tokenizer(options.model), longest, limit, least, form)
     longest = min(longest, run.longest_prompt, (run.max_model_len or positions) - 1)

@@ -1,8 +1,8 @@
 """Trains a drafter on recorded responses of its policy until a budget is used up; a killed run can go on.
 
-Everything random follows from the seed and the place in the run, and the state is written often, so a killed run that
-goes on ends as one that was not killed. Held-out responses are scored along the way and the best weights are kept: a
-small set of prompts is learnt by heart sooner or later.
+Everything random follows from the seed and the place in the run, so a killed run that goes on ends as one that was not
+killed. Held-out responses are scored along the way and the best weights are kept: a small set of prompts is learnt by
+heart sooner or later.
 """
 
 from __future__ import annotations
@@ -19,25 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.commands.options import EngineOptions, WarmupOptions
-from verl_tlt.drafter import (
-    Batch,
-    DrafterTrainer,
-    Library,
-    PolicyStates,
-    SequenceScore,
-    Text,
-    VerifierWeights,
-    acceptance,
-    load_policy,
-    pack,
-    plan_epoch,
-    refresh_verifier_weights,
-)
-from verl_tlt.drafter.capture import Span
+from verl_tlt.commands.warmup.engine import Stage
+from verl_tlt.drafter.capture import Library, PolicyStates, Span, Text, load_policy, plan_epoch
 from verl_tlt.drafter.checkpoint import read_state, write_state
-from verl_tlt.drafter.data import FedBatch, ahead, grouped
-from verl_tlt.drafter.evaluate import combined_score
+from verl_tlt.drafter.data import Batch, FedBatch, ahead, grouped, pack
+from verl_tlt.drafter.evaluate import SequenceScore, acceptance, combined_score
 from verl_tlt.drafter.policy import DrafterError, first_line
+from verl_tlt.drafter.train import DrafterTrainer
+from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -88,15 +77,12 @@ class PolicyTexts(Library):
         """Tokens of these texts' responses: no draft of a prompt is judged."""
         return sum(len(self.texts[n].tokens) - self.texts[n].prompt_len for n in numbers)
 
-    def grouped(self, numbers: Iterable[int], budget: int) -> Iterator[list[int]]:
-        return grouped(numbers, lambda n: self.tokens([n]), budget)
-
     def score(
         self, drafter: Eagle3DraftModel, numbers: Sequence[int], budget: int, tell: Callable[[int, int], None]
     ) -> SequenceScore:
         """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: tokens done, all."""
         scores, done, options = list[SequenceScore](), 0, self._options
-        for group in self.grouped(numbers, budget):
+        for group in grouped(numbers, lambda n: self.tokens([n]), budget):
             tell(done, self.tokens(numbers))
             scores += acceptance(
                 drafter,
@@ -117,12 +103,9 @@ class TrainingProgress:
     """How far a training run is; all of it survives a kill."""
 
     epoch: int = 0
-    batch: int = 0
-    """Batches done in this epoch."""
-    tokens: int = 0
-    """Rows with a loss that were learned from."""
-    seconds: float = 0.0
-    """Seconds of training, without the checks."""
+    batch: int = 0  # batches done in this epoch
+    tokens: int = 0  # rows with a loss that were learned from
+    seconds: float = 0.0  # of training, without the checks
     check_seconds: float = 0.0
     loss: float = math.nan  # moving average
     checks: list[dict[str, float]] = field(default_factory=list)
@@ -139,18 +122,15 @@ class TrainingRun:
 
     trainer: DrafterTrainer
     library: PolicyTexts
-    train: list[int]
-    """Numbers of the texts to learn from."""
-    judged: list[int]
-    """Numbers of the held-out texts."""
+    train: list[int]  # numbers of the texts to learn from
+    judged: list[int]  # numbers of the held-out texts
     options: WarmupOptions
     state_file: Path
+    stage: Stage  # shows how far it is
 
     def __post_init__(self) -> None:
         self.progress = TrainingProgress()
         self.best = self.trainer.parameters_numpy()
-        self.tell_scored: Callable[[int, int], None] = lambda done, total: None
-        """Called while held-out responses are scored, with the tokens done and in all."""
         self._peak_lr = self.trainer.learning_rate
         self._turn = threading.Lock()  # policy and drafter in turn: both at once need more of the device's memory
         self._lengths = [self.library.tokens([n]) for n in self.train]
@@ -181,9 +161,9 @@ class TrainingRun:
             reason = f"is no state of this training, such as another release would write ({first_line(error)})"
             raise DrafterError(f"{self.state_file} {reason}: remove it to train anew on the same responses.") from error
 
-    def __call__(self, tell: Callable[[TrainingRun], None] = lambda run: None) -> None:
-        """Train to the end of the budget, then take the best weights; `tell` is called after every step."""
-        saved = time.perf_counter()
+    def __call__(self) -> None:
+        """Train to the end of the budget, then take the best weights."""
+        saved, checks = time.perf_counter(), len(self.taus)
         with ahead(self._batches(), self.trainer.feed()) as source:
             while self.spent < 1.0:
                 started = time.perf_counter()
@@ -192,7 +172,12 @@ class TrainingRun:
                     self._step(fed)
                     self.progress.seconds += time.perf_counter() - started
                     self._check_if_due()
-                tell(self)
+                note = f"step {self.trainer.steps}, {self.progress.tokens} tokens, loss {self.progress.loss:.3f}"
+                note += f", accept length {self.taus[-1]:.2f}" if self.taus else ""
+                if len(self.taus) > checks:
+                    checks = len(self.taus)
+                    self.stage.say(f"{100 * self.spent:3.0f} %  {note}")
+                self.stage.tell(self.spent, note)
                 if time.perf_counter() - saved > SAVE_EVERY_S:
                     self.save()
                     saved = time.perf_counter()
@@ -212,7 +197,7 @@ class TrainingRun:
 
     def _plan_checks(self) -> dict[str, int]:
         begun, p = time.perf_counter(), self.progress
-        probe = next(self.library.grouped(self.judged, PROBE_TOKENS), [])
+        probe = next(grouped(self.judged, lambda n: self.library.tokens([n]), PROBE_TOKENS), [])
         self._score(probe)  # the first use allocates and compiles
         warm = time.perf_counter()
         self._score(probe)
@@ -231,7 +216,10 @@ class TrainingRun:
         p.checks.append({"step": step, "tokens": tokens, "seconds": p.seconds, "tau": score.accept_length})
 
     def _score(self, numbers: Sequence[int]) -> SequenceScore:
-        return self.library.score(self.trainer.model, numbers, self.options.batch_tokens, self.tell_scored)
+        def tell(done: int, total: int) -> None:
+            self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
+
+        return self.library.score(self.trainer.model, numbers, self.options.batch_tokens, tell)
 
     def save(self) -> None:
         state = {

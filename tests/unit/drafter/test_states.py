@@ -1,18 +1,57 @@
-"""What a drafter reads of a policy is found by one rule, or refused in one sentence."""
+"""What a drafter takes from its policy: shape, decoder, tensors, and the hidden states of texts; or one sentence."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_policy import SHAPE, make_policy
+from tiny_policy import FAMILIES, SHAPE, make_policy, observe, random_texts
 
-from verl_tlt.drafter import DrafterError, PolicyStates, Text, VerifierWeights, drafter_config, policy_shape
-from verl_tlt.drafter.capture import find_decoder, load_policy
-from verl_tlt.drafter.policy import SUPPORTED, UNTESTABLE, rope_of
-from verl_tlt.drafter.verifier import policy_part
+from verl_tlt.drafter.build import drafter_config
+from verl_tlt.drafter.capture import Library, PolicyStates, Text, find_decoder, load_policy, plan_epoch
+from verl_tlt.drafter.policy import SUPPORTED, UNTESTABLE, DrafterError, policy_shape, rope_of
+from verl_tlt.drafter.verifier import VerifierWeights, policy_part
 
+LENGTHS = (9, 30, 4, 17, 30, 2)
 VISION = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_side_by_side_have_the_states_of_each_alone(family):
+    policy, texts = make_policy(family), random_texts(*((length, 2) for length in LENGTHS))
+    for (tokens, prompt), found in zip(texts, observe(policy, texts, layers=(0, 2, 3)), strict=True):
+        alone = policy(tokens[None], output_hidden_states=True).hidden_states  # [i]: layer i's input; last: normed
+        assert torch.equal(found.tokens, tokens) and found.prompt_len == prompt
+        torch.testing.assert_close(found.aux, torch.cat([alone[i][0] for i in (0, 2, 3)], -1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(policy.model.norm(found.last), alone[-1][0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_library_keeps_what_its_memory_allows():
+    runs = []
+
+    class Counting(PolicyStates):
+        def __call__(self, texts):
+            runs.append([len(t.tokens) for t in texts])
+            return super().__call__(texts)
+
+    texts = [Text(tuple(range(length)), 2) for length in LENGTHS]
+    per_token = 4 * 32 * 4 + 8  # four states of 32 floats, and the token
+    library = Library(Counting(make_policy(), (1, 2, 3)), texts, max_bytes=20 * per_token)
+    first = library.get([1, 0, 2, 1])
+    assert [len(s) for s in first] == [30, 9, 4, 30]
+    assert library.nbytes == 13 * per_token  # the short ones fit, the long one does not
+    runs.clear()
+    again = library.get([2, 0, 1])
+    assert runs == [[30]]
+    assert torch.equal(again[0].aux, first[2].aux)
+
+
+def test_an_epoch_has_every_row_once_within_the_budget():
+    plan = plan_epoch(LENGTHS, 8, (0, 3))
+    rows = [(s.number, t) for batch in plan for s in batch for t in range(s.begin, s.end - 1)]
+    assert sorted(rows) == [(n, t) for n, length in enumerate(LENGTHS) for t in range(length - 1)]
+    assert all(sum(s.end - s.begin - 1 for s in batch) <= 8 for batch in plan)
+    assert plan == plan_epoch(LENGTHS, 8, (0, 3)) != plan_epoch(LENGTHS, 8, (0, 4))
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +69,6 @@ def seeing(tmp_path_factory):
     directory = tmp_path_factory.mktemp("seeing")
     policy.requires_grad_(False).save_pretrained(directory)
     return policy, directory
-
-
-def test_the_decoder_is_found_in_a_plain_policy_and_inside_a_larger_one(seeing):
-    policy = make_policy()
-    found = find_decoder(policy, "it")
-    assert found.layers is policy.model.layers and found.norm is policy.model.norm and found.model is policy.model
-    inside = seeing[0].model.language_model
-    found = find_decoder(seeing[0], "it")
-    assert found.layers is inside.layers and found.norm is inside.norm
-
-
-def test_none_or_two_are_refused_in_one_sentence():
-    policy = make_policy()
-    policy.second = make_policy().model
-    with pytest.raises(DrafterError, match=r"^model\.path is a Qwen3ForCausalLM, in which 2 modules hold a list of 4 "):
-        find_decoder(policy, "model.path")
-    policy.second, policy.model.layers = None, torch.nn.ModuleList(policy.model.layers[:3])
-    with pytest.raises(DrafterError, match=r"in which no modules hold a list of 4 layers with one norm beside it"):
-        find_decoder(policy, "model.path")
 
 
 def test_a_larger_models_drafter_is_its_language_models(seeing):
@@ -71,6 +91,16 @@ def test_a_larger_models_states_are_captured_from_text(seeing):
     states = policy.model.language_model(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), output_hidden_states=True)
     torch.testing.assert_close(kept.aux, torch.cat([states.hidden_states[i][0] for i in (1, 2, 3)], -1))
     torch.testing.assert_close(policy.model.language_model.norm(kept.last), states.last_hidden_state[0])
+
+
+def test_no_decoder_or_two_are_refused_in_one_sentence():
+    policy = make_policy()
+    policy.second = make_policy().model
+    with pytest.raises(DrafterError, match=r"^model\.path is a Qwen3ForCausalLM, in which 2 modules hold a list of 4 "):
+        find_decoder(policy, "model.path")
+    policy.second, policy.model.layers = None, torch.nn.ModuleList(policy.model.layers[:3])
+    with pytest.raises(DrafterError, match=r"in which no modules hold a list of 4 layers with one norm beside it"):
+        find_decoder(policy, "model.path")
 
 
 @pytest.mark.parametrize(
@@ -133,5 +163,4 @@ def test_a_drafters_rope_rotates_whole_heads_by_one_position():
 
 def test_the_docs_name_every_family_that_is_decided():
     page = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text()
-    named = set(re.findall(r"`(\w+)`", page))
-    assert set(SUPPORTED) | UNTESTABLE.keys() <= named
+    assert set(SUPPORTED) | UNTESTABLE.keys() <= set(re.findall(r"`(\w+)`", page))
