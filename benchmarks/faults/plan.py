@@ -119,7 +119,7 @@ FAULTS = (
           "tlt/spot_failures", "the spot worker of", "trains", waits=(1.5, 4.0)),
     Fault("a process with a sick device", 33, (MICRO_BATCH,), "sicken",
           "tlt/spot_failures", "can use its device no more", "trains", first=3),
-    Fault("a drafter file truncated while it is read", 34, ("verl_tlt.vllm_worker.live_drafter:_read",),
+    Fault("a drafter file truncated while it is read", 34, ("verl_tlt.vllm_worker.extension:_read",),
           "truncate_in_read", "tlt/reload_failures", "it became shorter while it was read", "serves",
           fallback="tlt/drafter_off_frac"),
     Fault("tlt_try_sleep slower than its bound", 36, (f"{SERVER}.tlt_try_sleep",), "answer_late",
@@ -135,12 +135,12 @@ SERVER_KILLED = Fault(
 )  # fmt: skip
 """Ends a run, with TLT as without it."""
 ENGINE_KILLED = Fault(
-    "an engine killed while it reloads", 2, ("verl_tlt.vllm_worker.live_drafter:LiveDrafter._copy",), "kill", "",
+    "an engine killed while it reloads", 2, ("verl_tlt.vllm_worker.extension:LiveDrafter._copy",), "kill", "",
     "The engine died when it was to load its drafter", "as_stock",
 )  # fmt: skip
 """Ends a run in one sentence."""
 NAN_LIVE = Fault(
-    "a drafter that computes NaN once it is live", 1, ("verl_tlt.vllm_worker.live_drafter:LiveDrafter.load",),
+    "a drafter that computes NaN once it is live", 1, ("verl_tlt.vllm_worker.extension:LiveDrafter.load",),
     "nan_live", "tlt/broken_drafts", "are not finite", "serves", fallback="tlt/drafter_off_frac",
 )  # fmt: skip
 """Leaves NaN in the drafter's KV cache over the next sleep; for runs that are shorter than the long one."""

@@ -165,7 +165,7 @@ async def in_worker(engine: StandaloneEngine, function: Callable[..., Any], *arg
 
 def overwrite(worker: Any, value: float, only: str = "") -> list[str]:
     """Fill the live drafter's own weights and buffers, but not what is the policy's; `only`: the one of that name."""
-    from verl_tlt.vllm_worker.live_drafter import own_buffers
+    from verl_tlt.vllm_worker.extension import own_buffers
 
     drafter, target = worker.model_runner.drafter.model, worker.model_runner.get_model()
     theirs = {p.data_ptr() for p in target.parameters()}

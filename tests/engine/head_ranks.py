@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import init_distributed_environment, initia
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from verl_tlt.errors import DrafterError
-from verl_tlt.vllm_worker.live_drafter import OFFSETS, LiveDrafter
+from verl_tlt.vllm_worker.extension import OFFSETS, LiveDrafter
 
 V, H, KEPT = 200, 8, 70  # vLLM pads both, and its ranks hold other rows of the one than of the other
 

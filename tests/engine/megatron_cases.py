@@ -114,7 +114,7 @@ def build_case(case: Case, root: Path) -> Any:
 
 def look_at(actor: Any) -> dict[Any, Any]:
     """What one rank has: {window: (data-parallel rank, shards, errors)}, log-probs, exported and captured weights."""
-    from verl_tlt.actor.verifier_capture import VerifierCapture
+    from verl_tlt.actor.tap import VerifierCapture
 
     group = actor.engine.get_data_parallel_rank()
     rows = make_rows(LENGTHS[group], seed=group)

@@ -9,7 +9,7 @@ from benchmarks.lossless.tiny_policy import H
 from verl_tlt.drafter import fingerprint
 from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.drafter.digest import combined
-from verl_tlt.vllm_worker.live_drafter import own_buffers
+from verl_tlt.vllm_worker.extension import own_buffers
 
 pytestmark = pytest.mark.engine
 

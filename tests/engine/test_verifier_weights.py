@@ -12,7 +12,7 @@ import torch
 from actor import build_actor, free_port
 from rank_cases import build_policies
 
-from verl_tlt.actor.verifier_capture import VERIFIER_PARTS, VerifierCapture
+from verl_tlt.actor.tap import VERIFIER_PARTS, VerifierCapture
 from verl_tlt.actor.worker import TLTActorWorker
 from verl_tlt.drafter import VerifierWeights, from_numpy16
 

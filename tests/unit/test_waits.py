@@ -25,7 +25,7 @@ ANSWERS = {
 }
 """Where answers of other processes are taken: `Waits` counts and replaces who fails, but for a session and a merge."""
 HIT_IN = {
-    "actor/verifier_capture.py:PUT_S": "unit/actor/test_verifier_capture.py",
+    "actor/tap.py:PUT_S": "unit/actor/test_verifier_capture.py",
     "server/engine_calls.py:ANSWER_S": "unit/server/test_server_bounds.py",
     "server/engine_calls.py:LOOK_S": "unit/server/test_server_bounds.py",
     "server/engine_calls.py:SCHEDULER_S": "unit/server/test_server_bounds.py",

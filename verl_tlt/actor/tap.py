@@ -1,8 +1,13 @@
-"""The hidden-state tap: copies hidden states out of the old-log-prob forward, for sequences chosen beforehand.
+"""What a drafter learns from: hidden states of chosen sequences, and the weights that it shares with the policy.
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm (EAGLE-3;
-TLT section 5). Forward hooks on each rank copy the chosen tokens of the layers it has; `spot_worker.worker` joins them.
-Hidden states are heavy, so few sequences are chosen, and long ones are cut to a window.
+TLT section 5). In the old-log-prob forward, hooks on each rank copy the chosen tokens of the layers it has;
+`spot_worker.worker` joins them. States are heavy, so few sequences are chosen, and long ones are cut to a window.
+
+Embedding, head and final norm are copied while a weight sync streams by. Everybody waits for the sync, and these parts
+are large (2.2 GB for a 7B policy). So one rank of each node copies them to page-locked memory, when the drafter will be
+trained. A thread puts them into the object store during the next rollout. A failure costs the drafter its newest
+weights, not the sync.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +28,12 @@ import torch
 
 from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
-from verl_tlt.drafter.memory import LockedPool
-from verl_tlt.messages.training import HiddenStateShard
+from verl_tlt.drafter.memory import LockedPool, page_locked, views
+from verl_tlt.drafter.verifier import policy_part
+from verl_tlt.messages.training import HiddenStateShard, VerifierArrays
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
@@ -245,3 +254,108 @@ def choose_window(length: int, prompt_len: int, window: int, rng: random.Random)
 def shards_by_worker(shards: Sequence[HiddenStateShard], workers: int) -> list[list[HiddenStateShard]]:
     """Shards for each spot worker, by row: every rank of a group splits the same rows in the same way."""
     return [[shard for shard in shards if shard.row % workers == worker] for worker in range(workers)]
+
+
+# ---------------------------------------------------------------------- verifier weights
+
+VERIFIER_PARTS = ("embed", "lm_head", "norm")
+"""The policy's parts the drafter shares (`drafter.verifier.policy_part`)."""
+PUT_S = 60.0
+"""Most seconds to wait for the object store's copy of at most some GB, begun a rollout ago."""
+
+Params = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What this rank copied since the last `take`."""
+
+    reference: ObjectRef | None = None
+    """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
+    seconds: float = 0.0  # time that the weight sync, or the caller of `take`, waited for it
+    errors: int = 0
+
+
+class VerifierCapture:
+    """One rank's copies, in `dtype`, of 16 bits, which `put` copies to the object store. Used by one thread at a time.
+
+    `tied`: the policy's head is its embedding; `norm_offset` is added to the final norm's weight.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        put: Callable[[VerifierArrays], ObjectRef],
+        tied: bool = False,
+        norm_offset: float = 0.0,
+    ) -> None:
+        self.armed = False
+        """The coming weight sync is copied from."""
+        self._dtype, self._put, self._norm_offset = dtype, put, norm_offset
+        self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
+        self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
+        self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
+        self._arrived: set[str] = set()
+        self._captured_before = False
+        self._putting: Future[ObjectRef] | None = None
+        self._thread = ThreadPoolExecutor(1, "tlt-verifier")
+        self._seconds, self._errors = 0.0, 0
+
+    def tee(self, params: Params) -> Params:
+        """Hand `params` on as they are; what the drafter shares is copied on the way."""
+        for name, tensor in params:
+            part = policy_part(name)
+            if self.armed and part is not None and part in self._wanted:
+                with self._contained():
+                    self._keep(part, tensor.float() + self._norm_offset if part == "norm" else tensor)
+            yield name, tensor
+
+    def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
+        """Put what arrived into the object store, in the background; `base` reads the parts if only LoRA was synced."""
+        with self._contained():
+            if self.armed and base is not None and not self._captured_before and not self._arrived:
+                for part, tensor in base().items():
+                    if part in self._wanted:
+                        self._keep(part, tensor)
+            if self.armed and self._arrived:
+                if missing := [part for part in self._wanted if part not in self._arrived]:
+                    raise RuntimeError(f"{' and '.join(missing)} did not arrive with the weight sync")
+                self._captured_before = True
+                arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
+                arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
+                self._putting = self._thread.submit(self._put, VerifierArrays(**arrays))
+        self.armed, self._arrived = False, set()
+
+    def take(self) -> Captured:
+        """What was copied since the last call."""
+        reference, putting, self._putting = None, self._putting, None
+        with self._contained():
+            reference = putting.result(PUT_S) if putting else None
+        captured = Captured(reference, self._seconds, self._errors)
+        self._seconds, self._errors = 0.0, 0
+        return captured
+
+    def _keep(self, part: str, tensor: torch.Tensor) -> None:
+        """Copy one tensor to the host in 16 bits, cast on its own device, so that half of its bytes cross."""
+        if self._putting is not None:
+            self._putting.result(PUT_S)  # nobody took the copy before this one: overwrite it once it is read
+        short = tensor.detach().to(self._dtype)
+        host = self._host.get(part)
+        if host is None or host.shape != short.shape:
+            self._locked[part] = page_locked(short.nbytes)
+            host = self._host[part] = views(self._locked[part], [short])[0]
+        host.copy_(short)
+        self._arrived.add(part)
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """Time the block; a failure ends the copying for this sync."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.armed, self._putting = False, None
+            self._errors += 1
+            logger.warning("the policy's embedding, head and norm could not be copied for the drafter: %r", error)
+        finally:
+            self._seconds += time.perf_counter() - start

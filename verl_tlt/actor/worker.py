@@ -21,12 +21,12 @@ from verl_tlt.actor.adapters import adapt
 from verl_tlt.actor.tap import (
     ROW,
     HiddenStateTap,
+    VerifierCapture,
     choose_window,
     response_lengths,
     select_for_tap,
     shards_by_worker,
 )
-from verl_tlt.actor.verifier_capture import VerifierCapture
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, policy_shape
 from verl_tlt.errors import DrafterError

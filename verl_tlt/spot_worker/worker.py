@@ -59,6 +59,11 @@ MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|MemoryAllocation\b", re
 """Words in what these libraries raise where memory is short: the process may go on."""
 
 
+def _yield_to_engines() -> None:
+    """Give this thread only the CPU time that no other wants."""
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
 def release_freed() -> None:
     """Return what a session freed to the system, for the actors' offloaded optimizers, where glibc can do so."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
@@ -125,10 +130,9 @@ class SpotWorker:
         torch.set_num_threads(1)  # several processes share this machine's cores; spinning threads cost all of them
         self.learner = SpotLearner(*arguments, **named)
         self._stopping = threading.Event()
-        self._session = ThreadPoolExecutor(1, "tlt-session")
-        if not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE"):
-            # Training shares its cores with engines that still decode: it gets only the time that no other wants.
-            self._session.submit(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)).result()
+        # Without an accelerator training shares its cores with the engines that still decode.
+        shared = not self.learner.training_device.is_accelerator and hasattr(os, "SCHED_IDLE")
+        self._session = ThreadPoolExecutor(1, "tlt-session", initializer=_yield_to_engines if shared else None)
 
     async def add(
         self,

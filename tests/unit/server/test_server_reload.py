@@ -15,8 +15,7 @@ from verl_tlt.drafter.digest import combined, partial_sums
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadInterval, LoadReply
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.savings import SavingsAccount
-from verl_tlt.vllm_worker.extension import TLTWorkerExtension
-from verl_tlt.vllm_worker.live_drafter import LiveDrafter
+from verl_tlt.vllm_worker.extension import LiveDrafter, TLTWorkerExtension
 
 SHARDS = [partial_sums([("fc.weight", torch.full((2, 2), value), 0)]) for value in (1.0, 2.0)]
 FINE = [asdict(LoadReply(ok=True, sums=sums)) for sums in SHARDS]
