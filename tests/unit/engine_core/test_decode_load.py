@@ -3,19 +3,12 @@
 import itertools
 import random
 import sys
-from enum import Enum
 from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.engine_core.decode_load import (
-    OVERDUE,
-    RECOUNT_EVERY,
-    STEPS_IN_FLIGHT,
-    DecodeLoad,
-    StopBoundary,
-    room_before_stop,
-)
+from verl_tlt.engine_core.decode_load import OVERDUE, RECOUNT_EVERY, STEPS_IN_FLIGHT, DecodeLoad, StopBoundary
+from verl_tlt.engine_core.decode_load import room_before_stop as room_of
 from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.step_control import Limits, StepControl
 from verl_tlt.speculation.types import Load
@@ -26,23 +19,25 @@ def request(name, computed, prefill=False, tokens=None):
     return SimpleNamespace(request_id=name, num_computed_tokens=computed, num_tokens=tokens, is_prefill_chunk=prefill)
 
 
-def test_a_prefill_neither_counts_nor_hides():
-    load = DecodeLoad(1000)
+@pytest.fixture
+def load():
+    return DecodeLoad(10_000)
+
+
+def test_a_prefill_neither_counts_nor_hides(load):
     running = [request("a", 10), request("b", 20), request("chunk", 64, prefill=True, tokens=200), request("new", 0)]
     assert load.count(running, known=3, grown=0, draft_length=2) == Load(2, 30)
     assert load.prefilling == {"chunk", "new"}
     assert load.longest == 200
 
 
-def test_before_anybody_decodes_those_about_to_are_planned_for():
-    load = DecodeLoad(1000)
+def test_before_anybody_decodes_those_about_to_are_planned_for(load):
     running = [request("a", 0, tokens=12), request("b", 0, tokens=20)]
     assert load.count(running, known=0, grown=0, draft_length=0) == Load(2, 32)
     assert load.prefilling == {"a", "b"}
 
 
-def test_whoever_comes_or_goes_is_counted():
-    load = DecodeLoad(1000)
+def test_whoever_comes_or_goes_is_counted(load):
     a, b, c = request("a", 10), request("b", 20), request("c", 0, tokens=30)
     load.count([a, b], known=2, grown=0, draft_length=0)
     assert load.count([a, b, c], known=2, grown=4, draft_length=0) == Load(2, 34)  # c was admitted in this step
@@ -51,8 +46,7 @@ def test_whoever_comes_or_goes_is_counted():
     assert load.count([b, c], known=2, grown=6, draft_length=0, ended={"a"}) == Load(2, 58)  # a: 10 + 2 + 2 + 2
 
 
-def test_one_that_left_unannounced_makes_it_look_again():
-    load = DecodeLoad(1000)
+def test_one_that_left_unannounced_makes_it_look_again(load):
     a, b, c = request("a", 10), request("b", 20), request("c", 30)
     load.count([a, b, c], known=3, grown=0, draft_length=0)
     assert load.count([b, c], known=2, grown=5, draft_length=0) == Load(2, 50)
@@ -95,8 +89,7 @@ def test_it_agrees_with_looking_at_everybody(seed):
             ended.add(r.request_id)
 
 
-def test_the_estimate_is_corrected_while_a_step_is_under_way():
-    load = DecodeLoad(10_000)
+def test_the_estimate_is_corrected_while_a_step_is_under_way(load):
     a, b = request("a", 10), request("b", 20)
     load.count([a, b], known=2, grown=0, draft_length=0)
     for _ in range(RECOUNT_EVERY):
@@ -113,8 +106,7 @@ def test_the_estimate_is_corrected_while_a_step_is_under_way():
     assert load.longest == 204
 
 
-def test_without_a_pause_to_look_in_a_step_waits_for_the_correction():
-    load = DecodeLoad(10_000)
+def test_without_a_pause_to_look_in_a_step_waits_for_the_correction(load):
     running = [request("a", 10)]
     load.count(running, known=1, grown=0, draft_length=0)
     for _ in range(OVERDUE):
@@ -139,37 +131,21 @@ def test_near_the_drafters_limit_the_longest_context_is_exact():
 ARMS = (0, 1, 2, 3)
 
 
-class Status(Enum):
-    RUNNING = 1
-    PREEMPTED = 2
-
-
-def bounded(min_tokens=10, stops=(2,), has=0, placeholders=0, **changes):
+def bounded(min_tokens=10, stops=(2,), has=0, **changes):
     params = SimpleNamespace(min_tokens=min_tokens, all_stop_token_ids=set(stops))
     state = dict(
-        sampling_params=params, num_output_tokens=has, num_output_placeholders=placeholders, status=Status.RUNNING,
-        is_finished=lambda: False,
+        sampling_params=params, num_output_tokens=has, num_output_placeholders=0,
+        status=SimpleNamespace(name="RUNNING"), is_finished=lambda: False,
     )  # fmt: skip
     return SimpleNamespace(**(state | changes))
 
 
-def rows_hidden(least, counted, drafts, removed):
-    """Where vLLM 0.28 hides the stop tokens of a request: one entry per draft token, then the token behind them.
+def miscounted(least, in_flight, limited, steps=200, seed=0):
+    """Tokens of one request whose stop tokens vLLM 0.28 would hide, or not, against `least` (`min_tokens`).
 
     `MinTokensLogitsProcessor.apply_with_spec_decode` counts on along the draft; `apply`, for the token behind it, does
-    not; neither hides anything once the request was `removed`.
-    """
-    rows = [not removed and counted + i < least for i in range(drafts)]
-    return [*rows, not removed and counted < least]
-
-
-def miscounted(least, in_flight, limited, steps=200, seed=0):
-    """Tokens of one request whose stop tokens vLLM would hide, or not, against `least`.
-
-    Args:
-        least: `min_tokens`.
-        in_flight: steps that are scheduled before the result of the first is known, as under async scheduling.
-        limited: whether drafts are held to `room_before_stop`.
+    not; neither hides anything once the request was removed. `in_flight` steps are scheduled before the result of the
+    first is known, as under async scheduling; `limited`: drafts are held to `room_before_stop`.
     """
     rng = random.Random(seed)
     wrong = true = drafted = 0
@@ -177,16 +153,15 @@ def miscounted(least, in_flight, limited, steps=200, seed=0):
     for _ in range(steps):
         verified, drafted = drafted, 0  # this step verifies what the last one drafted
         most = known + sum(1 + d for _, d in waiting) + 1 + verified
-        room = room_before_stop(least, known, most) if limited else sys.maxsize
+        room = room_of(least, known, most) if limited else sys.maxsize
         drafted = StepControl(FixedPolicy(rng.choice(ARMS)), Limits(ARMS)).choose(Load(1, 0), room=room)
         # The worker takes all drafts that it has no answer for as accepted.
         optimistic = known + sum(1 + d for _, d in waiting)
         removed = removed or optimistic >= least
         accepted = rng.randint(0, verified)
-        hidden = rows_hidden(least, optimistic, verified, removed)
         for i in range(accepted + 1):
-            row = i if i < verified else verified
-            wrong += hidden[row] != (true + i < least)
+            hidden = not removed and optimistic + (i if i < verified else 0) < least
+            wrong += hidden != (true + i < least)
         true += accepted + 1
         waiting.append((accepted, verified))
         if len(waiting) >= in_flight:
@@ -203,9 +178,9 @@ def test_no_token_is_judged_by_a_wrong_count(least, in_flight):
 
 
 def test_far_from_the_boundary_drafts_are_as_long_as_wanted():
-    assert room_before_stop(1000, has=10, most=14) > 900
-    assert room_before_stop(10, has=10, most=14) == sys.maxsize
-    assert room_before_stop(10, has=9, most=11) == 0
+    assert room_of(1000, has=10, most=14) > 900
+    assert room_of(10, has=10, most=14) == sys.maxsize
+    assert room_of(10, has=9, most=11) == 0
 
 
 def test_the_request_that_bears_least_decides_until_it_may_stop():
@@ -230,7 +205,7 @@ def test_only_requests_that_something_could_stop_count():
 def test_one_that_is_preempted_waits_for_its_return():
     boundary, one = StopBoundary(), bounded(has=8)
     assert boundary.room([one], 0) == 0
-    one.status = Status.PREEMPTED
+    one.status.name = "PREEMPTED"
     assert boundary.room([], 0) == sys.maxsize
-    one.status = Status.RUNNING
+    one.status.name = "RUNNING"
     assert boundary.room([one], 0) == 0

@@ -11,19 +11,17 @@ from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.vllm_worker.draft_probabilities import verify_as_certain
 from verl_tlt.vllm_worker.drafter_pass import NoProposals
 
-PROMPT = [50, 51, 52, 53]
 
-
-def step(new=(), finished=(), drafts=None):
+def step(new=(), drafts=None):
     """A `SchedulerOutput`, as far as it is read."""
     return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=r, prompt_token_ids=PROMPT) for r in new],
-        finished_req_ids=set(finished),
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, prompt_token_ids=[50, 51, 52, 53]) for r in new],
+        finished_req_ids=set(),
         scheduled_spec_decode_tokens=drafts or {},
     )
 
 
-def request(draft=(), prefilling=False, grammar=None):
+def request(draft=(7, 7), prefilling=False, grammar=None):
     return SimpleNamespace(spec_token_ids=list(draft), is_prefill_chunk=prefilling, structured_output_request=grammar)
 
 
@@ -39,24 +37,25 @@ def drafts(request):
     return made
 
 
+def marked(drafts, scheduled):
+    """The requests that a step with these drafts names."""
+    output = step(drafts=scheduled)
+    drafts.scheduled(output)
+    return set(getattr(output, NGRAM_MARK))
+
+
 def test_a_match_replaces_the_drafters_proposal_and_is_marked_in_the_next_step(drafts):
-    requests = {"now": request(draft=[7, 7])}
+    requests = {"now": request()}
     drafts.propose(requests, ["now", "gone"], 2)
     assert requests["now"].spec_token_ids == [4, 5]
-    output = step(drafts={"now": [4, 5]})
-    drafts.scheduled(output)
-    assert set(getattr(output, NGRAM_MARK)) == {"now"}
-    later = step(drafts={"now": [7]})
-    drafts.scheduled(later)
-    assert getattr(later, NGRAM_MARK) == {}
+    assert marked(drafts, {"now": [4, 5]}) == {"now"}
+    assert marked(drafts, {"now": [7]}) == set()
     drafts.propose(requests, ["now"], 2)
-    left_out = step()
-    drafts.scheduled(left_out)
-    assert getattr(left_out, NGRAM_MARK) == {}
+    assert marked(drafts, {}) == set(), "it was left out"
 
 
 def test_without_a_match_the_drafter_has_its_way(drafts):
-    requests = {"now": request(draft=[7, 7])}
+    requests = {"now": request()}
     drafts.emitted(emitted(now=[90]))
     drafts.propose(requests, ["now"], 2)
     assert requests["now"].spec_token_ids == ([] if drafts.without_drafter else [7, 7])
@@ -68,27 +67,23 @@ def test_a_draft_shorter_than_the_drafters_is_taken_only_where_there_is_no_other
     assert requests["now"].spec_token_ids == ([4, 5, 6] if drafts.without_drafter else [7] * 5)
 
 
-@pytest.mark.parametrize(
-    ("one", "draft_length"), [(request(prefilling=True), 2), (request(grammar=object()), 2), (request(), 0)]
-)
-def test_who_gets_no_ngram(drafts, one, draft_length):
-    one.spec_token_ids = []
+@pytest.mark.parametrize(("changes", "draft_length"), [({"prefilling": True}, 2), ({"grammar": object()}, 2), ({}, 0)])
+def test_who_gets_no_ngram(drafts, changes, draft_length):
+    one = request((), **changes)
     drafts.propose({"now": one}, ["now"], draft_length)
     assert one.spec_token_ids == []
 
 
 def test_ngrams_that_are_refused_stop_and_the_drafter_sets_the_bar(drafts):
-    def offer():
-        one = request(draft=[7, 7])
+    offers, refused = 0, True
+    while refused:
+        one = request()
         drafts.propose({"now": one}, ["now"], 2)
         output = step(drafts={"now": one.spec_token_ids, "old": [9, 9]})
         drafts.scheduled(output)
-        return output
-
-    offers = 0
-    while "now" in getattr(output := offer(), NGRAM_MARK):
-        drafts.verified(output, [[4], [9, 9, 8]], {"now": 0, "old": 1})
-        offers += 1
+        if refused := "now" in getattr(output, NGRAM_MARK):
+            drafts.verified(output, [[4], [9, 9, 8]], {"now": 0, "old": 1})
+            offers += 1
     assert (drafts.num_drafts, drafts.num_accepted) == (offers, 0) and offers >= 3
     # Alone down to the floor; beside a drafter that is always right it ends earlier.
     assert offers > 12 if drafts.without_drafter else offers <= 8
@@ -96,11 +91,9 @@ def test_ngrams_that_are_refused_stop_and_the_drafter_sets_the_bar(drafts):
 
 def test_what_was_verified_counts_since_the_last_reset(drafts):
     drafts.num_drafts, drafts.num_accepted = 5, 3
-    for reset in (False, True):
+    for reset, counts in ((False, (5, 3)), (True, (5, 3)), (True, (0, 0))):
         stats = drafts.counted(EngineStats(num_drafts=9), reset)
-        assert (stats.num_drafts, stats.num_ngram_drafts, stats.num_ngram_accepted) == (9, 5, 3)
-    stats = drafts.counted(stats, reset=True)
-    assert stats.num_ngram_drafts == stats.num_ngram_accepted == 0
+        assert (stats.num_drafts, stats.num_ngram_drafts, stats.num_ngram_accepted) == (9, *counts)
 
 
 def test_the_empty_proposer_proposes_nothing():
@@ -110,19 +103,17 @@ def test_the_empty_proposer_proposes_nothing():
 
 
 def test_marked_rows_are_verified_with_probability_one():
-    probs = torch.full((5, 4), 0.25)
+    probs, seen = torch.full((5, 4), 0.25), []
     metadata = SimpleNamespace(num_draft_tokens=[2, 0, 3], draft_token_ids=torch.tensor([1, 2, 3, 0, 1]))
-    seen = []
     runner = SimpleNamespace(
         execute_model=lambda output: seen.append(output) or "done",
         _get_spec_decode_draft_probs=lambda _: probs.clone(),
         input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
     )
     verify_as_certain(runner)
-    plain = step()
+    plain, marked = step(), step()
     assert runner.execute_model(plain) == "done" and seen == [plain]
     assert torch.equal(runner._get_spec_decode_draft_probs(metadata), probs)
-    marked = step()
     setattr(marked, NGRAM_MARK, {"c": None})
     runner.execute_model(marked)
     found = runner._get_spec_decode_draft_probs(metadata)

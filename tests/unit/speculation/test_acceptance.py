@@ -3,21 +3,18 @@
 import math
 import random
 
-import numpy as np
 import pytest
 
 from verl_tlt.speculation.acceptance import DECAY_GUESS, AcceptanceEstimate, expected_accept_lengths
 from verl_tlt.speculation.types import ControlError
 
 
-def feed(estimate, conditional, k, batch, steps, rng):
-    """Verify `steps` drafts of length `k` on `batch` requests whose true acceptance is `conditional`."""
+def seen(positions, drafts, accepted, steps=1):
+    """An estimate that saw so many steps of so many drafts."""
+    estimate = AcceptanceEstimate(positions)
     for _ in range(steps):
-        left, accepted = batch, []
-        for p in conditional[:k]:
-            left = int(rng.binomial(left, p))
-            accepted.append(left)
-        estimate.observe(batch, accepted)
+        estimate.observe(drafts, accepted)
+    return estimate
 
 
 def test_what_is_expected_chains_the_acceptance_and_guesses_on_where_it_ends():
@@ -26,20 +23,11 @@ def test_what_is_expected_chains_the_acceptance_and_guesses_on_where_it_ends():
 
 
 def test_a_long_draft_informs_every_shorter_one():
-    estimate = AcceptanceEstimate(7)
-    feed(estimate, [0.8] * 7, 7, 32, 200, np.random.default_rng(0))
-    short = AcceptanceEstimate(7)
-    feed(short, [0.8] * 7, 2, 32, 200, np.random.default_rng(0))
-    assert all(estimate.uncertainty(i) < 0.05 for i in range(7))
+    accepted = [26, 20, 16, 13, 11, 8, 7]
+    long, short = (seen(7, 32, accepted[:k], steps=200) for k in (7, 2))
+    assert all(long.uncertainty(i) < 0.05 for i in range(7))
     assert [short.uncertainty(i) < 0.05 for i in range(7)] == [True, True, False, False, False, False, False]
-    assert estimate.accept_lengths[:3] == pytest.approx(short.accept_lengths[:3], rel=0.05)
-
-
-def test_a_new_prior_drops_the_old_drafter():
-    estimate = AcceptanceEstimate(2)
-    feed(estimate, [0.1, 0.1], 2, 64, 50, np.random.default_rng(6))
-    estimate.set_prior([0.7])
-    assert estimate.conditional[0] == pytest.approx(0.7)
+    assert long.accept_lengths[:3] == pytest.approx(short.accept_lengths[:3], rel=0.05)
 
 
 @pytest.mark.parametrize("prior", [[1.2], [0.5, -0.1]])
@@ -62,41 +50,25 @@ def spread(p, votes):
     return math.sqrt(p * (1.0 - p) / (votes + 1.0))
 
 
-@pytest.mark.parametrize(
-    ("batch", "votes"),
-    [
-        (2, 2 / (1 - math.exp(-2 / 600))),  # at small batches the last 600 drafts count
-        (10, 10 / (1 - math.exp(-10 / 600))),
-        (64, 64 / (1 - math.exp(-1 / 16))),  # at large ones the last 16 steps
-    ],
-)
-def test_the_window_is_of_drafts_or_of_steps_whichever_is_longer(batch, votes):
-    estimate = AcceptanceEstimate(1)
-    for _ in range(12_000 // batch if batch < 64 else 400):
-        estimate.observe(batch, [batch // 2])
+@pytest.mark.parametrize(("batch", "steps"), [(2, 300), (10, 60), (64, 16)])
+def test_the_window_is_of_600_drafts_or_of_16_steps_whichever_is_longer(batch, steps):
+    estimate = seen(1, batch, [batch // 2], steps=20 * steps)
+    votes = batch / (1 - math.exp(-1 / steps))
     assert estimate.conditional == pytest.approx([0.5])
     assert estimate.uncertainty(0) == pytest.approx(spread(0.5, votes + 2), rel=1e-6)
 
 
-def test_what_a_large_batch_showed_is_dropped_within_forty_drafts_of_a_tail_that_is_unlike_it():
-    estimate, rng = AcceptanceEstimate(2), random.Random(0)
-    for _ in range(60):
-        estimate.observe(64, [45 + rng.randint(-4, 4), 30])
-    for _ in range(40):
-        first = rng.random() < 0.2
-        estimate.observe(1, [first, first and rng.random() < 0.2])
-    assert estimate.conditional[0] == pytest.approx(0.2, abs=0.2)
+def test_what_a_large_batch_showed_is_dropped_within_forty_drafts_of_a_harder_tail():
+    """As recorded of a language model: 0.8 at every position in the large batch, half of that in the tail.
 
-
-def test_where_a_first_draft_is_harder_later_ones_follow_by_their_ratio_until_seen_again():
-    """As recorded of a language model: 0.8 at every position in the large batch, half of that in the tail."""
-    estimate, rng = AcceptanceEstimate(4), random.Random(0)
-    for _ in range(60):
-        estimate.observe(64, [51, 41, 33, 26])
+    Later positions follow the first by their ratio until they are seen again.
+    """
+    estimate, rng = seen(4, 64, [51, 41, 33, 26], steps=60), random.Random(0)
     assert estimate.conditional == pytest.approx([0.8] * 4, abs=0.02)
-    for _ in range(60):
+    for _ in range(40):
         right = [rng.random() < 0.4 for _ in range(4)]
         estimate.observe(1, [all(right[: i + 1]) for i in range(4)])
+    assert estimate.conditional[0] == pytest.approx(0.4, abs=0.15)
     assert estimate.accept_lengths[4] < 2.1, "it is 1.65, and was 3.4"
 
 
@@ -111,17 +83,15 @@ def test_a_tail_that_is_like_the_large_batch_keeps_what_that_showed():
 
 
 @pytest.mark.parametrize(("prior", "weight", "votes"), [([], 24.0, 2.0), ([0.5], 2.0, 2.0), ([0.5], 24.0, 24.0)])
-def test_a_prior_is_worth_its_weight_in_drafts(prior, weight, votes):
-    estimate = AcceptanceEstimate(1)
+def test_a_prior_drops_the_old_drafter_and_is_worth_its_weight_in_drafts(prior, weight, votes):
+    estimate = seen(1, 64, [6], steps=50)
     estimate.set_prior(prior, weight=weight)
     estimate.observe(10, [9])
     assert estimate.conditional == pytest.approx([(9 + votes * 0.5) / (10 + votes)])
 
 
 def test_what_is_not_looked_at_counts_half_after_its_time():
-    known, stale, other = (AcceptanceEstimate(1) for _ in range(3))
-    for estimate in (known, stale, other):
-        estimate.observe(10, [8])
+    known, stale, other = (seen(1, 10, [8]) for _ in range(3))
     p = (8 + 1) / 12
     assert known.uncertainty(0) == pytest.approx(spread(p, 12))
     stale.skip(4000)
@@ -134,9 +104,7 @@ def test_what_is_not_looked_at_counts_half_after_its_time():
 
 
 def test_a_position_that_nobody_reached_learns_nothing_but_was_looked_at():
-    estimate = AcceptanceEstimate(2)
-    estimate.observe(20, [0, 0])
-    assert estimate.conditional == pytest.approx([1 / 22, 1 / 22 * DECAY_GUESS])
+    assert seen(2, 20, [0, 0]).conditional == pytest.approx([1 / 22, 1 / 22 * DECAY_GUESS])
 
 
 def test_the_uncertainty_of_an_accept_length_adds_up_over_its_positions():
@@ -144,13 +112,11 @@ def test_the_uncertainty_of_an_accept_length_adds_up_over_its_positions():
     estimate.set_prior([0.8, 0.5], weight=9)
     a, b = spread(0.8, 9), spread(0.5, 9)
     # tau(2) = 1 + p0 + p0 p1
-    expected = [0.0, a, math.hypot(a * (1 + 0.5), b * 0.8)]
-    assert estimate.accept_length_uncertainty() == pytest.approx(expected)
+    assert estimate.accept_length_uncertainty() == pytest.approx([0.0, a, math.hypot(a * (1 + 0.5), b * 0.8)])
 
 
 def test_the_longer_a_position_is_out_of_sight_the_more_its_ratio_to_the_one_before_speaks_for_it():
-    estimate = AcceptanceEstimate(2)
-    estimate.observe(10, [10, 2])
+    estimate = seen(2, 10, [10, 2])
     for _ in range(4):
         estimate.observe(16, [16])
     first, second = estimate.conditional
@@ -160,13 +126,9 @@ def test_the_longer_a_position_is_out_of_sight_the_more_its_ratio_to_the_one_bef
 
 
 def test_the_ratio_of_two_positions_is_what_was_seen_of_them():
-    """Half and then four fifths of it; when the first is accepted wholly, the second follows by that ratio."""
-    estimate = AcceptanceEstimate(2)
-    for _ in range(20):
-        estimate.observe(100, [50, 20])
-    first, second = estimate.conditional
-    assert (first, second) == pytest.approx((0.5, 0.4), abs=0.02)
+    """When the first is accepted wholly, the second follows by that ratio."""
+    estimate = seen(2, 100, [50, 20], steps=20)
+    assert estimate.conditional == pytest.approx([0.5, 0.4], abs=0.02)
     for _ in range(2000):
         estimate.observe(100, [100])
-    first, second = estimate.conditional
-    assert first == pytest.approx(1.0, abs=0.01) and second == pytest.approx(0.8, abs=0.03)
+    assert estimate.conditional == pytest.approx([1.0, 0.8], abs=0.03)

@@ -7,14 +7,8 @@ import pytest
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.latency import LatencyModel
 from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, LatencyTable
-from verl_tlt.speculation.decision import (
-    FIRST_WAIT,
-    IN_A_ROW,
-    LONGEST_WAIT,
-    RolloutDecision,
-    RunDecision,
-    expected_saving,
-)
+from verl_tlt.speculation.decision import FIRST_WAIT, IN_A_ROW, LONGEST_WAIT, RolloutDecision, RunDecision
+from verl_tlt.speculation.decision import expected_saving as saving
 from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.types import OFF, Load
 
@@ -25,6 +19,23 @@ MEASURED = LatencyTable.calibrated({
     3: [(1, 0.018), (8, 0.026), (32, 0.060)],
 })  # fmt: skip
 COSTS = LatencyModel((0, 1, 3), table=MEASURED)
+REPLICAS = ["a", "b"]
+ACCEPTANCE = (0.9, 0.9)
+MEDIOCRE = [0.6, 0.5, 0.4]
+"""Pays at batch 1, costs at batch 32."""
+SOME = [0.5, 0.5, 0.5]
+"""7 % of OFF's time is expected to be saved at batch 1."""
+
+
+def decision(policy="goodput", source="eagle"):
+    made = RolloutDecision(policy, source)
+    made.calibrated(MEASURED)
+    return made
+
+
+def rollout(work):
+    """Statistics of an engine that decoded so many tokens at each batch."""
+    return [EngineStats(tokens_by_batch=work)]
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -36,30 +47,15 @@ def test_off_and_k_agree_on_what_a_draft_is_worth(batch, acceptance):
     policy.set_acceptance(acceptance)
     drafts = policy.choose(Load(batch, batch * CONTEXT_TOKENS)) > 0
     off, zero, *_ = COSTS.predict(batch, batch * CONTEXT_TOKENS)
-    assert (expected_saving(acceptance, COSTS, {batch: 100}) > 1 - zero / off) == drafts
-
-
-def decision(**arguments):
-    made = RolloutDecision(**{"policy": "goodput"} | arguments)
-    made.calibrated(MEASURED)
-    return made
-
-
-def rollout(work):
-    """Statistics of an engine that decoded so many tokens at each batch."""
-    return [EngineStats(tokens_by_batch=work)]
+    assert (saving(acceptance, COSTS, {batch: 100}) > 1 - zero / off) == drafts
 
 
 @pytest.mark.parametrize(
     ("acceptance", "drafts"),
-    [
-        ([0.8, 0.7, 0.7], True),
-        ([], True),  # unknown
-        ([0.02, 0.0, 0.0], False),
-        ([0.42, 0.2, 0.1], False),  # a little in the tail, less than the drafter's pass costs before
-    ],
+    [([0.8, 0.7, 0.7], True), ([], True), ([0.02, 0.0, 0.0], False), ([0.42, 0.2, 0.1], False)],
 )
 def test_a_good_or_unknown_drafter_runs_and_a_random_one_does_not(acceptance, drafts):
+    """The last one saves a little in the tail, less than its pass costs before."""
     made = decision()
     assert made.drafts(acceptance) == drafts
     assert bool(made.against) != drafts
@@ -95,20 +91,13 @@ def test_where_no_draft_was_measured_nobody_drafts_unless_it_is_ordered(acceptan
         made.rollout.calibrated(undrafted)
     assert run.drafting(acceptance) == [] and "tlt.speculation.arms" in run.rollout.against
     assert ordered.drafting(acceptance) == REPLICAS
-    by_setting = {policy: RunDecision(REPLICAS, policy=policy, arms=(0,)) for policy in ("goodput", "fixed")}
-    assert {policy: made.drafting(acceptance) for policy, made in by_setting.items()} == {
-        "goodput": [],
-        "fixed": REPLICAS,
-    }
+    assert RunDecision(REPLICAS, arms=(0,)).drafting(acceptance) == []
+    assert RunDecision(REPLICAS, policy="fixed", arms=(0,)).drafting(acceptance) == REPLICAS
 
 
 def test_a_draft_measured_cheaper_than_no_drafter_at_all_is_taken_to_cost_as_much():
     table = LatencyTable.calibrated({OFF: [(1, 0.020)], 0: [(1, 0.020)], 1: [(1, 0.015)]})
-    assert expected_saving([0.06], LatencyModel((0, 1), table=table), {1: 100}) == pytest.approx(1 - 1 / 1.06)
-
-
-MEDIOCRE = [0.6, 0.5, 0.4]
-"""Pays at batch 1, costs at batch 32."""
+    assert saving([0.06], LatencyModel((0, 1), table=table), {1: 100}) == pytest.approx(1 - 1 / 1.06)
 
 
 @pytest.mark.parametrize(("work", "drafts"), [({1: 900, 32: 320}, True), ({1: 10, 32: 32000}, False)])
@@ -121,11 +110,11 @@ def test_it_counts_where_the_last_rollout_spent_its_time(work, drafts):
 
 
 def test_a_drafter_must_promise_more_while_none_has_been_tried():
-    made, some = decision(), [0.5, 0.5, 0.5]  # 7 % of OFF's time saved at batch 1
+    made = decision()
     made.learn(rollout({1: 100}), None)
-    assert not made.drafts(some)
+    assert not made.drafts(SOME)
     made.learn(rollout({1: 100}), 0.1)
-    assert made.drafts(some)
+    assert made.drafts(SOME)
 
 
 def test_a_drafter_that_lost_time_is_off_until_a_better_one_comes():
@@ -144,25 +133,21 @@ def test_a_drafter_that_lost_time_is_off_until_a_better_one_comes():
 
 @pytest.mark.parametrize(("policy", "source"), [("fixed", "eagle"), ("goodput", "both"), ("table", "ngram")])
 def test_what_was_ordered_and_what_needs_no_drafter_is_never_off(policy, source):
-    made = decision(policy=policy, source=source)
+    made = decision(policy, source)
     made.learn(rollout({8: 100}), -0.9)
     assert made.drafts([0.01])
-    assert not decision(policy="off", source=source).drafts([0.9])
-
-
-REPLICAS = ["a", "b"]
-ACCEPTANCE = (0.9, 0.9)
+    assert not decision("off", source).drafts([0.9])
 
 
 @pytest.mark.parametrize(("gain", "then"), [(0.05, REPLICAS), (-0.2, []), (None, ["b"])])
 def test_a_gain_of_some_per_cent_is_tried_by_one_replica_after_the_other_until_it_is_known(gain, then):
-    """7 % of OFF's time is expected to be saved at batch 1; an engine that was started without a drafter tells none."""
-    run, some = RunDecision(REPLICAS), [0.5, 0.5, 0.5]
+    """An engine that was started without a drafter tells none."""
+    run = RunDecision(REPLICAS)
     run.rollout.calibrated(MEASURED)
     run.rollout.learn(rollout({1: 100}), None)
-    assert run.drafting(some) == ["a"] == run.drafting(some), "asked twice before a rollout"
+    assert run.drafting(SOME) == ["a"] == run.drafting(SOME), "asked twice before a rollout"
     run.learn({"a": rollout({1: 100})[0], "b": rollout({1: 100})[0]}, gain)
-    assert run.drafting(some) == then
+    assert run.drafting(SOME) == then
     assert run.drafting([0.2, 0.2, 0.2]) == [], "less than 3 % would be saved"
 
 
@@ -177,11 +162,11 @@ def learn(run, gain, accepted=0.8, drafting=REPLICAS):
     return run.learn(stats, gain)
 
 
+@pytest.fixture
 def disabled():
-    """A run in which speculation has just been disabled."""
+    """(A run in which speculation has just been disabled, what it said)"""
     run = RunDecision(REPLICAS)
-    for _ in range(IN_A_ROW):
-        said = learn(run, -0.2)
+    *_, said = [learn(run, -0.2) for _ in range(IN_A_ROW)]
     return run, said
 
 
@@ -194,8 +179,8 @@ def until_probe(run):
     return waited, probe
 
 
-def test_rollouts_that_drafting_made_slower_disable_it_with_the_cause():
-    run, said = disabled()
+def test_rollouts_that_drafting_made_slower_disable_it_with_the_cause(disabled):
+    run, said = disabled
     assert "accept length of 2.28 does not make up" in said and run.cause in said
     assert run.drafting(ACCEPTANCE) == []
 
@@ -203,13 +188,10 @@ def test_rollouts_that_drafting_made_slower_disable_it_with_the_cause():
 @pytest.mark.parametrize(
     ("gains", "disables"),
     [
-        ([-0.2, -0.2, 0.1, -0.2, -0.2], False),
-        ([-0.02] * 9, False),
-        ([0.3] * 9, False),
-        ([None] * 9, False),
+        ([-0.2, -0.2, 0.1, -0.2, -0.2], False), ([-0.02] * 9, False), ([None] * 9, False),
         ([-0.2, -0.05, None, -0.04], True),
     ],
-)
+)  # fmt: skip
 def test_only_several_in_a_row_do(gains, disables):
     run = RunDecision(REPLICAS)
     for gain in gains:
@@ -232,9 +214,8 @@ def test_an_order_is_followed_with_one_warning_and_rollouts_without_drafts_say_n
     assert not ordered.cause and not off.cause and ordered.drafting(ACCEPTANCE) == REPLICAS
 
 
-def test_it_is_enabled_again_when_a_probe_gains_and_waits_longer_when_it_does_not():
-    run, _ = disabled()
-    seen = []
+def test_it_is_enabled_again_when_a_probe_gains_and_waits_longer_when_it_does_not(disabled):
+    run, seen = disabled[0], []
     for _ in range(5):
         waited, probe = until_probe(run)
         seen.append((waited, *probe))
@@ -248,8 +229,8 @@ def test_it_is_enabled_again_when_a_probe_gains_and_waits_longer_when_it_does_no
 @pytest.mark.parametrize(
     ("gain", "accepted", "drafting"), [(0.01, 0.8, ["a"]), (0.2, 0.0, ["a"]), (0.2, 0.8, []), (None, 0.8, ["a"])]
 )
-def test_what_is_no_evidence_does_not_enable_it(gain, accepted, drafting):
+def test_what_is_no_evidence_does_not_enable_it(disabled, gain, accepted, drafting):
     """A gain within the noise; one without anything accepted; an engine that did not draft; nothing to compare."""
-    run, _ = disabled()
+    run, _ = disabled
     until_probe(run)
     assert learn(run, gain, accepted, drafting) is None and run.cause

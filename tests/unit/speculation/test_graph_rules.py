@@ -6,57 +6,39 @@ import pytest
 import transformers
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from verl_tlt.speculation.graph_rules import (
-    GRAPH_LENGTHS,
-    draft_length_table,
-    draft_logits_bytes,
-    is_hybrid,
-    longest_draft,
-    plain_attention,
-    runner_for,
-    token_limit,
-)
+from verl_tlt.speculation import graph_rules
 
 
 @pytest.mark.parametrize(("release", "runner"), [((0, 24), "V1"), ((0, 31), "V1"), ((0, 32), "V2"), ((1, 0), "V2")])
 def test_the_runner_is_one_that_drafts_what_it_is_asked_for(monkeypatch, release, runner):
-    assert runner_for(release) == runner
-    assert runner_for(release, "ngram") == runner_for(release, "both") == "V1"
+    assert graph_rules.runner_for(release) == runner
+    assert graph_rules.runner_for(release, "ngram") == graph_rules.runner_for(release, "both") == "V1"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert runner_for(release) == "V1", "vLLM would give up FULL graphs for a table of draft lengths"
+    assert graph_rules.runner_for(release) == "V1", "vLLM would give up FULL graphs for a table of draft lengths"
 
 
 @pytest.mark.parametrize(
     ("runner", "mode", "plain", "every_length", "longest"),
     [
-        ("V1", "FULL_AND_PIECEWISE", True, True, 7),
-        ("V2", "FULL_DECODE_ONLY", True, True, 7),
-        ("V1", "FULL_AND_PIECEWISE", False, True, 3),  # vLLM has no further graphs captured for MLA and hybrids
-        ("V2", "FULL_AND_PIECEWISE", False, True, 7),  # which V2 does by itself
-        ("V1", "FULL_AND_PIECEWISE", True, False, 3),
-        ("V1", "PIECEWISE", True, True, 3),
-        ("V2", "NONE", True, True, 3),
+        ("V1", "FULL_AND_PIECEWISE", True, True, 7), ("V1", "FULL_AND_PIECEWISE", False, True, 3),
+        ("V2", "FULL_AND_PIECEWISE", False, True, 7), ("V1", "FULL_AND_PIECEWISE", True, False, 3),
+        ("V1", "PIECEWISE", True, True, 3), ("V2", "NONE", True, True, 3),
     ],
-)
+)  # fmt: skip
 def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(runner, mode, plain, every_length, longest):
-    assert longest_draft(runner, mode, plain, every_length) == longest
+    """For MLA and hybrids (not plain) vLLM has no further graphs captured; V2 captures them by itself."""
+    assert graph_rules.longest_draft(runner, mode, plain, every_length) == longest
 
 
 @pytest.mark.parametrize(
     ("runner", "requests", "gigabytes", "longest"),
-    [
-        ("V2", 256, 0.5, 7),
-        ("V2", 1024, 2.2, 3),  # so much would be kept through sleep with 7
-        ("V2", 2048, 4.4, 1),
-        ("V2", 16384, 34.9, 1),
-        ("V1", 16384, 0.0, 7),
-    ],
+    [("V2", 256, 0.5, 7), ("V2", 1024, 2.2, 3), ("V2", 2048, 4.4, 1), ("V2", 16384, 34.9, 1), ("V1", 16384, 0.0, 7)],
 )
 def test_where_draft_logits_would_take_much_the_longest_draft_is_shorter(runner, requests, gigabytes, longest):
     vocab, bfloat16 = 151_936, 2
-    assert round(draft_logits_bytes(runner, 7, requests, vocab, bfloat16) / 1e9, 1) == gigabytes
-    each = draft_logits_bytes(runner, 1, requests, vocab, bfloat16)
-    assert longest_draft(runner, "FULL_AND_PIECEWISE", True, logits_bytes=each) == longest
+    assert round(graph_rules.draft_logits_bytes(runner, 7, requests, vocab, bfloat16) / 1e9, 1) == gigabytes
+    each = graph_rules.draft_logits_bytes(runner, 1, requests, vocab, bfloat16)
+    assert graph_rules.longest_draft(runner, "FULL_AND_PIECEWISE", True, logits_bytes=each) == longest
 
 
 @pytest.mark.parametrize(
@@ -67,22 +49,23 @@ def test_where_draft_logits_would_take_much_the_longest_draft_is_shorter(runner,
     ],
 )  # fmt: skip
 def test_a_policy_is_plain_attention_or_not_by_its_config(name, plain):
-    assert plain_attention(getattr(transformers, f"{name}Config")().to_dict()) == plain
+    assert graph_rules.plain_attention(getattr(transformers, f"{name}Config")().to_dict()) == plain
 
 
 def test_a_policy_is_hybrid_by_the_fields_that_it_was_published_with():
     published = {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_key_heads": 16}
-    assert not plain_attention(published) and not plain_attention({"text_config": published})
-    assert is_hybrid(published) and not is_hybrid({"model_type": "deepseek_v3", "kv_lora_rank": 512})
+    assert not graph_rules.plain_attention(published) and not graph_rules.plain_attention({"text_config": published})
+    assert graph_rules.is_hybrid(published)
+    assert not graph_rules.is_hybrid({"model_type": "deepseek_v3", "kv_lora_rank": 512})
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 64])
 def test_the_table_holds_every_arm_that_there_are_batches_for(most):
-    table = draft_length_table(GRAPH_LENGTHS, most)
-    by_batch = build_dynamic_sd_schedule_lookup(table, most, GRAPH_LENGTHS[-1])[1:]
-    assert by_batch[-1] == GRAPH_LENGTHS[-1]
-    assert len(set(by_batch)) == min(most, len(GRAPH_LENGTHS))
-    assert draft_length_table((2,), most) == [[1, most, 2]]
+    table = graph_rules.draft_length_table(graph_rules.GRAPH_LENGTHS, most)
+    by_batch = build_dynamic_sd_schedule_lookup(table, most, graph_rules.GRAPH_LENGTHS[-1])[1:]
+    assert by_batch[-1] == graph_rules.GRAPH_LENGTHS[-1]
+    assert len(set(by_batch)) == min(most, len(graph_rules.GRAPH_LENGTHS))
+    assert graph_rules.draft_length_table((2,), most) == [[1, most, 2]]
 
 
 def test_the_limit_is_that_of_the_resolved_config():
@@ -90,7 +73,7 @@ def test_the_limit_is_that_of_the_resolved_config():
         compilation = SimpleNamespace(max_cudagraph_capture_size=largest, cudagraph_mode=SimpleNamespace(name=mode))
         model = SimpleNamespace(enforce_eager=eager)
         named = {"compilation_config": compilation, "model_config": model, "num_speculative_tokens": 3}
-        return token_limit(SimpleNamespace(**named))
+        return graph_rules.token_limit(SimpleNamespace(**named))
 
     assert limit() == 508
     assert limit(eager=True) == limit(mode="NONE") == limit(largest=None) == 0

@@ -8,6 +8,7 @@ import pytest
 from verl_tlt.speculation.ngram_index import CANDIDATES, LONGEST, NGRAM_BYTES, SHORTEST, NgramIndex, Trust
 
 PROMPT = [50, 51, 52, 53]
+OTHER = [60, 61, 62, 63]
 
 
 @pytest.fixture
@@ -32,24 +33,20 @@ def respond(index, request, tokens, prompt=PROMPT):
 
 def test_a_response_is_drafted_from_its_finished_sibling(index):
     respond(index, "a", [1, 2, 3, 4, 5, 6, 7])
+    respond(index, "other", [1, 2, 9, 10], OTHER)
     index.begin("b", PROMPT)
-    assert proposed(index, "b") == [1, 2, 3]  # the prompt's end is matched too
-    index.extend("b", [1, 2])
-    assert proposed(index, "b") == [3, 4, 5]
-    index.extend("b", [9])
-    assert proposed(index, "b") is None
-    index.extend("b", [4, 5, 6])
-    assert proposed(index, "b") == [7]  # all that followed
+    said = [([], [1, 2, 3]), ([1, 2], [3, 4, 5]), ([9], None), ([4, 5, 6], [7])]
+    for more, found in said:  # the prompt's end is matched too; other prompts are not quoted
+        index.extend("b", more)
+        assert proposed(index, "b") == found
 
 
 def test_a_running_sibling_is_quoted_as_far_as_it_got(index):
     index.begin("a", PROMPT)
-    index.begin("b", PROMPT)
-    index.extend("a", [1, 2, 3, 4])
-    index.extend("b", [1, 2, 3])
-    assert proposed(index, "b") == [4]
-    index.extend("a", [5, 6, 7])
-    assert proposed(index, "b") == [4, 5, 6]
+    running(index, "b", [1, 2, 3])
+    for more, found in (([1, 2, 3, 4], [4]), ([5, 6, 7], [4, 5, 6])):
+        index.extend("a", more)
+        assert proposed(index, "b") == found
 
 
 def test_a_response_quotes_itself_and_its_prompt(index):
@@ -60,22 +57,12 @@ def test_a_response_quotes_itself_and_its_prompt(index):
 
 
 def test_the_longest_match_wins_and_then_the_latest(index):
-    respond(index, "a", [1, 2, 3, 4, 10])
-    respond(index, "b", [9, 2, 3, 4, 20])
-    respond(index, "c", [8, 2, 3, 4, 30])
+    for name, tokens in (("a", [1, 2, 3, 4, 10]), ("b", [9, 2, 3, 4, 20]), ("c", [8, 2, 3, 4, 30])):
+        respond(index, name, tokens)
     running(index, "d", [1, 2, 3, 4])
-    found = index.propose("d", 1)
-    assert found.tokens == [10]
-    assert found.matched == min(LONGEST, len(PROMPT) + 4)
+    assert index.propose("d", 1) == ([10], min(LONGEST, len(PROMPT) + 4))
     index.extend("d", [77, 2, 3, 4])
-    found = index.propose("d", 1)
-    assert (found.tokens, found.matched) == ([77], SHORTEST)  # the latest is its own
-
-
-def test_other_prompts_are_not_quoted(index):
-    respond(index, "a", [1, 2, 3, 4])
-    running(index, "b", [1, 2, 3], [60, 61, 62, 63])
-    assert proposed(index, "b") is None
+    assert index.propose("d", 1) == ([77], SHORTEST), "the latest is its own"
 
 
 def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
@@ -88,6 +75,14 @@ def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
         assert proposed(index, "now", 1) == found
 
 
+def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
+    respond(index, "a", [1, 2, 3, 10])
+    index.new_policy()
+    respond(index, "b", [1, 2, 3, 20])
+    running(index, "c", [1, 2, 3])
+    assert proposed(index, "c", 1) == [20]
+
+
 def test_responses_across_a_policy_change_share_their_rollout(index):
     running(index, "a", [1, 2, 3, 4])
     index.new_policy()  # partial rollouts: "a" still runs
@@ -96,8 +91,7 @@ def test_responses_across_a_policy_change_share_their_rollout(index):
 
 
 def test_memory_is_bounded_and_counted_about_right():
-    rng = random.Random(0)
-    index = NgramIndex(max_bytes=400_000)
+    rng, index = random.Random(0), NgramIndex(max_bytes=400_000)
     tracemalloc.start()
     for i in range(60):
         respond(index, f"r{i}", [rng.randrange(30_000) for _ in range(300)], prompt=[i, i + 1, i + 2, i + 3])
@@ -108,6 +102,17 @@ def test_memory_is_bounded_and_counted_about_right():
     assert 0 < len(index._histories) < 60
     index.begin("again", [59, 60, 61, 62])  # the latest is still there
     assert proposed(index, "again") is not None
+
+
+@pytest.mark.parametrize(("spare", "kept"), [(0, 2), (-1, 1)])
+def test_as_much_as_is_allowed_is_kept_and_no_byte_more(spare, kept):
+    def follow(index):
+        respond(index, "a", [1, 2, 3, 4])
+        running(index, "b", [5, 6, 7], OTHER)
+        return index
+
+    index = follow(NgramIndex(follow(NgramIndex(1 << 20)).bytes + spare))
+    assert len(index._histories) == kept
 
 
 def test_requests_that_run_are_never_forgotten_but_followed_no_further():
@@ -121,26 +126,6 @@ def test_requests_that_run_are_never_forgotten_but_followed_no_further():
     index.end("never seen")
 
 
-def test_matches_that_fail_lose_trust_and_a_new_policy_restores_it(index):
-    respond(index, "a", [1, 2, 3, 4])
-    running(index, "b", [70, 71, 72, 1, 2, 3])
-    found = index.propose("b", 1, least=0.5)
-    assert found.matched == SHORTEST
-    for _ in range(8):
-        index.trust.learn(SHORTEST, False)
-    assert proposed(index, "b", 1, least=0.5) is None
-    assert proposed(index, "b", 1, least=0.0) == [4]
-    index.new_policy()
-    assert proposed(index, "b", 1, least=0.5) == [4]
-
-
-def test_a_context_shorter_than_an_ngram_matches_nothing(index):
-    index.begin("a", [50, 51])
-    assert proposed(index, "a") is None
-    index.extend("a", [52])
-    assert proposed(index, "a") is None  # now long enough, and said once
-
-
 @pytest.mark.parametrize(("others", "found"), [(CANDIDATES - 2, 10), (CANDIDATES - 1, 20)])
 def test_only_the_latest_places_of_an_ngram_are_looked_at(index, others, found):
     """The context's own place is one of them."""
@@ -151,15 +136,11 @@ def test_only_the_latest_places_of_an_ngram_are_looked_at(index, others, found):
     assert proposed(index, "c", 1) == [found]
 
 
-@pytest.mark.parametrize(("spare", "kept"), [(0, 2), (-1, 1)])
-def test_as_much_as_is_allowed_is_kept_and_no_byte_more(spare, kept):
-    def follow(index):
-        respond(index, "a", [1, 2, 3, 4])
-        running(index, "b", [5, 6, 7], [60, 61, 62, 63])
-        return index
-
-    index = follow(NgramIndex(follow(NgramIndex(1 << 20)).bytes + spare))
-    assert len(index._histories) == kept
+def test_a_context_shorter_than_an_ngram_matches_nothing(index):
+    index.begin("a", [50, 51])
+    assert proposed(index, "a") is None
+    index.extend("a", [52])
+    assert proposed(index, "a") is None  # now long enough, and said once
 
 
 def test_a_match_is_compared_up_to_the_longest_and_trusted_by_its_length(index):
@@ -169,12 +150,7 @@ def test_a_match_is_compared_up_to_the_longest_and_trusted_by_its_length(index):
     assert index.propose("b", 1).matched == LONGEST and Trust().of(LONGEST) == 1.0
     for _ in range(4):
         index.trust.learn(LONGEST, False)
-    assert index.trust.of(LONGEST) == 0.5 and index.propose("b", 1, least=0.6) is None
-
-
-def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
-    respond(index, "a", [1, 2, 3, 10])
+    assert index.trust.of(LONGEST) == 0.5 and proposed(index, "b", 1, least=0.6) is None
+    assert proposed(index, "b", 1, least=0.5) == [7]
     index.new_policy()
-    respond(index, "b", [1, 2, 3, 20])
-    running(index, "c", [1, 2, 3])
-    assert proposed(index, "c", 1) == [20]
+    assert proposed(index, "b", 1, least=0.6) == [7], "as good as before"

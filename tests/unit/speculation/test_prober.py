@@ -1,7 +1,7 @@
 """The probe budget: never more than its share, intervals double, news restart them. Then what is worth a probe."""
 
-from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,46 +29,26 @@ def test_intervals_double_up_to_their_maximum():
     assert gaps[:3] == [4, 8, 16] and set(gaps[2:]) == {16}
 
 
-def test_subjects_are_apart_and_news_restart_them():
-    budget = ProbeBudget(1.0, 4, 64)
-    for _ in range(3):
-        budget.spend("a", 0.0)
+def test_subjects_are_apart_news_restart_them_and_too_dear_is_refused_at_no_cost():
+    budget = ProbeBudget(0.01, 4, 64)
+    assert not budget.spend("a", 5.0)
+    assert budget.due("a") and budget.spend("a", 0.25), "the allowance is whole"
     assert not budget.due("a") and budget.due("b")
     budget.clear()
     assert budget.due("a")
 
 
-def test_too_dear_is_refused_and_costs_nothing():
-    budget = ProbeBudget(0.01, 4, 64)
-    assert not budget.spend("arm", 5.0)
-    assert budget.due("arm") and budget.spend("arm", 0.25), "the allowance is whole"
-
-
 ARMS = (0, 1, 3)
 
 
-@dataclass
-class Estimates:
-    """What an acceptance estimate and a latency model would say; OFF's figures come first in the latter's."""
-
-    accept_lengths: tuple[float, ...] = (1.0, 1.5, 1.8, 2.0)
-    spread: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    sigmas: tuple[float, ...] = (0.0, 0.0, 0.0)
-    jitter: float = 0.0
-
-    def accept_length_uncertainty(self):
-        return self.spread
-
-    def uncertainty(self, batch, kv_tokens):
-        return (0.0, *self.sigmas)
-
-
-def find(here, estimates=None, drafted=True):
-    """The probe of a policy whose drafter has just drafted, or never."""
-    estimates, budget = estimates or Estimates(), ProbeBudget(1.0, 4, 64)
+def find(here, accept_lengths=(1.0, 1.5, 1.8, 2.0), sigmas=(0.0, 0.0, 0.0), jitter=0.0, drafted=True):
+    """The probe of a policy with these estimates, whose drafter has just drafted, or never."""
+    budget = ProbeBudget(1.0, 4, 64)
     if drafted:
         budget.drafted()
-    return find_probe(here, ARMS, estimates, estimates, budget)
+    acceptance = SimpleNamespace(accept_lengths=accept_lengths, accept_length_uncertainty=lambda: (0.0,) * 4)
+    latency = SimpleNamespace(uncertainty=lambda batch, kv_tokens: (0.0, *sigmas), jitter=jitter)  # of OFF first
+    return find_probe(here, ARMS, acceptance, latency, budget)
 
 
 def at(current, seconds=(1.0, 1.0, 1.0), goodput=(1.0, 1.0, 1.0), reachable=3, batch=4):
@@ -100,8 +80,8 @@ def test_what_may_be_a_hundredth_better_is_probed_nearest_first_as_far_as_it_may
     assert find(at(0)).choice == 1, "goodput of 1.5 and 2 against 1"
     assert find(at(1, goodput=(1.0, 1.5, 2.0))).choice == 2, "the last that can be reached"
     assert find(at(1, goodput=(1.0, 1.5, 2.0), reachable=2)) is None
-    assert find(at(0), Estimates(accept_lengths=(1.0, 1.009, 1.0, 1.0))) is None
-    assert find(at(0), Estimates(accept_lengths=(1.0, 1.011, 1.0, 1.0)))[:2] == (1, 2)
+    assert find(at(0), (1.0, 1.009, 1.0, 1.0)) is None
+    assert find(at(0), (1.0, 1.011, 1.0, 1.0))[:2] == (1, 2)
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(1, 8), (3, 3), (4, 2), (5, 2), (8, 1), (9, 1), (300, 1)])
@@ -111,7 +91,7 @@ def test_a_probe_lasts_until_eight_drafts_were_judged(batch, steps):
 
 @pytest.mark.parametrize(("jitter", "steps"), [(0.0, 3), (0.04, 5), (0.06, 10), (0.3, 13)])
 def test_where_the_latency_is_vague_it_lasts_until_that_is_known(jitter, steps):
-    assert find(at(0, batch=64), Estimates(sigmas=(0.0, 0.03, 0.0), jitter=jitter)).steps == steps
+    assert find(at(0, batch=64), sigmas=(0.0, 0.03, 0.0), jitter=jitter).steps == steps
 
 
 def test_a_probe_costs_what_it_gives_up():
@@ -123,7 +103,7 @@ def test_a_probe_costs_what_it_gives_up():
 @pytest.mark.parametrize(("second", "reachable", "looks"), [(1.9, 3, True), (1.99, 3, False), (1.9, 1, False)])
 def test_an_unused_drafter_is_probed_where_a_perfect_one_would_pay(second, reachable, looks):
     """Two tokens in `second` seconds against one in one; a hundredth more is not worth it."""
-    hopeless = Estimates(accept_lengths=(1.0, 1.0, 1.0, 1.0))
+    hopeless = (1.0,) * 4
     here = at(0, seconds=(1.0, second, 2.0), goodput=(1.0, 0.9, 0.5), reachable=reachable)
     found = find(here, hopeless, drafted=False)
     assert (found and (found.choice, found.subject)) == ((1, "unused drafter") if looks else None)
