@@ -149,6 +149,7 @@ def test_sums_are_those_of_the_steps_and_reset(control):
 
 def test_the_next_choice_is_prepared_unless_it_is_overruled(control):
     record(control, step())
+    assert control.policy.prepared == [LOAD]
     control.control(force_k=1)
     record(control, step())
     assert control.policy.prepared == [LOAD]
