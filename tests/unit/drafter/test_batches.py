@@ -63,7 +63,8 @@ def test_a_window_keeps_true_positions_and_its_share_of_the_prompt(sequences):
     assert part.position_ids[0, 0] == 4
     assert torch.equal(part.input_ids[0], whole.input_ids[0, 4:19])
     assert torch.equal(part.loss_mask[0, :-1], whole.loss_mask[0, 4:18])
-    assert sequence.loss_rows(draft=3) == range(8, 21) and not sequence.window(0, 9).loss_rows()
+    assert sequence.loss_rows(draft=3) == range(8, 21) and sequence.window(10, 13).loss_rows() == range(1)
+    assert not sequence.window(0, 10).loss_rows() and not sequence.window(0, 9).loss_rows()
 
 
 def test_packed_and_padded_equals_one_by_one_in_loss_and_gradient(drafter, sequences):

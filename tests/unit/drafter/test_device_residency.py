@@ -69,6 +69,7 @@ def test_all_of_a_drafter_moves_into_one_block_with_room_for_nothing_else(traine
     begin, end = memory.block.data_ptr(), memory.block.data_ptr() + memory.block.nbytes
     held = [*trainer.model.parameters(), *trainer.model.buffers(), *moments(trainer)]
     assert all(begin <= t.data_ptr() < end for t in held) and not set(homes(trainer)) & set(at_home)
+    assert not any((t.data_ptr() - begin) % ALIGNMENT for t in held)
     assert memory.block.nbytes < sum(t.nbytes for t in held) + ALIGNMENT * len(held)
     assert same_state(before, trainer.state())
 
@@ -120,6 +121,16 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(policy, sequences):
     assert not any(t.any() for t in moments(away) if t.data_ptr() not in averages) and away.steps == 0
     away.load_state(state)
     assert same_state(away.state(), state) and [t.data_ptr() for t in moments(away)] == places, "it stays in the block"
+
+
+def test_sixteen_bit_verifier_weights_teach_the_same(in_16_bits, drafter, sequences):
+    trainer = DrafterTrainer(drafter, ttt_steps=3)
+    trainer.passes = 3
+    plain = trainer._forward(trainer.feed()(pack(sequences)).arrived())[0]
+    halve_frozen(drafter)
+    with DrafterMemory(trainer).on(AWAY):
+        result = trainer.step(pack(sequences))
+    assert result.loss == pytest.approx(float(plain), rel=0.02) and not result.skipped
 
 
 @pytest.mark.parametrize("where", ["inside", "on the way back"])

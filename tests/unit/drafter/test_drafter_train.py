@@ -10,8 +10,9 @@ from tiny_policy import drafter_of, same_state
 
 from verl_tlt.drafter.checkpoint import load_training_state, save_drafter
 from verl_tlt.drafter.data import TrainingSequence, batches, from_numpy16, pack, to_numpy16
+from verl_tlt.drafter.evaluate import accept_length, acceptance
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.drafter.train import DrafterTrainer, train_until
+from verl_tlt.drafter.train import DrafterTrainer, run_passes, train_until
 
 
 def stream(sequences, budget=48):
@@ -40,6 +41,21 @@ def test_a_position_is_unrolled_once_drafts_reach_it(drafter, sequences):
 def test_every_loss_of_the_settings_trains(drafter, sequences, loss):
     result = DrafterTrainer(drafter, ttt_steps=1, loss=loss).step(pack(sequences))
     assert math.isfinite(result.loss) and not result.skipped
+
+
+def test_a_pruned_drafter_is_taught_the_policys_distribution_over_its_tokens(policy, sequences):
+    """The loss sees the policy's logits of the kept tokens, and no others: their softmax is the policy's given that one
+    of them comes.
+    """
+    ids, seen, batch = torch.arange(1, 48, 3), [], pack(sequences)
+
+    def note(logits, targets):
+        seen.append(targets)
+        return logits.sum(-1)
+
+    run_passes(drafter_of(policy, draft_ids=ids), batch, 1, {"note": (note, 1.0)})
+    wanted = policy.lm_head(policy.model.norm(batch.last_hidden))[..., ids]
+    torch.testing.assert_close(seen[0], wanted)
 
 
 def test_only_own_parameters_move_and_warm_up_is_linear(policy, drafter, sequences):
@@ -161,6 +177,17 @@ def test_the_average_follows_a_new_drafter_and_stays_with_a_trained_one(drafter,
 
     behind, moved = distance(averages), distance(start)
     assert behind < 0.3 * moved if not trained else behind > 0.8 * moved
+
+
+def test_the_average_is_better_than_weights_that_a_constant_rate_keeps_moving(drafter, sequences):
+    trainer = DrafterTrainer(drafter, learning_rate=2e-2, ttt_steps=1)
+    rejected = {"weights": [], "average": []}
+    for steps in range(200, 260, 10):
+        train_until(trainer, stream(sequences), lambda steps=steps: trainer.steps >= steps)
+        rejected["weights"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
+        with trainer.holding({name: average.numpy() for name, average in trainer.averages().items()}):
+            rejected["average"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
+    assert np.mean(rejected["average"]) < 0.75 * np.mean(rejected["weights"]), rejected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,7 +10,7 @@ from tiny_policy import Watched, drafter_of, same_state
 from torch._dynamo.utils import counters
 
 from verl_tlt.drafter.build import default_attention
-from verl_tlt.drafter.data import ahead, batches, pack
+from verl_tlt.drafter.data import Batch, ahead, batches, pack
 from verl_tlt.drafter.evaluate import acceptance
 from verl_tlt.drafter.train import DrafterTrainer, train_until
 
@@ -73,18 +73,20 @@ def test_what_fails_is_raised_where_it_would_have_come(where):
     assert got == [1, 2] and not feeders()
 
 
-def test_a_session_that_is_fed_learns_what_steps_one_by_one_do(policy, sequences):
+def test_a_session_that_is_fed_learns_what_steps_one_by_one_do(policy, sequences, monkeypatch):
+    """Its batches are packed and copied by the other thread."""
     one, other = (DrafterTrainer(drafter_of(policy, seed=2), ttt_steps=2) for _ in range(2))
-    threads = set()
+    threads, copy = [], Batch.to
 
-    def drawn():
-        for batch in batches(sequences, 24):
-            threads.add(threading.current_thread().name.partition("_")[0])
-            yield batch
+    def noted(value):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return value
 
-    done = train_until(one, drawn(), lambda: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "to", lambda batch, *where: noted(copy(batch, *where)))
+        done = train_until(one, map(noted, batches(sequences, 24)), lambda: False)
     results = [other.step(batch) for batch in batches(sequences, 24)]
-    assert same_state(one.state(), other.state()) and threads == {"tlt-feed"}
+    assert same_state(one.state(), other.state()) and threads == ["tlt-feed"] * 2 * len(results)
     assert (done.steps, done.batches, done.tokens) == (len(results), len(results), sum(r.tokens for r in results))
 
 

@@ -95,6 +95,7 @@ def test_a_larger_models_states_are_captured_from_text(seeing):
 
 def test_no_decoder_or_two_are_refused_in_one_sentence():
     policy = make_policy()
+    assert find_decoder(policy, "model.path").model is policy.model, "no logits are computed for states"
     policy.second = make_policy().model
     with pytest.raises(DrafterError, match=r"^model\.path is a Qwen3ForCausalLM, in which 2 modules hold a list of 4 "):
         find_decoder(policy, "model.path")
