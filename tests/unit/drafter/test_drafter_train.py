@@ -180,9 +180,9 @@ def test_the_average_follows_a_new_drafter_and_stays_with_a_trained_one(drafter,
 
 
 def test_the_average_is_better_than_weights_that_a_constant_rate_keeps_moving(drafter, sequences):
-    trainer = DrafterTrainer(drafter, learning_rate=2e-2, ttt_steps=1)
+    trainer = DrafterTrainer(drafter, learning_rate=4e-2, ttt_steps=1)
     rejected = {"weights": [], "average": []}
-    for steps in range(200, 260, 10):
+    for steps in range(90, 130, 10):
         train_until(trainer, stream(sequences), lambda steps=steps: trainer.steps >= steps)
         rejected["weights"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
         with trainer.holding({name: average.numpy() for name, average in trainer.averages().items()}):
