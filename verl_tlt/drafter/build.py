@@ -268,7 +268,7 @@ def attend_by_document(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    **_kwargs: Any,
+    **_kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Softmax attention under the mask of `speculators` (`create_combined_mask_mod`), as transformers calls it.
 

@@ -73,7 +73,7 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
     kind = AutoModelForImageTextToText if policy_shape(policy).nested else AutoModelForCausalLM
     several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
     capabilities = getattr(torch.cpu, "get_capabilities", dict)
-    cpu: dict[str, Any] = capabilities() if torch.device(device).type == "cpu" else {}
+    cpu: dict[str, object] = capabilities() if torch.device(device).type == "cpu" else {}
     slow = cpu.get("architecture") == "x86_64" and not (cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
     spread = {"device_map": "auto"} if several else {}
     dtype = torch.float32 if slow else "auto"

@@ -68,7 +68,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ verl's hooks
 
-    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+    async def launch_server(self, *args: object, **kwargs: object) -> None:
         """As verl's; an engine that does not start with a drafter is started once more without one."""
         try:
             await self._tlt_launch(*args, **kwargs)
@@ -80,7 +80,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self._tlt_give_up(error, "does not start with its drafter")
             await self._tlt_launch(*args, **kwargs)
 
-    async def _tlt_launch(self, *args: Any, **kwargs: Any) -> None:
+    async def _tlt_launch(self, *args: object, **kwargs: object) -> None:
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             self._tlt_watch = asyncio.create_task(fail_calls_when_dead(self.engine))
@@ -392,7 +392,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 class TLTvLLMReplica(vLLMReplica):
     """verl's replica with our server; reward and teacher models keep the stock one."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if not (self.is_reward_model or self.is_teacher_model):
             self.server_class = ray.remote(TLTvLLMHttpServer)

@@ -174,7 +174,7 @@ class StepControl:
             self.policy.set_acceptance([float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}
 
-    def learned(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, object]:
         """Costs of engine steps for the next run: `points` as `control` takes them, and what was learned since."""
         learned = self.policy.latency
         table = self._costs if learned is None else learned.to_table(self._costs.calibration())

@@ -99,13 +99,13 @@ def ending_with_its_device() -> Iterator[None]:
         raise
 
 
-async def _in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+async def _in_thread(function: Callable[..., T], *arguments: object, **named: object) -> T:
     with ending_with_its_device():
         return await asyncio.to_thread(function, *arguments, **named)
 
 
-def _of_learner(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def call(self: SpotWorker, *arguments: Any) -> Any:
+def _of_learner(method: str) -> Callable[..., Coroutine[object, object, object]]:
+    async def call(self: SpotWorker, *arguments: object) -> object:
         return await _in_thread(getattr(self.learner, method), *arguments)
 
     return call

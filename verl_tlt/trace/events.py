@@ -185,14 +185,14 @@ class TraceWriter:
         except OSError as error:
             self._fail(f"cannot write the trace {self.path}: {error}")
 
-    def emit(self, kind: Kind, **fields: Any) -> None:
+    def emit(self, kind: Kind, **fields: object) -> None:
         self.write({"t": self._clock(), "kind": kind, **fields})
 
     def add(self, event: Event) -> None:
         """Write an event with the time that it holds; what it leaves at None is left out."""
         self.write({"kind": event.kind, **{name: value for name, value in vars(event).items() if value is not None}})
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Write one record as it is; engine steps have their own `t`."""
         try:
             line = to_json(record, inf_nan_mode="null", fallback=_plain) + b"\n"
@@ -214,7 +214,7 @@ class TraceWriter:
             logger.warning("%s (further failures of this trace file are only counted)", message)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """What JSON can hold for an array or scalar of numpy or torch, or another mapping; else its text."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from omegaconf import open_dict
@@ -172,7 +172,7 @@ class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
 class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
     """A logger that is called like print."""
 
-    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
+    def process(self, msg: object, kwargs: MutableMapping[str, object]) -> tuple[object, MutableMapping[str, object]]:
         kwargs.pop("flush", None)
         return msg, kwargs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -157,7 +157,7 @@ class BrokenDrafts:
 
         propose = speculator.propose
 
-        def sound_logits(input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def sound_logits(input_batch: InputBatch, *args: object, **kwargs: object) -> torch.Tensor:
             drafts: torch.Tensor = propose(input_batch, *args, **kwargs)
             drafted = drafts[:, : kwargs.get("num_speculative_tokens")]  # before 0.32 all of them
             if drafted.numel() and not kwargs.get("dummy_run"):

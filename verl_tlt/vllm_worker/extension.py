@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -341,7 +341,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             self.tlt_lengths = tuple(tlt["arms"])
             prepare_capture(runner, vllm_config, self.tlt_lengths)
 
-    def tlt_load_drafter(self, path: str | None = None) -> dict[str, Any]:
+    def tlt_load_drafter(self, path: str | None = None) -> dict[str, object]:
         """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
         start = time.perf_counter()
         if self.tlt_drafter is None:  # a pipeline stage without the drafter

@@ -46,7 +46,7 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     }
 
 
-def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, Any]:
+def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
     """An arm's label, medians of its steps' accept lengths (stock's vLLM logs one for a whole turn), and rewards."""
     steps = [step for turn in turns for step in turn.steps]
     logged = [turn.accept_length for turn in turns if turn.accept_length]
@@ -145,7 +145,7 @@ def saved(both: Pairs) -> dict[str, float] | None:
     return {name: round(figure, 2) for name, figure in zip(names, figures, strict=True)}
 
 
-def lead(both: Pairs) -> dict[str, Any]:
+def lead(both: Pairs) -> dict[str, object]:
     """How far an arm would be ahead of stock, had stock written as many tokens in each step.
 
     `seconds` are (step, seconds ahead after it and all before it that count), negative while behind; `from_step` is the
