@@ -70,7 +70,7 @@ from verl_tlt.messages.training import DrafterProvenance, HeldOutScores, MergeFa
 from verl_tlt.spot_worker.buffer import FEWEST_PROMPTS, HELD_OUT_TOKENS, score_versions
 from verl_tlt.spot_worker.learner import SpotLearner
 from verl_tlt.spot_worker.merge import average_slice
-from verl_tlt.trainer.gate import decide
+from verl_tlt.trainer.drafter_update import decide
 
 STARTS = ("random", "generic", "in_domain")
 K = 3

@@ -30,7 +30,7 @@ CPU_TOKENS = 256
 HELD_OUT_TOKENS = 32_768
 """Most tokens a gate looks at: twice what a paired comparison needs, and still seconds of work."""
 FEWEST_PROMPTS = 8
-"""Fewest prompts to score, however long their sequences: the gate judges nothing by fewer than `gate.MIN_PROMPTS`."""
+"""Fewest prompts to score, however long their sequences: the gate judges by no fewer than its `MIN_PROMPTS`."""
 JUDGING_SHARE = 0.25
 """Largest share of a session that its scores may take: three quarters are for training."""
 

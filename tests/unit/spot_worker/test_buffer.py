@@ -14,7 +14,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.spot_worker.buffer import Buffer
 from verl_tlt.trace.metrics import buffer_metrics
-from verl_tlt.trainer.gate import MIN_PROMPTS
+from verl_tlt.trainer.drafter_update import MIN_PROMPTS
 from verl_tlt.trainer.run_setup import held_out_share
 
 BYTES = 8 + 2 * 4

@@ -12,7 +12,7 @@ from tiny_learner import CONFIG, make_learner, texts, train_and_merge, verifier_
 
 from verl_tlt.drafter.data import grouped
 from verl_tlt.spot_worker.buffer import FEWEST_PROMPTS, HELD_OUT_TOKENS, JUDGING_SHARE, PORTION, tokens_to_judge
-from verl_tlt.trainer.gate import MIN_PROMPTS
+from verl_tlt.trainer.drafter_update import MIN_PROMPTS
 
 LONGEST = CONFIG.speculation.longest
 

@@ -9,8 +9,8 @@ import pytest
 from verl_tlt import bootstrap
 from verl_tlt.config import GateConfig
 from verl_tlt.messages.training import HeldOutScores
-from verl_tlt.trainer import gate
-from verl_tlt.trainer.gate import decide
+from verl_tlt.trainer import drafter_update
+from verl_tlt.trainer.drafter_update import decide
 
 CONFIG = GateConfig()
 K = 3
@@ -68,25 +68,25 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_a_candidate_at_the_margin_is_published_no_more_often_than_claimed(sequences, spread, quick):
     at = {"versus_served": -CONFIG.margin, "sequences": sequences, "spread": spread}
-    assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
+    assert rates(400, **at)["publish"] <= no_more_than(drafter_update.ERROR, 400)
 
 
 def test_responses_to_one_prompt_are_no_evidence_of_their_own(quick):
     """Sixteen to a prompt: what suits a drafter in one of them suits it in all, and ten prompts are ten, not 160."""
     at = {"versus_served": -CONFIG.margin, "sequences": 160, "group": 16, "spread": 0.3}
-    assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
+    assert rates(400, **at)["publish"] <= no_more_than(drafter_update.ERROR, 400)
 
 
 @pytest.mark.parametrize("sequences", [8, 40])
 def test_a_candidate_at_the_revert_line_is_reverted_no_more_often_than_claimed(sequences, quick):
-    at = {"versus_served": -gate.WORSE, "sequences": sequences}
-    assert rates(400, **at)["revert_served"] <= no_more_than(gate.ERROR, 400)
+    at = {"versus_served": -drafter_update.WORSE, "sequences": sequences}
+    assert rates(400, **at)["revert_served"] <= no_more_than(drafter_update.ERROR, 400)
 
 
 def test_choosing_the_better_of_served_and_initial_does_not_spoil_the_revert_rate(quick):
-    at = {"versus_served": -gate.WORSE, "versus_initial": -gate.WORSE, "sequences": 40}
+    at = {"versus_served": -drafter_update.WORSE, "versus_initial": -drafter_update.WORSE, "sequences": 40}
     measured = rates(600, **at)
-    assert measured["revert_served"] + measured["revert_initial"] <= no_more_than(gate.ERROR, 600)
+    assert measured["revert_served"] + measured["revert_initial"] <= no_more_than(drafter_update.ERROR, 600)
 
 
 def test_clearly_worse_is_hardly_ever_published_and_equal_hardly_ever_reverted(quick):
