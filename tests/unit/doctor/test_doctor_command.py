@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.command import conclude, costs_directory, examine_gpus, visible_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.script.reader import read_script
-from verl_tlt.config import COSTS_DIR, MOST, TLTConfigError
+from verl_tlt.config import COSTS_DIR, MOST, TLTConfig, TLTConfigError
 from verl_tlt.upstream.sources import source_root
 from verl_tlt.upstream.versions import look_first_in
 
@@ -290,6 +291,13 @@ def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, rol
         recipe.trainer.device = "cpu"
     if "arms" not in tlt:
         assert read_settings(recipe).speculation.longest == tlt.get("max_draft_length", 3)
+
+
+def test_settings_default_without_a_tlt_node(recipe):
+    with open_dict(recipe):
+        recipe.trainer.device = "cpu"
+    speculation = replace(TLTConfig().speculation, max_draft_length=3)
+    assert read_settings(recipe) == replace(TLTConfig(), speculation=speculation)
 
 
 def test_without_graphs_for_every_arm_or_with_other_layers_the_longest_draft_is_shorter(recipe, tmp_path, monkeypatch):
