@@ -84,11 +84,11 @@ class PhaseAccount:
 
     bubble_s: Mapping[str, float]
     """Seconds from a replica's last request until the last of all; on the trainer's devices: its wait for samples."""
-    used_s: Mapping[str, float]  # Part of `bubble_s` in which the replica's spot worker trained
-    stop_s: Mapping[str, float]  # Seconds from the stop command until the worker answered
-    failures: int  # Sessions that failed at any stage
-    end: float  # When the last request of all had finished (the planner's clock): where every bubble ends
-    lost: int = 0  # Times the load balancer no longer knew a replica that had not left it
+    used_s: Mapping[str, float]  # part of `bubble_s` in which the replica's spot worker trained
+    stop_s: Mapping[str, float]  # seconds from the stop command until the worker answered
+    failures: int  # sessions that failed at any stage
+    end: float  # when the last request of all had finished (the planner's clock): where every bubble ends
+    lost: int = 0  # times the load balancer no longer knew a replica that had not left it
 
 
 class State(enum.Enum):

@@ -30,7 +30,7 @@ class DrafterFile:
 
     version: int  # how often a drafter was published before; 0 is what the run started with
     config: str  # text of config.json
-    weights: bytes  # A safetensors file in the rollout's dtype, without embedding and head (vLLM shares the policy's)
+    weights: bytes  # a safetensors file in the rollout's dtype, without embedding and head (vLLM shares the policy's)
     fingerprint: str  # `verl_tlt.drafter.fingerprint` of the weights
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
@@ -111,9 +111,9 @@ class EngineStats:
     steps_by_draft_length: Mapping[int, int] = field(default_factory=dict)
     """Engine steps by the K they verified; -1: the drafter did not run."""
     control_s: float = 0.0  # seconds that engine steps waited for the controller
-    num_ngram_drafts: int | None = None  # The part of `num_drafts` that were n-grams; None: n-grams are not in use
+    num_ngram_drafts: int | None = None  # the part of `num_drafts` that were n-grams; None: n-grams are not in use
     num_ngram_accepted: int = 0  # those of them whose first token was accepted
-    tokens_by_batch: Mapping[int, int] = field(default_factory=dict)  # Tokens of decode-only steps by their batch
+    tokens_by_batch: Mapping[int, int] = field(default_factory=dict)  # tokens of decode-only steps by their batch
     load_intervals: tuple[LoadInterval, ...] = ()
     """Intervals in order of time; at most some hundred, however long the rollout was."""
     step_times: tuple[StepTime, ...] = ()  # of every draft length and batch with a clean step, ascending

@@ -199,7 +199,7 @@ class HeldOutScores:
     differ in how many they need), then those of them whose first 1, 2, ..., K tokens are all accepted.
     """
 
-    prompts: np.ndarray  # Number of each sequence's prompt, uint64 [S]: responses to one prompt resemble each other
+    prompts: np.ndarray  # number of each sequence's prompt, uint64 [S]: responses to one prompt resemble each other
     positions: np.ndarray  # positions judged in each sequence, int [S]
     candidate: np.ndarray
     served: np.ndarray
@@ -250,5 +250,5 @@ class DrafterProvenance:
     temperature: float  # the rollout's
     version: int = 0  # publications before it
     policy_step: int = 0  # RL step of the policy it was saved with
-    acceptance: Sequence[float] = ()  # Conditional acceptance by draft position on held-out sequences; empty: unknown
+    acceptance: Sequence[float] = ()  # conditional acceptance by draft position on held-out sequences; empty: unknown
     tokens_trained: int = 0  # by all spot workers in this run, before and after it was resumed

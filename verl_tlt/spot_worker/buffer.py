@@ -87,7 +87,7 @@ class Buffer:
         prompts: set[str] = set()
         total = 0
         for item in reversed(self._items):
-            if not item.held_out or len(item.sequence) == 1:  # of which nothing can be judged
+            if not item.held_out or len(item.sequence) < 2:  # of one token nothing can be judged
                 continue
             total += len(item.sequence)
             if total <= max_tokens or (len(prompts) < fewest and item.prompt not in prompts):

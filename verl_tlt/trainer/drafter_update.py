@@ -136,11 +136,11 @@ OUTCOMES: dict[Action, tuple[Literal["published", "kept", "reverted"], Literal["
 class DrafterUpdate(MergeVerdict):
     """What became of the candidate, and of a step's sessions."""
 
-    drafter: DrafterFile | None = None  # The drafter to publish; None: nothing changes for the engines
+    drafter: DrafterFile | None = None  # the drafter to publish; None: nothing changes for the engines
     acceptance: list[float] = field(default_factory=list)
     """Conditional acceptance by draft position of whatever is served from now on."""
-    excluded: dict[str, str] = field(default_factory=dict)  # Worker -> why it is not in the merge
-    failure: str = ""  # Why exporting or merging failed; empty: neither did
+    excluded: dict[str, str] = field(default_factory=dict)  # worker -> why it is not in the merge
+    failure: str = ""  # why exporting or merging failed; empty: neither did
 
 
 class DrafterUpdates:

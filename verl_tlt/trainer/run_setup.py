@@ -43,15 +43,15 @@ seven the gate judges nothing, and what is held out is not trained on."""
 @dataclass(frozen=True)
 class FirstDrafter:
     trainable: DrafterFile  # float32, for spot workers
-    served: DrafterFile  # In the rollout's dtype, for engines
+    served: DrafterFile  # in the rollout's dtype, for engines
     aux_layers: tuple[int, ...]
-    origin: str  # One phrase for the log: where it came from
-    tokens_trained: int = 0  # Tokens that spot workers of this run trained on before it was resumed
-    worker_bytes: int = 0  # Host memory of a spot worker on an accelerator, beside its buffer
+    origin: str  # one phrase for the log: where it came from
+    tokens_trained: int = 0  # tokens that spot workers of this run trained on before it was resumed
+    worker_bytes: int = 0  # host memory of a spot worker on an accelerator, beside its buffer
     draft_vocab: int = 0
-    chosen: bool = True  # Which tokens the draft vocabulary has is settled; False: the first rollout is to choose them
-    untrained: bool = False  # The drafter is new: a random head
-    checkpoint: Path | None = None  # Directory of the drafter's checkpoint that the run goes on from
+    chosen: bool = True  # which tokens the draft vocabulary has is settled; False: the first rollout is to choose them
+    untrained: bool = False  # the drafter is new: a random head
+    checkpoint: Path | None = None  # directory of the drafter's checkpoint that the run goes on from
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class SpotPlan:
     """How spot workers are made: once at the start, and again for one that died."""
 
     config: TLTConfig
-    policy_dir: str  # Visible on every node
-    drafter: DrafterFile  # The run's first drafter, float32
+    policy_dir: str  # visible on every node
+    drafter: DrafterFile  # the run's first drafter, float32
     sampling: RolloutSampling
     device: str
 
@@ -71,13 +71,13 @@ class RunFacts:
 
     rule: ModeRule
     requests: int
-    dtype: str  # The rollout's dtype, in which drafters are published
+    dtype: str  # the rollout's dtype, in which drafters are published
     checkpoints: Path  # `trainer.default_local_dir`
-    prunes: bool  # Whether verl removes the policies of old checkpoints there
-    provenance: DrafterProvenance  # Where this run's drafters come from; complete but for what training adds
-    gpus: int  # Number of the trainer's GPUs
-    shared: bool = False  # The replicas share a machine's processors, so that the work of one slows the others
-    active_share: float = 1.0  # Share of the policy's weights that one token uses
+    prunes: bool  # whether verl removes the policies of old checkpoints there
+    provenance: DrafterProvenance  # where this run's drafters come from; complete but for what training adds
+    gpus: int  # number of the trainer's GPUs
+    shared: bool = False  # the replicas share a machine's processors, so that the work of one slows the others
+    active_share: float = 1.0  # share of the policy's weights that one token uses
     name: str = ""
     hardware: str = ""
 

@@ -44,10 +44,10 @@ class DrafterStore:
 
 @dataclass(frozen=True)
 class Replica:
-    name: str  # Its address, by which verl's load balancer knows it
-    ranks: Sequence[int]  # The actor's ranks on its devices; empty: it is standalone, on devices of its own
-    server: ActorHandle  # The server that owns the engine
-    servers: Sequence[ActorHandle]  # The servers on all nodes
+    name: str  # its address, by which verl's load balancer knows it
+    ranks: Sequence[int]  # the actor's ranks on its devices; empty: it is standalone, on devices of its own
+    server: ActorHandle  # the server that owns the engine
+    servers: Sequence[ActorHandle]  # the servers on all nodes
 
     @property
     def colocated(self) -> bool:

@@ -52,11 +52,11 @@ class ReplicaWorkers:
     """The spot workers of one colocated replica, one on each of its devices; without such replicas, of one device."""
 
     replica: str
-    ranks: Sequence[int]  # The actor's ranks on the workers' devices
+    ranks: Sequence[int]  # the actor's ranks on the workers' devices
     handles: dict[str, ActorHandle] = field(default_factory=dict)
     """Ray's handles by spot worker, in the order of the ranks; empty until the workers are started."""
     restarts: int = 0
-    rehearsed: bool = False  # The workers were asked to run once what a session runs (`SpotWorker.warm_up`)
+    rehearsed: bool = False  # the workers were asked to run once what a session runs (`SpotWorker.warm_up`)
     _starting: dict[str, ObjectRef] = field(default_factory=dict)  # by worker: ready when it is up
     _since: float = 0.0
 

@@ -37,7 +37,7 @@ LOOK_S = 60.0
 class PendingWork:
     """What the trainer knows about work still to come in a sampling phase."""
 
-    pending: int = 0  # Groups that no agent loop has taken up yet
+    pending: int = 0  # groups that no agent loop has taken up yet
     more: bool = False
     """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
 

@@ -30,6 +30,11 @@ def when_imported(module_name: str, callback: Callback) -> None:
         _FINDER.call_finished()
 
 
+def _is_executing(module: ModuleType) -> bool:
+    """Whether the import system is still inside the module's body (a private mark of the spec since Python 3.3)."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
 def _call_after(loader: Loader, name: str) -> None:
     """Have a loader, which is the module's own, call the callbacks of `name` once it has executed the module."""
     execute = loader.exec_module
@@ -70,13 +75,8 @@ class _Finder(MetaPathFinder):
         return spec
 
     def call_finished(self) -> None:
-        """Call the callbacks whose module was there when they were given, once it has been executed.
-
-        Whether the import system is still inside its body is a private mark of the spec since Python 3.3.
-        """
-        specs = [getattr(module, "__spec__", None) for _, module, _ in self.unfinished]
-        executing = [getattr(spec, "_initializing", False) for spec in specs]
-        ready = [entry for entry, inside in zip(self.unfinished, executing, strict=True) if not inside]
+        """Call the callbacks whose module was there when they were given, once it has been executed."""
+        ready = [entry for entry in self.unfinished if not _is_executing(entry[1])]
         self.unfinished = [entry for entry in self.unfinished if entry not in ready]
         try:
             while ready:

@@ -188,6 +188,15 @@ def test_a_table_of_positions_is_as_long_as_the_engine_needs(whole, policy, poli
     assert positions(min_context=200) == policy.config.max_position_embeddings + 16
 
 
+def test_a_table_that_is_stretched_as_the_policys_own_is_no_refusal(tmp_path):
+    yarn = ROPE | {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+    stretched = make_policy(max_position_embeddings=256, rope_parameters=yarn)
+    saved = save_drafter(drafter_of(stretched), tmp_path / "stretched", {})
+    check_drafter(saved, stretched.config)
+    set_field(saved, f"{ROPES}.factor", 50.0)
+    assert "ask for a table of" in refusal(saved, stretched.config)
+
+
 @pytest.mark.parametrize(
     ("offsets", "said"),
     [

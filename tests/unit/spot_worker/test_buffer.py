@@ -144,6 +144,7 @@ def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_o
     buffer = filled([], held_out=0.999999)
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
         buffer.add(step, 0, named(step, length, prompt_len=3))
+    buffer.add(5, 0, named(5, 1))  # of one token there is nothing to judge
     assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()][:2] == [(0, 40, 3)] * 2
     assert [names(buffer.held_out(tokens)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
     assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
