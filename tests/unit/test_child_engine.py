@@ -1,6 +1,7 @@
 """The child process of an engine: real children, that do something simpler than an engine."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +13,10 @@ import pytest
 import verl_cpu
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands import child_engine
-from verl_tlt.commands.child_engine import ChildEngineError, require_cpu_platform, run_job
+from verl_tlt.commands.child_engine import ChildEngineError, require_cpu_platform, run_job, scratch
 
 CHILD = """
-import os, sys, time
+import multiprocessing, os, sys, time
 from verl_tlt.commands.child_engine import serve_job
 from verl_tlt.errors import TLTError
 
@@ -29,7 +30,12 @@ def work(job, directory):
         case "refuse": raise TLTError("No such policy.")
         case "crash": raise MemoryError("no room for the weights")
         case "vanish": os._exit(0)
-        case "hang": time.sleep(600)
+        case "hang":
+            engine = multiprocessing.Process(target=time.sleep, args=(600,), daemon=True)  # as vLLM starts its own
+            engine.start()
+            (directory / "folder").write_text(os.environ["TMPDIR"])
+            (directory / "engine").write_text(str(engine.pid))
+            time.sleep(600)
 
 if __name__ == "__main__":
     serve_job(work)
@@ -47,8 +53,8 @@ def ask(directory, timeout_s=60.0, tell=lambda: None, **job):
     return run_job("simple_child", job, directory, {"SAID": "hello"}, timeout_s, tell)
 
 
-def has_ended(directory):
-    pid = int((directory / "pid").read_text())
+def has_ended(directory, name="pid"):
+    pid = int((directory / name).read_text())
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -92,19 +98,36 @@ def test_an_engine_on_the_cpu_needs_the_platforms_variables(monkeypatch):
     assert dict(word.split("=") for word in said.stdout.split()) == CPU_ENGINE
 
 
-@pytest.mark.parametrize("imports_s", [0, 2])
-def test_it_ends_with_its_parent(tmp_path, monkeypatch, imports_s):
+@pytest.mark.parametrize(
+    ("imports_s", "end"), [(0, signal.SIGKILL), (0, signal.SIGTERM), (0, signal.SIGHUP), (2, signal.SIGKILL)]
+)
+def test_it_ends_with_its_parent_and_so_do_its_own_processes(tmp_path, monkeypatch, imports_s, end):
     monkeypatch.setenv("IMPORTS_S", str(imports_s))
     code = (
         "from pathlib import Path; from verl_tlt.commands.child_engine import run_job;"
         f"run_job('simple_child', {{'do': 'hang'}}, Path({str(tmp_path)!r}), {{}})"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    log = tmp_path / child_engine.LOG
-    wait_for(lambda: log.is_file() and (imports_s or "was here" in log.read_text()))
-    parent.kill()
+
+    def heeds():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` ignores
+
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, preexec_fn=heeds)
+    log, started = tmp_path / child_engine.LOG, tmp_path / "engine"
+    wait_for(lambda: log.is_file() and (imports_s or (started.is_file() and started.read_text())))
+    parent.send_signal(end)
     parent.wait()
     if imports_s:
         wait_for(lambda: "that started this engine has ended" in log.read_text())
     else:
-        wait_for(lambda: has_ended(tmp_path))
+        wait_for(lambda: has_ended(tmp_path) and has_ended(tmp_path, "engine"))
+        assert Path((tmp_path / "folder").read_text()).exists() == (end == signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("job", "stays"), [("crash", True), ("refuse", False)])
+def test_the_log_that_a_sentence_names_stays_and_nothing_else(tmp_path, monkeypatch, job, stays):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ChildEngineError) as error, scratch() as folder:
+        ask(folder, do=job)
+    logs = list(tmp_path.glob("*/engine.log"))
+    assert [str(log) in str(error.value) for log in logs] == [True] * stays and not folder.exists()
+    assert not stays or "MemoryError" in logs[0].read_text()

@@ -5,14 +5,16 @@ The parent calls `run_job`, which starts `python -m MODULE DIRECTORY PARENT`; th
 directory, `job.json` has the child's job, `answer.json` its answer, and `engine.log` what it printed.
 """
 
+import contextlib
 import ctypes
 import json
 import math
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,20 @@ def require_cpu_platform() -> None:
         raise ChildEngineError(
             "An engine on the CPU needs the CPU platform and its variables: export $(python -m verl_cpu.environment)."
         )
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary folder for a job; an engine's log that an error names is kept in another one."""
+    with tempfile.TemporaryDirectory(prefix="tlt-engine-") as folder:
+        log = Path(folder) / LOG
+        try:
+            yield Path(folder)
+        except ChildEngineError as error:
+            if str(log) not in str(error):
+                raise
+            kept = Path(tempfile.mkdtemp(prefix="tlt-log-")) / LOG
+            raise ChildEngineError(str(error).replace(str(log), str(log.rename(kept)))) from error
 
 
 def run_job(
@@ -77,7 +93,9 @@ def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
 
     A `TLTError` is answered with its sentence; any other exception ends the process, and its traceback is in the log.
     """
-    # The child ends with its parent, however that ends, and so do vLLM's processes: nobody else would stop them.
+    # The child ends with its parent, however that ends. It leaves by an exception, so that vLLM's processes, which do
+    # not look at their parent, are ended too: as daemons of multiprocessing, at its exit.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     if os.getppid() != parent:

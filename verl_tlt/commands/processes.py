@@ -52,18 +52,19 @@ SOCKET_FIELDS = 8
 def running(
     argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> Iterator[ProcessTree]:
-    """Run a command while the block runs; on any way out, Ctrl-C included, its whole process tree is ended.
+    """Run a command while the block runs; on any way out, by a signal too, its whole process tree is ended.
 
     A TLTError says that a process could not be ended.
     """
     tree: ProcessTree | None = None
-    try:
-        with deferred_interrupts():
-            tree = ProcessTree(argv, env=env, log=log, cwd=cwd)
-        yield tree
-    finally:
-        if tree is not None and (left := tree.stop()):
-            raise TLTError(f"These processes could not be ended: {', '.join(map(str, left))}. Their log is {log}.")
+    with interruptible():
+        try:
+            with deferred_interrupts():
+                tree = ProcessTree(argv, env=env, log=log, cwd=cwd)
+            yield tree
+        finally:
+            if tree is not None and (left := tree.stop()):
+                raise TLTError(f"These processes could not be ended: {', '.join(map(str, left))}. Their log is {log}.")
 
 
 class ProcessTree:
@@ -176,8 +177,12 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
-    with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
+    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all.
+
+    Signals arrive in the main thread; in another one this does nothing.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    with _handled((signal.SIGTERM, signal.SIGHUP) if main else (), signal.default_int_handler):
         yield
 
 

@@ -7,7 +7,6 @@ program (`child_engine`). A CPU (`--cpu`) has no device context.
 import asyncio
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,7 +173,8 @@ def judge_costs(
         return [Finding("warn", "drafter off against stock", always_on)]
     off_s = costs.by_batch(OFF)
     if not off_s or not stock or not off:
-        return [Finding("warn", "step cost", "The costs of a step could not be measured here; see the engine's log.")]
+        sentence = "The costs of a step could not be measured in this time; verl-tlt calibrate --seconds takes more."
+        return [Finding("warn", "step cost", sentence)]
     ratios = sorted(mean(off[b] / read[b] for b in read) for read in stock)
     milliseconds = ", ".join(
         f"batch {b}: {1e3 * step_s:.2f} against {' and '.join(f'{1e3 * read[b]:.2f}' for read in stock)} ms"
@@ -201,9 +201,9 @@ def run_job(job: EngineJob) -> Answer:
     if (finding := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
         raise TLTConfigError(finding.sentence)
     fetch_policy(setup.model.path)
-    with tempfile.TemporaryDirectory(prefix="tlt-check-") as directory:  # of its drafter and its log
+    with child_engine.scratch() as directory:
         module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
-        answer = child_engine.run_job(module, asdict(job), Path(directory), environment, START_S + job.budget_s)
+        answer = child_engine.run_job(module, asdict(job), directory, environment, START_S + job.budget_s)
     return from_plain(Answer, answer)
 
 

@@ -7,7 +7,6 @@ speculative sampling alone; more than 5 % apart means that one of the two feeds 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from verl_tlt.commands.child_engine import scratch
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
@@ -65,15 +65,15 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     drafter = _load(options, prompts)
     method = drafter.config.speculators_model_type
     config, weights, _ = to_drafter_file(drafter, "float32")
-    with engine.make_bars(console) as bars, tempfile.TemporaryDirectory() as scratch:
-        staged, served_by = Path(scratch) / "drafter", options
+    with engine.make_bars(console) as bars, scratch() as folder:
+        staged, served_by = folder / "drafter", options
         stage(config, weights, staged)
         if method == MTP:
-            served_by = replace(options, model=linked(options.model, Path(scratch) / "policy"))
+            served_by = replace(options, model=linked(options.model, folder / "policy"))
             write_back(staged, served_by.model)
         drafting = speculative_config(str(staged), options.draft_length, method=method)
         job = engine.generation_job(served_by, prompts, drafting=drafting)
-        responses, served = engine.generate(job, Path(scratch), engine.Stage(bars, "serve", "starting vLLM"))
+        responses, served = engine.generate(job, folder, engine.Stage(bars, "serve", "starting vLLM"))
         assert served is not None
         scored, device = engine.Stage(bars, "score", "loading the policy"), engine.find_device(options.device)
         drafter, texts = _load(options, prompts, device), engine.as_texts(prompts, responses)
