@@ -70,6 +70,16 @@ def test_one_checkpoint_is_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_8", "turn-1.log"]
 
 
+def test_a_drafter_that_a_full_disk_left_out_is_kept_from_the_checkpoint_before(tmp_path):
+    for step, part in ((4, "tlt_drafter"), (8, "tlt_drafter"), (8, "actor"), (12, "actor"), (16, "actor")):
+        (tmp_path / f"global_step_{step}" / part).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "global_step_8" / "data.pt").touch()
+    keep_only(tmp_path, tmp_path / "global_step_12")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
+        "global_step_12/actor", "global_step_8/tlt_drafter",
+    ]  # fmt: skip
+
+
 def test_rows_are_finished_steps(tmp_path):
     file = tmp_path / "turn-1.jsonl"
     assert read_rows(file) == {}
@@ -99,6 +109,7 @@ def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path, monkeypatch
     found = job_environment({"BY_SCRIPT": "1", "BOTH": "script"}, {"BOTH": "turn"})
     assert (found["RAY_TMPDIR"], found["BY_SCRIPT"], found["BOTH"]) == (str(tmp_path), "1", "turn")
     assert job_environment({"RAY_TMPDIR": "/scratch"}, {})["RAY_TMPDIR"] == "/scratch"
+    assert found["RAY_DEDUP_LOGS"] == "0", "every replica's lines of accept length are counted"
 
 
 def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():

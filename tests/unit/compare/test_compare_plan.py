@@ -12,7 +12,7 @@ from verl_tlt.commands.compare.plan import (
     TLT,
     Arm,
     check_arms,
-    given_drafter,
+    first_drafter,
     make_plan,
     named_arms,
     quoted,
@@ -99,7 +99,7 @@ def test_a_script_brings_its_environment_and_its_folder(tmp_path, monkeypatch):
 
 def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
     plan = plan_of(tmp_path, "tlt.drafter.path=/a/drafter", base=WITH)
-    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3", "vllm-5-lost"], given_drafter(plan))}
+    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3", "vllm-5-lost"], first_drafter(plan, [TLT], None))}
     assert list(arms) == [STOCK, TLT, "vllm-3", "vllm-5-lost"]
     config = composed(plan, arms["vllm-3"])
     engine = config.actor_rollout_ref.rollout
@@ -109,6 +109,26 @@ def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
     lost = composed(plan, arms["vllm-5-lost"]).actor_rollout_ref.rollout
     assert lost.free_cache_engine and lost.engine_kwargs.vllm.speculative_config.draft_sample_method == "greedy"
     assert composed(plan, arms[TLT]).tlt.drafter.path == "/a/drafter"
+
+
+def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
+    (begin := tmp_path / "run" / "global_step_30").mkdir(parents=True)
+    plan = plan_of(tmp_path / "out", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={begin}")
+    assert first_drafter(plan, [TLT, "vllm-3"], None) is None
+    assert first_drafter(plan, [TLT, "vllm-3"], "/d") == "/d"
+    (begin / "tlt_drafter").mkdir()
+    assert first_drafter(plan, [TLT, "vllm-3"], None) == str(begin / "tlt_drafter")
+    assert first_drafter(plan, ["vllm-3"], "/d") == "/d"
+    with pytest.raises(CompareError, match=r"TLT goes on with the drafter in .*, not with --drafter /d: leave"):
+        first_drafter(plan, ["vllm-3", TLT], "/d")
+
+
+def test_turns_of_another_top_level_config_are_another_recipes(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
+    other = Recipe(recipe.overrides)
+    first, second = (make_plan(r, 4, tmp_path).asked([arm_of(TLT)]) for r in (recipe, other))
+    assert first != second and first.keys() == second.keys()
 
 
 @pytest.mark.parametrize("text", ["/plain", "it's", "a, b = {c} [d]", r"back\slash", "ends in \\", "${not} $(this)"])

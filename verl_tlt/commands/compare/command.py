@@ -10,10 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.job import keep_only, take_turn
-from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, given_drafter, make_plan, named_arms
+from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, first_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of
 from verl_tlt.commands.console import say
@@ -28,8 +27,9 @@ def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     check_writable(options.out, "--out")
     plan = make_plan(recipe, options.steps, expanded(options.out).resolve())
-    drafter = located(options.drafter) if options.drafter else given_drafter(plan)
-    arms, stall_s = named_arms(options.arms.replace(" ", "").split(","), drafter), 60.0 * options.stall_minutes
+    names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
+    drafter = first_drafter(plan, names, options.drafter)
+    arms = named_arms(names, drafter)
     check_arms(plan, arms, drafter)
     record = Record(plan.folder, plan.asked(arms))
     _announce(plan, arms, options, record, console)
@@ -113,4 +113,4 @@ def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: 
     time_left = "the time is known after the first" if seconds is None else f"about {clock(seconds)}"
     say(console, f"{len(left)} jobs of {plan.steps} steps are left, one at a time; {time_left}.")
     free = shutil.disk_usage(plan.folder).free
-    say(console, f"Disk: a checkpoint for each arm and one more in {plan.folder}, where {free / 1e9:.0f} GB are free.")
+    say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, where {free / 1e9:.0f} GB are free.")

@@ -13,6 +13,7 @@ from verl_tlt.commands.compare.plan import Arm, Plan, quoted
 from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
 from verl_tlt.files.json_files import open_ordinary, parse
+from verl_tlt.trainer.checkpoints import saved_drafter
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
@@ -71,17 +72,25 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
 
 def job_environment(script: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process, with the variables of the recipe's script and a turn's own."""
-    env = {**os.environ, **script, **own}
+    # Ray would drop lines of one replica that are like another's, such as those with vLLM's accept length.
+    env = {**os.environ, **script, **own, "RAY_DEDUP_LOGS": "0"}
     if (Path(tempfile.gettempdir()) / RAY_CLUSTER).exists():
         env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # else the job's temporary folder hides the cluster
     return env
 
 
 def keep_only(home: Path, checkpoint: Path | None) -> None:
-    """Remove an arm's other checkpoints: those before, and what a turn that was killed left."""
+    """Remove an arm's other checkpoints: those before, and what a turn that was killed left.
+
+    TLT leaves its drafter out of a checkpoint where the disk is full; the next turn then needs the one before.
+    """
+    drafter = saved_drafter(checkpoint)
     for path in home.glob(f"{STEP}*"):
-        if path != checkpoint:
+        if path != checkpoint and not (drafter and path in drafter.parents):
             shutil.rmtree(path)
+        elif path != checkpoint:
+            for part in (part for part in path.iterdir() if part != drafter):
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
 
 
 def read_rows(metrics: Path) -> dict[int, dict[str, float]]:

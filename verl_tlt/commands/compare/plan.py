@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.checks.models import DRAFTER, located
-from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
+from verl_tlt.checks.recipe import CONFIG, Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.commands.script.reader import NAMES
 from verl_tlt.commands.script.syntax import MAIN
 from verl_tlt.config import TLTConfigError
+from verl_tlt.trainer.checkpoints import saved_drafter
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -155,7 +156,8 @@ class Plan:
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
         """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
-        words = {"recipe": [*self.stock.overrides]}
+        config = self.stock.config
+        words = {"recipe": [*self.stock.overrides, *([] if config == CONFIG else [f"--config-name={config}"])]}
         for arm in arms:
             variables = (f"{name}={value}" for name, value in sorted(arm.environment.items()))
             words[f"arm {arm.name}"] = [*(self.tlt if arm.tlt else ()), *arm.overrides, *variables]
@@ -194,9 +196,18 @@ def is_tlts(override: str) -> bool:
     return key in (flag.NAME, f"trainer.{flag.KEY}") or key.startswith(f"{flag.NAME}.")
 
 
-def given_drafter(plan: Plan) -> str | None:
-    """The drafter that the recipe names, as any process finds it."""
-    path = select(compose((*plan.stock.overrides, *plan.tlt), plan.stock.config), DRAFTER)
+def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | None:
+    """The drafter that all of these arms begin with, as any process finds it.
+
+    That of the checkpoint, with which TLT goes on whatever is `given`; else the given one, or the recipe's.
+    """
+    config = compose((*plan.stock.overrides, *plan.tlt), plan.stock.config)
+    own = None if select(config, "tlt.drafter.method") == "mtp" else saved_drafter(plan.start)
+    if own and given and {TLT, NO_SPOT} & {*arms}:
+        raise CompareError(f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out.")
+    if given:
+        return located(given)
+    path = own or select(config, DRAFTER)
     with plan.stock.place():
         return located(str(path)) if path else None
 
