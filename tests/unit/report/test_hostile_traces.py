@@ -12,7 +12,8 @@ from made_run import make_run
 from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.report.reader import MOST_EVENT_BYTES, TraceError, read_trace
+from verl_tlt.commands.report.reader import MOST_ENGINE_BYTES, MOST_EVENT_BYTES, TraceError, read_trace
+from verl_tlt.commands.report.steps import sentences
 
 SOON_S, MEMORY = 30.0, 6 << 30
 ROLLOUT = {"kind": "phase", "t": 2.0, "step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
@@ -78,6 +79,18 @@ def test_bounded_in_memory(tmp_path):
     with (directory / "large.jsonl").open("wb") as sparse:
         sparse.truncate(MOST_EVENT_BYTES + 1)
     with pytest.raises(TraceError, match=r"holds \d+ bytes in files other than engine-"):
+        read_trace(directory)
+
+
+def test_too_many_engine_steps_are_left_out_and_the_rest_is_read(tmp_path):
+    directory = put(tmp_path / "trace", [ROLLOUT, LOAD, {"kind": "step", "t": 3.0, "step": 1, "metrics": {"a": 1.0}}])
+    with (directory / "engine-0.jsonl").open("wb") as sparse:
+        sparse.truncate(MOST_ENGINE_BYTES + 1)
+    trace = read_trace(directory)
+    assert trace.steps == {1: {"a": 1.0}} and not trace.engines
+    assert any("8.6 GB of steps" in sentence for sentence in sentences(trace))
+    (directory / "trainer.jsonl").unlink()
+    with pytest.raises(TraceError, match="bytes of engine steps and nothing else"):
         read_trace(directory)
 
 

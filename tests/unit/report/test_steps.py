@@ -7,6 +7,7 @@ from rich.console import Console
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.steps import (
     NO_STEP,
+    counted,
     most_trained,
     own_work_s,
     rich_table,
@@ -44,6 +45,13 @@ def test_savings_count_where_something_was_drafted_and_contain_the_waits_for_k(s
     metrics = {"tlt/draft_length_mean": k, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
     row = step_row(metrics if saved is None else metrics | {"tlt/saved_s": saved})
     assert (row["saved_s"], own_work_s(row)) == (counted, pytest.approx(work))
+
+
+@pytest.mark.parametrize(
+    ("readings", "count"), [([], 0.0), ([0.0, 2.0, 2.0], 2.0), ([1.0, 3.0, 0.0, 2.0], 5.0), ([3.0, 1.0, 2.0], 5.0)]
+)
+def test_what_failed_before_a_run_was_resumed_counts_too(readings, count):
+    assert counted(readings) == count
 
 
 def test_the_table_of_a_trace_fits_a_terminal_and_leaves_out_what_nothing_filled(made_run, tmp_path):

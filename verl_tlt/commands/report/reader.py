@@ -27,8 +27,8 @@ from verl_tlt.trace.events import Event, RunStarted
 
 LONGEST_LINE = 1 << 20
 """Most bytes of a line; a longer one is read in pieces, so that it cannot fill the memory."""
-MOST_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
-"""Most bytes of all files, and of files with lines other than engine steps, which take several times that in memory."""
+MOST_ENGINE_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
+"""Most bytes of files with engine steps, and of the others, which take several times that in memory."""
 MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
 MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
 """Lines and bytes of a file: if more than that, and more than half of its lines, cannot be read, it is no trace."""
@@ -80,6 +80,8 @@ class RunTrace:
     """Replica -> the steps of its engine; empty where `tlt.trace.engine_steps` was off."""
     skipped: int = 0
     """Lines that could not be read."""
+    unread: int = 0
+    """Bytes of engine steps that were not looked at: they are too many."""
 
     @property
     def run(self) -> RunStarted | None:
@@ -111,7 +113,8 @@ def read_trace(directory: str | Path) -> RunTrace:
     parsed: list[Event] = []
     engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     skipped = 0
-    for file in _files(path):
+    files, unread = _files(path)
+    for file in files:
         good = bad = bad_bytes = 0
         of_engine = file.name.startswith(events.ENGINE_PREFIX)
         for line in read_lines(file, LONGEST_LINE):
@@ -130,6 +133,7 @@ def read_trace(directory: str | Path) -> RunTrace:
                 raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
         skipped += bad
     if not parsed and not engines:
+        _check(path, "holds", unread, MOST_ENGINE_BYTES, "bytes of engine steps and nothing else")
         raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
     parsed, repeated = _without_repeated(sorted(parsed, key=lambda e: e.t))
     of: defaultdict[type[Event], list[Any]] = defaultdict(list)
@@ -150,6 +154,7 @@ def read_trace(directory: str | Path) -> RunTrace:
         stops=of[events.Stopped],
         engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
         skipped=skipped,
+        unread=unread,
     )
     _check(path, "names", len(trace.replicas), MOST_REPLICAS, "replicas")
     _check(path, "names", len({getattr(event, "step", 0) for event in parsed}), MOST_STEPS, "RL steps")
@@ -161,15 +166,20 @@ def _check(path: Path, verb: str, count: int, most: int, what: str) -> None:
         raise TraceError(f"{path} {verb} {count} {what}, and verl-tlt reads traces of up to {most}.")
 
 
-def _files(path: Path) -> list[Path]:
-    """The files of a trace; a `TraceError` where they are more or larger than a run's."""
+def _files(path: Path) -> tuple[list[Path], int]:
+    """The files of a trace to read, and the bytes of engine steps left out, which a long run may have too many of.
+
+    A `TraceError` says that the files are more or larger than a run's.
+    """
     files = sorted(file for file in path.glob("*.jsonl") if file.is_file())
     _check(path, "holds", len(files), 2 * MOST_REPLICAS, "files")
     sizes = {file: file.stat().st_size for file in files}
-    others = sum(size for file, size in sizes.items() if not file.name.startswith(events.ENGINE_PREFIX))
-    _check(path, "holds", sum(sizes.values()), MOST_BYTES, "bytes")
+    of_engines = sum(sizes[file] for file in files if file.name.startswith(events.ENGINE_PREFIX))
+    others = sum(sizes.values()) - of_engines
     _check(path, "holds", others, MOST_EVENT_BYTES, f"bytes in files other than {events.ENGINE_PREFIX}*.jsonl")
-    return files
+    if of_engines <= MOST_ENGINE_BYTES:
+        return files, 0
+    return [file for file in files if not file.name.startswith(events.ENGINE_PREFIX)], of_engines
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:

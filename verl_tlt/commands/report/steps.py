@@ -117,10 +117,21 @@ def sentences(trace: RunTrace) -> Iterator[str]:
     yield from filter(None, (given_up(trace), cold_start(trace)))
     for stop in (stop for stop in trace.stops if not stop.replica):
         yield f"After step {stop.step} speculation was {f'disabled: {stop.cause}' if stop.cause else 'enabled again'}."
-    if failures := max((metrics.get("tlt/errors", 0.0) for metrics in trace.steps.values()), default=0.0):
+    if failures := counted(metrics.get("tlt/errors", 0.0) for _, metrics in sorted(trace.steps.items())):
         yield f"{failures:.0f} failures of TLT did not end the run."
     if trace.skipped:
         yield f"{trace.skipped} lines of the trace could not be read."
+    if trace.unread:
+        yield f"The engines' {trace.unread / 1e9:.1f} GB of steps (tlt.trace.engine_steps) are too many and left out."
+
+
+def counted(readings: Iterable[float]) -> float:
+    """What a counter came to, over parts of a run: in a process that resumes it starts at 0."""
+    total = before = 0.0
+    for reading in readings:
+        total += reading - before if reading >= before else reading
+        before = reading
+    return total
 
 
 def own_work_s(row: Row) -> float:
