@@ -73,6 +73,7 @@ class EngineOptions:
     recipe: Annotated[
         list[str] | None, Option(help="Your run's script, for policy, prompts and sampling; again: overrides.")
     ] = None
+    run_script: RunScript = False
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
@@ -87,7 +88,7 @@ class EngineOptions:
         """The values given by name; where a recipe is among them, also the values that the recipe decides."""
         from verl_tlt.commands.warmup.prompts import read_run
 
-        if (run := read_run(given.get("recipe"))) is not None:
+        if (run := read_run(given.get("recipe"), given.get("run_script", False))) is not None:
             names = {f.name for f in dataclasses.fields(cls)}
             given = {name: value for name, value in run.options().items() if name in names} | given
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]

@@ -56,6 +56,20 @@ def test_a_recipe_says_it_all(script, policy_dir, tmp_path, monkeypatch):
     assert run_environment(job.recipe) == {"VLLM_ATTENTION_BACKEND": "TORCH_SDPA", "VLLM_USE_V1": "1"}
 
 
+def test_a_script_that_cannot_be_read_is_run_where_that_is_asked_for(script, policy_dir, monkeypatch):
+    text = script.read_text().replace("cd ", "for T in 6; do :; done\ncd ")
+    script.write_text(text.replace("temperature=0.6", "temperature=0.$T"))
+    options = options_of(monkeypatch, "--recipe", script, "--run-script")
+    assert options.model == policy_dir and options.temperature == 0.6
+
+
+def test_a_policy_beside_the_user_is_found_from_the_scripts_directory(script, policy_dir, monkeypatch):
+    monkeypatch.chdir(policy_dir.parent)
+    options = options_of(monkeypatch, "--recipe", script, "--model", policy_dir.name)
+    job = generation_job(options, [(1, 2, 3)])
+    assert set_up(job.recipe, job.changes).model.path == str(policy_dir)
+
+
 def test_what_is_given_by_name_wins_even_if_it_is_the_default(script, prompts_file, monkeypatch):
     words = ("--prompts", prompts_file, "--temperature", 1.0, "--response-length", 50)
     options = options_of(monkeypatch, "--recipe", script, "--recipe", "actor_rollout_ref.rollout.top_p=0.8", *words)

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
 from verl_tlt.commands.console import say
@@ -55,9 +56,10 @@ class GenerationJob:
 
 def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **fields: Any) -> GenerationJob:
     """A job for the engine of the options' recipe, or without one for an engine with verl's defaults."""
-    run, on_cpu = read_run(options.recipe), find_device(options.device, options.tensor_parallel) == "cpu"
+    run = read_run(options.recipe, options.run_script)
+    on_cpu = find_device(options.device, options.tensor_parallel) == "cpu"
     changes: dict[str, Any] = {
-        f"{MODEL}.path": str(options.model),
+        f"{MODEL}.path": located(str(options.model)),  # the recipe's script may start elsewhere
         f"{MODEL}.mtp.enable_rollout": False,  # the job says what drafts
         f"{ROLLOUT}.name": "vllm",
         f"{ROLLOUT}.temperature": options.temperature,
@@ -79,7 +81,7 @@ def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **f
 
 def context_of(options: EngineOptions, prompts: Sequence[Sequence[int]]) -> int:
     """Longest sequence of the engine: the recipe's, else what these prompts and their responses need."""
-    run = read_run(options.recipe)
+    run = read_run(options.recipe, options.run_script)
     return (run and run.max_model_len) or max(map(len, prompts)) + options.response_length
 
 

@@ -262,7 +262,7 @@ def read_for(
     form: PromptForm = AS_IS,
 ) -> Prompts:
     """The prompts that leave room for a response, in the recipe's form, or without a recipe in `form`."""
-    positions, run = policy_shape(options.model).max_position_embeddings, read_run(options.recipe)
+    positions, run = policy_shape(options.model).max_position_embeddings, read_run(options.recipe, options.run_script)
     if (longest := positions - options.response_length) < 1:
         room = f"no room for a prompt in the policy's max_position_embeddings={positions}"
         raise DrafterError(f"--response-length {options.response_length} leaves {room}.")
@@ -272,11 +272,11 @@ def read_for(
     return read_prompts(sources, load_tokenizer(*run.tokenizer()), longest, limit, least, run.form())
 
 
-def read_run(words: Sequence[str] | None) -> Run | None:
-    return _read(tuple(words)) if words else None
+def read_run(words: Sequence[str] | None, run_script: bool = False) -> Run | None:
+    return _read(tuple(words), run_script) if words else None
 
 
 @lru_cache(maxsize=1)
-def _read(words: tuple[str, ...]) -> Run:
-    recipe = read_arguments(words, CONFIG)
+def _read(words: tuple[str, ...], run_script: bool) -> Run:
+    recipe = read_arguments(words, CONFIG, run_script)
     return Run(recipe, compose(recipe.overrides, recipe.config))
