@@ -115,6 +115,7 @@ def test_no_where_it_is_no(recipe, run, decides, metrics):
         (["no.such.key=1"], "no.such.key"),
         (["tlt.spot.poll_s=never"], "tlt.spot.poll_s"),
         (["tlt.speculation.arms=[0]"], "never drafts"),
+        (["tlt.speculation.source=ngram"], "has no drafter to advise on"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_sentence(words, said):

@@ -61,6 +61,8 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
             assumed["policy's shape"] = f"{shape.parameters / 1e9:.1f}B parameters, from {source}"
         else:
             shape = hardware.shape_of_size(given.parameters * 1e9)
+    if settings.speculation.source == "ngram":
+        raise TLTError("tlt.speculation.source=ngram has no drafter to advise on: verl-tlt compare measures n-grams.")
     arms = engine_lengths(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
         raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
