@@ -201,8 +201,11 @@ class DrafterTrainer:
             "passes": [self.passes, self._accuracy],
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`; a `DrafterError`, and no change, where it is none of this drafter."""
+    def load_state(self, state: Mapping[str, Any], beside: str = "") -> None:
+        """Continue from `state()`; a `DrafterError`, and no change, where it is none of this drafter.
+
+        `beside`: where the state may hold other values of the parameters, which are checked as its own are.
+        """
         try:
             weights, saved = state["parameters"], state["optimizer"]["state"]
             average = state.get(AVERAGE, weights)  # older ones have none
@@ -210,7 +213,7 @@ class DrafterTrainer:
             moments = [saved.get(i, saved.get(str(i), {})) for i in range(len(self.parameters))]
             steps, skipped = int(state["steps"]), int(state["skipped"])
             passes, accuracy = map(float, state.get("passes", (self.ttt_steps, 0.0)))  # older ones had all at once
-            self._check_state(weights, average, moments)
+            self._check_state((weights, average, state.get(beside, weights)), moments)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, DrafterError):
                 raise
@@ -226,15 +229,15 @@ class DrafterTrainer:
         self.steps, self.skipped = steps, skipped
         self.passes, self._accuracy = max(1, min(int(passes), self.ttt_steps)), accuracy
 
-    def _check_state(self, weights: Tensors, average: Tensors, moments: list[Tensors]) -> None:
+    def _check_state(self, parameters: tuple[Tensors, ...], moments: list[Tensors]) -> None:
         """Raise a `DrafterError` where these are not tensors of this drafter, or hold numbers that are not finite."""
-        self._check(weights)
-        self._check(average)
+        for values in parameters:
+            self._check(values)
         for own, values in zip(self.optimizer.state.values(), moments, strict=True):
             shapes = {key: value.shape for key, value in own.items() if key != AVERAGE}
             if values and {key: value.shape for key, value in values.items()} != shapes:
                 raise DrafterError("The optimizer's moments are not those of the drafter.")
-        for values in (weights, average, *moments):
+        for values in (*parameters, *moments):
             if (broken := not_finite(values)) is not None:
                 raise DrafterError(f"The training state's {broken} holds NaN or infinity.")
 

@@ -350,13 +350,16 @@ class SpotLearner:
         return tensors | {name: torch.from_numpy(value) for name, value in served.items()}, state
 
     def resume(self, directory: str) -> Resumed | None:
-        """Continue candidate, moments, steps and the gate's initial drafter; None where a checkpoint holds none."""
+        """Continue candidate, moments, steps and the gate's initial drafter; None where a checkpoint holds none.
+
+        A `DrafterError`, and no change, where it is none of this drafter.
+        """
         if (state := load_training_state(directory)) is None:
             return None
         with self._turn():
-            self.trainer.load_state(state)
+            self.trainer.load_state(state, beside=INITIAL)
             candidate = {name: average.copy() for name, average in self._average().items()}
-            saved = {name: value.numpy() for name, value in state.get(INITIAL, {}).items()}
+            saved = {name: value.float().numpy() for name, value in state.get(INITIAL, {}).items()}
             self._transition(lambda versions: versions.resumed(candidate, saved or versions.initial))
             return checksums(self.trainer, self.versions)
 

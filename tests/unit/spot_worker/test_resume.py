@@ -6,16 +6,20 @@ The learner that saved those had published once and was ahead of that: candidate
 """
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from tiny_learner import FACTS, first_of, make_learner, same, texts, train_and_merge, verifier_arrays
 
 from verl_tlt.drafter import load_training_state
+from verl_tlt.drafter.checkpoint import STATE, write_state
+from verl_tlt.errors import DrafterError
 from verl_tlt.spot_worker.merge import checksum, checksums, moments
 from verl_tlt.trainer.checkpoints import saved_drafter
 
@@ -64,6 +68,24 @@ def test_its_checksums_are_those_of_the_files(learner, tmp_path):
     assert (found.moments, found.steps) == (moments(state["optimizer"]), state["steps"])
     state["optimizer"]["state"]["0"]["exp_avg"].view(-1)[0] += 1e-3
     assert found.moments != moments(state["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [(torch.ones(1), "is [1], but the drafter's is"), (None, "holds NaN"), (3, "no training state of a drafter")],
+)
+def test_a_wrong_initial_drafter_is_named_and_changes_nothing(learner, tmp_path, wrong, sentence):
+    directory = tmp_path / "global_step_3" / "tlt_drafter"
+    learner.save(str(directory), FACTS)
+    state = load_training_state(directory)
+    name = next(iter(state["initial"]))
+    broken = torch.full_like(state["initial"][name], torch.nan) if wrong is None else wrong
+    write_state(state | {"initial": {**state["initial"], name: broken}}, directory / STATE)
+    other = make_learner(tmp_path / "policy", resume_from=directory.parent)
+    before = checksums(other.trainer, other.versions)
+    with pytest.raises(DrafterError, match=re.escape(sentence)):
+        other.resume(str(directory))
+    assert checksums(other.trainer, other.versions) == before
 
 
 def test_one_that_never_published_has_one_reference(tmp_path):
