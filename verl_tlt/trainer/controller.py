@@ -339,10 +339,10 @@ class Controller:
         self._count_failures(step)
         with self.guard("metrics"):
             self._say_if_idle()
-            tlt |= self.log.finish(step, {**metrics, **self._cold.news}) | self._cold.news
+            own = buffer_metrics(self._buffers.values(), self._tap.tokens) | self._cold.news
+            tlt |= self.log.finish(step, {**metrics, **own}) | own
             bubble_s = tlt.get("tlt/bubble_s", 0.0) / len(self.fleet.replicas)
             step_s, rollout_s = (metrics.get(f"timing_s/{name}", 0.0) for name in ("step", "gen"))
-            tlt |= buffer_metrics(self._buffers.values(), self._tap.tokens)
             self._cold.stepped(step_s, rollout_s, bubble_s)
         return tlt
 

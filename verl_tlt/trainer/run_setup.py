@@ -7,7 +7,7 @@ before the first weight sync, and to spot workers, so that both hold the same on
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,6 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter,
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: float) -> RunFacts:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
-    kinds = sorted(kind for name in cluster if (kind := name.removeprefix("accelerator_type:")) != name)
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
@@ -131,8 +130,16 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: flo
         shared=config.trainer.device == "cpu",
         name=f"{config.trainer.project_name}/{config.trainer.experiment_name}",
         active_share=active_share,
-        hardware=", ".join(kinds) or f"CPU, {os.cpu_count()} cores",
+        hardware=hardware_name(cluster, config.trainer.device == "cuda"),
     )
+
+
+def hardware_name(cluster: Iterable[str], accelerator: bool) -> str:
+    """What a run computes on, from the names of Ray's resources; Ray has none for an accelerator it does not know."""
+    if not accelerator:
+        return f"CPU, {os.cpu_count()} cores"
+    kinds = sorted(kind for name in cluster if (kind := name.removeprefix("accelerator_type:")) != name)
+    return ", ".join(kinds) or "GPUs that Ray has no name for"
 
 
 def first_drafter(

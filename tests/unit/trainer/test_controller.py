@@ -60,6 +60,8 @@ def test_a_session_that_ran_out_of_data_gets_more_of_the_next_step_unless_the_ta
         metrics = rest_of_step(controller, fleet, step)
     assert fleet.tap_tokens == [n * TOKENS_PER_STEP for n in factors]
     assert metrics["tlt/tap_tokens"] == fleet.tap_tokens[-1]
+    written = read_trace(controller.tlt.trace.dir).steps[3]
+    assert {n for n in metrics if n.startswith("tlt/")} <= written.keys(), "the trace has what verl's logger has"
 
 
 def test_several_samplings_of_one_step_are_merged_once_and_double_the_captured_tokens_once(run):

@@ -1,5 +1,7 @@
 """What a run is made of, from a config as verl composes it."""
 
+import os
+
 import pytest
 import ray
 from omegaconf import OmegaConf
@@ -9,7 +11,7 @@ from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
 from verl_tlt.errors import TLTError
 from verl_tlt.trainer import run_setup
-from verl_tlt.trainer.run_setup import MOST_HELD_OUT, held_out_share, prepare, with_sizes
+from verl_tlt.trainer.run_setup import MOST_HELD_OUT, hardware_name, held_out_share, prepare, with_sizes
 
 GIB = 2**30
 SMALL_HEAD = {"memory": 8.0 * GIB}
@@ -91,3 +93,16 @@ def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():
 def test_the_fewer_prompts_are_captured_the_more_of_them_are_held_out(settings, prompts, workers, share):
     buffer = TLTConfig.from_dict({"buffer": settings}).buffer
     assert held_out_share(buffer, prompts, workers) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("resources", "accelerator", "name"),
+    [
+        (["CPU", "accelerator_type:H100"], True, "H100"),
+        (["accelerator_type:L4", "accelerator_type:A100"], True, "A100, L4"),
+        (["CPU", "GPU"], True, "GPUs that Ray has no name for"),
+        (["accelerator_type:H100"], False, f"CPU, {os.cpu_count()} cores"),
+    ],
+)
+def test_a_run_on_gpus_is_never_said_to_be_on_a_cpu(resources, accelerator, name):
+    assert hardware_name(resources, accelerator) == name
