@@ -23,7 +23,7 @@ help:
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
-	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; 25 minutes)"
+	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; some 20 minutes)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, thirteen arms in turns (some three hours)"
 	@echo "make bench-control  draft-length policies against oracles, and what control adds to an engine step"
 	@echo "make bench-real     a head for a real language model, and the comparison on it (a night; goes on after a kill)"

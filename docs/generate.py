@@ -85,7 +85,7 @@ NOTES = {
         "Steps below `min_merge_steps` are kept: the worker continues from them in its next session.",
         "`cold_start_s` counts training, scores, merges and publication. A resumed run with a drafter has no"
         " [cold start](how-it-works.md#a-cold-start), nor has `separate_async`.",
-        "After a failed session its replica pauses for 1, 2, ... RL steps; after three in a row it trains no more.",
+        "After a failed session its replica pauses for 1, 2, then 8, 16, 32, ... RL steps.",
     ],
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size, 32 KiB at 4096; an MTP head's takes 2 bytes.",
@@ -95,7 +95,7 @@ NOTES = {
     ],
     "gate": [
         "*Surely* means at a level of 1 %. In doubt the served drafter stays, and the candidate trains on.",
-        "With fewer than `min_tokens` positions, or fewer than 7 sequences, it is held, unless what is served is"
+        "With fewer than `min_tokens` positions, or fewer than 7 prompts, it is held, unless what is served is"
         " useless or the candidate is far better.",
     ],
     "trace": ["What the files hold: [metrics](metrics.md). `verl-tlt report DIR` reads them."],
