@@ -230,6 +230,19 @@ def test_workers_whose_merge_hangs_are_replaced(fleet, monkeypatch, deaf, lives)
     assert fleet.replaced == ["a"]
 
 
+def test_one_that_averages_nothing_is_replaced_alone(fleet, monkeypatch, deaf):
+    """Each averages another slice, and all adopt every slice; the others keep candidate, optimizer and buffers."""
+    from verl_tlt.trainer import spot_workers as module
+
+    averages = [ray.put("the first slice's"), deaf.remote()]
+    monkeypatch.setattr(module, "start_merge", lambda workers: (averages, averages))
+    fleet.spot_workers["a"].handles = {"a": SimpleNamespace(__ray_ready__=deaf.actor.__ray_ready__, adopt=deaf)}
+    fleet.spot_workers["b"] = module.ReplicaWorkers("b", [1], {"b": deaf})
+    with pytest.raises(CallFailed, match="no answer"):
+        fleet.merge(["a", "b"])
+    assert fleet.replaced == ["b"]
+
+
 def test_one_that_fails_fails_all_once_the_others_have_answered():
     actors = [ray.remote(Slow).options(num_cpus=0).remote() for _ in range(3)]
     ray.get([actor.said.remote() for actor in actors])

@@ -279,7 +279,7 @@ class Fleet(Servers):
         taking_part = [self.spot_workers[name] for name in names]
         facts, slices = start_merge([worker for workers in taking_part for worker in workers.handles.values()])
         up = [worker for workers in taking_part for worker in workers.up()]
-        call: Call[MergeFacts] = Call(facts[:1], lambda answers: answers[0], up)
+        call: Call[MergeFacts] = Call(facts, lambda answers: answers[0], up)  # by slice, all alike
         try:
             merged = call.result(CALL_S)
         except CallFailed as error:
