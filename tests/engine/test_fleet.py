@@ -67,7 +67,8 @@ def started(names, devices, balancer=None, store=None, config=CONFIG):
         get_replicas=lambda: replicas,
         global_load_balancer=balancer and ray.remote(balancer).options(num_cpus=0).remote(dict(servers)),
     )
-    actor = SimpleNamespace(world_size=world, tlt_setup=lambda *_: [TapReady(group=rank) for rank in range(world)])
+    ready = [ray.put(TapReady(group=rank)) for rank in range(world)]
+    actor = SimpleNamespace(world_size=world, tlt_setup=lambda *_: ready)
     spot = SpotPlan(**worker_arguments(config=config))
     store = store and ray.remote(store).options(num_cpus=0).remote(spot.drafter)
     fleet = Fleet(manager, actor, store, RayResourcePool([world], max_colocate_count=2), spot)

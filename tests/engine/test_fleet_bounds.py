@@ -98,6 +98,8 @@ def deaf():
 @pytest.fixture
 def fleet(deaf, monkeypatch):
     """One replica, of which nobody answers; every bound is short."""
+    from verl.single_controller.ray import RayResourcePool
+
     from verl_tlt.trainer import servers, spot_workers
     from verl_tlt.trainer.run_setup import SpotPlan
 
@@ -106,8 +108,9 @@ def fleet(deaf, monkeypatch):
     monkeypatch.setattr(spot_workers, "CALL_S", BOUND_S)
     replica = SimpleNamespace(_server_address="a", _server_handle=deaf, servers=[deaf])
     manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=deaf)
-    actor = SimpleNamespace(world_size=1, tlt_take=lambda *_: deaf.remote())
-    fleet = spot_workers.Fleet(manager, actor, deaf, None, SpotPlan(**worker_arguments()))
+    actor = SimpleNamespace(world_size=1, tlt_setup=deaf.remote, tlt_take=deaf.remote)
+    pool = RayResourcePool([1], max_colocate_count=2)
+    fleet = spot_workers.Fleet(manager, actor, deaf, pool, SpotPlan(**worker_arguments()))
     fleet.replaced = []
     fleet.waits = Waits(fleet.replaced.extend)
     return fleet
@@ -126,6 +129,7 @@ def fleet(deaf, monkeypatch):
         lambda fleet: fleet.drafter_statuses(),
         lambda fleet: fleet.engine_stats(),
         lambda fleet: fleet.calibrate(),
+        lambda fleet: fleet.start_spot((2, 4), None, counts_tokens=False),
         lambda fleet: fleet.take(True, 100),
         lambda fleet: fleet.close(),
     ],

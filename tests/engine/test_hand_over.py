@@ -46,7 +46,7 @@ def group():
 def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
     from verl_tlt.spot_worker.worker import SpotWorker
 
-    (ready,) = group.tlt_setup(CONFIG, list(LAYERS), {0}, True)
+    (ready,) = ray.get(group.tlt_setup(CONFIG, list(LAYERS), {0}, True))
     assert (ready.group, ready.untapped) == (0, None)
     group.execute_all_sync("compute")
     (taken,) = ray.get(group.tlt_take((2,), set(), 8192))

@@ -75,7 +75,7 @@ class TLTActorWorker(DetachActorWorker):
     actor_worker_cls = TLTTrainingWorker
     _tlt_capture: VerifierCapture | None = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def tlt_setup(
         self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int], counts_tokens: bool = False
     ) -> TapReady:

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform.platform_manager import get_platform
 
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFacts, SessionResult, TappedStates
+from verl_tlt.messages.training import BufferStats, DrafterProvenance, MergeFacts, SessionResult, TappedStates, TapReady
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.spot_worker.merge import start_merge
 from verl_tlt.spot_worker.worker import SpotWorker
@@ -145,9 +145,10 @@ class Fleet(Servers):
         ranks = {name: rank for r in replicas for name, rank in zip(r.names(), r.ranks, strict=True)}
         self._capture_ranks = capture_ranks(ranks, nodes)
         capture = set(self._capture_ranks.values())
-        ready = self.actor.tlt_setup(self.spot.config, list(aux_layers), capture, counts_tokens)
+        setup = self.actor.tlt_setup(self.spot.config, list(aux_layers), capture, counts_tokens)
+        ready: list[TapReady] = answer(setup, CALL_S)
         if untapped := next((r.untapped for r in ready if r.untapped), None):
-            return str(untapped)
+            return untapped
         self._shares, self._sources = route([r.group for r in ready], ranks)
         for replica in replicas:
             replica.begin(self._new_workers(replica))
