@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from actor import LAYERS, make_batch, make_rows
-from rank_cases import LENGTHS, save_policy
+from rank_cases import LENGTHS, TOKENS, save_policy
 
 RANKS = 4
 
@@ -78,7 +78,7 @@ def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
 
     for name in names:
         actor = build_case(CASES[name], Path(root))
-        found = look_at(actor)
+        found = look_at(actor, CASES[name])
         if CASES[name].trained:
             found["trained"] = train(actor, f"{root}/{name}-checkpoint")
         torch.save(found, f"{root}/{name}-{rank}.pt")
@@ -112,7 +112,7 @@ def build_case(case: Case, root: Path) -> Any:
     return actor
 
 
-def look_at(actor: Any) -> dict[Any, Any]:
+def look_at(actor: Any, case: Case) -> dict[Any, Any]:
     """What one rank has: {window: (data-parallel rank, shards, errors)}, log-probs, exported and captured weights."""
     from verl_tlt.actor.tap import VerifierCapture
 
@@ -120,7 +120,7 @@ def look_at(actor: Any) -> dict[Any, Any]:
     rows = make_rows(LENGTHS[group], seed=group)
     found: dict[Any, Any] = {}
     for window in (10_000, 11):
-        actor.tap_budget, actor.tap_window = 10_000, window
+        actor.tap_budget, actor.tap_window = TOKENS // (case.tensor * case.pipeline * case.context), window
         output = actor.infer_batch(make_batch(rows, 60, compute_loss=False))
         found[window] = (group, actor.tap.take(), actor.tap.errors)
     found["log-probs"] = None if output is None else [row.clone() for row in output["log_probs"].unbind()]

@@ -42,6 +42,7 @@ class TLTTrainingWorker(TrainingWorker):
 
     tap: HiddenStateTap | None = None
     tap_budget = 0
+    """Tokens to capture of the next batch for each rank that computes it, and so for each spot worker."""
     tap_window = 0
     batches_tapped = 0
 
@@ -58,7 +59,8 @@ class TLTTrainingWorker(TrainingWorker):
         lengths = data["input_ids"].offsets().diff().tolist()
         rng = random.Random(self.batches_tapped)
         self.batches_tapped += 1
-        rows = select_for_tap(lengths, self.tap_budget, rng, self.tap_window)
+        ranks = self.world_size // self.engine.get_data_parallel_size()
+        rows = select_for_tap(lengths, ranks * self.tap_budget, rng, self.tap_window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
@@ -99,7 +101,7 @@ class TLTActorWorker(DetachActorWorker):
         """Hand over the last old-log-prob forward's hidden states, and the verifier weights of a sync before it.
 
         `shares`: spot workers that each rank shares its sequences among; `capture_ranks` are of the next weight sync,
-        `tokens` the budget of the next forward.
+        `tokens` those to capture for each worker in the next forward.
         """
         self.actor.tap_budget = tokens
         tap, capture = self.actor.tap, self._tlt_capture

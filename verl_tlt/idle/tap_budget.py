@@ -15,8 +15,8 @@ LEFT = 0.2
 SHORTEST_S = 1.0
 """Shortest bubble in seconds that counts: a shorter one is over before data could matter."""
 STEP_SHARE = 0.5
-"""Largest share of a buffer that one step's tokens fill: doubling stops while two steps still fit. The actor's rank
-holds as many bytes page-locked while it hands them over."""
+"""Largest share of a buffer that one step's tokens fill: doubling stops while two steps still fit. Page-locked memory
+of the actor's ranks holds as many bytes for each worker while they are handed over."""
 TAP_SHARE = 0.005
 """Largest share of a step's time that the tap may take: half of what all of TLT's work may."""
 COLD = 4

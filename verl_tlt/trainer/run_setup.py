@@ -96,7 +96,10 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter,
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
     # As far as Ray may use it; spot workers are on nodes with GPUs, a small head node may have none.
     node_bytes = min((node.get("memory", 0.0) for node in nodes if node.get("GPU")), default=0.0)
-    tlt = with_sizes(tlt, start.draft_vocab, accelerator, node_bytes, workers, start.worker_bytes)
+    # The stages of a pipeline, on as many nodes, hold unlike parts of what is captured: one may hold most of it.
+    stages = (config.actor_rollout_ref.actor.get("megatron") or {}).get("pipeline_model_parallel_size", 1)
+    spread = min(stages, config.trainer.nnodes)
+    tlt = with_sizes(tlt, start.draft_vocab, accelerator, node_bytes, workers, start.worker_bytes, spread)
     buffer = replace(tlt.buffer, window=min(tlt.buffer.window, context))
     share = held_out_share(buffer, config.data.train_batch_size, workers * config.trainer.nnodes)
     spot = SpotPlan(
@@ -214,19 +217,21 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
 
 
 def with_sizes(
-    tlt: TLTConfig, draft_vocab: int, accelerator: bool, node_bytes: float, workers: int, worker_bytes: int
-) -> TLTConfig:
+    tlt: TLTConfig, draft_vocab: int, accelerator: bool, node_bytes: float, workers: int, worker_bytes: int,
+    spread: int = 1,
+) -> TLTConfig:  # fmt: skip
     """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in where the user left them open.
 
     `node_bytes` is the memory of the smallest node (0: unknown), `workers` the spot workers on a node, each of which
-    takes `worker_bytes` beside its buffer; `accelerator`: drafters train on one, not on the host's processor.
+    takes `worker_bytes` beside its buffer; `accelerator`: drafters train on one, not on the host's processor. Most of
+    what the actor hands over to the workers of `spread` nodes may be on one.
     """
     rows, mb = BATCH_TOKENS, BUFFER_MB
     if accelerator:
         while rows < MOST_BATCH_TOKENS and 2 * rows * draft_vocab * LOGIT_BYTES <= MOST_LOGIT_BYTES:
             rows *= 2
         share = MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes
-        mb = max(mb, int(share / (1 + STEP_SHARE)) >> 20)
+        mb = max(mb, int(share / (1 + spread * STEP_SHARE)) >> 20)
     drafter = replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows)
     return replace(tlt, drafter=drafter, buffer=replace(tlt.buffer, max_mb=tlt.buffer.max_mb or mb))
 

@@ -15,6 +15,7 @@ from verl_tlt.trainer.run_setup import MOST_HELD_OUT, hardware_name, held_out_sh
 
 GIB = 2**30
 SMALL_HEAD = {"memory": 8.0 * GIB}
+PIPELINE = ["trainer.nnodes=2", "+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,7 @@ SMALL_HEAD = {"memory": 8.0 * GIB}
     [
         ("cuda", [], [], (4096, BUFFER_MB)),
         ("cuda", [], [SMALL_HEAD, {"memory": 1024.0 * GIB, "GPU": 8.0}], (4096, 13_106)),
+        ("cuda", PIPELINE, [{"memory": 1024.0 * GIB, "GPU": 8.0}] * 2, (4096, 9_829)),
         ("cpu", [], [], (BATCH_TOKENS, BUFFER_MB)),
         ("cuda", ["tlt.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], [], (300, 10)),
     ],
@@ -69,11 +71,14 @@ def test_a_resumption_without_its_path_is_one_sentence(path):
 
 
 def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():
-    for node_gib, worker_gib, mb in ((1024, 0, 13_107), (1024, 9, 6_963), (64, 9, BUFFER_MB), (0, 9, BUFFER_MB)):
-        sizes = with_sizes(TLTConfig(), 151_936, True, node_gib * GIB, 8, worker_gib * GIB)
+    for node_gib, worker_gib, spread, mb in (
+        (1024, 0, 1, 13_107), (1024, 9, 1, 6_963), (64, 9, 1, BUFFER_MB), (0, 9, 1, BUFFER_MB), (1024, 9, 3, 4_177),
+    ):  # fmt: skip
+        sizes = with_sizes(TLTConfig(), 151_936, True, node_gib * GIB, 8, worker_gib * GIB, spread)
         assert sizes.buffer.max_mb == mb
         share = 0.15 * node_gib * GIB / 8
-        held = (worker_gib << 30) + sizes.buffer.max_bytes * 1.5  # half a buffer is on its way from the actor at most
+        # Half a buffer is on its way from the actor at most, and all of it on one of the nodes it goes to.
+        held = (worker_gib << 30) + sizes.buffer.max_bytes * (1 + 0.5 * spread)
         assert held <= share or mb == BUFFER_MB
 
 
