@@ -30,7 +30,7 @@ from verl_tlt.trainer.run_setup import prepare
 from verl_tlt.trainer.servers import DrafterStore
 from verl_tlt.trainer.spot_workers import Fleet
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.watch import BufferWatch
+from verl_tlt.trainer.watch import BufferWatch, takes_turns
 from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class TLTMixin(PPOTrainer):
         pool = self.resource_pool_manager.resource_pool_dict["global_pool"]
         standalone = getattr(self, "standalone_server_manager", None)
         fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, spot, standalone)
-        multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
+        multi_turn = takes_turns(config, self.train_dataset)
         wanted = config.data.train_batch_size // self.parameter_sync_step
         pending_work = BufferWatch(self.replay_buffer, multi_turn=multi_turn, wanted=wanted)
         log = StepLog(TraceWriter(str(spot.config.trace.dir), "trainer"))

@@ -7,9 +7,11 @@ phase and nothing else; replicas that left come back with the weight sync.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
 
 from verl_tlt.idle import replica_idle as idle
 from verl_tlt.messages.training import SessionResult
@@ -18,6 +20,7 @@ from verl_tlt.trainer.waits import SYSTEM, Call, CallFailed, Clock, Deadline
 from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     from verl_tlt.trainer.spot_workers import Fleet
@@ -43,6 +46,27 @@ class PendingWork:
 
 
 AskPending = Callable[[], PendingWork]
+
+
+def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> bool:
+    """Whether an agent loop may send another turn, as all may that are not verl's single-turn loop, or are unknown.
+
+    verl runs the loop that a row of `dataset` names, or else the default one.
+    """
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+    from verl.utils.import_utils import load_class_from_fqn, resolve_config_path
+
+    rollout = config.actor_rollout_ref.rollout
+    name, path = rollout.agent.default_agent_loop, rollout.agent.agent_loop_config_path
+    try:
+        own = {loop.name: loop for loop in OmegaConf.load(resolve_config_path(path))} if path else {}
+        loop = load_class_from_fqn((_agent_loop_registry | own)[name]["_target_"])
+        other = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class") or "agent_name" in dataset[0]
+        return bool(other) or not issubclass(loop, SingleTurnAgentLoop)
+    except Exception as error:
+        logger.warning("no replica leaves early, as agent loop %s is unknown and may send more turns: %r", name, error)
+        return True
 
 
 class BufferWatch:
