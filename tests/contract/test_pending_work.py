@@ -63,3 +63,31 @@ def test_an_agent_loop_may_send_more_turns_unless_it_is_verls_single_turn(queue,
     pending = BufferWatch(buffer, multi_turn=takes_turns(compose(keys, "ppo_trainer"), [row]), wanted=1)
     buffer._sync_metadata_from_transfer_queue()
     assert pending().more is more
+
+
+@pytest.mark.parametrize(("metric", "waits"), [("reward", [True, False]), (None, [])], ids=["filtered", "failed"])
+def test_verl_asks_for_more_groups_only_while_the_watch_expects_it(queue, metric, waits):
+    """Right after its look verl finds that one group has no signal, or failed, and asks for others in its place."""
+    asked, waited = [], []
+    queue |= {"a": ("finished", [0.0, 1.0]), "b": ("finished", [1.0, 1.0]) if metric else ("failure", [])}
+    if metric:
+        queue["d"] = "running", []
+
+    def refill(_count):
+        asked.append(pending().more)
+        queue["c"] = "finished", [0.0, 1.0]
+
+    def wait(_partition, now):
+        waited.append(pending().more)
+        if len(waited) == 2:
+            queue["d"] = "finished", [0.0, 1.0]
+        return now
+
+    buffer = make_buffer(
+        refill_fn=refill, filter_groups_metric=metric, train_batch_size=4, gen_batch_size=1,
+        sync_refill_failed_groups=True,
+    )  # fmt: skip
+    buffer._wait_for_next_poll = wait
+    pending = BufferWatch(buffer, multi_turn=False, wanted=2)
+    buffer.sample(1, "train", 2)
+    assert (asked, waited, pending().more) == ([True], waits, False)

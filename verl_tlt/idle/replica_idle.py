@@ -48,7 +48,7 @@ class ModeRule:
 
 
 MODE_RULES = {
-    # One batch at a time; refills come only with settings under which no replica leaves.
+    # One batch at a time; no replica leaves while the sampler may replace groups of it.
     "sync": ModeRule("replicas"),
     # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
     "colocate_async": ModeRule("replicas", recall=True),

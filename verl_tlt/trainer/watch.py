@@ -106,9 +106,10 @@ class BufferWatch:
 
     def _count(self) -> PendingWork:
         buffer = self._buffer
-        # DAPO replaces groups until enough are left; the buffer has put filtered ones aside before each look.
-        refills = buffer.filter_groups_metric is not None or buffer.sync_refill_failed_groups
-        more = refills and len(buffer.finished_keys["train"]) < self._wanted
+        filters, done = buffer.filter_groups_metric is not None, buffer.finished_keys["train"]
+        if filters:  # DAPO: only after its look the buffer finds out which to replace, and which have a signal (None)
+            done = {uid for uid, shared in buffer._dapo_classification_cache["train"].items() if shared is None} & done
+        more = (filters or buffer.sync_refill_failed_groups) and len(done) < self._wanted
         more = more or (self._multi_turn and bool(buffer.running_keys["train"]))
         return PendingWork(len(buffer.pending_keys["train"]), more)
 

@@ -16,8 +16,9 @@ from verl_tlt.trainer.watch import LOAD_LINE_S, BufferWatch, PendingWork, Sampli
 class Buffer:
     """What is read of verl's buffer, and its way of looking: empty first, then filled."""
 
-    def __init__(self, filtering=False):
-        self.filter_groups_metric = "acc" if filtering else None
+    def __init__(self, classified=None):
+        self.filter_groups_metric = None if classified is None else "acc"
+        self._dapo_classification_cache = {"train": classified}
         self.sync_refill_failed_groups = False
         self.pending_keys, self.running_keys, self.finished_keys = (defaultdict(set) for _ in range(3))
         self.meanwhile = lambda: None
@@ -32,14 +33,17 @@ class Buffer:
 
 
 @pytest.mark.parametrize(
-    ("multi_turn", "filtering", "wanted", "more"),
-    [(True, False, 2, True), (False, False, 2, False), (False, True, 2, True), (False, True, 1, False)],
-)
-def test_what_may_still_arrive_is_counted_at_the_end_of_each_look(multi_turn, filtering, wanted, more):
-    """An agent loop may send another turn; filtering may ask for more groups until there are enough."""
-    buffer, seen = Buffer(filtering), []
+    ("multi_turn", "classified", "wanted", "more"),
+    [
+        (True, None, 2, True), (False, None, 2, False), (False, {"f": None}, 2, True), (False, {"f": None}, 1, False),
+        (False, {"f": 1.0}, 1, True), (False, {"of the last step": None}, 1, True), (False, {}, 1, True),
+    ],
+)  # fmt: skip
+def test_what_may_still_arrive_is_counted_at_the_end_of_each_look(multi_turn, classified, wanted, more):
+    """An agent loop may send another turn; filtering may ask for more groups until enough have a signal."""
+    buffer, seen = Buffer(classified), []
     pending = BufferWatch(buffer, multi_turn=multi_turn, wanted=wanted)
-    assert pending() == PendingWork(more=filtering)
+    assert pending() == PendingWork(more=classified is not None)
     buffer._sync_metadata_from_transfer_queue()
     buffer.meanwhile = lambda: seen.append(pending())
     buffer._sync_metadata_from_transfer_queue()
