@@ -380,6 +380,9 @@ class Controller:
 
     def finish(self) -> None:
         """The run is over: keep the drafter as a directory that vLLM serves, and clear away the rest."""
+        with self.guard("end of sampling"):
+            if self._watch is not None:  # the run failed while it sampled: a session would hold up the drafter
+                self._watch.finish(self.tlt.spot.stop_timeout_s)
         with self.guard("final drafter"):
             if self.spot:
                 calls = self._save(Path(str(self.tlt.drafter.save_dir)), self._updated)

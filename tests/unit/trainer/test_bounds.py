@@ -148,6 +148,22 @@ def test_who_ends_with_the_run_or_was_replaced_meanwhile_has_not_failed(run, clo
     assert fleet.restarts == [] and not list(fleet.waits.failures()) and "failed" not in caplog.text
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_run_that_fails_while_it_samples_stops_its_sessions_before_it_saves(filled, took, deaf):
+    run_, fleet = filled()
+    with pytest.raises(ZeroDivisionError), training(run_, fleet, 2):
+        fleet.deaf = {"b"} if deaf else set()
+        raise ZeroDivisionError
+    assert took(run_.finish) == pytest.approx(STOP_S if deaf else 0.0, abs=0.05)
+    assert [call[0] for call in fleet.calls if call[0] in ("stop", "save")] == ["stop", "save"]
+    assert fleet.on_device == set() and fleet.restarts == ["b"] * deaf
+    fleet.load = dict.fromkeys(fleet.replicas, 4)
+    fleet.clock.sleep(LOOKS_S)
+    fleet.load["a"] = 0
+    fleet.clock.sleep(LOOKS_S)
+    assert fleet.called("train") == [("b",)] and run_.guard.counts == {}
+
+
 def test_those_who_fail_together_are_replaced_together(clock):
     """A successor takes over what somebody holds who stays."""
     begin, together = clock.now, []
