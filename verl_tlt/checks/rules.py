@@ -6,7 +6,6 @@ prints them as a table. Imports neither verl nor vLLM nor torch.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from verl_tlt.checks.recipe import (
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.drafter.policy import first_line
 from verl_tlt.errors import TLTError
-from verl_tlt.files.ownership import check_writable
+from verl_tlt.files.ownership import check_writable, matching
 from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
@@ -320,7 +319,7 @@ def _unusable_data(config: DictConfig) -> Iterator[tuple[str, str, str]]:
         if not paths:
             yield key, "[]", "names no file"
         for path in (str(path) for path in paths if "://" not in str(path)):
-            matches = sorted(glob.glob(os.path.expanduser(path)))
+            matches = matching(path)
             if not matches:
                 yield key, path, "does not exist on this machine"
             elif not path.endswith((".parquet", ".json", ".jsonl")):

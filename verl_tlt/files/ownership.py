@@ -9,6 +9,7 @@ known by its seal (`seal`), and a user may say that such a mount is trusted (`TR
 """
 
 import fcntl
+import glob
 import hashlib
 import hmac
 import json
@@ -177,6 +178,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     if full.startswith("~"):
         raise TLTError(f"{full} is in a home directory, and this user has none: set HOME, or give a path without ~.")
     return Path(full)
+
+
+def matching(path: str) -> list[str]:
+    """What a path means to verl's datasets, which read `~` as the home directory, and patterns: paths, in order."""
+    return sorted(glob.glob(os.path.expanduser(path)))
 
 
 def make_private_dir(prefix: str) -> Path:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
 from verl_tlt.errors import TLTError
+from verl_tlt.files.ownership import matching
 from verl_tlt.idle.replica_idle import MODE_RULES, ModeRule
 from verl_tlt.idle.tap_budget import STEP_SHARE
 from verl_tlt.messages.rollout import DrafterFile
@@ -258,9 +259,10 @@ def _resume_dir(trainer: DictConfig) -> Path | None:
     return Path(latest) if latest else None
 
 
-def _data_digest(named: str | Sequence[str]) -> str | None:
-    """Digest of the training data, for the drafter's model card; None where it is not on this disk."""
+def _data_digest(named: str | Sequence[str] | None) -> str | None:
+    """Digest of the training data, for the drafter's model card; None where it is in no files, or not on this disk."""
     from verl_tlt.drafter import files_digest
 
-    files = [Path(str(f)) for f in ([named] if isinstance(named, str) else named)]
-    return files_digest(files) if all(f.is_file() for f in files) else None
+    names = [named] if isinstance(named, str) else named or ()  # a custom dataset may need none
+    files = [Path(file) for name in names for file in matching(str(name)) or [str(name)]]
+    return files_digest(files) if files and all(file.is_file() for file in files) else None
