@@ -339,6 +339,8 @@ class Controller:
         self._count_failures(step)
         with self.guard("metrics"):
             self._say_if_idle()
+            observed, updates = self.log.observed, self.updates
+            observed.published_version, observed.served_since = updates.served.version, updates.since
             own = buffer_metrics(self._buffers.values(), self._tap.tokens) | self._cold.news
             tlt |= self.log.finish(step, {**metrics, **own}) | own
             bubble_s = tlt.get("tlt/bubble_s", 0.0) / len(self.fleet.replicas)

@@ -240,7 +240,7 @@ class DrafterUpdates:
         if update.acceptance:
             self.served = replace(self.served, acceptance=tuple(update.acceptance))
         nbytes = len(update.drafter.weights) if update.drafter else 0
-        self._log.published(step, update, nbytes, self.served.version, self.since)
+        self._log.published(step, update, nbytes, self.served.version)
         taus = ", ".join(f"{which} {tau:.2f}" for which, tau in update.tau.items()) or "unknown"
         logger.info("drafter %s (%s); held-out accept length: %s", update.decision, update.reason, taus)
         return update

@@ -60,11 +60,10 @@ class StepLog:
         self.trace, self.clock, self.guard = trace, clock, Guard()
         self._rollout = "timing_s/gen"  # verl's name of the time in which engines decode
         self._disabled = ""
-        self._begin(StepObservations(published_version=0, served_since=0))
+        self._begin({})
 
-    def _begin(self, before: StepObservations) -> None:
-        self.observed = StepObservations(errors=self.guard.counts, devices=before.devices)
-        self.observed.published_version, self.observed.served_since = before.published_version, before.served_since
+    def _begin(self, devices: Mapping[str, int]) -> None:
+        self.observed = StepObservations(errors=self.guard.counts, devices=devices)
         self._off = ""
         self.exhausted: dict[str, bool] = {}  # by replica that trained in a bubble: its last session was
         self.reloads: dict[str, Reload] = {}  # by replica
@@ -177,9 +176,8 @@ class StepLog:
         self._charge("tap", max((t.seconds for t in taken), default=0.0))
         self._charge("sync", max((t.sync_seconds for t in taken), default=0.0))
 
-    def published(self, step: int, learned: MergeVerdict, nbytes: int, version: int, since: int) -> None:
-        """An update arrived in time; `nbytes` of weights go to each engine, which serves `version` since that step."""
-        self.observed.published_version, self.observed.served_since = version, since
+    def published(self, step: int, learned: MergeVerdict, nbytes: int, version: int) -> None:
+        """An update arrived in time; `nbytes` of weights go to each engine, which serves `version`."""
         publish = self._event(Publish, step, learned, version=version, bytes=nbytes)
         before = self.observed.publish
         if publish.decision == "published" or before is None or before.decision != "published":
@@ -192,7 +190,6 @@ class StepLog:
         self.observed.reloads = list(self.reloads.values())
         self.observed.served_version = min((s.version for s in statuses.values()), default=None)
         self.observed.overhead["reload"] = max((r.seconds for r in self.observed.reloads), default=0.0)
-        self.observed.published_version = wanted
 
     def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
@@ -201,7 +198,7 @@ class StepLog:
         tlt = step_metrics(self.observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything, off=self._off)
-        self._begin(self.observed)
+        self._begin(self.observed.devices)
         with self.guard("step line"):  # a disk that is full
             print(step_line(everything, step), flush=True)
         return tlt

@@ -1,6 +1,7 @@
 """Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,14 @@ def test_an_engine_that_lost_the_policy_with_its_drafter_gets_it_again_and_is_co
     fleet.drafter_statuses = lambda: {name: DrafterStatus(gave_up=True, weightless=name == "b") for name in "ab"}
     assert controller.after_first_sync(0)
     assert rl_step(controller, fleet, 1)["tlt/errors_engines_without_a_drafter"] == 2
+
+
+def test_a_resumed_drafter_has_its_version_and_is_served_since_the_resumption(run):
+    controller, fleet = run(enable=False)
+    controller.updates.served = replace(controller.updates.served, version=7)
+    controller.after_first_sync(100)
+    metrics = rl_step(controller, fleet, 101)
+    assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_staleness"]) == (7, 1)
 
 
 # ---------------------------------------------------------------------- hidden states
