@@ -187,7 +187,7 @@ class DrafterUpdates:
 
     def _judge(self, out: DrafterUpdate, scores: HeldOutScores) -> None:
         """Fill in what becomes of the candidate, and have the workers revert or export it."""
-        version, judged = self.served.version + 1, len(scores.positions) > 0
+        version, judged = self.served.version + 1, bool(scores.positions.any())
         action: Action = "publish"
         if judged:
             out.tau = scores.taus()
@@ -237,7 +237,7 @@ class DrafterUpdates:
             self._fleet.stage(update.drafter)
             self._fleet.keep_as_served()
             self.served, self.since = replace(self.served, version=update.drafter.version), step
-        if update.acceptance:
+        if update.drafter is not None or update.acceptance:  # of one that nobody scored it is unknown
             self.served = replace(self.served, acceptance=tuple(update.acceptance))
         nbytes = len(update.drafter.weights) if update.drafter else 0
         self._log.published(step, update, nbytes, self.served.version)

@@ -25,7 +25,13 @@ class Workers:
 
     def export(self, version, dtype, acceptance):
         self.asked.append((version, acceptance))
-        return SimpleNamespace(version=version)
+        return SimpleNamespace(version=version, weights=b"")
+
+    def stage(self, drafter):
+        """They hand it to the engines."""
+
+    def keep_as_served(self):
+        """They mark it."""
 
 
 def scores(candidate, served, initial, sequences=40):
@@ -52,3 +58,15 @@ def test_a_verdict_is_carried_out(chances, gate, decision, asked):
     update = DrafterUpdates(workers, config, served, "float32", StepLog(None)).update([session])
     assert (update.decision, workers.asked) == (decision, asked)
     assert (update.drafter is not None) == any(isinstance(one, tuple) for one in asked)
+
+
+@pytest.mark.parametrize(("gate", "version", "acceptance"), [(False, 3, ()), (True, 2, (0.0,))])
+@pytest.mark.parametrize("sequences", [0, 1])
+def test_of_a_drafter_that_nobody_scored_the_acceptance_is_unknown(log, gate, version, acceptance, sequences):
+    """What was held out, if anything, is too short to judge; the drafter before this one was never accepted."""
+    unscored = HeldOutScores(np.arange(sequences), np.zeros(sequences, int), *[np.zeros((sequences, 2))] * 3)
+    served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=2, acceptance=(0.0,))
+    updates = DrafterUpdates(Workers(), TLTConfig.from_dict({"gate": {"enable": gate}}), served, "float32", log)
+    updates.begin([SimpleNamespace(scores=unscored, steps=0, replica="a")])
+    assert updates.publish(5, within_s=60.0).tau == {}
+    assert (updates.served.version, updates.served.acceptance) == (version, acceptance)
