@@ -114,7 +114,7 @@ def test_the_head_that_it_leaves_goes_back_into_the_policy(run, stale, tmp_path)
     assert again > now + 0.2, (again, now)
 
 
-def test_a_head_that_knows_nothing_is_off_once_it_is_known_to_lose(stale):
+def test_a_head_that_knows_nothing_is_tried_by_one_replica_once_it_is_known_to_lose(stale):
     """The second and the fourth rollout are control rollouts: after the second one, losses are measured at any load."""
     base, *_ = stale
     run = grpo(
@@ -125,4 +125,4 @@ def test_a_head_that_knows_nothing_is_off_once_it_is_known_to_lose(stale):
     assert run.steps[1]["tlt/accept_length"] < 1.1
     off = {step: metrics["tlt/drafter_off_frac"] for step, metrics in run.steps.items()}
     lost = next(step for step, metrics in run.steps.items() if metrics.get("tlt/saved_s", 0.0) < 0.0)
-    assert lost in (1, 3) and off[1] == 0.0 and all(off[step] == 1.0 for step in range(lost + 1, 6)), run.steps
+    assert lost in (1, 3) and off[1] == 0.0 < off[lost + 1], run.steps

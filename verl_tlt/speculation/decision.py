@@ -24,7 +24,7 @@ UNTRIED = 0.10
 """`CLEARLY` while no drafter was tried in this run: the estimate then rests on short contexts and older text alone. For
 less, one replica tries."""
 BETTER = 1.05
-"""After drafting lost time, a drafter must promise an accept length this many times as long to be tried again."""
+"""While speculation is disabled, a drafter that promises an accept length this many times as long is tried at once."""
 IN_A_ROW = 3
 """Rollouts in a row that lose time, or have hardly a draft accepted, before speculation is disabled."""
 FIRST_WAIT, LONGEST_WAIT = 8, 64
@@ -50,7 +50,7 @@ def expected_saving(acceptance: Sequence[float], costs: LatencyModel, work: Mapp
 
 
 class RolloutDecision:
-    """Judges a drafter by held-out acceptance, step costs, the last rollout's batches, and what the last try lost.
+    """Judges a drafter by held-out acceptance, step costs and the last rollout's batches.
 
     The policy "fixed" is an order; n-grams (`source`) draft whatever a drafter is worth. `active_share` as in
     `Roofline`; `arms`: `tlt.speculation.arms`.
@@ -70,7 +70,6 @@ class RolloutDecision:
         self._work: Mapping[int, float] = {}  # tokens by batch in the last rollout
         self._even: Mapping[int, float] = {}  # of one that spends as long at each measured batch: evenly in log scale
         self._acceptance: Sequence[float] = ()
-        self._lost = 0.0  # the accept length that was promised when drafting lost time; 0: it did not
         self._tried = False
         self.against = ""
         """Why `drafts` said no when it was asked last; empty: it said yes."""
@@ -99,13 +98,10 @@ class RolloutDecision:
 
     def _why_not(self, tried: bool) -> str:
         """Why the drafter does not run, with figures; empty: it runs."""
-        held_out = f"held-out accept length {self._promise():.2f}"
-        if self._promise() <= BETTER * self._lost:
-            return f"{held_out}, and drafting lost time with {self._lost:.2f}"
         if not self._acceptance:
             return ""
-        if self._promise() <= USELESS:
-            return f"{held_out}: next to nothing is accepted"
+        if self.promise() <= USELESS:
+            return f"held-out accept length {self.promise():.2f}: next to nothing is accepted"
         if self._costs is None or self.saving(self._acceptance, tried) > 0.0:
             return ""
         tau, even = self._nearest(self._costs)
@@ -131,12 +127,10 @@ class RolloutDecision:
     def learn(self, stats: Iterable[EngineStats], gain: float | None) -> None:
         """Take note of a rollout by its engines' sums and its gain (`savings.Savings.gain`)."""
         self._work = +sum((Counter(s.tokens_by_batch) for s in stats), Counter[int]()) or self._work
-        if gain is not None:
-            self._tried = True
-            self._lost = self._promise() if gain < -CLEARLY else 0.0
+        self._tried = self._tried or gain is not None
 
-    def _promise(self) -> float:
-        """Accept length at the longest draft; 1 of an unknown drafter."""
+    def promise(self) -> float:
+        """Held-out accept length at the longest draft; 1 of an unknown drafter."""
         longest = self._longest or len(self._acceptance)
         return expected_accept_lengths(self._acceptance, longest)[-1] if self._acceptance else 1.0
 
@@ -144,8 +138,9 @@ class RolloutDecision:
 class RunDecision:
     """Which replicas draft, rollout after rollout.
 
-    Several rollouts in a row in which drafts are hardly ever accepted, or which drafting made slower, disable
-    speculation; then one replica drafts as a probe in rarer and rarer rollouts, and if it gains, it is enabled again.
+    After a rollout that drafting made slower one replica tries again. Several such rollouts in a row, or in which
+    drafts are hardly ever accepted, disable speculation; then one replica drafts as a probe in rarer and rarer
+    rollouts and with a `BETTER` drafter, and if it gains, it is enabled again.
     With the policy "fixed" drafting is an order; n-grams (`source`) that match nothing cost nothing.
     """
 
@@ -163,16 +158,19 @@ class RunDecision:
         self._replicas, self._has_drafter, self._ordered = list(replicas), source == "eagle", policy == "fixed"
         self._useless = self._losing = 0
         self._wait = self._until = 0  # rollouts between two probes, and to the next one
+        self._promised = 0.0  # accept length with which it was disabled, or probed last
         self._turn = 0  # of the replica that drafts alone
 
     def drafting(self, acceptance: Sequence[float]) -> list[str]:
         """Replicas that draft in the coming rollout; argument and error as in `RolloutDecision.drafts`."""
         worth, one = self.rollout.drafts(acceptance), [self._replicas[self._turn % len(self._replicas)]]
         if self.cause:
+            if worth and self.rollout.promise() > BETTER * self._promised:
+                self._until = 0
             return [] if self._until > 0 else one
-        if not worth and self.rollout.drafts(acceptance, tried=True):  # one tries, until a gain is known
-            return one
-        return self._replicas if worth else []
+        if worth and not self._losing:
+            return self._replicas
+        return one if self.rollout.drafts(acceptance, tried=True) else []  # until a gain is known, or after a loss
 
     def learn(self, stats: Mapping[str, EngineStats], gain: float | None) -> str | None:
         """Take note of a rollout; returns what the user is to be told, None: nothing new.
@@ -188,13 +186,14 @@ class RunDecision:
         useless = self._has_drafter and accepted <= USELESS
         if self.cause:
             return self._after_probe(bool(drafting) and not useless, gain or 0.0)
-        if gain is None:
-            self._turn += 1  # this one may be unable to draft
+        lost = gain is not None and gain < -CLEARLY
+        if gain is None or lost:
+            self._turn += 1  # this one may be unable to draft, or slow
         if not drafting:
             return None
         self._useless = self._useless + 1 if useless else 0
         if gain is not None:
-            self._losing = self._losing + 1 if gain < -CLEARLY else 0
+            self._losing = self._losing + 1 if lost and not self._ordered else 0
         why = f"an accept length of {accepted:.2f} does not make up for what a drafted step costs at these batches"
         if self._useless >= IN_A_ROW:
             why = (
@@ -206,7 +205,7 @@ class RunDecision:
         if max(self._useless, self._losing) < IN_A_ROW:
             return None
         self.cause, self._useless, self._losing = why, 0, 0
-        self._wait = self._until = FIRST_WAIT
+        self._wait, self._until, self._promised = FIRST_WAIT, FIRST_WAIT, self.rollout.promise()
         return f"Speculation is disabled after {IN_A_ROW} rollouts that it made slower: {why}."
 
     def _after_probe(self, accepted: bool, gain: float) -> str | None:
@@ -219,4 +218,5 @@ class RunDecision:
             self.cause = ""
             return f"Speculation is enabled again: a replica that drafted as a probe saved {gain:.0%} of its decoding."
         self._until = self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._promised = self.rollout.promise()
         return None

@@ -5,7 +5,7 @@ import pytest
 from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import FIRST_WAIT, IN_A_ROW
+from verl_tlt.speculation.decision import FIRST_WAIT
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, write_switch
 from verl_tlt.trainer.speculation_control import SpeculationControl
@@ -73,18 +73,19 @@ def rollout(begin, seconds, drafting):
     return stats
 
 
-def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, said):
+@pytest.mark.parametrize("source", ["eagle", "both"])
+def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, said, source):
     """Rollouts that decode at half the speed of decoding without drafts, then a probe at twice that speed."""
-    live = control(tmp_path, source="both")  # drafts whatever a drafter is worth
+    live = control(tmp_path, source=source)
     live.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
-    for step in range(IN_A_ROW):
-        assert live.undrafted(step, UNKNOWN) == []
-        assert live.rollout_ended(rollout(10.0 * step, 2.0, REPLICAS)) == pytest.approx(-1.0)
+    for step, drafting in enumerate((REPLICAS, ["b"], ["a"])):
+        assert live.undrafted(step, UNKNOWN) == [name for name in REPLICAS if name not in drafting]
+        assert live.rollout_ended(rollout(10.0 * step, 2.0, drafting)) == pytest.approx(-1.0)
     assert live.disabled and said.text.count("Speculation is disabled") == 1
     for step in range(3, 3 + FIRST_WAIT):
         assert live.undrafted(step, UNKNOWN) == REPLICAS
         assert live.rollout_ended(rollout(10.0 * step, 1.0, [])) == 0.0
-    assert live.undrafted(20, UNKNOWN) == ["b"]
-    assert live.rollout_ended(rollout(200.0, 0.5, ["a"])) == 0.0, "the other one ends when it would have"
+    assert live.undrafted(20, UNKNOWN) == ["a"]
+    assert live.rollout_ended(rollout(200.0, 0.5, ["b"])) == 0.0, "the other one ends when it would have"
     assert "Speculation is enabled again" in said.text
     assert live.undrafted(21, UNKNOWN) == [] and not live.off
