@@ -27,6 +27,9 @@ BETTER = 1.05
 """While speculation is disabled, a drafter that promises an accept length this many times as long is tried at once."""
 IN_A_ROW = 3
 """Rollouts in a row that lose time, or have hardly a draft accepted, before speculation is disabled."""
+FEWEST_DRAFTS = 100
+"""Drafts in a rollout from which on its accept length counts: where 15 % are accepted, fewer than 6 of 100 are in one
+rollout of 600. Drafts and not steps: in a long tail, or where K=0 is mostly better, few steps draft."""
 FIRST_WAIT, LONGEST_WAIT = 8, 64
 """RL steps before what was given up (speculation, a replica's spot training) is tried again, and between two tries at
 most; each wait is twice the one before it."""
@@ -178,30 +181,27 @@ class RunDecision:
         `stats` are the sums by replica, `gain` as `RolloutDecision.learn` has it.
         """
         self.rollout.learn(stats.values(), gain)
-        # More of their steps verified a draft than did not.
-        drafted = [(s, s.steps_by_draft_length.items()) for s in stats.values() if s.num_drafts]
-        drafting = [s for s, steps in drafted if sum(n if k > 0 else -n for k, n in steps) > 0]
-        drafts = sum(s.num_drafts for s in drafting)
-        accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in drafting), drafts)
-        useless = self._has_drafter and accepted <= USELESS
+        drafts = sum(s.num_drafts for s in stats.values())
+        accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in stats.values()), drafts)
+        drafted = drafts >= FEWEST_DRAFTS
+        useless = drafted and self._has_drafter and accepted <= USELESS
         if self.cause:
-            return self._after_probe(bool(drafting) and not useless, gain or 0.0)
+            return self._after_probe(drafted and not useless, gain or 0.0)
         lost = gain is not None and gain < -CLEARLY
         if gain is None or lost:
             self._turn += 1  # this one may be unable to draft, or slow
-        if not drafting:
-            return None
-        self._useless = self._useless + 1 if useless else 0
+        if drafted:
+            self._useless = self._useless + 1 if useless else 0
         if gain is not None:
             self._losing = self._losing + 1 if lost and not self._ordered else 0
-        why = f"an accept length of {accepted:.2f} does not make up for what a drafted step costs at these batches"
+        why = f"an accept length of {accepted:.2f} does not make up for what drafting costs at these batches"
         if self._useless >= IN_A_ROW:
             why = (
                 f"next to nothing that is drafted is accepted (accept length {accepted:.2f}): a drafter of another "
                 "policy or of other aux layers, or stale weights (tlt/reload_failures)"
             )
         if self._ordered:
-            return f"Drafting goes on as ordered, although {why}." if self._useless == IN_A_ROW else None
+            return f"Drafting goes on as ordered, although {why}." if useless and self._useless == IN_A_ROW else None
         if max(self._useless, self._losing) < IN_A_ROW:
             return None
         self.cause, self._useless, self._losing = why, 0, 0

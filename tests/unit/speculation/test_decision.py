@@ -125,7 +125,7 @@ def test_what_was_ordered_and_what_needs_no_drafter_is_never_off(policy, source)
     assert not decision("off", source).drafts([0.9])
 
 
-@pytest.mark.parametrize(("gain", "then"), [(0.05, REPLICAS), (None, ["b"])])
+@pytest.mark.parametrize(("gain", "then"), [(0.05, REPLICAS), (-0.2, ["b"]), (None, ["b"])])
 def test_a_gain_of_some_per_cent_is_tried_by_one_replica_after_the_other_until_it_is_known(gain, then):
     """An engine that was started without a drafter tells none."""
     run = RunDecision(REPLICAS)
@@ -137,12 +137,12 @@ def test_a_gain_of_some_per_cent_is_tried_by_one_replica_after_the_other_until_i
     assert run.drafting([0.2, 0.2, 0.2]) == [], "less than 3 % would be saved"
 
 
-def learn(run, gain, accepted=0.8, drafting=REPLICAS, acceptance=ACCEPTANCE):
+def learn(run, gain, accepted=0.8, drafting=REPLICAS, acceptance=ACCEPTANCE, drafts=1000, steps=None):
     """A rollout in which these replicas drafted two tokens in nine of ten steps."""
     run.drafting(acceptance)
     drafted = EngineStats(
-        num_drafts=1000, num_accepted_tokens_per_pos=(round(1000 * accepted), round(600 * accepted)),
-        steps_by_draft_length={2: 90, 0: 10},
+        num_drafts=drafts, num_accepted_tokens_per_pos=(round(drafts * accepted), round(0.6 * drafts * accepted)),
+        steps_by_draft_length=steps or {2: 90, 0: 10},
     )  # fmt: skip
     stats = {n: drafted if n in drafting else EngineStats(steps_by_draft_length={OFF: 100}) for n in REPLICAS}
     return run.learn(stats, gain)
@@ -195,17 +195,26 @@ def test_after_a_loss_one_replica_after_the_other_tries_again(acceptance):
 
 
 def test_drafts_that_are_never_accepted_disable_it_even_where_nothing_can_be_compared():
-    run, ngrams = RunDecision(REPLICAS), RunDecision(REPLICAS, source="ngram")
-    said = [learn(run, None, accepted=0.02) for _ in range(IN_A_ROW)]
-    assert said[:-1] == [None, None] and "accept length 1.03): a drafter of another policy" in said[-1]
-    assert [learn(ngrams, None, accepted=0.02) for _ in range(9)] == [None] * 9
+    """Even if the policy, which learned that within ten steps, drafts next to nothing from then on."""
+    for few in {}, {"drafts": 250, "steps": {0: 990, 1: 10}}:
+        run, ngrams = RunDecision(REPLICAS), RunDecision(REPLICAS, source="ngram")
+        said = [learn(run, None, accepted=0.02, **few) for _ in range(IN_A_ROW)]
+        assert said[:-1] == [None, None] and "accept length 1.03): a drafter of another policy" in said[-1]
+        assert [learn(ngrams, None, accepted=0.02, **few) for _ in range(9)] == [None] * 9
+
+
+def test_a_few_drafts_are_no_evidence_but_the_time_that_the_drafters_pass_takes_is():
+    few, run = {"drafts": 9, "steps": {0: 999, 1: 1}}, RunDecision(REPLICAS)
+    assert [learn(run, None, accepted=0.0, **few) for _ in range(9)] == [None] * 9
+    *_, said = [learn(run, -0.05, accepted=0.0, **few) for _ in range(IN_A_ROW)]
+    assert "does not make up for what drafting costs" in said
 
 
 def test_an_order_is_followed_with_one_warning_and_rollouts_without_drafts_say_nothing():
     ordered, off = RunDecision(REPLICAS, policy="fixed"), RunDecision(REPLICAS)
     said = [learn(ordered, -0.5, accepted=0.0) for _ in range(9)]
     assert [bool(s) for s in said] == [False, False, True, *[False] * 6] and "as ordered" in said[2]
-    assert [learn(off, -0.5, drafting=[]) for _ in range(9)] == [None] * 9
+    assert [learn(off, None, drafting=[]) for _ in range(9)] == [None] * 9
     assert not ordered.cause and not off.cause and ordered.drafting(ACCEPTANCE) == REPLICAS
 
 
@@ -217,7 +226,7 @@ def test_it_is_enabled_again_when_a_probe_gains_and_waits_longer_when_it_does_no
         assert learn(run, -0.1, drafting=probe) is None
     assert seen == [(FIRST_WAIT, "b"), (16, "a"), (32, "b"), (LONGEST_WAIT, "a"), (LONGEST_WAIT, "b")]
     _, probe = until_probe(run)
-    assert "saved 20%" in learn(run, 0.2, drafting=probe)
+    assert "saved 20%" in learn(run, 0.2, drafting=probe, steps={0: 400, 3: 240}), "in a rollout with a long tail"
     assert not run.cause and run.drafting(ACCEPTANCE) == REPLICAS
 
 

@@ -67,7 +67,7 @@ def rollout(begin, seconds, drafting):
         drafts, spent = name in drafting, seconds if name in drafting else 1.0
         interval = LoadInterval(begin, begin + spent, 4.0, 50.0, spent, 100.0, not drafts)
         stats[name] = EngineStats(
-            num_drafts=1000 * drafts, num_accepted_tokens_per_pos=(800, 480), tokens_by_batch={4: 400},
+            num_drafts=1000 * drafts, num_accepted_tokens_per_pos=(800 * drafts,), tokens_by_batch={4: 400},
             steps_by_draft_length={2 if drafts else OFF: 100}, load_intervals=(interval,),
         )  # fmt: skip
     return stats
