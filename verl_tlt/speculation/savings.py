@@ -20,7 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_tlt.messages.rollout import EngineStats, LoadInterval
-from verl_tlt.speculation.costs.tables import CONTEXT_TOKENS, interpolate
+from verl_tlt.speculation.costs.roofline import Roofline
+from verl_tlt.speculation.costs.tables import CALIBRATED_SAMPLES, CONTEXT_TOKENS, interpolate
+from verl_tlt.speculation.types import OFF
 
 COVERED = 0.5
 """Share of the decoding time that must be comparable for a figure to be given."""
@@ -33,7 +35,7 @@ REACH = 1.5
 """Batches are compared with one that was measured up to this factor away, where no calibration tells how costs grow."""
 SHORT_CONTEXT = 256
 """Tokens of context per request up to which context hardly matters to the cost of a step. Longer contexts are compared
-with the same octave or the next one on either side."""
+with the same octave or the next one on either side, by a `Roofline`: reading the KV cache may be most of a step."""
 EARLY, SOON, RARELY = 2, 8, 256
 """Control rollouts at a run's beginning; rollouts before each of these, and before each later one."""
 
@@ -55,17 +57,18 @@ class ControlRollouts:
 
     Where they share a machine (`shared`) all of them do, else each in turn. With `every`
     (`tlt.speculation.control_every`) None a run has `EARLY` such rollouts and then rarely one, since everybody waits
-    for a replica that does not draft; else one in so many steps from the second on, 0: never. Rollouts that are OFF
-    serve as well.
+    for a replica that does not draft, unless too little of the last rollout could be compared with them; else one in
+    so many steps from the second on, 0: never. Rollouts that are OFF serve as well.
     """
 
     def __init__(self, replicas: Sequence[str], every: int | None, shared: bool) -> None:
         self._replicas, self._every, self._shared = list(replicas), every, shared
         self._plain = self._since = 0  # rollouts without drafts; rollouts since the last of them
+        self._compared = True
 
     def chosen(self, step: int) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts; asked only where drafting pays."""
-        due = self._since >= (SOON if self._plain < EARLY else RARELY)
+        due = self._since >= (RARELY if self._plain >= EARLY and self._compared else SOON)
         if self._every is not None:
             due = self._every > 0 and step % self._every == 2 % self._every
         turn = self._plain if self._every is None else step // max(self._every, 1)
@@ -73,8 +76,11 @@ class ControlRollouts:
             return []
         return self._replicas if self._shared else [self._replicas[turn % len(self._replicas)]]
 
-    def ended(self, undrafted: Collection[str], trained: bool) -> None:
-        """A rollout is over that some replicas decoded without drafts; `trained`: beside training of the drafter."""
+    def ended(self, undrafted: Collection[str], trained: bool, compared: bool = True) -> None:
+        """A rollout is over that some replicas decoded without drafts; `trained`: beside training of the drafter;
+        `compared`: as much as `COVERED` of it could be.
+        """
+        self._compared = compared
         plain = len(undrafted) == len(self._replicas) and not trained if self._shared else bool(undrafted)
         self._plain, self._since = self._plain + plain, 0 if plain else self._since + 1
 
@@ -96,12 +102,14 @@ class _Row(NamedTuple):
 class SavingsAccount:
     """Learns what steps without drafts take, and says what each rollout saved; `shared` as in `ControlRollouts`."""
 
-    def __init__(self, shared: bool) -> None:
-        self._shared = shared
+    def __init__(self, shared: bool, active_share: float = 1.0) -> None:
+        self._shared, self._active_share = shared, active_share  # the latter as in `Roofline`
         self._calibrated: Sequence[tuple[int, float]] = ()
-        # By busy replicas and context, then by batch: weighted sums (steps, seconds, batches) without drafts.
-        self._live: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = {}
-        self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}  # the same as (batch, seconds), ascending
+        # By busy replicas and context, then by batch: weighted sums (steps, seconds, batches, KV tokens), undrafted.
+        self._live: dict[tuple[int, int], dict[int, tuple[float, ...]]] = {}
+        self._shapes: dict[int, Roofline] = {}  # fitted to them, by busy replicas
+        # The same as (batch, seconds as they would be at `CONTEXT_TOKENS`), ascending.
+        self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
     def calibrated(self, off: Sequence[tuple[int, float]]) -> None:
         """Take note of a calibration: (batch, seconds of a step without drafts), ascending, of one busy replica."""
@@ -122,7 +130,14 @@ class SavingsAccount:
         """Seconds of a step without drafts at `context` tokens a request, with so many busy replicas; None: unknown."""
         own = _octave(context)
         estimates = (self._off_seconds_in(batch, octave, busy) for octave in (own, own - 1, own + 1))
-        return next((seconds for seconds in estimates if seconds is not None), None)
+        seconds = next((seconds for seconds in estimates if seconds is not None), None)
+        return None if seconds is None else seconds * self._growth(batch, batch * context, busy)
+
+    def _growth(self, batch: float, kv_tokens: float, busy: int) -> float:
+        """How many times as long a step takes as at `CONTEXT_TOKENS` a request."""
+        if (shape := self._shapes.get(busy)) is None:
+            return 1.0
+        return shape.seconds(batch, kv_tokens, OFF) / shape.seconds(batch, batch * CONTEXT_TOKENS, OFF)
 
     def _off_seconds_in(self, batch: float, octave: int, busy: int) -> float | None:
         points, calibrated = self._points.get((busy, octave)), self._calibrated if octave == 0 else ()
@@ -149,17 +164,30 @@ class SavingsAccount:
         """Take over the steps of undisturbed intervals."""
         for row in (row for row in rows if row.undisturbed):
             interval, busy, steps = row.interval, row.busy, row.interval.plain_steps
-            if steps <= 0 or abs(busy - round(busy)) >= UNMIXED:
+            if min(steps, interval.seconds) <= 0 or abs(busy - round(busy)) >= UNMIXED:
                 continue
             by_batch = self._live.setdefault((round(busy), _octave(interval.context)), {})
             bucket, kept = round(4 * math.log2(interval.batch)), MEMORY_STEPS / (MEMORY_STEPS + steps)
-            n, seconds, batches = by_batch.get(bucket, (0.0, 0.0, 0.0))
-            new = kept * n + steps, kept * seconds + interval.seconds, kept * batches + steps * interval.batch
-            by_batch[bucket] = new
-        self._points = {
-            load: sorted((batches / n, seconds / n) for n, seconds, batches in by_batch.values())
+            batches = steps * interval.batch
+            new = (steps, interval.seconds, batches, batches * interval.context)
+            old = by_batch.get(bucket, (0.0,) * len(new))
+            by_batch[bucket] = tuple(kept * a + b for a, b in zip(old, new, strict=True))
+        loads = sorted(
+            (*load, batches / n, kv_tokens / n, seconds / n)
             for load, by_batch in self._live.items()
-        }
+            for n, seconds, batches, kv_tokens in by_batch.values()
+        )
+        for busy in {busy for busy, *_ in loads}:
+            known = [row[2:] for row in loads if row[0] == busy]
+            known += [(batch, batch * CONTEXT_TOKENS, seconds) for batch, seconds in self._calibrated if busy == 1]
+            shape = self._shapes[busy] = Roofline(self._active_share)
+            shape.start(*known[0])
+            at, took = [(batch, kv_tokens, OFF) for batch, kv_tokens, _ in known], [seconds for *_, seconds in known]
+            shape.fit(at, took, [CALIBRATED_SAMPLES] * len(known), iterations=30)
+        self._points = {}
+        for busy, octave, batch, kv_tokens, seconds in loads:
+            point = batch, seconds / self._growth(batch, kv_tokens, busy)
+            self._points.setdefault((busy, octave), []).append(point)
 
     def _saved_s(self, rows: Mapping[str, Sequence[_Row]]) -> float | None:
         late = [self._late(of_replica) for of_replica in rows.values()]

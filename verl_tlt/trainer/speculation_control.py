@@ -28,7 +28,7 @@ class SpeculationControl:
         self.directory, self.replicas = directory, replicas
         self.decision = RunDecision(self.replicas, config.policy, config.source, active_share, config.arms)
         self.saving = self.decision.rollout.saving
-        self.account = SavingsAccount(shared)
+        self.account = SavingsAccount(shared, active_share)
         self._controls = ControlRollouts(self.replicas, config.control_every, shared)
         self.switch = RuntimeSwitch()
         self.control: Sequence[str] = ()
@@ -89,7 +89,7 @@ class SpeculationControl:
     def rollout_ended(self, stats: Mapping[str, EngineStats], training: Times = ()) -> float | None:
         """Seconds that TLT saved in a rollout during which replicas trained at some `Times`; None: unknown."""
         savings = self.account.rollout(stats, training)
-        self._controls.ended(self._undrafted, bool(training))
+        self._controls.ended(self._undrafted, bool(training), savings != (None, None))
         if self.switch.speculation and (notice := self.decision.learn(stats, savings.gain)):
             logger.warning("%s", notice)
         return savings.saved_s

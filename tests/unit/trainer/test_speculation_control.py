@@ -60,17 +60,28 @@ def test_a_rollout_that_one_replica_tries_alone_needs_no_control(tmp_path):
     assert live.undrafted(10, good) == []
 
 
-def rollout(begin, seconds, drafting):
+def rollout(begin, seconds, drafting, context=50.0):
     """A rollout of 400 tokens at batch 4 by each replica; those that draft take so many seconds, others one."""
     stats = {}
     for name in REPLICAS:
         drafts, spent = name in drafting, seconds if name in drafting else 1.0
-        interval = LoadInterval(begin, begin + spent, 4.0, 50.0, spent, 100.0, not drafts)
+        interval = LoadInterval(begin, begin + spent, 4.0, context, spent, 100.0, not drafts)
         stats[name] = EngineStats(
             num_drafts=1000 * drafts, num_accepted_tokens_per_pos=(800 * drafts,), tokens_by_batch={4: 400},
             steps_by_draft_length={2 if drafts else OFF: 100}, load_intervals=(interval,),
         )  # fmt: skip
     return stats
+
+
+def test_responses_that_outgrow_what_was_measured_are_measured_soon(tmp_path):
+    live, controlled = control(tmp_path, control_every=None), []
+    for step in range(1, 40):
+        undrafted = live.undrafted(step, UNKNOWN)
+        controlled += [step] if undrafted else []
+        drafting = [name for name in REPLICAS if name not in undrafted]
+        saved_s = live.rollout_ended(rollout(10.0 * step, 0.5, drafting, context=50.0 if step <= 20 else 5000.0))
+        assert (saved_s is None) == (step < 9 or 20 < step < 27)
+    assert controlled == [9, 18, 27] and saved_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("source", ["eagle", "both"])
