@@ -31,7 +31,7 @@ from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, 
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
-from verl_tlt.speculation.graph_rules import is_hybrid
+from verl_tlt.speculation.graph_rules import V2_RUNNER, is_hybrid
 from verl_tlt.speculation.types import OFF
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_moves = asyncio.Lock()  # the engine falls asleep or wakes up: one after the other
         self._tlt_drafting_disabled = False
+        self._tlt_runner = os.environ.get(V2_RUNNER)  # the user's
 
     @property
     def _tlt_speculates(self) -> bool:
@@ -92,6 +93,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             self.replica_rank, failure, exc_info=error,
         )  # fmt: skip
         self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=failure, gave_up=True)
+        os.environ.pop(V2_RUNNER, None)
+        if self._tlt_runner is not None:
+            os.environ[V2_RUNNER] = self._tlt_runner
 
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(kwargs)

@@ -2,24 +2,28 @@
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from made_server import Engine, make_server
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.digest import combined
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
+from verl_tlt.server.engine_arguments import engine_environment
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table
 from verl_tlt.speculation.types import OFF
 
 BOUND_S, LATE_S = 0.2, 8.0
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @pytest.fixture
@@ -46,6 +50,28 @@ async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
     await server._tlt_set_drafting(True)
     status = await server.tlt_status()
     assert not status.ok and "refused 'control'" in status.error, "counted in tlt/reload_failures"
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+async def test_an_engine_that_is_started_without_its_drafter_has_the_users_model_runner(monkeypatch, tmp_path, own):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv(RUNNER, own or "")
+    if own is None:
+        monkeypatch.delenv(RUNNER)
+    found = []
+
+    async def launch(_):
+        found.append(os.environ.get(RUNNER))
+        if len(found) == 1:
+            os.environ.update(engine_environment())  # as `_preprocess_engine_kwargs`, which verl's launch calls
+            raise RuntimeError("no such drafter")
+
+    monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda *_: None)
+    monkeypatch.setattr(vLLMHttpServer, "launch_server", launch)
+    server = make_server(config=SimpleNamespace(custom={"tlt": {}}), nnodes=1, node_rank=1)
+    server._post_init("")
+    await server.launch_server()
+    assert found == [own, own] and (await server.tlt_status()).gave_up
 
 
 async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
