@@ -7,6 +7,7 @@ alone: `record` is called while the model runs the next step, and has the policy
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,8 +116,9 @@ class StepControl:
         if self.policy_error is not None:
             return
         try:
-            self.policy.observe(step)
-            if self.drafting and self.force_k is None:
+            forced = self.force_k is not None  # as in a calibration: random prompts show costs, and no acceptance
+            self.policy.observe(replace(step, num_drafts=0) if forced else step)
+            if self.drafting and not forced:
                 self.policy.prepare(Load(step.batch, step.kv_tokens))
         except Exception as error:
             self._give_up(error)

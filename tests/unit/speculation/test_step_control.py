@@ -9,6 +9,7 @@ import pytest
 
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
+from verl_tlt.speculation.acceptance import FIRST_GUESS
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.policies import POLICIES, FixedPolicy, make_policy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
@@ -124,6 +125,18 @@ def test_estimates_reach_the_policy(control):
     assert control.policy.table.lengths() == (OFF, 0, 3)
     control.control(acceptance=[])  # "nothing known" must not erase what is known
     assert control.policy.acceptance == [0.8, 0.5]
+
+
+def test_a_calibration_teaches_costs_and_no_acceptance():
+    policy = make_policy("goodput", LIMITS.lengths)
+    control = StepControl(policy, LIMITS)
+    control.control(force_k=3)
+    record(control, *[step(drafted=3, verified=3, num_accepted_tokens_per_pos=(0, 0, 0))] * 50)
+    control.control(points=points({0: [(4, 0.01)], 3: [(4, 0.02)]}), force_k=None)
+    assert policy.acceptance.conditional[0] == pytest.approx(FIRST_GUESS)
+    assert control.stats().num_drafts == 200 and policy.latency.largest_batch(3) == 4
+    record(control, *[step(drafted=3, verified=3, num_accepted_tokens_per_pos=(0, 0, 0))] * 50)
+    assert policy.acceptance.conditional[0] < 0.1
 
 
 def test_sums_are_those_of_the_steps_and_reset(control):
