@@ -79,7 +79,7 @@ NOTES = {
         "`arms` must ascend, start with 0 and end at `max_draft_length` or below.",
         "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 where none is given.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
-        "`policy=fixed` drafts in every step, however little is accepted: for tests and comparisons.",
+        "`policy=fixed` drafts however little is accepted: for tests and comparisons.",
     ],
     "spot": [
         "Steps below `min_merge_steps` are kept: the worker continues from them in its next session.",
