@@ -55,7 +55,8 @@ def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> 
     """
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
     from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-    from verl.utils.import_utils import load_class_from_fqn, resolve_config_path
+    from verl.experimental.agent_loop.utils import resolve_config_path
+    from verl.utils.import_utils import load_class_from_fqn
 
     rollout = config.actor_rollout_ref.rollout
     name, path = rollout.agent.default_agent_loop, rollout.agent.agent_loop_config_path
