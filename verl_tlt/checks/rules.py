@@ -29,6 +29,7 @@ from verl_tlt.checks.recipe import (
     trainer_mode,
 )
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.drafter.check import place_for
 from verl_tlt.drafter.policy import first_line
 from verl_tlt.errors import TLTError
 from verl_tlt.files.ownership import check_writable, matching
@@ -289,7 +290,7 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     yield check_recipe_drafter(settings, policy, context_tokens(config))
 
 
-def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+def places(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """Directories that the recipe names to write to must be writable; an unwritable default stops no run."""
     asked = settings.speculation.costs_dir != TLTConfig().speculation.costs_dir
     for key, directory in (
@@ -298,7 +299,10 @@ def places(_config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         ("tlt.drafter.save_dir", settings.drafter.save_dir),
     ):
         try:
-            if directory is not None:
+            if directory is not None and key == "tlt.drafter.save_dir":
+                place = place_for(directory, key, replaces=True, others=(read_run_dir(config), settings.trace.dir))
+                check_writable(place.parent, f"the directory of {key}")
+            elif directory is not None:
                 check_writable(directory, key)
         except TLTError as error:
             yield Finding("refuse", key, str(error))

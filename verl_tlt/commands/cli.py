@@ -255,11 +255,10 @@ def convert(
       verl-tlt convert downloaded/eagle3 --model Qwen/Qwen3-8B --out drafters/qwen3-8b
     """
     _need("convert", "torch", "transformers")
-    from verl_tlt.drafter import DrafterError, load_drafter, provenance, save_drafter
+    from verl_tlt.drafter import load_drafter, provenance, save_drafter
+    from verl_tlt.drafter.check import place_for
 
-    if out.exists():
-        raise DrafterError(f"--out {out} exists; give another name, or remove it.")
-    check_writable(out.parent, "the directory of --out")
+    check_writable(place_for(out, "--out").parent, "the directory of --out")
     loaded = load_drafter(drafter, model)
     facts = provenance(drafter) or {"policy": str(model), "converted from": str(drafter)}
     save_drafter(loaded, out, facts, policy=model)

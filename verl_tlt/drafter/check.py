@@ -31,13 +31,15 @@ from verl_tlt.drafter.schema import check_kind, is_other_layout
 from verl_tlt.drafter.schema import read_config as read_config
 from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, TensorFile, headers, plain, tensor_files
 from verl_tlt.errors import DrafterError
-from verl_tlt.files.ownership import TRUSTED_MOUNT, other_owner, sealed
+from verl_tlt.files.ownership import SEAL, TRUSTED_MOUNT, expanded, other_owner, sealed
 
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer_sha256"
 """Key in `provenance.json`: the vocabulary the drafter was trained for."""
 MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
 """Tensors of a pruned draft vocabulary, and their types: [DV] target id less draft id, [V] whether a token is kept."""
+_SAVED = {CONFIG, WEIGHTS, PROVENANCE, SEAL, "README.md", "training", "training_state.pt"}
+"""Names of all that verl-tlt saves, or has ever saved, with a drafter."""
 _NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
 _NOT_READ_ELSEWHERE = ("embed_tokens.", "rotary_emb.")
@@ -112,6 +114,24 @@ def check_owner(drafter: Model, also: int | None = None) -> None:
             f"{path} may be another user's drafter: {reason}; copy it to a place of your own, or see "
             f"{TRUSTED_MOUNT} in docs/design.md."
         )
+
+
+def place_for(directory: Model, key: str, replaces: bool = False, others: Iterable[str | None] = ()) -> Path:
+    """Where a drafter saved as `directory` will lie; a `DrafterError`, which names `key`, if it would replace anything.
+
+    `replaces`: it may replace an empty directory, or a drafter that verl-tlt saved, if it lies there alone. `others`:
+    directories that are written to before.
+    """
+    path = Path(os.path.realpath(expanded(directory)))
+    names = {other for other in others if other and Path(os.path.realpath(other)).is_relative_to(path)}
+    if os.path.lexists(path):
+        if not replaces:
+            raise DrafterError(f"{key} {directory} exists; give another name, or remove it.")
+        names |= set(os.listdir(path)) if path.is_dir() and os.access(path, os.R_OK) else {path.name}
+    if (mount := os.path.ismount(path)) or (names and not {CONFIG, PROVENANCE} <= names <= _SAVED):
+        why = "is a mount" if mount else "holds, or would hold, something other than a drafter that verl-tlt saved"
+        raise DrafterError(f"{key}={directory} {why}, and a drafter replaces it whole: name a directory of its own.")
+    return path
 
 
 def drafter_folder(drafter: Model) -> Path:

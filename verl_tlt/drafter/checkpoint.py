@@ -25,7 +25,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from verl_tlt.drafter.build import config_of, default_attention, has_own_head, instantiate, make_room
-from verl_tlt.drafter.check import MAPS, PROVENANCE, TOKENIZER, check_drafter, drafter_folder, tokenizer_hash
+from verl_tlt.drafter.check import MAPS, PROVENANCE, TOKENIZER, check_drafter, drafter_folder, place_for, tokenizer_hash
 from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import read_head
 from verl_tlt.drafter.policy import CONFIG, LONGEST_DRAFT, MTP, Fields, Model, PolicyLike, policy_shape, read_json
@@ -119,12 +119,14 @@ def save_drafter(
 
     `provenance`: facts for `provenance.json` and the model card; a `TypeError` if they are no JSON. `policy`: its
     tokenizer is noted, so that another is refused. `training_state`: of `DrafterTrainer.state()`. `tensors`: an earlier
-    `serving_tensors`; None: the present weights. A `DrafterError` if one is NaN or infinite.
+    `serving_tensors`; None: the present weights. A `DrafterError` if one is NaN or infinite, or if `directory` holds
+    anything but an earlier drafter.
     """
     from safetensors.torch import save_file
 
     target = expanded(directory)
     tensors = serving_tensors(model) if tensors is None else tensors
+    place_for(target, "directory", replaces=True)
     if (broken := not_finite(tensors)) is not None:
         raise DrafterError(
             f"{target} was not written: the drafter's {broken} holds NaN or infinity (refresh_verifier_weights fills "

@@ -52,14 +52,55 @@ def levels(found):
 @pytest.mark.parametrize("key", ["trace.dir", "speculation.costs_dir", "drafter.save_dir"])
 def test_a_place_that_cannot_be_written_to_is_refused_and_one_that_can_is_left_as_it_was(findings, tmp_path, key):
     section, name = key.split(".")
-    for place in (tmp_path / "train.parquet" / "below" / "a file", "/proc/tlt", tmp_path / "loop"):
+    for place in (tmp_path / "train.parquet" / "below" / "a file", Path("/proc/tlt"), tmp_path / "loop"):
         if place == tmp_path / "loop":
             place.symlink_to(place)
         found = findings(settings=TLTConfig.from_dict({section: {name: str(place)}}))
         assert levels(found) == {f"tlt.{key}": "refuse"}
-        assert f"tlt.{key}={place} cannot be written to: " in found[f"tlt.{key}"].sentence
+        said = found[f"tlt.{key}"].sentence
+        if name == "save_dir":  # which is put into its parent in one piece
+            looped = f"tlt.{key}={place} holds, or would hold, something other than"
+            assert looped in said or f"the directory of tlt.{key}={place.parent} cannot be written to: " in said
+        else:
+            assert f"tlt.{key}={place} cannot be written to: " in said
     assert not findings(settings=TLTConfig.from_dict({section: {name: str(tmp_path / "to be" / "made")}}))
     assert not (tmp_path / "to be").exists()
+
+
+def a_drafter(place):
+    """The names of what verl-tlt saves."""
+    (place / "training").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "provenance.json", "README.md"):
+        (place / name).touch()
+    return place
+
+
+@pytest.mark.parametrize(
+    ("place", "trace", "said"),
+    [
+        ("/proc", None, "is a mount"),
+        ("policy", None, "something other than a drafter"),
+        ("train.parquet", None, "something other than a drafter"),
+        ("checkpoints", None, "would hold, something other"),  # which are to be there at the end
+        ("new", "new/trace", "would hold, something other"),
+        ("half", None, "something other than a drafter"),
+        ("full", None, "something other than a drafter"),
+        ("empty", None, None),
+        ("saved", "new/trace", None),
+        ("checkpoints/tlt_drafter", None, None),
+    ],
+)
+def test_no_run_begins_whose_last_drafter_would_delete_something(findings, tmp_path, place, trace, said):
+    (tmp_path / "empty").mkdir()
+    (a_drafter(tmp_path / "half") / "provenance.json").unlink()
+    (a_drafter(tmp_path / "full") / "global_step_1").mkdir()
+    a_drafter(tmp_path / "saved")
+    key, path = "tlt.drafter.save_dir", tmp_path / place
+    settings = {"drafter": {"save_dir": str(path)}, "trace": {"dir": trace and str(tmp_path / trace)}}
+    found = findings(settings=TLTConfig.from_dict(settings))
+    assert levels(found) == ({key: "refuse"} if said else {})
+    if said:
+        assert f"{key}={path} " in found[key].sentence and said in found[key].sentence
 
 
 def test_without_a_home_a_run_measures_its_costs_anew(findings, monkeypatch):

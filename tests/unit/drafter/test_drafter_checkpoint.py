@@ -124,6 +124,20 @@ def test_a_failure_in_the_middle_leaves_the_old_one(drafter, saved, policy):
     assert torch.equal(load_drafter(saved, policy.config).fc.weight, drafter.fc.weight)
 
 
+@pytest.mark.parametrize("mine", ["actor/model.pt", "notes.txt", None])
+def test_a_directory_that_holds_anything_else_is_left_as_it_is(drafter, saved, mine):
+    """The run's own, say, with the policies' checkpoints, or a policy's."""
+    if mine:
+        (saved / mine).parent.mkdir(exist_ok=True)
+        (saved / mine).write_text("mine")
+    else:
+        (saved / "provenance.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in saved.parent.rglob("*")}
+    with pytest.raises(DrafterError, match=f"={saved} holds, or would hold, something other than a drafter"):
+        save_drafter(drafter, saved, {})
+    assert {path: path.stat().st_mtime_ns for path in saved.parent.rglob("*")} == before
+
+
 def write(target, text):
     with replaced(target) as draft:
         (draft / "file").write_text(text)

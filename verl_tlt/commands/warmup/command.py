@@ -27,7 +27,7 @@ from verl_tlt.commands.warmup.prompts import Prompts, read_for
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter.build import build_drafter, most_frequent
-from verl_tlt.drafter.check import check_drafter
+from verl_tlt.drafter.check import check_drafter, place_for
 from verl_tlt.drafter.checkpoint import load_drafter, load_own_head, save_drafter
 from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import (
@@ -84,9 +84,7 @@ def _check(options: WarmupOptions) -> None:
     own = options.method == MTP
     if not own and (why := unsupported(shape.model_type, shape.architectures, shape.latent)):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
-    if options.out.exists():
-        raise DrafterError(f"--out {options.out} exists; give another name, or remove it.")
-    check_writable(options.out.parent, "the directory of --out")
+    check_writable(place_for(options.out, "--out").parent, "the directory of --out")
     check_loss(options.loss)
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
