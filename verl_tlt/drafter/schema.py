@@ -117,6 +117,8 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
     config = read_json(file)
     if is_other_layout(config):
         config, layer_at = _to_speculators(config, policy, file), ""
+    elif not config.get(_IDS):  # as before speculators 0.5: vLLM takes its default layers
+        config = {**config, _IDS: list(aux_layers_for(policy.num_layers))}
     drafter, prefix = _checked(config, file, layer_at), f"{file}: {layer_at}"
     layer = drafter.transformer_layer_config
     for field, value, expected in (

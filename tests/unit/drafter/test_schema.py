@@ -60,7 +60,7 @@ def pruned(policy, tmp_path):
         (ROPES, ROPE | LONGROPE | {"original_max_position_embeddings": 64}, None),
         (IDS, [1, "2", 3], None),
         (IDS, [1, 2], f"{IDS} must be 3"),
-        (IDS, None, f"{IDS} must be a valid list"),
+        (IDS, "2", f"{IDS} must be a valid list"),
         ("speculators_model_type", "dflash", "speculators_model_type must be 'eagle3'"),
         ("transformer_layer_config", None, "transformer_layer_config must be an object"),
         ("draft_vocab_size", 2.5, None),
@@ -73,6 +73,19 @@ def pruned(policy, tmp_path):
 def test_what_vllm_could_not_serve_is_refused_by_its_key(whole, policy_dir, key, value, said):
     set_field(whole, key, value)
     assert (said or key) in refusal(whole, policy_dir)
+
+
+@pytest.mark.parametrize("said", [None, [], "left out"])
+def test_layers_that_are_not_said_are_vllms_default_ones(tmp_path, said):
+    """As in heads of speculators before 0.5, and of its `convert`."""
+    policy = make_policy(num_hidden_layers=9)
+    saved = save_drafter(drafter_of(policy, aux_layers=(1, 2, 3)), tmp_path / "drafter", {})
+    config = json.loads((saved / "config.json").read_text()) | {IDS: said}
+    if said == "left out":
+        del config[IDS]
+    (saved / "config.json").write_text(json.dumps(config))
+    assert load_drafter(saved, policy.config).target_layer_ids == [2, 4, 6]
+    assert check_drafter(saved, policy.config).config[IDS] == [2, 4, 6], "what is staged says them"
 
 
 @pytest.mark.parametrize(
