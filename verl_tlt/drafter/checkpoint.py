@@ -30,6 +30,7 @@ from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import read_head
 from verl_tlt.drafter.policy import CONFIG, LONGEST_DRAFT, MTP, Fields, Model, PolicyLike, policy_shape, read_json
 from verl_tlt.drafter.tensor_file import WEIGHTS, TensorFile, not_finite, read_tensors
+from verl_tlt.drafter.verifier import is_trained_head
 from verl_tlt.errors import DrafterError
 from verl_tlt.files.ownership import check_private, expanded, replacing, seal
 
@@ -125,8 +126,8 @@ def save_drafter(
     from safetensors.torch import save_file
 
     target = expanded(directory)
-    tensors = serving_tensors(model) if tensors is None else tensors
     place_for(target, "directory", replaces=True)
+    tensors = serving_tensors(model) if tensors is None else tensors
     if (broken := not_finite(tensors)) is not None:
         raise DrafterError(
             f"{target} was not written: the drafter's {broken} holds NaN or infinity (refresh_verifier_weights fills "
@@ -160,9 +161,10 @@ def load_drafter(
 ) -> Eagle3DraftModel:
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
-    A stand-alone file's embedding and head are loaded. SpecForge's and SafeAILab's layouts are translated;
-    `save_drafter` writes what vLLM serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A
-    `DrafterError` for what `check_drafter` refuses, and for numbers that are not finite.
+    A stand-alone file's embedding and head are loaded; a head that is no copy of the policy's, where `policy` names its
+    files, is the drafter's own. SpecForge's and SafeAILab's layouts are translated; `save_drafter` writes what vLLM
+    serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A `DrafterError` for what
+    `check_drafter` refuses, and for numbers that are not finite.
     """
     checked = check_drafter(directory, policy, min_context, also_owner)
     if checked.method == MTP:
@@ -170,12 +172,17 @@ def load_drafter(
     config = config_of(checked.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
-    tensors = read_tensors(checked.tensors)
+    tensors, drafted = read_tensors(checked.tensors), torch.arange(config.draft_vocab_size)
     if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
+        drafted = drafted + tensors["d2t"]
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
-        tensors["t2d"][tensors["d2t"] + torch.arange(config.draft_vocab_size)] = True
+        tensors["t2d"][drafted] = True
     else:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
+    # What verl-tlt saves says itself whose its head is: rows of the policy's may be those of an earlier RL step.
+    says = "own_head" in checked.config or "verl_tlt" in provenance(directory).get("versions", {})
+    if "lm_head.weight" in tensors and not says and isinstance(policy, str | os.PathLike):
+        config.own_head = is_trained_head(tensors["lm_head.weight"], drafted, policy)
     return _filled(config, tensors, attention or default_attention(device)).to(device)
 
 
@@ -258,6 +265,7 @@ _FACTS: dict[str, Any] = {
     "prompts_sha256": str,
     "prompt_form": dict[str, Any],
     "acceptance": Annotated[list[_Share], Field(max_length=LONGEST_DRAFT)],
+    "versions": dict[str, Any],
 }
 """Types of the facts that a later command or run reads."""
 

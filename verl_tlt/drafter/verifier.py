@@ -104,6 +104,15 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
     return {part: tensors[name] for part, name in names.items()}
 
 
+def is_trained_head(rows: torch.Tensor, tokens: torch.Tensor, policy: Model) -> bool:
+    """Whether a drafter's head, [DV, H], is no copy of the policy's rows for these tokens, int64 [DV], in 16 bits."""
+    parts = locate_parts(policy)
+    header = parts.get("lm_head", parts["embed"])
+    with TensorFile(header.file) as reader:
+        policys = reader.get_tensor(header.name)[tokens].float()
+    return bool((rows.float() - policys).norm() > 0.01 * policys.norm())  # a cast makes 0.002, training far more
+
+
 def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
     """Build what a run builds for a policy; returns whether its weights are here, or on the hub if `fetch`.
 

@@ -37,6 +37,7 @@ from verl_tlt.drafter import (
     serving_tensors,
     to_drafter_file,
 )
+from verl_tlt.drafter.build import has_own_head
 from verl_tlt.drafter.checkpoint import read_state, replaced, write_state
 from verl_tlt.files.ownership import other_owner
 
@@ -97,6 +98,36 @@ def test_pruned_vocabulary_always_brings_its_head_and_maps(policy, tmp_path):
     loaded = load_drafter(save_drafter(model, tmp_path / "pruned", {}), policy.config)
     assert torch.equal(loaded.d2t, model.d2t) and torch.equal(loaded.t2d, model.t2d)
     assert torch.equal(loaded.lm_head.weight, policy.lm_head.weight[[1, 4, 30]])
+
+
+COPIES = {"a copy": lambda head: head, "cast": lambda head: head.half().float()}
+TRAINED = {"trained": lambda head: head + 0.1 * head.std() * torch.randn_like(head)}
+
+
+@pytest.mark.parametrize("ids", [None, [1, 4, 30]])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("change", [*COPIES, *TRAINED, "ours"])
+def test_a_head_in_speculators_layout_is_the_drafters_own_where_it_was_trained(tmp_path, change, tied, ids):
+    """Until 0.4 `speculators` trained it. What verl-tlt saved is the policy's, if of another RL step."""
+    policy = make_policy(tie_word_embeddings=tied)
+    policy.save_pretrained(tmp_path / "policy")
+    model = drafter_of(policy, draft_ids=None if ids is None else torch.tensor(ids))
+    head = (COPIES | TRAINED).get(change, TRAINED["trained"])(model.lm_head.weight)
+    theirs = save_drafter(model, tmp_path / "theirs", {}, tensors=serving_tensors(model) | {"lm_head.weight": head})
+    if change != "ours":
+        (theirs / "provenance.json").unlink()
+    newer = verifier_weights(policy).lm_head * 1.5  # by a weight sync
+    rows = newer if ids is None else newer[ids]
+    own, loaded = change in TRAINED, load_drafter(theirs, tmp_path / "policy")
+    for place in ("ours", "again"):
+        assert has_own_head(loaded) == own
+        refresh_verifier_weights(loaded, VerifierWeights(newer, newer, policy.model.norm.weight))
+        assert torch.equal(loaded.lm_head.weight, head if own else rows)
+        assert torch.equal(loaded.verifier_lm_head.weight, rows), "its teacher is the policy"
+        config, weights, _ = to_drafter_file(loaded, "float32")
+        assert bool(json.loads(config).get("own_head")) == own
+        assert ("lm_head.weight" in load(weights)) == (own or ids is not None)
+        loaded = load_drafter(save_drafter(loaded, tmp_path / place, {}), tmp_path / "policy")
 
 
 def test_as_one_value_for_the_object_store(drafter, policy, tmp_path):

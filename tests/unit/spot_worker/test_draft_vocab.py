@@ -163,3 +163,21 @@ def test_a_drafter_from_a_file_keeps_the_tokens_it_has(policy, tmp_path):
     found = first_of(policy, replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(tmp_path / "mine"), vocab=5)))
     assert (found.draft_vocab, found.chosen) == (SIZE, True)
     assert load_drafter(tmp_path / "mine", policy).t2d.nonzero()[:, 0].tolist() == CHOSEN.tolist()
+
+
+def test_a_trained_head_from_elsewhere_is_kept_by_training_judging_and_saving(policy, tmp_path):
+    model = build_drafter(policy, draft_ids=torch.from_numpy(CHOSEN))
+    head = torch.randn(SIZE, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    theirs = save_drafter(model, tmp_path / "theirs", {})
+    (theirs / "provenance.json").unlink()
+    learner = make_learner(policy, 60, config=replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(theirs))))
+    train_and_merge(learner)
+    assert learner.train(lambda: False).scores is not None
+    learner.save(str(tmp_path / "saved"), FACTS)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for tensors in (saved, load(learner.export(1, "float32", []).weights)):
+        assert torch.equal(tensors["lm_head.weight"], head)
+    teacher = torch.from_numpy(verifier_arrays().lm_head[CHOSEN]).float()
+    assert torch.equal(learner.model.verifier_lm_head.weight, teacher)
