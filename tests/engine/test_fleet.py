@@ -432,14 +432,20 @@ def test_a_checkpoint_has_the_optimizer_of_the_worker_that_trained_the_longest(f
     assert ray.get([w.__ray_call__.remote(optimizer_steps) for w in workers]) == [trained] * 3
 
 
-def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
+def taken_by_two(recorded):
+    """What two ranks took, the first of which copies the verifier weights for both."""
     sequences, weights = recorded
-    assert (len(wide.replicas["wide"].ranks), list(wide.spot_workers["wide"].handles)) == (2, ["wide", "wide/1"])
     arrays = ray.put(weights)
-    taken = [
+    return [
         TappedStates((ray.put(as_shards(sequences[rank::2])),), arrays if rank == 0 else None, seconds=0.0, errors=0)
         for rank in range(2)
     ]
+
+
+def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
+    sequences = recorded[0]
+    assert (len(wide.replicas["wide"].ranks), list(wide.spot_workers["wide"].handles)) == (2, ["wide", "wide/1"])
+    taken = taken_by_two(recorded)
     said = torch.cat([s.tokens[s.prompt_len :] for s in sequences])
     ids = most_frequent(torch.bincount(said, minlength=64), 24).numpy()
     wide.choose_tokens(ids)
@@ -467,3 +473,19 @@ def test_every_device_of_a_replica_trains_on_its_share(wide, recorded):
     wide.restart(["wide"])
     successors = wide.spot_workers["wide"].handles.values()
     assert ray.get([w.__ray_call__.remote(drafted) for w in successors]) == [ids.tolist()] * 2
+
+
+def test_workers_that_replaced_others_train_on_verifier_weights_that_the_others_had_before(wide, recorded):
+    """Under LoRA they are copied once, and a rank hands over the same ones in every step: nobody loads them again."""
+    taken = taken_by_two(recorded)
+
+    def hand_over(step):
+        wait_for(lambda: not wide.spot_workers["wide"].starting())
+        wide.hand_over(step, taken)["wide"].result(300)
+        workers = wide.spot_workers["wide"].handles.values()
+        return ray.get([w.__ray_call__.remote(lambda worker: id(worker.learner.whole_head)) for w in workers])
+
+    assert hand_over(2) == hand_over(3)
+    wide.restart(["wide"])
+    hand_over(4)
+    assert wide.train("wide").result(300).steps > 0

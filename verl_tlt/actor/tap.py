@@ -271,7 +271,7 @@ class Captured:
     """What this rank copied since the last `take`."""
 
     reference: ObjectRef | None = None
-    """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
+    """What `put` made of the `VerifierArrays`, under LoRA also of an earlier sync's; None: nothing new was copied."""
     seconds: float = 0.0  # time that the weight sync, or the caller of `take`, waited for it
     errors: int = 0
 
@@ -296,7 +296,8 @@ class VerifierCapture:
         self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
         self._arrived: set[str] = set()
-        self._captured_before = False
+        self._adapter_alone = False  # in the last sync, as in all of a LoRA run
+        self._lasting: ObjectRef | None = None  # then: what was put, which workers that replace others need, too
         self._putting: Future[ObjectRef] | None = None
         self._thread = ThreadPoolExecutor(1, "tlt-verifier")
         self._seconds, self._errors = 0.0, 0
@@ -313,14 +314,14 @@ class VerifierCapture:
     def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
         """Put what arrived into the object store, in the background; `base` reads the parts if only LoRA was synced."""
         with self._contained():
-            if self.armed and base is not None and not self._captured_before and not self._arrived:
+            self._adapter_alone = base is not None
+            if self.armed and base is not None and self._lasting is None and not self._arrived:
                 for part, tensor in base().items():
                     if part in self._wanted:
                         self._keep(part, tensor)
             if self.armed and self._arrived:
                 if missing := [part for part in self._wanted if part not in self._arrived]:
                     raise RuntimeError(f"{' and '.join(missing)} did not arrive with the weight sync")
-                self._captured_before = True
                 arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
                 arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
                 self._putting = self._thread.submit(self._put, VerifierArrays(**arrays))
@@ -328,9 +329,10 @@ class VerifierCapture:
 
     def take(self) -> Captured:
         """What was copied since the last call."""
-        reference, putting, self._putting = None, self._putting, None
+        reference, putting, self._putting = self._lasting, self._putting, None
         with self._contained():
-            reference = putting.result(PUT_S) if putting else None
+            reference = putting.result(PUT_S) if putting else reference
+        self._lasting = reference if self._adapter_alone else None
         captured = Captured(reference, self._seconds, self._errors)
         self._seconds, self._errors = 0.0, 0
         return captured

@@ -65,7 +65,7 @@ class TappedStates:
 
     shards: tuple[ObjectRef, ...]  # for each share of the sequences a list of `HiddenStateShard`
     verifier_weights: ObjectRef | None
-    """`VerifierArrays` out of the last weight sync; None: as they were, or copied by another rank."""
+    """`VerifierArrays` out of the last weight sync, or under LoRA the first; None: as they were, or another rank's."""
     seconds: float  # what the tap cost
     errors: int  # micro-batches it could not keep, and verifier weights that could not be copied
     sync_seconds: float = 0.0  # what copying the verifier weights cost the last weight sync

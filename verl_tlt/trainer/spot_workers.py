@@ -57,6 +57,7 @@ class ReplicaWorkers:
     """Ray's handles by spot worker, in the order of the ranks; empty until the workers are started."""
     restarts: int = 0
     rehearsed: bool = False  # the workers were asked to run once what a session runs (`SpotWorker.warm_up`)
+    given: dict[str, str] = field(default_factory=dict)  # by worker: id of the verifier weights it was sent last
     _starting: dict[str, ObjectRef] = field(default_factory=dict)  # by worker: ready when it is up
     _since: float = 0.0
 
@@ -70,7 +71,7 @@ class ReplicaWorkers:
 
     def begin(self, handles: Mapping[str, ActorHandle]) -> None:
         """Put workers that are just starting in the place of the present ones."""
-        self.handles, self._since, self.rehearsed = dict(handles), SYSTEM.monotonic(), False
+        self.handles, self._since, self.rehearsed, self.given = dict(handles), SYSTEM.monotonic(), False, {}
         self._starting = {name: worker.__ray_ready__.remote() for name, worker in handles.items()}
 
     def _starts(self, name: str) -> bool:
@@ -186,6 +187,9 @@ class Fleet(Servers):
                 ranks, share = self._sources[name]
                 shards = [taken[rank].shards[share] for rank in ranks]
                 weights = taken[self._capture_ranks[name]].verifier_weights
+                if weights is not None:  # the same ones would only be loaded again
+                    given, workers.given[name] = workers.given.get(name), weights.hex()
+                    weights = None if given == workers.given[name] else weights
                 calls[name] = worker.add.remote(step, [shards], weights, self._draft_ids)
             under_way[replica] = workers.sent(calls, BufferStats.combined)
         return under_way

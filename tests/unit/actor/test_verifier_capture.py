@@ -145,6 +145,29 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
     assert torch.equal(found.reference["norm"], policy()[NORM].bfloat16())
 
 
+def test_under_lora_what_was_copied_once_is_handed_over_in_every_step_and_what_failed_is_read_again():
+    read = []
+
+    def base():
+        read.append(policy())
+        return {"embed": read[-1][EMBED], "lm_head": read[-1][HEAD], "norm": read[-1][NORM]}
+
+    def full(_arrays):
+        raise MemoryError("the object store is full")
+
+    def take():
+        capture.armed = True
+        capture.finish(base)
+        return capture.take()
+
+    capture = VerifierCapture(torch.bfloat16, full)
+    assert (take().reference, len(read)) == (None, 1)
+    capture._put = stored
+    first = take().reference
+    assert torch.equal(first["norm"], policy()[NORM].bfloat16())
+    assert take().reference is first and capture.take().reference is first and len(read) == 2
+
+
 def test_a_head_that_does_not_arrive_is_not_taken_to_be_the_embedding():
     capture, params = VerifierCapture(torch.bfloat16, stored), policy()
     params["lm_head.base_layer.weight"] = params.pop(HEAD)
