@@ -158,7 +158,7 @@ def full_disk(original: Original, *args: Any, **kwargs: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def room_for_the_policy(original: Original, checkpoint: Path, drafter: str, needed: int) -> Any:
+def room_for_the_policy(original: Original, checkpoint: Path, drafter: str, needed: int, *_leaves: Any) -> Any:
     """The disk could take the drafter, or the policy's next checkpoint, and not both."""
     import shutil
 

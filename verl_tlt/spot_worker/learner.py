@@ -325,15 +325,16 @@ class SpotLearner:
 
     # ------------------------------------------------------------------ checkpoint
 
-    def save(self, directory: str, provenance: DrafterProvenance, beside: str | None = None) -> None:
+    def save(self, directory: str, provenance: DrafterProvenance, *places: str) -> None:
         """Write the served drafter and the training state; others wait for the copy in memory, not for the disk.
 
-        A `DrafterError`, and no file, where the disk would have no room for another checkpoint like the one `beside`.
+        A `DrafterError`, and no file, where `check_room` of these `places`, if any, says that the disk is too small.
         """
         tensors, state = self.snapshot()
-        if beside is not None:
+        if places:
             needed = sum(leaf.nbytes for leaf in tree_leaves([tensors, state]) if isinstance(leaf, torch.Tensor))
-            check_room(Path(beside), Path(directory).name, needed)
+            checkpoint, *leaves = map(Path, places)
+            check_room(checkpoint, Path(directory).name, needed, *leaves)
         facts = {**asdict(provenance), "steps": state["steps"]}
         save_drafter(self.model, directory, facts, policy=self._policy_dir, training_state=state, tensors=tensors)
 
@@ -364,10 +365,11 @@ class SpotLearner:
             return checksums(self.trainer, self.versions)
 
 
-def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
+def check_room(checkpoint: Path, drafter: str, needed: int, leaves: Path | None = None) -> None:
     """Raise a `DrafterError` where a disk cannot take `needed` bytes, and then another checkpoint like this one.
 
     One that verl still writes is taken to become as large as the largest beside it. `drafter`: name of its directory.
+    `leaves`: what verl removes before it writes the other one.
     """
 
     def policy_bytes(step: Path) -> int:
@@ -382,9 +384,10 @@ def check_room(checkpoint: Path, drafter: str, needed: int) -> None:
 
     written = policy_bytes(checkpoint)
     policy = max([written, *map(policy_bytes, checkpoint.parent.glob("global_step_*"))])
+    more = max(0, policy - policy_bytes(leaves)) if leaves else policy
     free = shutil.disk_usage(checkpoint).free
-    if free < needed + (policy - written) + policy:
+    if free < needed + (policy - written) + more:
         raise DrafterError(
             f"{checkpoint} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes "
-            f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {policy / 1e9:.3f} GB."
+            f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {more / 1e9:.3f} GB."
         )

@@ -31,7 +31,7 @@ from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Session
 from verl_tlt.trace.metrics import buffer_metrics
-from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
+from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, remove_halves, tidy
 from verl_tlt.trainer.cold_start import SHORTEST_S, ColdStart, train_in_portions
 from verl_tlt.trainer.drafter_update import DrafterUpdate, DrafterUpdates
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
@@ -85,6 +85,7 @@ class Controller:
         self._ready = self._trained = False  # of the last sampling: a worker could train; one did
         self._buffers: dict[str, BufferStats] = {}
         self._arriving: dict[str, Call[BufferStats]] = {}
+        self._policies: list[Path] = []  # that verl has saved in this run
         self._tokens, self._tokens_to_choose = start.tokens_trained, 0 if start.chosen else start.draft_vocab
 
     def _count_failures(self, step: int) -> None:
@@ -369,8 +370,11 @@ class Controller:
         """
         directory = self.facts.checkpoints / f"global_step_{step}"
         if self.spot:
+            self._policies.append(directory / POLICY)
             with self._charged("save"):
-                calls = self._save(directory / CHECKPOINT, step, beside=directory)
+                full = len(self._policies) >= self.facts.rotates > 0
+                leaves = [self._policies[-self.facts.rotates]] if full else []
+                calls = self._save(directory / CHECKPOINT, step, directory, *leaves)
                 if not self.fleet.waits.answers("save", calls, SAVE_S, keep=True):
                     remove_halves(directory)
 
@@ -395,6 +399,6 @@ class Controller:
             self.fleet.close()
         self.updates.close()
 
-    def _save(self, directory: Path, step: int, beside: Path | None = None) -> dict[str, Call[None]]:
+    def _save(self, directory: Path, step: int, *places: Path) -> dict[str, Call[None]]:
         provenance = replace(self.updates.served, policy_step=step, tokens_trained=self._tokens)
-        return self.fleet.save(directory, provenance, beside)
+        return self.fleet.save(directory, provenance, *places)

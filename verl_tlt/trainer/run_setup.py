@@ -77,6 +77,7 @@ class RunFacts:
     prunes: bool  # whether verl removes the policies of old checkpoints there
     provenance: DrafterProvenance  # where this run's drafters come from; complete but for what training adds
     gpus: int  # number of the trainer's GPUs
+    rotates: int = 0  # with so many policies of this run there verl removes the oldest before it writes the next one
     shared: bool = False  # the replicas share a machine's processors, so that the work of one slows the others
     active_share: float = 1.0  # share of the policy's weights that one token uses
     name: str = ""
@@ -116,6 +117,8 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter,
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: float) -> RunFacts:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
+    keeps, one = (config.trainer.get(key) for key in ("max_actor_ckpt_to_keep", "remove_previous_ckpt_in_save"))
+    last = one or keeps == 1 or OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
@@ -128,7 +131,8 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: flo
         requests=data.train_batch_size * rollout.n,
         dtype=dtype_name(rollout.dtype),
         checkpoints=Path(config.trainer.default_local_dir),
-        prunes=bool(config.trainer.get("max_actor_ckpt_to_keep") or config.trainer.get("remove_previous_ckpt_in_save")),
+        prunes=bool(keeps or one),
+        rotates=0 if last else keeps or 0,
         provenance=provenance,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         shared=config.trainer.device == "cpu",

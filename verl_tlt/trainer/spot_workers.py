@@ -322,10 +322,10 @@ class Fleet(Servers):
                 return files[name]
         raise CallFailed("no spot worker exported the drafter")
 
-    def save(self, directory: Path, provenance: DrafterProvenance, beside: Path | None = None) -> dict[str, Call[None]]:
+    def save(self, directory: Path, provenance: DrafterProvenance, *places: Path) -> dict[str, Call[None]]:
         """Write the served drafter and its training state, atomically: that of the worker that trained the longest.
 
-        `beside` is a checkpoint of the policy (`SpotLearner.save`). Returns the worker's replica, and the call.
+        `places` are `SpotLearner.save`'s. Returns the worker's replica, and the call.
         """
         directory.parent.mkdir(parents=True, exist_ok=True)
         calls = {name: call for name, call in self._call_workers("steps").items() if not call.excused()}
@@ -335,8 +335,8 @@ class Fleet(Servers):
             raise CallFailed("no spot worker is there to write the drafter")
         replica, i = max(trained, key=trained.__getitem__)
         workers = self.spot_workers[replica]
-        name, place = list(workers.handles)[i], None if beside is None else str(beside.absolute())
-        call = workers.handles[name].save.remote(str(directory.absolute()), provenance, place)
+        name, (target, *others) = list(workers.handles)[i], [str(path.absolute()) for path in (directory, *places)]
+        call = workers.handles[name].save.remote(target, provenance, *others)
         return {replica: workers.sent({name: call}, lambda _: None)}
 
     def _call_workers(self, method: str, *args: object) -> dict[str, Call[list]]:

@@ -1,5 +1,6 @@
 """Checkpoints on a real file system that is too small: the policy is whole, and the drafter is there or it is not."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -53,9 +54,9 @@ def policys(disk, step, size=POLICY_BYTES):
     return folder
 
 
-def save(learner, folder):
+def save(learner, folder, *leaves):
     """The drafter's part."""
-    learner.save(str(folder / "tlt_drafter"), FACTS, str(folder))
+    learner.save(str(folder / "tlt_drafter"), FACTS, str(folder), *map(str, leaves))
 
 
 def held(folder):
@@ -93,6 +94,17 @@ def test_where_both_fit_both_are_written(learner, drafter_bytes, disk):
     save(learner, folder)
     assert learner.resume(str(folder / "tlt_drafter")) is not None
     policys(large, 2)
+
+
+def test_a_policy_that_verl_removes_before_it_writes_the_next_one_makes_room_for_it(learner, drafter_bytes, disk):
+    small = disk(2 * POLICY_BYTES + drafter_bytes + 32 * PAGE)
+    oldest, newest = policys(small, 1), policys(small, 2)
+    with pytest.raises(DrafterError, match="global_step_2 gets no drafter"):
+        save(learner, newest)
+    save(learner, newest, oldest / "actor")
+    shutil.rmtree(oldest / "actor")
+    policys(small, 3)
+    assert held(newest) == {"actor", "tlt_drafter"}
 
 
 def test_a_disk_that_fills_up_while_it_writes_keeps_nothing_of_it_and_the_drafter_before(learner, drafter_bytes, disk):

@@ -55,7 +55,7 @@ def run(tmp_path, clock):
 
     def build(
         names="ab", mode="sync", standalone=(), kind=FakeFleet, of_fleet=None, start=None, prunes=False, shared=False,
-        cold_start_s=None, **speculation,
+        rotates=0, cold_start_s=None, **speculation,
     ):  # fmt: skip
         spot = {"settle_s": 0.0, "poll_s": POLL_S, "stop_timeout_s": STOP_S, "cold_start_s": cold_start_s}
         places = {"trace": {"dir": str(tmp_path / "trace")}, "drafter": {"save_dir": str(tmp_path / "drafter")}}
@@ -64,7 +64,7 @@ def run(tmp_path, clock):
         vars(fleet).update(of_fleet or {})
         facts = RunFacts(
             rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
-            provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared,
+            provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared, rotates=rotates,
         )  # fmt: skip
         file = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
         first = FirstDrafter(file, file, (2, 4, 6), "a test", **start or {})

@@ -68,7 +68,7 @@ class FakeFleet:
         self.broken, self.slow, self.deaf = {}, {}, set()
         self.merge_gate = threading.Event()
         self.merge_gate.set()
-        self.calls, self.staged, self.saved, self.restarts, self.tap_tokens = [], [], [], [], []
+        self.calls, self.staged, self.saved, self.places, self.restarts, self.tap_tokens = [], [], [], [], [], []
         self.token_counts = [None]
         self.sessions, self.on_device = {}, set()
         self.warming, self.starting = {}, set()  # replicas whose workers have not rehearsed -> how it goes
@@ -230,7 +230,8 @@ class FakeFleet:
         self._call("export", version)
         return None if self.overflows else DrafterFile(version, "{}", b"", "f", tuple(acceptance))
 
-    def save(self, directory, provenance, beside=None):
+    def save(self, directory, provenance, *places):
         self._call("save", directory)
         self.saved.append((directory, provenance))
+        self.places.append(places)
         return {self.workers()[0]: ended(self.broken.get("writing"))}

@@ -56,6 +56,17 @@ def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path
     assert drafters(checkpoints) == [4, 5] and controller.guard.counts.total() == 0
 
 
+@pytest.mark.parametrize(("rotates", "leaves"), [(0, [None] * 4), (2, [None, 1, 2, 3]), (3, [None, None, 1, 2])])
+def test_a_save_knows_which_policy_verl_removes_before_it_writes_the_next(run, tmp_path, rotates, leaves):
+    """Of those that this run saved: verl knows of no others."""
+    controller, fleet = run(rotates=rotates)
+    for step in range(1, 5):
+        controller.save(step)
+    steps = [tmp_path / "ckpt" / f"global_step_{step}" for step in range(5)]
+    left = [() if step is None else (steps[step] / POLICY,) for step in leaves]
+    assert fleet.places == [(folder, *policy) for folder, policy in zip(steps[1:], left, strict=True)]
+
+
 def test_verl_names_the_step_only_after_the_drafter_is_written_and_that_after_the_policy(run):
     controller, fleet = run()
     writing, begun, order = FakeCall(), threading.Event(), []

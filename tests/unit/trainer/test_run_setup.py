@@ -19,6 +19,30 @@ SMALL_HEAD = {"memory": 8.0 * GIB}
 PIPELINE = ["trainer.nnodes=2", "+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"]
 
 
+@pytest.fixture
+def composed(recipe):
+    """Composes a run's config, rewritten for TLT, from further overrides."""
+
+    def make(*given):
+        config = compose(
+            [
+                "+tlt=default",
+                f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
+                f"data.train_files={recipe.data.train_files}",
+                f"trainer.default_local_dir={recipe.trainer.default_local_dir}",
+                "actor_rollout_ref.rollout.name=vllm",
+                "data.train_batch_size=4",
+                "actor_rollout_ref.rollout.n=2",
+                *given,
+            ],
+            "ppo_trainer",
+        )
+        apply(config, read_settings(config))
+        return config
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("device", "given", "nodes", "sizes"),
     [
@@ -29,25 +53,11 @@ PIPELINE = ["trainer.nnodes=2", "+actor_rollout_ref.actor.megatron.pipeline_mode
         ("cuda", ["tlt.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], [], (300, 10)),
     ],
 )
-def test_controller_and_spot_workers_get_sizes_that_fit(recipe, monkeypatch, device, given, nodes, sizes):
+def test_controller_and_spot_workers_get_sizes_that_fit(composed, monkeypatch, device, given, nodes, sizes):
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(nodes))
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in nodes])
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    config = compose(
-        [
-            "+tlt=default",
-            f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
-            f"data.train_files={recipe.data.train_files}",
-            f"trainer.default_local_dir={recipe.trainer.default_local_dir}",
-            f"trainer.device={device}",
-            "actor_rollout_ref.rollout.name=vllm",
-            "data.train_batch_size=4",
-            "actor_rollout_ref.rollout.n=2",
-            *given,
-        ],
-        "ppo_trainer",
-    )
-    apply(config, read_settings(config))
+    config = composed(f"trainer.device={device}", *given)
     facts, start, spot = prepare(config, "sync")
     settings = spot.config
     assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
@@ -55,6 +65,21 @@ def test_controller_and_spot_workers_get_sizes_that_fit(recipe, monkeypatch, dev
     assert facts.active_share == 1.0, "a dense policy"
     context = config.data.max_prompt_length + config.data.max_response_length
     assert (settings.buffer.held_out, settings.buffer.window) == (MOST_HELD_OUT, min(4096, context))
+
+
+@pytest.mark.parametrize(
+    ("given", "prunes", "rotates"),
+    [
+        ([], False, 0),
+        (["trainer.max_actor_ckpt_to_keep=3"], True, 3),
+        (["trainer.max_actor_ckpt_to_keep=1"], True, 0),
+        (["trainer.max_actor_ckpt_to_keep=3", "++trainer.remove_previous_ckpt_in_save=True"], True, 0),
+        (["trainer.max_actor_ckpt_to_keep=3", "actor_rollout_ref.actor.checkpoint.async_save=True"], True, 0),
+    ],
+)
+def test_when_verl_removes_old_policies_is_known(composed, given, prunes, rotates):
+    facts, _, _ = prepare(composed(*given), "sync")
+    assert (facts.prunes, facts.rotates) == (prunes, rotates)
 
 
 @pytest.mark.parametrize(
