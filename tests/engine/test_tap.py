@@ -40,12 +40,14 @@ def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded, windo
     assert any(s.start > 0 for s in taken) == (window == 11)
 
 
-def test_rows_beyond_the_budget_are_left_out(actor, policy):
-    taken, _ = infer(actor, ROWS, window=40, budget=70)
-    assert 0 < len(taken) < len(ROWS) and sum(len(s) for s in taken) <= 70
+@pytest.mark.parametrize("budget", [70, 20])
+def test_rows_beyond_the_budget_are_left_out(actor, policy, budget):
+    """And those of one row, where the budget is smaller than a window."""
+    taken, _ = infer(actor, ROWS, window=40, budget=budget)
+    assert 0 < len(taken) < len(ROWS) and sum(len(s) for s in taken) <= budget
     prompts = [s.prompt for s in taken]
     chosen = [(tokens, prompt_len) for tokens, prompt_len in ROWS if digest_of(tokens[:prompt_len]) in prompts]
-    check_states(taken, chosen, policy, 40, **TOLERANCE)
+    check_states(taken, chosen, policy, min(40, budget), **TOLERANCE)
 
 
 def test_a_batch_that_the_tap_does_not_understand_costs_its_states_and_not_the_step(actor):

@@ -210,16 +210,15 @@ def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Rando
 
     The expected captured tokens of a sequence are proportional to its length, up to all of it. Where the draw exceeds
     the budget, sequences picked at random are dropped. Returns indices into `lengths` (tokens of prompt and response),
-    ascending; their costs min(length, window) sum to at most `budget_tokens`.
+    ascending; their costs min(length, window) sum to at most `budget_tokens`. `window`: no more than that.
     """
     if not lengths or budget_tokens <= 0:
         return []
-    longest = min(window, budget_tokens)
     order = list(range(len(lengths)))
     rng.shuffle(order)  # equal lengths: no preference for the first row
     order.sort(key=lambda i: -lengths[i])
     length = np.array([lengths[i] for i in order], dtype=np.float64)  # [N], descending
-    cost = np.minimum(length, longest)
+    cost = np.minimum(length, window)
     chance = _chances(length / np.maximum(cost, 1), cost, budget_tokens)
     # One draw at every whole number of the running sum of chances, from a random offset.
     reached = np.floor(np.cumsum(chance) + rng.random() + 1e-9)

@@ -59,11 +59,12 @@ class TLTTrainingWorker(TrainingWorker):
         lengths = data["input_ids"].offsets().diff().tolist()
         rng = random.Random(self.batches_tapped)
         self.batches_tapped += 1
-        ranks = self.world_size // self.engine.get_data_parallel_size()
-        rows = select_for_tap(lengths, ranks * self.tap_budget, rng, self.tap_window)
+        budget = self.tap_budget * (self.world_size // self.engine.get_data_parallel_size())
+        window = min(self.tap_window, budget)
+        rows = select_for_tap(lengths, budget, rng, window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
-        tap.arm({row: choose_window(lengths[row], prompts[row], self.tap_window, rng) for row in rows})
+        tap.arm({row: choose_window(lengths[row], prompts[row], window, rng) for row in rows})
         data[ROW] = torch.arange(len(lengths))
         tap.count(data)
 
