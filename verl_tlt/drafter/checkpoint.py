@@ -298,8 +298,8 @@ tags: [speculative-decoding, {method}, vllm]
 ---
 # {title}
 
-Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt without the policy's embedding and
-head. It reads {states}; hidden size {hidden}, draft vocabulary {draft_vocab} of
+Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt without what vLLM takes from the
+policy. It reads {states}; hidden size {hidden}, draft vocabulary {draft_vocab} of
 {vocab}.{own_head}
 
     {serve}

@@ -30,7 +30,7 @@ class DrafterFile:
 
     version: int  # how often a drafter was published before; 0 is what the run started with
     config: str  # text of config.json
-    weights: bytes  # a safetensors file in the rollout's dtype, without embedding and head (vLLM shares the policy's)
+    weights: bytes  # a safetensors file in the rollout's dtype, without what vLLM shares with the policy
     fingerprint: str  # `verl_tlt.drafter.fingerprint` of the weights
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
