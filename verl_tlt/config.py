@@ -131,7 +131,7 @@ class SpeculationConfig:
     control_every: Index | None = None
     """One in so many steps, from the second on, is a control rollout. One replica, or all that share a machine, decode
     without drafts in it, to measure what that takes; 0: never. Null: after 8 rollouts, after 8 more, and then after
-    each 256 without one, 8 while too little can be compared. A rollout with the drafter OFF serves as well."""
+    each 256 without one, sooner while too little can be compared. A rollout with the drafter OFF serves as well."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses, or n-grams where they match and the drafter elsewhere.
     n-grams need no drafter, and give up vLLM's async scheduling."""

@@ -57,18 +57,19 @@ class ControlRollouts:
 
     Where they share a machine (`shared`) all of them do, else each in turn. With `every`
     (`tlt.speculation.control_every`) None a run has `EARLY` such rollouts and then rarely one, since everybody waits
-    for a replica that does not draft, unless too little of the last rollout could be compared with them; else one in
-    so many steps from the second on, 0: never. Rollouts that are OFF serve as well.
+    for a replica that does not draft. Where too little of a drafted rollout can be compared with them, the next comes
+    sooner; each that does not change that doubles the wait. Otherwise one in so many steps from the second on, 0:
+    never. Rollouts that are OFF serve as well.
     """
 
     def __init__(self, replicas: Sequence[str], every: int | None, shared: bool) -> None:
         self._replicas, self._every, self._shared = list(replicas), every, shared
         self._plain = self._since = 0  # rollouts without drafts; rollouts since the last of them
-        self._compared = True
+        self._later = RARELY  # rollouts before the next one, after the `EARLY`
 
     def chosen(self, step: int) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts; asked only where drafting pays."""
-        due = self._since >= (RARELY if self._plain >= EARLY and self._compared else SOON)
+        due = self._since >= (SOON if self._plain < EARLY else self._later)
         if self._every is not None:
             due = self._every > 0 and step % self._every == 2 % self._every
         turn = self._plain if self._every is None else step // max(self._every, 1)
@@ -76,12 +77,15 @@ class ControlRollouts:
             return []
         return self._replicas if self._shared else [self._replicas[turn % len(self._replicas)]]
 
-    def ended(self, undrafted: Collection[str], trained: bool, compared: bool = True) -> None:
+    def ended(self, undrafted: Collection[str], trained: bool, compared: bool) -> None:
         """A rollout is over that some replicas decoded without drafts; `trained`: beside training of the drafter;
         `compared`: as much as `COVERED` of it could be.
         """
-        self._compared = compared
         plain = len(undrafted) == len(self._replicas) and not trained if self._shared else bool(undrafted)
+        if plain:
+            self._later = min(2 * self._later, RARELY)
+        elif compared or self._later == RARELY:
+            self._later = RARELY if compared else SOON
         self._plain, self._since = self._plain + plain, 0 if plain else self._since + 1
 
 

@@ -64,10 +64,12 @@ def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> 
         own = {loop.name: loop for loop in OmegaConf.load(resolve_config_path(path))} if path else {}
         loop = load_class_from_fqn((_agent_loop_registry | own)[name]["_target_"])
         other = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class") or "agent_name" in dataset[0]
-        return bool(other) or not issubclass(loop, SingleTurnAgentLoop)
+        if not other and issubclass(loop, SingleTurnAgentLoop):
+            return False
+        logger.info("no replica leaves while agent loops run: they may send more turns")
     except Exception as error:
-        logger.warning("no replica leaves early, as agent loop %s is unknown and may send more turns: %r", name, error)
-        return True
+        logger.warning("no replica leaves while agent loops run: %s is unknown, may send more turns: %r", name, error)
+    return True
 
 
 class BufferWatch:
