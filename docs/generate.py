@@ -1,4 +1,4 @@
-"""`python docs/generate.py` writes settings.md, patches/README.md, and the tables of figures.
+"""`python docs/generate.py` writes settings.md and the tables of figures.
 
 The settings come from the dataclasses in verl_tlt/config.py, so that the page cannot differ from the code
 (tests/unit/test_docs.py compares). What concerns several keys at once is in `NOTES`. tables/ makes the figures.
@@ -17,14 +17,12 @@ from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
-from upstream_changes import CAUSES_IN, OFFERED, UpstreamChange, declared
 
 from verl_tlt import config
 from verl_tlt.config import TLTConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "settings.md"
-PATCHES_PAGE = ROOT / "patches" / "README.md"
 
 INTRO = """# Settings
 
@@ -54,18 +52,6 @@ Most runs need only these:
 | less host memory | `max_mb`, `keep_steps` in [tlt.buffer](#tltbuffer) |
 | never to wait for a first drafter, or longer | `cold_start_s` in [tlt.spot](#tltspot) |
 | speculation alone, or training alone | `enable=false` in [tlt.spot](#tltspot) or [tlt.speculation](#tltspeculation) |
-"""
-
-_RELEASES = ", ".join(f"{name} {version}" for name, version in CAUSES_IN.items())
-PATCHES_INTRO = f"""# What is changed upstream at run time
-
-<!-- Written by docs/generate.py from what `@upstream_change` says in the code: edit that. -->
-
-verl-tlt works on released packages: nothing here has to be applied. This is each change to verl, vLLM or megatron-core
-that is made while they run, with its cause in {_RELEASES}. A diff is what
-upstream would do instead; with it applied, the change steps aside
-([test_patches.py](../tests/contract/test_patches.py)). Changes of the CPU platform are in [verl_cpu](../verl_cpu/) and
-not in the wheel ([test_shims.py](../tests/contract/test_shims.py)).
 """
 
 NOTES = {
@@ -118,31 +104,6 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def render_patches() -> str:
-    """patches/README.md, from what the code of verl_tlt and verl_cpu declares."""
-    parts = [PATCHES_INTRO, "## On every machine\n", *map(_change, declared(ROOT / "verl_tlt"))]
-    parts += ["## Where `VERL_PLATFORM=cpu`\n", *map(_change, declared(ROOT / "verl_cpu"))]
-    offered = [f"* [{patch}]({patch}): {what}" for patch, what in OFFERED.items()]
-    return "\n".join([*parts, "## Diffs of what verl-tlt does without\n", *offered, ""])
-
-
-def _change(change: UpstreamChange) -> str:
-    """One change as a section."""
-    module, _, function = change.applied_by.partition(":")
-    said = {
-        "Replaces": ", ".join(f"`{symbol.removesuffix(':')}`" for symbol in change.replaces),
-        "Symptom": change.symptom,
-        "Cause": change.cause,
-        "Upstream": f"{change.upstream}.",
-        "Applies to": f"{change.releases}.",
-        "Goes with": change.removed_by,
-        "Made by": f"[{function}](../{module.replace('.', '/')}.py).",
-        "Diff": change.patch and f"[{change.patch}]({change.patch}).",
-    }
-    title = f"### {change.name[0].upper()}{change.name[1:]}\n"
-    return "\n".join([title, *(f"* **{key}**: {text}" for key, text in said.items() if text), ""])
-
-
 def _fields(class_name: str) -> list[tuple[str, str, str]]:
     """(name, type and bounds in words, docstring) of each field, in the order of the source."""
     schema = TypeAdapter(getattr(config, class_name)).json_schema()["properties"]
@@ -187,6 +148,6 @@ if __name__ == "__main__":
     if picture.drawn() != picture.digest(rows):  # another matplotlib would draw the same rows a little differently
         picture.draw(rows)
     filled = [(page, tables.render(page.read_text())) for page in tables.PAGES]
-    for page, text in ((PAGE, render()), (PATCHES_PAGE, render_patches()), *filled):
+    for page, text in ((PAGE, render()), *filled):
         page.write_text(text)
         print(f"{page.relative_to(ROOT)} written")

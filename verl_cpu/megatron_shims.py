@@ -19,7 +19,6 @@ from verl_cpu.megatron_cuda import (
     rng_state,
     set_rng_state,
 )
-from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.upstream.import_hooks import when_imported
 
 METHODS = (
@@ -29,15 +28,7 @@ METHODS = (
 """Of verl's engine, in which tensors are made or moved."""
 
 
-@upstream_change(
-    "verl's Megatron engine allocates on the CPU",
-    replaces=("verl.workers.engine.megatron.transformer_impl:MegatronEngine",),
-    symptom='"Torch not compiled with CUDA enabled": allocations on "cuda", pinned memory, names of types, streams.',
-    cause="`megatron/core/transformer/moe/moe_utils.py:1098` "
-    "`tensor.record_stream(torch.cuda.current_stream())` and many more: while the engine's own methods run, "
-    "CUDA means the CPU (`verl_cpu/megatron_cuda.py`).",
-    releases="megatron-core 0.16.1",
-)
+# Changes verl: patches/README.md#verls-megatron-engine-allocates-on-the-cpu
 def engine_on_cpu(module: Any) -> None:
     """Let CUDA mean the CPU while the engine's own methods run, in a process that has such an engine."""
     engine = module.MegatronEngine
@@ -58,28 +49,13 @@ def engine_on_cpu(module: Any) -> None:
         setattr(engine, name, on_cpu(getattr(engine, name)))
 
 
-@upstream_change(
-    "Megatron's random states are the CPU's",
-    replaces=("megatron.core.tensor_parallel.random:_get_cuda_rng_state",),
-    symptom="An AssertionError at the first dropout.",
-    cause="`megatron/core/tensor_parallel/random.py:125` `orig_cuda_rng_state = "
-    "_get_cuda_rng_state(graph_safe=False)` calls torch's private functions for CUDA.",
-    releases="megatron-core 0.16.1",
-)
+# Changes megatron-core: patches/README.md#megatrons-random-states-are-the-cpus
 def random_state_of_cpu(module: Any) -> None:
     """Let Megatron's tracker of random states keep the CPU's: it calls torch's private functions for CUDA's."""
     module._get_cuda_rng_state, module._set_cuda_rng_state = rng_state, set_rng_state
 
 
-@upstream_change(
-    "Megatron's layers need no Transformer Engine",
-    replaces=("megatron.core.models.gpt.gpt_layer_specs:",),
-    symptom="NameError: name 'TESpecProvider' is not defined.",
-    cause="`megatron/core/models/gpt/gpt_layer_specs.py:50` `HAVE_TE = False`: verl's engine takes its "
-    "norms, attention and experts from Transformer Engine, which needs CUDA (`verl_cpu/megatron_layers.py` "
-    "has them).",
-    releases="megatron-core 0.16.1",
-)
+# Changes megatron-core: patches/README.md#megatrons-layers-need-no-transformer-engine
 def layers_without_transformer_engine(module: Any) -> None:
     """Build layers from `megatron_layers` where Transformer Engine is not installed."""
     if module.HAVE_TE:
@@ -89,46 +65,20 @@ def layers_without_transformer_engine(module: Any) -> None:
     module.TESpecProvider, module.TENorm = megatron_layers.LayerProvider, megatron_layers.Norm
 
 
-@upstream_change(
-    "tokens are routed to experts without Transformer Engine",
-    replaces=("megatron.core.transformer.moe.moe_utils:",),
-    symptom="NameError: name 'te_general_gemm' is not defined.",
-    cause="`megatron/core/transformer/moe/moe_utils.py:1192` `if te_general_gemm is not None and "
-    "router_dtype` asks for a name that is there only where it could be imported.",
-    releases="megatron-core 0.16.1",
-    removed_by="The patch.",
-    patch="megatron-core/0003-router-without-transformer-engine.patch",
-)
+# Changes megatron-core: patches/README.md#tokens-are-routed-to-experts-without-transformer-engine
 def router_without_transformer_engine(module: Any) -> None:
     """Have the router find no matrix product of Transformer Engine's, instead of no such name."""
     if not hasattr(module, "te_general_gemm"):  # patches/megatron-core/0003 is not in
         module.te_general_gemm = None
 
 
-@upstream_change(
-    "the token dispatcher gets its counts as numbers",
-    replaces=("megatron.core.transformer.moe.token_dispatcher:",),
-    symptom="Splits stay tensors on a CPU, where the dispatcher expects arrays.",
-    cause="`megatron/core/transformer/moe/moe_utils.py:1093` `if torch.is_tensor(tensor) and tensor.is_cuda` "
-    "converts only what it moves from a device.",
-    releases="megatron-core 0.16.1",
-)
+# Changes megatron-core: patches/README.md#the-token-dispatcher-gets-its-counts-as-numbers
 def splits_of_cpu(module: Any) -> None:
     """Let the token dispatcher have its counts as numbers, which it gets of tensors that it moves from a device."""
     module.maybe_move_tensor_to_cpu = as_on_host
 
 
-@upstream_change(
-    "float32 parameters are loaded into the distributed optimizer",
-    replaces=("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",),
-    symptom='"a view of a leaf Variable that requires grad is being used in an in-place operation".',
-    cause="`megatron/core/optimizer/distrib_optimizer.py:940` `dst_tensors[key].copy_(tensors[key])` writes "
-    "into views of the model's own leaves; with 16 bits they are copies.",
-    releases="megatron-core 0.16.1",
-    removed_by="The patch: the shim leaves an optimizer that records nothing.",
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/2681 (open) mends this line in the same way",
-    patch="megatron-core/0001-load-without-gradients.patch",
-)
+# Changes megatron-core: patches/README.md#float32-parameters-are-loaded-into-the-distributed-optimizer
 def load_without_gradients(module: Any) -> None:
     """Load a checkpoint of float32 parameters into the optimizer.
 
@@ -141,16 +91,7 @@ def load_without_gradients(module: Any) -> None:
         optimizer._set_main_param_and_optimizer_states = torch.no_grad()(original)
 
 
-@upstream_change(
-    "a checkpoint is loaded before the optimizer's first step",
-    replaces=("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",),
-    symptom="An AssertionError on resume without Apex and Transformer Engine.",
-    cause="`megatron/core/optimizer/distrib_optimizer.py:642` `assert len(steps) == 1` of torch's Adam, "
-    "which has no state before its first step.",
-    releases="megatron-core 0.16.1",
-    removed_by="The patch.",
-    patch="megatron-core/0002-state-before-the-first-step.patch",
-)
+# Changes megatron-core: patches/README.md#a-checkpoint-is-loaded-before-the-optimizers-first-step
 def state_before_the_first_step(module: Any) -> None:
     """Let the distributed optimizer tell its state, which a checkpoint is loaded into, before it has taken a step.
 

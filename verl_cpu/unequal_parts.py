@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_tlt.upstream.changes import upstream_change
-
 
 def gather(mine: torch.Tensor, lengths: Sequence[int], group: Any) -> torch.Tensor:
     """Every rank's rows [lengths[rank], ...], in rank order; `mine` are this rank's."""
@@ -26,17 +24,7 @@ def reduce_scatter(whole: torch.Tensor, lengths: Sequence[int], group: Any) -> t
     return torch.split(total, list(lengths))[group.rank()]
 
 
-@upstream_change(
-    "ranks exchange parts of unequal length over gloo",
-    replaces=(
-        "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
-        "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
-    ),
-    symptom="Experts get as many tokens as come, and gloo gathers equal parts only.",
-    cause="`megatron/core/tensor_parallel/mappings.py:150` `torch.distributed.all_gather(output_tensor_list, "
-    "input_` relies on NCCL.",
-    releases="megatron-core 0.16.1",
-)
+# Changes megatron-core: patches/README.md#ranks-exchange-parts-of-unequal-length-over-gloo
 def mend(module: Any) -> None:
     """Let `megatron.core.tensor_parallel.mappings` exchange parts of any length."""
     for name, exchange in (("_gather_along_first_dim", gather), ("_reduce_scatter_along_first_dim", reduce_scatter)):

@@ -8,7 +8,6 @@ import functools
 import inspect
 from typing import Any
 
-from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.upstream.import_hooks import when_imported
 
 
@@ -20,18 +19,7 @@ def dedupe_backend(backend: str) -> str:
     return ",".join(dict.fromkeys(backend.split(",")))
 
 
-@upstream_change(
-    "the process-group backend names each device once",
-    replaces=("torch.distributed:init_process_group",),
-    symptom='torch rejects `cpu:gloo,cpu:gloo`: "Duplicate device type cpu in backend string".',
-    cause='`verl/utils/distributed.py:63` `backend = f"cpu:gloo,{get_device_name()}` names the CPU twice '
-    "where it is the device.",
-    releases="verl 0.9.1",
-    removed_by="The patch; the shim changes nothing in what it builds.",
-    upstream="https://github.com/verl-project/verl/issues/6237 (open) is this very error; "
-    "https://github.com/verl-project/verl/pull/6086 (merged) introduced platforms",
-    patch="verl/0002-cpu-backend-named-once.patch",
-)
+# Changes verl: patches/README.md#the-process-group-backend-names-each-device-once
 def name_devices_once(module: Any) -> None:
     """Have `torch.distributed` start from a backend that names each device once."""
     original = module.init_process_group
@@ -45,17 +33,7 @@ def name_devices_once(module: Any) -> None:
     module.init_process_group = init_process_group
 
 
-@upstream_change(
-    "received weights outlive the shared memory they came in",
-    replaces=("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights",),
-    symptom='A weight sync ends in "BufferError: cannot close exported pointers exist".',
-    cause="`verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:297` `tensor = "
-    "tensor.to(self.device)` copies nothing on a CPU, and the buffer is closed under a live view.",
-    releases="verl 0.9.1",
-    removed_by="The patch: the shim leaves a receiver that copies.",
-    upstream="none found; https://github.com/verl-project/verl/pull/6958 (closed) reworked the CUDA-IPC path beside it",
-    patch="verl/0003-copy-weights-out-of-shared-memory.patch",
-)
+# Changes verl: patches/README.md#received-weights-outlive-the-shared-memory-they-came-in
 def clone_buckets(module: Any) -> None:
     """Give the weight receiver copies of a bucket, not views of the shared memory it closes next.
 
@@ -76,17 +54,7 @@ def clone_buckets(module: Any) -> None:
     module.BucketedWeightReceiver.receive_weights = receive_weights
 
 
-@upstream_change(
-    "offloaded parameters are pinned for accelerators only",
-    replaces=("verl.workers.engine.fsdp.transformer_impl:",),
-    symptom='No run with a KL loss starts: "Cannot access accelerator device when none is available".',
-    cause="`verl/workers/engine/fsdp/transformer_impl.py:462` `offload_policy = "
-    "CPUOffloadPolicy(pin_memory=True)`, for every reference policy.",
-    releases="verl 0.9.1",
-    removed_by="The patch: the shim leaves an engine that does not pin.",
-    upstream="none found; https://github.com/verl-project/verl/pull/6086 (merged) introduced platforms and this case",
-    patch="verl/0004-pin-for-accelerators-only.patch",
-)
+# Changes verl: patches/README.md#offloaded-parameters-are-pinned-for-accelerators-only
 def offload_unpinned(module: Any) -> None:
     """Offload FSDP2 parameters to ordinary memory: pages are pinned for an accelerator, and torch refuses without one.
 
@@ -98,16 +66,7 @@ def offload_unpinned(module: Any) -> None:
     module.CPUOffloadPolicy = lambda pin_memory=False: original(pin_memory=False)
 
 
-@upstream_change(
-    "a critic is loaded with the attention its config names",
-    replaces=("verl.utils.model:load_valuehead_model",),
-    symptom="PPO does not run without flash-attn; the message blames a missing value head.",
-    cause='`verl/utils/model.py:649` `attn_implementation="flash_attention_2"` whatever '
-    "`critic.model.override_config.attn_implementation` says.",
-    releases="verl 0.9.1",
-    removed_by="The patch: the shim leaves a loader that reads the config.",
-    patch="verl/0005-critic-attention-from-its-config.patch",
-)
+# Changes verl: patches/README.md#a-critic-is-loaded-with-the-attention-its-config-names
 def critic_attention(module: Any) -> None:
     """Load a critic with the attention its config names; verl always asks for flash-attn, which needs a GPU."""
     original = module.load_valuehead_model
@@ -132,17 +91,7 @@ def critic_attention(module: Any) -> None:
     module.load_valuehead_model = load_valuehead_model
 
 
-@upstream_change(
-    "a Megatron engine may compute in float32",
-    replaces=("verl.workers.config.engine:McoreEngineConfig.__post_init__",),
-    symptom="16 bits are emulated on most CPUs, and cannot be compared with a float32 rollout's probabilities.",
-    cause='`verl/workers/config/engine.py:218` `assert self.dtype in ["bfloat16", "float16"]`, while FSDP '
-    "engines take `model_dtype=fp32`.",
-    releases="verl 0.9.1",
-    removed_by="The patch: the shim leaves a config that allows float32.",
-    upstream="none found; https://github.com/verl-project/verl/pull/6086 (merged) introduced platforms and this case",
-    patch="verl/0006-megatron-in-float32.patch",
-)
+# Changes verl: patches/README.md#a-megatron-engine-may-compute-in-float32
 def megatron_in_float32(module: Any) -> None:
     """Let a Megatron engine compute in float32; verl allows 16 bits only, in which few CPUs multiply fast."""
     original = module.McoreEngineConfig.__post_init__

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.upstream.import_hooks import when_imported
 
 if TYPE_CHECKING:
@@ -36,18 +35,7 @@ def _plain_linear(layer: Any, remove_weight: bool = False) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-@upstream_change(
-    "linear weights stay as they were loaded",
-    replaces=("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",),
-    symptom="A weight sync fails with \"'Parameter' object has no attribute 'weight_loader'\".",
-    cause="`vllm/model_executor/layers/utils.py:269` `def dispatch_cpu_unquantized_gemm` packs every linear "
-    "weight and leaves an empty parameter in its place.",
-    releases="vllm 0.28 on its CPU backend",
-    removed_by="The patch, whose VLLM_CPU_PREPACK_LINEAR=0 the shim sets instead.",
-    upstream="none found; https://github.com/verl-project/verl/pull/7987 (open) would reload layer by layer, "
-    "after which packing could stay on",
-    patch="vllm/0001-cpu-keep-linear-weights.patch",
-)
+# Changes vllm: patches/README.md#linear-weights-stay-as-they-were-loaded
 def keep_linear_weights(module: Any) -> None:
     """Leave linear weights as they were loaded.
 
@@ -60,16 +48,7 @@ def keep_linear_weights(module: Any) -> None:
     module.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
-@upstream_change(
-    "experts' weights stay as they were loaded",
-    replaces=("vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts",),
-    symptom="After a weight sync every expert computes with shuffled numbers; nothing fails.",
-    cause='`vllm/model_executor/layers/fused_moe/experts/cpu_moe.py:306` `layer, "w13_weight", '
-    "cpu_prepack_moe_weight(layer.w13_weight, self.isa)` packs into parameters of the same shape.",
-    releases="vllm 0.28 on its CPU backend",
-    removed_by="The patch, whose VLLM_CPU_PREPACK_MOE=0 the shim sets instead.",
-    patch="vllm/0006-cpu-keep-expert-weights.patch",
-)
+# Changes vllm: patches/README.md#experts-weights-stay-as-they-were-loaded
 def keep_expert_weights(module: Any) -> None:
     """Leave experts' weights as they were loaded, and pack them when they are used.
 
@@ -115,19 +94,7 @@ def expand_batch_to_tokens(
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
-@upstream_change(
-    "per-token sampling parameters are filled in the caller's dtype",
-    replaces=("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",),
-    symptom="Speculation above temperature 0 samples from a wrong distribution, returns NaN or indexes out of bounds.",
-    cause="`vllm/utils/cpu_triton_utils.py:408` `def _expand_kernel_impl` hands the kernel an int64 copy of "
-    "its output and drops the copy. Copying back would not do: temperatures below 1 become 0.",
-    releases="vllm 0.28 on its CPU backend",
-    removed_by="The patch: the shim leaves a kernel that fills its output.",
-    upstream="https://github.com/vllm-project/vllm/issues/55005 and "
-    "https://github.com/vllm-project/vllm/pull/55006 (both open); "
-    "https://github.com/vllm-project/vllm/pull/42638 (closed) was an earlier attempt",
-    patch="vllm/0002-cpu-expand-in-the-callers-dtype.patch",
-)
+# Changes vllm: patches/README.md#per-token-sampling-parameters-are-filled-in-the-callers-dtype
 def fix_expand_batch(module: Any) -> None:
     """Give the rejection sampler per-token temperature, top-k and top-p that are set.
 
@@ -154,20 +121,7 @@ def _expands() -> bool:
     return output.item() == 0.5
 
 
-@upstream_change(
-    "a message queue's reader sleeps between two looks",
-    replaces=("vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",),
-    symptom="Engine core and worker each keep a core busy while they wait for the other; on the CPU backend "
-    "those cores are the accelerator.",
-    cause="`vllm/distributed/device_communicators/shm_broadcast.py:203` `if current_time <= self.last_read + "
-    "self.busy_loop_s` yields in a loop for a second after each message. A shorter window stalls: the "
-    "notification socket (SNDHWM 1) drops a message that follows closely.",
-    releases="vllm 0.28 on its CPU backend",
-    removed_by="The patch, whose VLLM_SHM_BROADCAST_BUSY_SLEEP_S the shim sets instead.",
-    upstream="https://github.com/vllm-project/vllm/pull/52848 (open) proposes such a sleep; "
-    "https://github.com/vllm-project/vllm/pull/52814 (open) the shorter window",
-    patch="vllm/0004-sleep-between-looks.patch",
-)
+# Changes vllm: patches/README.md#a-message-queues-reader-sleeps-between-two-looks
 def sleep_between_looks(module: Any) -> None:
     """Let a process that waits for a message sleep a moment between two looks for it.
 
@@ -192,27 +146,13 @@ def sleep_between_looks(module: Any) -> None:
     module.SpinCondition.wait = wait
 
 
-@upstream_change(
-    "an engine may be started with sleep mode",
-    replaces=("vllm.platforms.interface:Platform.is_sleep_mode_available",),
-    symptom='"Sleep mode is not supported on current platform", which verl asks for by default.',
-    cause="`vllm/platforms/interface.py:229` `return self._enum in (PlatformEnum.CUDA, PlatformEnum.ROCM, "
-    "PlatformEnum.XPU)`.",
-    releases="vllm 0.28 on its CPU backend",
-)
+# Changes vllm: patches/README.md#an-engine-may-be-started-with-sleep-mode
 def sleep_is_available(module: Any) -> None:
     """Let an engine on the CPU be started with sleep mode, as verl starts it by default."""
     module.CpuPlatform.is_sleep_mode_available = lambda self: True
 
 
-@upstream_change(
-    "sleep takes weights and KV cache away",
-    replaces=("vllm.v1.worker.cpu_worker:CPUWorker.sleep", "vllm.v1.worker.cpu_worker:CPUWorker.wake_up"),
-    symptom="What would end an engine on a GPU, or leave it with garbage, goes unnoticed: memory is touched while "
-    "it is not mapped, or is expected to hold what it held before.",
-    cause='`vllm/v1/worker/cpu_worker.py:193` `logger.warning("sleep mode is not supported on CPU, ignore it.")`.',
-    releases="vllm 0.28 on its CPU backend",
-)
+# Changes vllm: patches/README.md#sleep-takes-weights-and-kv-cache-away
 def sleep_as_on_a_gpu(module: Any) -> None:
     """Let the CPU's worker do what the GPU's does when it sleeps and wakes, in memory that can be taken away.
 
@@ -250,18 +190,7 @@ def sleep_as_on_a_gpu(module: Any) -> None:
     module.CPUWorker._maybe_get_memory_pool_context = memory_pool
 
 
-@upstream_change(
-    "linear attention verifies drafts of any length",
-    replaces=("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward",),
-    symptom="With a hybrid policy wrong log-probabilities, and no error, for drafts shorter than the longest; an "
-    "engine that ends where their length changes.",
-    cause="`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:459` `keep = B[:, offset + 1 : offset + 1 + "
-    "(state_len - q_i)]` fills the buffer of the convolution from its end, and the next step reads it from its "
-    "beginning. The Triton kernel does not (`causal_conv1d.py`).",
-    releases="vllm 0.28 on its CPU backend",
-    removed_by="The patch: the shim leaves a function that fills it from the beginning.",
-    patch="vllm/0010-cpu-convolve-any-draft-length.patch",
-)
+# Changes vllm: patches/README.md#linear-attention-verifies-drafts-of-any-length
 def convolve_any_draft(module: Any) -> None:
     """Let a layer of linear attention verify drafts of any length.
 

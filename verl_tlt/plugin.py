@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from verl_tlt import MODE_PREFIX, flag
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -97,17 +96,7 @@ def _wrap_get_trainer_cls(module: ModuleType) -> None:
     vars(module)["get_trainer_cls"] = get_trainer_cls
 
 
-@upstream_change(
-    "a run with trainer.plugin=tlt is a TLT run or does not start",
-    replaces=("verl.utils.config:validate_config", "verl.trainer.ppo.v1.trainer_base:get_trainer_cls"),
-    symptom="A run that depends on a plugin trains without it, silently, where the plugin cannot load.",
-    cause='`verl/__init__.py:76` `debug("Failed to load plugin` hides the error, and verl has no key that '
-    "asks for a plugin by name.",
-    releases="verl 0.9.1",
-    removed_by="A key of verl's own that asks for a plugin by name, and refuses a run without it.",
-    upstream="https://github.com/verl-project/verl/pull/7102 (open) needs the same for one kind of plugin; "
-    "https://github.com/verl-project/verl/issues/1354 is the discussion about extensions",
-)
+# Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start
 def arm() -> None:
     """Install both hooks; calling it again changes nothing that is already wrapped."""
     sys.argv[1:] = flag.joined(sys.argv[1:])  # Hydra reads it after this

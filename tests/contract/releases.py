@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from sources import source_root
 
-from verl_tlt.upstream.sources import source_root
 from verl_tlt.upstream.versions import installed
 from verl_tlt.upstream.versions import release as numbers
 

@@ -14,22 +14,59 @@ import subprocess
 import sys
 import textwrap
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from sources import SourceTree, Symbol, source_root
 
-from docs.upstream_changes import CAUSES_IN, OFFERED, declared
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
 from verl_tlt.engine_core.scheduler import skip_empty_fetch
 from verl_tlt.server.stop_strings import end_at_stop_strings
-from verl_tlt.upstream.sources import SourceTree, Symbol, source_root
 from verl_tlt.vllm_worker.hybrid_states import count_rows_without_drafts, remember_accepted
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
-CPU_CHANGES = declared(ROOT / "verl_cpu")
-CHANGES = [*declared(ROOT / "verl_tlt"), *CPU_CHANGES]
+CAUSES_IN = {"verl": "0.9.1", "vllm": "0.28.0", "megatron-core": "0.16.1"}
+"""The releases whose line numbers the causes name."""
+FACTS = ("Replaces", "Symptom", "Cause", "Upstream", "Applies to", "Goes with", "Made by")
+"""What each section of patches/README.md says."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A section of patches/README.md."""
+
+    title: str
+    facts: dict[str, str]
+
+    @property
+    def anchor(self):
+        return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+
+    @property
+    def code(self):
+        """(name of the function that makes the change, its file)."""
+        name, path = re.fullmatch(r"\[(.+)\]\(\.\./(.+)\)\.", self.facts["Made by"]).groups()
+        return name.rpartition(".")[2], ROOT / path
+
+    @property
+    def patch(self):
+        return self.facts["Diff"].partition("]")[0].removeprefix("[") if "Diff" in self.facts else None
+
+
+def listed():
+    """(every change, the diffs that are offered without one) of patches/README.md."""
+    text, offered = (ROOT / "patches" / "README.md").read_text().split("## Diffs of what verl-tlt does without\n")
+    sections = re.split(r"^### ", re.sub(r"^## .*$", "", text, flags=re.MULTILINE), flags=re.MULTILINE)[1:]
+    found = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
+    changes = [Change(section.partition("\n")[0], dict(found.findall(section))) for section in sections]
+    return changes, re.findall(r"^\* \[(.+?)\]", offered, re.MULTILINE)
+
+
+CHANGES, OFFERED = listed()
+CPU_CHANGES = [change for change in CHANGES if change.code[1].is_relative_to(ROOT / "verl_cpu")]
 
 
 def touched(patch):
@@ -69,20 +106,34 @@ def test_every_diff_is_the_upstream_form_of_a_change_or_offered_without_one():
     assert sorted(listed) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
 
 
+def test_code_and_page_name_each_other():
+    """Directly below the comment that names a section is the function that the section names."""
+    marked = {}
+    for path in (*(ROOT / "verl_tlt").rglob("*.py"), *(ROOT / "verl_cpu").rglob("*.py")):
+        mark = re.compile(r"# Changes [\w-]+: patches/README\.md#(\S+)\n(?:\s*@.*\n)*\s*(?:async )?(?:def|class) (\w+)")
+        text = path.read_text()
+        found = mark.findall(text)
+        assert text.count("patches/README.md#") == len(found), path
+        marked |= {anchor: (name, path) for anchor, name in found}
+    assert marked == {change.anchor: change.code for change in CHANGES}
+    assert all(set(FACTS) <= change.facts.keys() <= {*FACTS, "Diff"} for change in CHANGES)
+
+
 def test_every_change_of_the_cpu_platform_is_listed():
     armed = set()
     for path in (ROOT / "verl_cpu").glob("*.py"):
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         armed |= {ast.unparse(n.args[1]).split(".")[-1] for n in calls if ast.unparse(n.func) == "when_imported"}
-    assert armed == {change.applied_by.partition(":")[2] for change in CPU_CHANGES}
+    assert armed == {change.code[0] for change in CPU_CHANGES}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.name)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.anchor)
 def test_what_is_said_of_a_change_is_so(change):
     site = source_root("verl")
-    for symbol in change.replaces:
+    for symbol in re.findall(r"`([^`]+)`", change.facts["Replaces"]):
+        symbol = symbol if ":" in symbol else f"{symbol}:"
         assert symbol.startswith("torch.") or SourceTree(site).problem(Symbol(symbol)) is None
-    file, line, code = re.match(r"`([^`]+):(\d+)` `([^`]+)`", change.cause).groups()
+    file, line, code = re.match(r"`([^`]+):(\d+)` `([^`]+)`", change.facts["Cause"]).groups()
     assert code in (site / file).read_text().splitlines()[int(line) - 1], "another release: is it still needed?"
 
 

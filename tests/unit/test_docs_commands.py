@@ -17,7 +17,7 @@ from doc_commands import ROOT, blocks, commands, overrides
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.cli import app
 from verl_tlt.trace.metrics import step_line
-from verl_tlt.upstream.sources import source_root
+from verl_tlt.upstream.versions import location
 
 COMMANDS = commands()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -109,7 +109,7 @@ def test_tests_that_are_named_exist(command):
 @pytest.mark.parametrize("command", of("vllm", words=2))
 def test_vllm_knows_the_speculative_config(command):
     given = json.loads(command.words[command.words.index("--speculative-config") + 1])
-    module = ast.parse((source_root("vllm") / "vllm" / "config" / "speculative.py").read_text())
+    module = ast.parse((location("vllm") / "config" / "speculative.py").read_text())
     config = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "SpeculativeConfig")
     assert set(given) <= {n.target.id for n in config.body if isinstance(n, ast.AnnAssign)}
 

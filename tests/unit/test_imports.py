@@ -67,7 +67,6 @@ WITHOUT_FRAMEWORKS = ("advise", "cli", "compare", "console", "report", "script")
 STANDARD = (
     "__init__.py",
     "plugin.py",
-    "upstream/changes.py",
     "upstream/import_hooks.py",
     "flag.py",
     "speculation/types.py",

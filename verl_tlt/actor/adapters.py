@@ -15,7 +15,6 @@ import torch
 
 from verl_tlt.drafter.capture import find_decoder
 from verl_tlt.errors import DrafterError
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -67,18 +66,7 @@ class FSDPAdapter:
         yield from enumerate(self._decoder.layers)
         yield self.layers, self._decoder.norm
 
-    @upstream_change(
-        "hidden states are taken from the old-log-prob pass",
-        replaces=(
-            "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_step",
-            "verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_step",
-        ),
-        symptom="Forward hooks see packed rows without the sequences they belong to.",
-        cause="`verl/workers/engine/fsdp/transformer_impl.py:1549` `def forward_step` is the one place that has "
-        "a micro-batch and its forward pass together.",
-        releases="verl 0.9.1",
-        removed_by="A hook of the engine around a micro-batch.",
-    )
+    # Changes verl: patches/README.md#hidden-states-are-taken-from-the-old-log-prob-pass
     def intercept(self, around: Around) -> None:
         """Call `around` in place of every forward step of the engine: the instance's attribute shadows the method."""
         original = self._engine.forward_step

@@ -31,7 +31,6 @@ from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import VerifierWeights, policy_shape
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.training import TappedStates, TapReady
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -121,15 +120,7 @@ class TLTActorWorker(DetachActorWorker):
             token_counts=counts,
         )
 
-    @upstream_change(
-        "what policy and drafter share is copied while weights are synced",
-        replaces=("verl.workers.engine.base:BaseEngine.get_per_tensor_param",),
-        symptom="The drafter's embedding and head would need a second gathering of the policy's weights.",
-        cause="`verl/workers/engine_workers.py:786` `per_tensor_param, peft_config = "
-        "self.actor.engine.get_per_tensor_param` gathers them and hands them to the rollout alone.",
-        releases="verl 0.9.1",
-        removed_by="A hook of the weight sync that sees each tensor.",
-    )
+    # Changes verl: patches/README.md#what-policy-and-drafter-share-is-copied-while-weights-are-synced
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> object:
         """As verl's; the parts the drafter shares are copied as they stream past, where that was asked for."""

@@ -13,9 +13,6 @@ from verl_tlt.drafter.check import check_config, check_drafter, read_config
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
 from verl_tlt.drafter.policy import (
     CONFIG,
-    UNTESTABLE,
-    WITHOUT_STATES,
-    Fields,
     NotHereError,
     PolicyShape,
     aux_layers_for,
@@ -30,8 +27,6 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.errors import DrafterError
-from verl_tlt.upstream.sources import serves_eagle3
-from verl_tlt.upstream.versions import installed
 
 POLICY, DRAFTER, METHOD = "actor_rollout_ref.model.path", "tlt.drafter.path", "tlt.drafter.method"
 
@@ -59,7 +54,8 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
     try:
         fields = read_model_config(path)
         family = str(fields.get("model_type"))
-        if method == "eagle3" and (why := _no_head(family, fields)):
+        why = unsupported(family, fields.get("architectures") or (), has_latent_attention(fields))
+        if method == "eagle3" and why:
             return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
         from verl_tlt.drafter.verifier import rehearse
 
@@ -69,20 +65,6 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
     except DrafterError as error:
         return Finding("refuse", POLICY, f"{POLICY}: {error}")
     return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for{unread}")
-
-
-def _no_head(family: str, fields: Fields) -> str | None:
-    """Why no drafter can be served beside such a policy, as the end of a sentence; None: one can."""
-    architecture, latent = next(iter(fields.get("architectures") or ()), ""), has_latent_attention(fields)
-    served = serves_eagle3(architecture) if architecture else None
-    by_vllm = f"vLLM {installed('vllm')} serves no EAGLE-3 head beside {architecture}"
-    why = unsupported(family, [architecture], latent)
-    if why is None:
-        return by_vllm if served is False else None
-    if latent or family in UNTESTABLE or architecture in WITHOUT_STATES or served is None:
-        return why
-    untested = f"vLLM would serve a head beside {architecture}, but none was made and tested yet"
-    return f"{untested if served else by_vllm}; {why}"
 
 
 def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Finding:

@@ -7,8 +7,7 @@ prints them as a table. Imports neither verl nor vLLM nor torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
@@ -36,8 +35,7 @@ from verl_tlt.files.ownership import check_writable, matching
 from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
-from verl_tlt.upstream.sources import Symbol, check_symbols
-from verl_tlt.upstream.versions import SUPPORTED, Release, Supported, installed, release
+from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, installed, release
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -97,43 +95,19 @@ def examine_packages() -> list[Finding]:
     return [judge_version(s, installed(s.name)) for s in SUPPORTED]
 
 
-def judge_version(supported: Supported, version: str | None, root: Path | None = None) -> Finding:
-    """A package against the releases verl-tlt works with; `root` holds its sources, where it is installed if None."""
-    name, wanted = supported.name, f"{supported.name} {_text(supported.lowest)} or later"
+def judge_version(supported: Supported, version: str | None) -> Finding:
+    """Compare the installed release of a package with those that verl-tlt was tested with."""
+    name = supported.name
+    needs = f"verl-tlt was tested with {supported.tested}: {supported.remedy}"
     if version is None:
-        sentence = f"{name} is not installed here, and verl-tlt needs {wanted}: {supported.remedy}."
-        return Finding("refuse", name, sentence)
-    numbers = release(version)
-    if numbers is None:
-        return Finding("warn", name, f"{name} does not say its version here; verl-tlt needs {wanted}.")
-    if numbers < supported.lowest:
-        sentence = f"{name} {version} is installed, and verl-tlt needs {wanted}: {supported.remedy}."
-        return Finding("refuse", name, sentence)
-    if numbers[:2] <= supported.newest_tested[:2]:
+        return Finding("refuse", name, f"{name} is not installed here; {needs}.")
+    if supported.includes(version):
         return Finding("ok", name, f"{name} {version}")
-    newer = f"{name} {version} is newer than {_text(supported.newest_tested)}, the newest that verl-tlt was tested with"
-    symbols = check_symbols(name, root)
-    if not symbols:
-        return Finding("refuse", name, f"{newer}: {supported.remedy}.")
-    if changed := [finding for finding in judge_symbols(name, symbols) if finding.level == "refuse"]:
-        others = f" {len(changed) - 1} more changed." if len(changed) > 1 else ""
-        return Finding("refuse", name, f"{newer}, and it changed {changed[0].sentence}{others}")
-    return Finding("warn", name, f"{newer}; all {len(symbols)} symbols that verl-tlt relies on are as expected.")
-
-
-def judge_symbols(package: str, symbols: Sequence[tuple[Symbol, str | None]]) -> list[Finding]:
-    """A finding for each symbol that is not as expected, or one that says that all are."""
-    what = f"{package} symbols"
-    wrong = [
-        Finding("refuse", what, f"{symbol.name}, which verl_tlt/{symbol.used_by} relies on: {problem}.")
-        for symbol, problem in symbols
-        if problem
-    ]
-    return wrong or [Finding("ok", what, f"all {len(symbols)} that verl-tlt relies on are as expected")]
-
-
-def _text(wanted: Release) -> str:
-    return ".".join(map(str, wanted)).removesuffix(".0")
+    which = "of an unknown release" if version == "unknown" else version
+    here = f"{name} {which} is installed, and {needs}"
+    if os.environ.get(UNTESTED) == "1":
+        return Finding("warn", name, f"{here}; the run goes on because {UNTESTED}=1.")
+    return Finding("refuse", name, f"{here}, or try this release with {UNTESTED}=1 in the environment.")
 
 
 # ---------------------------------------------------------------------- the recipe

@@ -38,7 +38,6 @@ from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
 from verl_tlt.speculation.types import Policy
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -84,19 +83,7 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     return None if source == "eagle" else NgramDrafts(NgramIndex(MAX_NGRAM_BYTES), source == "ngram")
 
 
-@upstream_change(
-    "no round trip to the workers after a step without drafts",
-    replaces=("vllm.v1.engine.core:EngineCore.post_step",),
-    symptom="With synchronous scheduling the model waits after every step, also where K was 0: with a 30M "
-    "policy on the CPU backend at batch 1 a step took 16.4 ms, and 14.6 ms without the call.",
-    cause="`vllm/v1/engine/core.py:619` `if self.check_for_draft_tokens and not self.async_scheduling` does "
-    "not ask whether drafts were asked for.",
-    releases="every vLLM whose `post_step` calls `take_draft_token_ids`; others stay as they are",
-    removed_by="A vLLM that looks at `scheduler.drafts_expected`: nothing is changed there.",
-    upstream="none found; https://github.com/vllm-project/vllm/pull/36391 (open) changes the same condition "
-    "for another purpose",
-    patch="vllm/0005-no-call-for-empty-drafts.patch",
-)
+# Changes vllm: patches/README.md#no-round-trip-to-the-workers-after-a-step-without-drafts
 def skip_empty_fetch(core: type[EngineCore]) -> bool:
     """Have `EngineCore.post_step`, a round trip to the workers, do nothing after a step that drafted nothing.
 
@@ -131,15 +118,7 @@ class _DraftLengthLookup:
 class TLTScheduler(Scheduler):
     """For `async_scheduling=False` (every CPU engine). `schedule` and `update_from_output` bracket each engine step."""
 
-    @upstream_change(
-        "a rollout server can ask the scheduler",
-        replaces=("vllm.v1.engine.core:EngineCore",),
-        symptom="Statistics, calibration and the choice of OFF need the scheduler, which runs in a child process.",
-        cause="`vllm/v1/engine/core.py:1525` `(method := getattr(self, method_name))` calls the engine core by method "
-        "name, and it has none that leads to a scheduler's own; `collective_rpc` reaches workers only.",
-        releases="vllm 0.24 to 0.33",
-        removed_by="A call of vLLM's into a scheduler given by `scheduler_cls`.",
-    )
+    # Changes vllm: patches/README.md#a-rollout-server-can-ask-the-scheduler
     def __init__(self, *args: object, **kwargs: object) -> None:
         from vllm.v1.engine.core import EngineCore
 

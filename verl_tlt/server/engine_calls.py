@@ -12,7 +12,6 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_tlt.errors import TLTError
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,16 +49,7 @@ async def answered(engine: AsyncLLM, what: str, call: Awaitable[T], bound_s: flo
         raise
 
 
-@upstream_change(
-    "a call that waits for an engine ends when the engine dies",
-    replaces=("vllm.v1.engine.core_client:MPClient",),
-    symptom="A weight sync, or any other call into the engine core, waits forever if the core is killed meanwhile.",
-    cause="`vllm/v1/engine/core_client.py:1136` `self.utility_results[call_id] = future` is a future that only the "
-    "core's answer completes; when it died, later calls are refused and those that wait are not.",
-    releases="vllm 0.24 to 0.33, in rollout servers and in engines that commands start",
-    removed_by="vLLM's pull request 56416: nothing waits there.",
-    upstream="https://github.com/vllm-project/vllm/pull/56416 (open)",
-)
+# Changes vllm: patches/README.md#a-call-that-waits-for-an-engine-ends-when-the-engine-dies
 async def fail_calls_when_dead(engine: AsyncLLM) -> None:
     """Have calls that wait for an engine's core raise `EngineDeadError` when the core has died; returns after that.
 

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from verl_tlt.upstream.changes import upstream_change
-
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
@@ -43,19 +41,7 @@ def token_by_token(output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
         yield part
 
 
-@upstream_change(
-    "a response ends at the token that completes a stop string",
-    replaces=("vllm.v1.engine.output_processor:OutputProcessor.process_outputs",),
-    symptom="With `stop` and speculation, what a step brought behind the stop string stays in `token_ids` and "
-    "log-probabilities, and RL trains on it; the text is right.",
-    cause="`vllm/v1/engine/detokenizer.py:118` `for new_token_id in new_token_ids:` takes in the whole step before "
-    "stop strings are looked for, and `output_processor.py:405` hands on all token ids beside the shortened text.",
-    releases="vllm 0.24 to 0.31, in rollout servers with speculation",
-    removed_by="vLLM 0.32, which cuts tokens itself in `OutputProcessor._trim_surplus_tokens`: nothing is changed "
-    "there.",
-    upstream="https://github.com/vllm-project/vllm/pull/47616 is about the same",
-    patch="vllm/0007-stop-strings-end-token-ids.patch",
-)
+# Changes vllm: patches/README.md#a-response-ends-at-the-token-that-completes-a-stop-string
 def end_at_stop_strings(processor: type[OutputProcessor]) -> bool:
     """Have `OutputProcessor.process_outputs` see one token at a time of each request that has stop strings.
 

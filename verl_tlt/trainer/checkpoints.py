@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl_tlt.files.ownership import other_owner, sealed
-from verl_tlt.upstream.changes import upstream_change
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +79,7 @@ def tidy(step: Path, prunes: bool) -> None:
             remove_halves(old)
 
 
-@upstream_change(
-    "the drafter is in a checkpoint before verl names it as the one to resume from",
-    replaces=("verl.single_controller.ray.base:RayWorkerGroup",),
-    symptom="A run that is killed while it saves would resume a policy without its drafter.",
-    cause="`verl/trainer/ppo/v1/trainer_base.py:1024` `with open(local_latest_checkpointed_iteration` "
-    "follows the policy's files directly: there is no hook between them.",
-    releases="verl 0.9.1",
-    removed_by="A callback of verl's before the step's name is written.",
-)
+# Changes verl: patches/README.md#the-drafter-is-in-a-checkpoint-before-verl-names-it-as-the-one-to-resume-from
 @contextmanager
 def followed(owner: object, method: str, follow: Callable[[], None]) -> Iterator[None]:
     """Call `follow` whenever a method of `owner` has returned, where verl has no hook for it."""

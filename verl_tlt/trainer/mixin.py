@@ -31,7 +31,6 @@ from verl_tlt.trainer.servers import DrafterStore
 from verl_tlt.trainer.spot_workers import Fleet
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import BufferWatch, takes_turns
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -182,17 +181,7 @@ class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
 
     tlt_base_mode = "separate_async"
 
-    @upstream_change(
-        "verl logs that no replica shares the trainer's devices",
-        replaces=("verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",),
-        symptom="With `actor_rollout_ref.hybrid_engine=False` a run ends once its engines have started: '_log() got an "
-        "unexpected keyword argument'.",
-        cause="`verl/trainer/ppo/v1/trainer_separate_async.py:181` `logger.info(` is given `flush=True`, which print "
-        "takes and a logger does not. With VERL_LOGGING_LEVEL=WARNING stock verl starts, too.",
-        releases="verl 0.9.1",
-        removed_by="The patch; what is changed then has no effect.",
-        patch="verl/0008-log-without-flush.patch",
-    )
+    # Changes verl: patches/README.md#verl-logs-that-no-replica-shares-the-trainers-devices
     def _setup(self) -> None:
         trainer_separate_async.logger = _WithoutFlush(trainer_separate_async.logger, {})
         super()._setup()

@@ -17,7 +17,6 @@ from verl_tlt.idle import replica_idle as idle
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.trace.events import Session, TraceWriter
 from verl_tlt.trainer.waits import SYSTEM, Call, CallFailed, Clock, Deadline
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -80,15 +79,7 @@ class BufferWatch:
     not derived from verl's nothing is known, so no replica may leave. One sampling takes `wanted` groups.
     """
 
-    @upstream_change(
-        "TLT knows of samples that verl may still ask for",
-        replaces=("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._sync_metadata_from_transfer_queue",),
-        symptom="A replica that has finished cannot be told from one that will get more requests of this rollout.",
-        cause="`verl/trainer/ppo/v1/replay_buffer.py:201` `def _sync_metadata_from_transfer_queue` is where the "
-        "buffer learns it; it tells nobody.",
-        releases="verl 0.9.1",
-        removed_by="A hook of the replay buffer, called after each look.",
-    )
+    # Changes verl: patches/README.md#tlt-knows-of-samples-that-verl-may-still-ask-for
     def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
         self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
         try:

@@ -12,21 +12,36 @@ from pathlib import Path
 Release = tuple[int, int, int]
 
 
+UNTESTED = "TLT_UNTESTED"
+"""With this environment variable set to 1 a run goes on with releases that verl-tlt was not tested with."""
+
+
 @dataclass(frozen=True)
 class Supported:
-    """A dependency that belongs to the user's own environment, and its acceptable releases (major, minor, patch)."""
+    """A package of the user's own environment, and the releases of it that verl-tlt was tested with."""
 
     name: str
     lowest: Release
-    newest_tested: Release
-    """In the sources of a later minor release, what verl-tlt relies on is looked up (`checks.rules`)."""
+    highest: Release
+    """Any patch release of this minor release is taken as tested."""
     remedy: str
+
+    @property
+    def tested(self) -> str:
+        """The range of releases in words, as `vllm 0.24 to 0.31`."""
+        low, high = (".".join(map(str, numbers)).removesuffix(".0") for numbers in (self.lowest, self.highest))
+        return f"{self.name} {low}" if low == high else f"{self.name} {low} to {high}"
+
+    def includes(self, version: str) -> bool:
+        """Whether a version string names one of the tested releases."""
+        numbers = release(version)
+        return numbers is not None and self.lowest <= numbers and numbers[:2] <= self.highest[:2]
 
 
 SUPPORTED = (
     # 0.9.0 has neither the submission gate nor the router module: a replica that leaves early would lose requests.
-    Supported("verl", (0, 9, 1), (0, 9, 1), "install verl 0.9.1"),
-    Supported("vllm", (0, 24, 0), (0, 31, 0), "install the vLLM that your verl release names, 0.24 or later"),
+    Supported("verl", (0, 9, 1), (0, 9, 1), "pip install verl==0.9.1"),
+    Supported("vllm", (0, 24, 0), (0, 31, 0), "install the vLLM that verl 0.9.1 names"),
     Supported("speculators", (0, 9, 0), (0, 9, 0), "pip install 'speculators>=0.9,<0.10'"),
 )
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.speculation.graph_rules import FULL_GRAPHS, token_limit
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
@@ -102,22 +101,7 @@ def digest(source: str) -> str:
     return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:8]
 
 
-@upstream_change(
-    "FULL CUDA graphs for every draft length",
-    replaces=(
-        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.initialize_cudagraph_keys",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._warmup_and_capture",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
-    ),
-    symptom="Steps of every draft length but the longest, 0 included, run on piecewise graphs, padded to 1 + "
-    "K_max tokens. It costs most at the small batches where speculation matters. Not run on a GPU.",
-    cause="`vllm/v1/cudagraph_dispatcher.py:221` `if x <= max_num_tokens and x >= uniform_decode_query_len` "
-    "captures for 1 + num_speculative_tokens tokens a request alone.",
-    releases="vllm 0.24 to 0.33 with the V1 model runner, where its source is a known one; not with TLT_FULL_GRAPHS=0",
-    removed_by="A vLLM that captures several query lengths (`cudagraph_decode_query_lens` in the patch).",
-    upstream="https://github.com/vllm-project/vllm/issues/48494 is about the V2 runner; none about V1",
-    patch="vllm/0003-full-graphs-for-several-draft-lengths.patch",
-)
+# Changes vllm: patches/README.md#full-cuda-graphs-for-every-draft-length
 def capture_every_length(runner: GPUModelRunner, lengths: Sequence[int]) -> None:
     """Give each length whose width (1 + draft length) divides 1 + K_max its own FULL graphs.
 

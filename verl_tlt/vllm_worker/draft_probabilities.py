@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.messages.rollout import BROKEN_MARK, NGRAM_MARK
-from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.vllm_worker.drafter_pass import unknown_v2
 
 if TYPE_CHECKING:
@@ -28,19 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@upstream_change(
-    "n-gram drafts are verified as certain",
-    replaces=(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_spec_decode_draft_probs",
-    ),
-    symptom="With source=both an n-gram verified with the drafter's probability of another token would leave "
-    "the policy's distribution.",
-    cause="`vllm/v1/worker/gpu_model_runner.py:5115` `draft_probs_rows.append(self._draft_probs[row_idx, "
-    ":num_draft])` gives every draft the drafter's probabilities, whoever drafted it.",
-    releases="vllm 0.24 to 0.33, with source=both",
-    removed_by="Drafts that carry their own probabilities through vLLM's scheduler.",
-)
+# Changes vllm: patches/README.md#n-gram-drafts-are-verified-as-certain
 def verify_as_certain(runner: GPUModelRunner) -> None:
     """Give n-gram drafts (`engine_core.ngram_drafts` marks them) probability one, beside a drafter's own tokens.
 
@@ -88,21 +75,7 @@ class BrokenDrafts:
     it at its own time, and in a pass that one of them leaves out the others wait for it.
     """
 
-    @upstream_change(
-        "a broken drafter's drafts are rejected",
-        replaces=(
-            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_spec_decode_draft_probs",
-            "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
-            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-            "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator.propose",
-        ),
-        symptom="Weights that are NaN, infinite or huge make the rejection sampler emit token 0.",
-        cause="`vllm/v1/sample/rejection_sampler.py:829` `accepted = draft_prob > 0 and target_prob / "
-        "draft_prob` rejects at NaN, and what is drawn in its place is compared with NaN too. In V2's "
-        "`rejection_sampler_utils.py` `ratio < 1.0` is false for every token then.",
-        releases="vllm 0.24 to 0.33 with the V1 model runner, 0.32 and 0.33 with V2",
-        removed_by="A rejection sampler that treats a draft without numbers as one without a chance.",
-    )
+    # Changes vllm: patches/README.md#a-broken-drafters-drafts-are-rejected
     def __init__(self, runner: GPUModelRunner | V2ModelRunner, switch_off: Callable[[], object]) -> None:
         self._runner = runner
         self._proposer = runner.speculator if hasattr(runner, "speculator") else runner.drafter

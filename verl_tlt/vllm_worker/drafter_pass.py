@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.upstream.changes import upstream_change
-
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,18 +46,7 @@ class NoProposals:
         return [[] for _ in sampled_token_ids]
 
 
-@upstream_change(
-    "no drafter pass in a rollout that is OFF",
-    replaces=(
-        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
-    ),
-    symptom="A step with K=0 costs more than one of an engine that has no drafter.",
-    cause="`vllm/v1/spec_decode/llm_base_proposer.py:618` `if self.num_speculative_tokens == 0` comes after "
-    "the drafter's own pass over the step's tokens, which keeps its KV cache complete.",
-    releases="vllm 0.24 to 0.33; of the V2 model runner `execute_model` and its speculator's `propose`",
-    removed_by="A switch of vLLM's that leaves the pass out until the prefix cache is reset.",
-)
+# Changes vllm: patches/README.md#no-drafter-pass-in-a-rollout-that-is-off
 def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> str | None:
     """Run or skip the drafter's own pass in steps that draft nothing; returns why it cannot be skipped, or None."""
     is_v2 = hasattr(runner, "speculator")

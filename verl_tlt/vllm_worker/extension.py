@@ -28,7 +28,6 @@ from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
 from verl_tlt.drafter.tensor_file import TensorFile, not_finite, stacked
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import LoadReply
-from verl_tlt.upstream.changes import upstream_change
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.cuda_graphs import captured_lengths, prepare_capture
 from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
@@ -243,15 +242,7 @@ def experts_kernel(drafter: torch.nn.Module) -> str | None:
     return next((kernel.name for kernel in kernels if kernel is not None), None)
 
 
-@upstream_change(
-    "a drafter reads the policy's embedding without its LoRA",
-    replaces=("vllm.lora.layers.vocal_parallel_embedding:VocabParallelEmbeddingWithLoRA",),
-    symptom="A draft step fails in an engine with LoRA.",
-    cause="`vllm/lora/layers/vocal_parallel_embedding.py:103` `indices_1 = "
-    "self.punica_wrapper._embeddings_indices` belongs to the policy's batch, and a draft step has another.",
-    releases="vllm 0.24 to 0.33 with the V1 model runner and LoRA on the policy; V2 shares the embedding so itself",
-    removed_by="A vLLM that shares the embedding below its LoRA wrapper with a drafter.",
-)
+# Changes vllm: patches/README.md#a-drafter-reads-the-policys-embedding-without-its-lora
 def unwrap_embedding(drafter: Eagle3LlamaForCausalLM) -> None:
     """Give the drafter the policy's embedding without vLLM's LoRA wrapper.
 
@@ -307,15 +298,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
     tlt_broken: BrokenDrafts | None = None
     tlt_lengths: tuple[int, ...] = ()
 
-    @upstream_change(
-        "a vLLM worker is prepared between model load and graph capture",
-        replaces=("vllm.v1.worker.gpu_worker:Worker.load_model",),
-        symptom="Graphs are captured before a worker extension's methods can be called.",
-        cause="`vllm/v1/worker/gpu_worker.py:450` `def load_model` is followed by profiling and capture; an "
-        "extension has no method that is called in between.",
-        releases="vllm 0.24 to 0.33",
-        removed_by="A hook of worker extensions after model load.",
-    )
+    # Changes vllm: patches/README.md#a-vllm-worker-is-prepared-between-model-load-and-graph-capture
     def __new__(cls, **kwargs: object) -> Self:
         """As verl's; the model runner is prepared as soon as the models are loaded."""
         worker = super().__new__(cls, **kwargs)

@@ -11,7 +11,6 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.errors import TLTError
-from verl_tlt.upstream.changes import upstream_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,19 +45,7 @@ def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     remember_accepted(runner)
 
 
-@upstream_change(
-    "a row without drafts reads the recurrent state of its last accepted token",
-    replaces=("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",),
-    symptom="With a hybrid policy (linear attention) wrong tokens, and no error, where K changes to 0 or a token "
-    "budget leaves rows of a step without drafts.",
-    cause="`vllm/v1/worker/gpu_model_runner.py:2297` `use_spec_decode = len(scheduler_output."
-    "scheduled_spec_decode_tokens) > 0` and the sum of drafts in `gdn_attn.py` tell rows with drafts from others; "
-    "others read the state after the first token of their last draft.",
-    releases="vllm 0.24 to 0.31 with the V1 model runner, for hybrid policies",
-    removed_by="vLLM 0.32, whose `GDNAttentionMetadataBuilder.build` does not ask how many drafts there are: "
-    "nothing is changed there.",
-    patch="vllm/0008-recurrent-states-of-rows-without-drafts.patch",
-)
+# Changes vllm: patches/README.md#a-row-without-drafts-reads-the-recurrent-state-of-its-last-accepted-token
 def count_rows_without_drafts(runner: GPUModelRunner, build: Callable[..., object]) -> bool:
     """Have a decode row without drafts count as one that is verified; returns whether vLLM, by `build`, needs it.
 
@@ -84,17 +71,7 @@ def count_rows_without_drafts(runner: GPUModelRunner, build: Callable[..., objec
     return True
 
 
-@upstream_change(
-    "a request that sat out steps knows how many tokens its last one accepted",
-    replaces=("vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",),
-    symptom="With a hybrid policy wrong tokens, and no error, of a request that a token budget left out of a step.",
-    cause="`vllm/v1/worker/gpu_input_batch.py:486` `self.num_accepted_tokens_cpu[req_index] = 1` for whatever "
-    "comes into the batch, also for what was in it before.",
-    releases="vllm 0.24 to 0.31 with the V1 model runner and synchronous scheduling, for hybrid policies; 0.32 has "
-    "the same line",
-    removed_by="The patch: nothing is changed where that line is another.",
-    patch="vllm/0009-accepted-tokens-of-requests-that-sat-out.patch",
-)
+# Changes vllm: patches/README.md#a-request-that-sat-out-steps-knows-how-many-tokens-its-last-one-accepted
 def remember_accepted(runner: GPUModelRunner) -> bool:
     """Give a request that sat out steps the count of accepted tokens it left with; returns whether vLLM needs it.
 

@@ -21,8 +21,7 @@ from verl_tlt.commands.doctor.command import conclude, costs_directory, examine_
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import COSTS_DIR, MOST, TLTConfig, TLTConfigError
-from verl_tlt.upstream.sources import source_root
-from verl_tlt.upstream.versions import look_first_in
+from verl_tlt.upstream.versions import location, look_first_in
 
 FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
 SCRIPT = """#!/usr/bin/env bash
@@ -191,9 +190,9 @@ def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, policy, t
     monkeypatch.delitem(sys.modules, "verl", raising=False)  # a command has not imported it
     words = ["doctor", script, policy, "+trainer.plugin=tlt"]
     code, output = call(*words)
-    assert code == 0 and f"verl is read in {source_root('verl') / 'verl'}" in output
+    assert code == 0 and f"verl is read in {location('verl')}" in output
     clone = tmp_path / "verl"
-    shutil.copytree(source_root("verl") / "verl" / "trainer" / "config", clone / "trainer" / "config")
+    shutil.copytree(location("verl") / "trainer" / "config", clone / "trainer" / "config")
     (clone / "__init__.py").touch()
     (clone / "version").mkdir()
     (clone / "version" / "version").write_text("0.8.0\n")

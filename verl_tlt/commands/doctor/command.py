@@ -22,7 +22,6 @@ from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, devices, number, re
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
 from verl_tlt.files.ownership import check_writable
-from verl_tlt.upstream.sources import check_symbols
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -44,9 +43,6 @@ def diagnose(recipe: Recipe) -> list[Finding]:
         others = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
         taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{others}"
         findings.insert(1, Finding("ok", "script", taken))
-    for package in ("verl", "vllm"):
-        if symbols := check_symbols(package):
-            findings += rules.judge_symbols(package, symbols)
     return findings
 
 

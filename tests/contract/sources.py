@@ -7,10 +7,9 @@ machine that could not run them.
 """
 
 import ast
-import functools
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import yaml
 
 from verl_tlt.upstream.versions import location
 
-VLLM_MODELS = "vllm.model_executor.models"
 _ROW = re.compile(r"([^\s(]+)(?:\((.*)\))?(?: has (.*?))?(?: moved_to (.*))?")
 
 
@@ -32,16 +30,11 @@ class Symbol:
     has: str = ""  # names that the class or module must define; its bases within the package count
     says: tuple[str, ...] = ()  # fragments that its source must contain, where we rely on how it is written
     moved_to: str = ""  # where a later release defines it, if it is not handed on to the module in `name`
-    used_by: str = ""  # our file, below the package that lists it (`by_file`)
+    used_by: str = ""  # our file
 
     @property
     def package(self) -> str:
         return self.name.partition(".")[0]
-
-
-def by_file(users: Mapping[str, Sequence[Symbol]]) -> tuple[Symbol, ...]:
-    """The symbols of a list by file, each with that file as its `used_by`."""
-    return tuple(replace(symbol, used_by=file) for file, symbols in users.items() for symbol in symbols)
 
 
 def _symbol(row: str | dict[str, list[str]]) -> Symbol:
@@ -54,8 +47,7 @@ def _symbol(row: str | dict[str, list[str]]) -> Symbol:
 
 
 _LISTED = yaml.safe_load(Path(__file__).with_name("symbols.yaml").read_text())
-SYMBOLS = by_file({file: [_symbol(row) for row in rows] for file, rows in _LISTED.items()})
-"""Everything outside the documented interfaces."""
+SYMBOLS = tuple(replace(_symbol(row), used_by=file) for file, rows in _LISTED.items() for row in rows)
 
 
 class SourceTree:
@@ -94,14 +86,6 @@ class SourceTree:
             if absent := next((fragment for fragment in symbol.says if fragment not in source), None):
                 return f"does not say `{absent}`"
         return None
-
-    def table(self, module: str) -> Iterator[tuple[str, ast.expr]]:
-        """(key, value) of every entry with a constant string as its key in the dict literals of a module."""
-        tree = self._module(module)
-        for node in ast.walk(tree[1]) if tree else ():
-            for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
-                if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield key.value, value
 
     def _source(self, node: ast.AST, module: str) -> str:
         """The lines of a definition or module; `ast.get_source_segment` takes 50 ms on files as long as vLLM's."""
@@ -192,18 +176,3 @@ def check_symbols(
         return []
     tree = SourceTree(root)
     return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]
-
-
-@functools.cache
-def serves_eagle3(architecture: str) -> bool | None:
-    """Whether vLLM can serve an EAGLE-3 head beside an architecture (`SupportsEagle3`); None: it has no such class."""
-    if (root := source_root("vllm")) is None:
-        return None
-    tree = SourceTree(root)
-    entry = dict(tree.table(f"{VLLM_MODELS}.registry")).get(architecture)
-    if not isinstance(entry, ast.Tuple):
-        return None
-    module, name = (ast.literal_eval(part) for part in entry.elts[:2])
-    model = tree.definition(f"{VLLM_MODELS}.{module}", name)
-    classes = [node for node, _ in tree.with_bases(*model)] if model else []
-    return any(getattr(node, "name", None) == "SupportsEagle3" for node in classes)
