@@ -13,7 +13,6 @@ ARG VERL_VERSION=0.9.1
 WORKDIR /opt/verl-tlt
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY verl_tlt verl_tlt
-COPY hydra_plugins hydra_plugins
 
 # What was compiled together stays as it is; pip says so in one line where that cannot be.
 RUN python3 -m pip freeze | grep -iE '^(torch|torchvision|torchaudio|vllm|flash[-_]attn|transformer[-_]engine)==' > held.txt \

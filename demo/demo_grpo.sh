@@ -52,7 +52,7 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}
 
 tlt=()
 if [ "$TLT" = 1 ]; then
-  tlt=(+tlt=default tlt.trace.dir="$OUT/trace" tlt.drafter.batch_tokens=512 tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
+  tlt=(+trainer.plugin=tlt tlt.trace.dir="$OUT/trace" tlt.drafter.batch_tokens=512 tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
        tlt.speculation.control_every="${CONTROL_EVERY:-null}"
        tlt.spot.max_epochs=5 tlt.drafter.save_dir="$OUT/drafter" tlt.drafter.aux_layers="[${AUX_LAYERS:-3,5,7}]" tlt.drafter.intermediate_size=1024)
 fi

@@ -28,15 +28,16 @@ INTRO = """# Settings
 
 <!-- Written by docs/generate.py from verl_tlt/config.py: edit those. -->
 
-The flag takes every setting at its default. A setting follows it on the command line:
+`+trainer.plugin=tlt` switches TLT on, with every setting at its default. Settings follow it on the command line:
 
 ```bash
 python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
-    +tlt.drafter.path=/models/my-drafter +tlt.speculation.max_draft_length=5
+    tlt.drafter.path=/models/my-drafter tlt.speculation.max_draft_length=5
 ```
 
-`+tlt=default` instead of the flag does the same, puts all keys into the composed config (they are then given without
-the plus), and fails where verl-tlt is not installed; there verl ignores the flag.
+Each of these may begin with a plus or not. Where verl-tlt is not installed, verl refuses those without a plus. A YAML
+config of your own may hold `trainer: {plugin: tlt}` and a `tlt:` node instead, and
+`++trainer.plugin=null` at the end of a command line runs stock verl.
 
 An unknown key, a value of the wrong type, or values that contradict each other stop the run before Ray starts, with a
 sentence that names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt ...` says so without a run.

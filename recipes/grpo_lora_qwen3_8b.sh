@@ -33,5 +33,5 @@ exec python -m verl.trainer.main_ppo \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_lora_qwen3_8b \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.balance_batch=True \
   trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=15 \
-  +tlt=default tlt.drafter.path="${DRAFTER:-null}" \
+  +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

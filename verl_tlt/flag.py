@@ -1,14 +1,23 @@
-"""What in a verl config asks for TLT.
+"""What in a verl config or on its command line asks for TLT.
 
 Read in the driver of every verl run, with TLT or without: standard library only, and the config stays as it is.
 """
 
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 
 from verl_tlt import MODE_PREFIX
 
 NAME = "tlt"
 KEY = "plugin"
+SWITCH = f"trainer.{KEY}"
+MAIN = "verl.trainer.main_ppo"
+OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
+"""verl's experimental trainers. They have no hooks that say when devices are idle or a drafter can be published."""
+_OURS = re.compile(rf"\+{{0,2}}({re.escape(SWITCH)}|{NAME}\.[\w.]+)=")
+_CLOSE = 0.8
+"""Likeness of two keys, from 0 to 1, above which one is taken for a typing error of the other."""
 
 
 def wanted(config: Mapping[str, object]) -> bool:
@@ -22,45 +31,76 @@ def wanted(config: Mapping[str, object]) -> bool:
 def refusal(config: Mapping[str, object]) -> str | None:
     """Why a config that does not ask for TLT must not run as stock verl, in one sentence; None where it may.
 
-    There are two reasons: `trainer.plugin` has another name, or there is a `tlt` node but no `trainer.plugin`.
-    `trainer.plugin=null` beside a `tlt` node says that this run is to be stock verl.
+    There are three reasons: `trainer.plugin` has another name, another key seems to be meant for it, or there is a
+    `tlt` node but no `trainer.plugin`. `trainer.plugin=null` beside a `tlt` node asks for a stock run.
     """
     if wanted(config):
         return None
     trainer = _node(config, "trainer")
     if name := trainer.get(KEY):
         return f"trainer.{KEY}={name} names no trainer plugin that is installed here (installed: {NAME})."
+    if sentence := misspelt(trainer):
+        return sentence
     if config.get(NAME) is not None and KEY not in trainer.keys():  # noqa: SIM118 (OmegaConf's `in` resolves values)
         off = f"+trainer.{KEY}=null to run stock verl"
         return f"the {NAME} node does nothing without trainer.{KEY}: add +trainer.{KEY}={NAME}, or {off}."
     return None
 
 
+def started_program(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
+    """The dotted name of the module or file that Python was started with; "" where that is not known.
+
+    `argv` and `orig_argv` are those of `sys`. While verl is imported for `python -m verl.trainer.main_ppo`, only
+    `orig_argv` names the module.
+    """
+    word = orig_argv[-len(argv)] if 0 < len(argv) <= len(orig_argv) else ""
+    return word.removeprefix("-m").removesuffix(".py").replace("/", ".")
+
+
 def joined(words: Sequence[str]) -> list[str]:
-    """The command line, changed so that both forms of the flag, or one of them twice, count as one.
+    """The overrides of a command line, those of TLT as `++key=value`; unchanged where none sets the switch.
 
-    `+tlt=default` sets `trainer.plugin` too, and Hydra refuses to add what is there already.
+    verl's config has no `trainer.plugin` and no `tlt` node: without a plus Hydra would refuse these keys, and with one
+    plus it would refuse them where a config of the user's own has them.
     """
-    switch, plugin = f"+{NAME}=default", f"+trainer.{KEY}="
-    once = [word for i, word in enumerate(words) if word != switch or word not in words[:i]]
-    return [f"+{word}" if word.startswith(plugin) else word for word in once]
+    if not any(_key(word) == SWITCH for word in words):
+        return list(words)
+    return [f"++{word.lstrip('+')}" if _OURS.match(word) else word for word in words]
 
 
-def misspelt(overrides: Sequence[str]) -> str | None:
-    """What to write in place of an override that is meant for TLT and that verl's own config does not take.
+def mistake(program: str, words: Sequence[str]) -> str | None:
+    """Why a command line that asks for TLT cannot be run, in one sentence; None where it can.
 
-    One sentence; None where there is no such override. A config of the user's own may have these keys.
+    Args:
+        program: what Python was started with (`started_program`).
+        words: its overrides.
     """
-    switch = f"+{NAME}=default"
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.lstrip("+") == NAME and value != "default":
-            return f"{override} names no settings of verl-tlt: write {switch}."
-        if key in (NAME, f"trainer.{KEY}"):
-            return f"{override} needs a plus, since verl's config has no {key} to change: write +{override}."
-        if key.startswith(f"{NAME}.") and switch not in overrides:
-            return f"{override} changes a setting that is not there without {switch}: add that."
+    values = {_key(word): word.partition("=")[2].strip("'\"") for word in words}
+    if values.get(SWITCH, "").lower() == NAME and program.endswith(OTHERS):
+        return f"{SWITCH}={NAME} works with {MAIN}, and this is {program}."
+    if not program.endswith(MAIN):
+        return None
+    if NAME in values and not values[NAME].startswith("{"):
+        instead = f"write +{SWITCH}={NAME}, and settings as {NAME}.drafter.path=DIR"
+        return f"{NAME}={values[NAME]} does not switch TLT on: {instead}."
+    return misspelt(
+        {key.removeprefix("trainer."): value for key, value in values.items() if key.startswith("trainer.")}
+    )
+
+
+def misspelt(trainer: Mapping[str, object]) -> str | None:
+    """A question that names the right key where a key of the trainer's is `plugin` misspelt; else None."""
+    for key in trainer.keys():  # noqa: SIM118 (OmegaConf's iteration over values would resolve all of them)
+        if key == KEY or difflib.SequenceMatcher(None, str(key), KEY).ratio() < _CLOSE:
+            continue
+        if str(value := trainer[key]).strip("[]'\" ").lower() == NAME:
+            return f"trainer.{key}={value} is no setting of verl or verl-tlt. Did you mean +{SWITCH}={NAME}?"
     return None
+
+
+def _key(word: str) -> str:
+    """The key that an override sets."""
+    return word.partition("=")[0].lstrip("+")
 
 
 def _node(config: Mapping[str, object], key: str) -> Mapping[str, object]:

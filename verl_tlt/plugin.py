@@ -1,11 +1,13 @@
 """`verl.plugins` entry point: with `trainer.plugin=tlt` the run becomes a TLT run or does not start.
 
 verl loads this module in every process, while verl itself is half imported, and drops its errors at debug level.
-So it uses the standard library only, cannot raise, and merely arms post-import hooks: on the driver's
-`verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts, and on the trainer lookup of the
-process that builds the trainer. An entry point that failed cannot refuse anything itself, so the Hydra search-path
-plugin (`hydra_plugins/verl_tlt_search.py`) asks `armed()`. Without the flag both hooks call straight through, and
-nothing else of verl-tlt is imported.
+So it uses the standard library only and does nothing but this:
+
+* In the process of `verl.trainer.main_ppo` it lets Hydra take TLT's overrides with or without a plus.
+* It hooks `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts.
+* It hooks the look-up of the trainer's class, in the process that builds the trainer.
+
+Without the switch both hooks call straight through, and nothing else of verl-tlt is imported.
 """
 
 from __future__ import annotations
@@ -25,15 +27,6 @@ CONFIG_MODULE = "verl.utils.config"
 TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 logger = logging.getLogger(__name__)
-_state = {"armed": False}
-
-
-def armed() -> bool:
-    """Whether a driver in this process would see the flag: the hook waits, or sits on `validate_config` already."""
-    module = sys.modules.get(CONFIG_MODULE)
-    if module is None or not hasattr(module, "validate_config"):
-        return _state["armed"]
-    return getattr(module.validate_config, "_verl_tlt", False)
 
 
 def _wrap_validate_config(module: ModuleType) -> None:
@@ -96,19 +89,27 @@ def _wrap_get_trainer_cls(module: ModuleType) -> None:
     vars(module)["get_trainer_cls"] = get_trainer_cls
 
 
+def read_command_line() -> None:
+    """Have Hydra take TLT's overrides, which it reads after this; `SystemExit` where they cannot be meant so."""
+    program, words = flag.started_program(sys.argv, sys.orig_argv), sys.argv[1:]
+    if sentence := flag.mistake(program, words):
+        raise SystemExit(f"verl-tlt: {sentence}")
+    if program.endswith(flag.MAIN):
+        sys.argv[1:] = flag.joined(words)
+
+
 # Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start
 def arm() -> None:
     """Install both hooks; calling it again changes nothing that is already wrapped."""
-    sys.argv[1:] = flag.joined(sys.argv[1:])  # Hydra reads it after this
     from verl_tlt.upstream.import_hooks import when_imported
 
     when_imported(CONFIG_MODULE, _wrap_validate_config)
     when_imported(TRAINER_MODULE, _wrap_get_trainer_cls)
-    _state["armed"] = True
 
 
+read_command_line()
 try:
     arm()
 except Exception:
-    # verl would hide this; `armed()` stays False, so a run with the flag is refused and any other run is stock.
-    logger.warning("verl-tlt could not install its hooks; runs with trainer.plugin=tlt will be refused.", exc_info=True)
+    # verl would hide this. A run whose trainer cannot be found stops; see `MODE_PREFIX`.
+    logger.warning("verl-tlt could not install its hooks, so no run is a TLT run.", exc_info=True)

@@ -15,18 +15,6 @@ import pytest
 from one_row import one_row
 from policy_config import POLICY
 
-BROKEN_PLUGIN = """
-import sys
-
-class Breaks:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == "verl_tlt.plugin":
-            raise OSError("half an installation")
-
-sys.meta_path.insert(0, Breaks)
-"""
-
 # What a process without the flag sees of verl: the composed config before and after validation, and the registries.
 FACTS = """
     import inspect, json, sys
@@ -73,19 +61,24 @@ FACTS = """
 """
 
 FLAG = "+trainer.plugin=tlt"
+MINE = """
+defaults: [ppo_trainer, _self_]
+hydra: {searchpath: [pkg://verl.trainer.config]}
+trainer: {plugin: tlt}
+tlt: {spot: {max_epochs: -1}}
+"""
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A policy, a data file and an installation whose plugin does not import."""
+    """A policy, a data file and a config of the user's own."""
     path = tmp_path_factory.mktemp("activation")
     (path / "policy").mkdir()
     (path / "policy" / "config.json").write_text(json.dumps(POLICY))
     one_row(path / "data.parquet")
-    (path / "broken").mkdir()
-    (path / "broken" / "sitecustomize.py").write_text(BROKEN_PLUGIN)
+    (path / "mine.yaml").write_text(MINE)
     return path
 
 
@@ -100,18 +93,18 @@ def ended(place, forked):
     ]  # fmt: skip
     main = ["-m", "verl.trainer.main_ppo", f"hydra.run.dir={place / 'hydra'}", *recipe]
     facts = ["-c", textwrap.dedent(FACTS), *recipe]
-    broken = os.pathsep.join([os.environ["PYTHONPATH"], str(place / "broken")])
     off = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
     nowhere = ["data.train_files=/nowhere/train.parquet", "tlt.drafter.path=/nowhere/drafter"]
     commands = {
-        "broken plugin": ([*main, FLAG], {"PYTHONPATH": broken}),
-        "plugins off": ([*main, "+tlt=default"], off),
+        "plugins off": ([*main, FLAG, "tlt.spot.enable=false"], off),
+        "former switch": ([*main, "+tlt=default"], {}),
+        "own config": ([*main, f"--config-path={place}", "--config-name=mine"], {}),
         "unknown key": ([*main, FLAG, "+tlt.speculation.polcy=fixed"], {}),
-        "missing files": ([*main, "+tlt=default", *nowhere], {}),
+        "missing files": ([*main, FLAG, *nowhere], {}),
         "no such plugin": ([*main, "+trainer.plugin=tlt2"], {}),
-        "both forms": ([*main, "+tlt=default", FLAG, "tlt.spot.max_epochs=-1"], {}),
+        "twice": ([*main, "trainer.plugin=tlt", "+tlt.spot.max_epochs=3", FLAG, "tlt.spot.max_epochs=-1"], {}),
         "fully async": (["-m", FULLY_ASYNC, f"hydra.run.dir={place / 'hydra'}", FLAG], {}),
-        "one step off": (["-m", ONE_STEP_OFF, f"hydra.run.dir={place / 'hydra'}", "+tlt=default"], {}),
+        "one step off": (["-m", ONE_STEP_OFF, f"hydra.run.dir={place / 'hydra'}", FLAG], {}),
         "no flag": (facts, {}),
         "no plugin": (facts, off),
     }
@@ -130,13 +123,10 @@ def ended(place, forked):
 @pytest.mark.parametrize(
     ("name", "sentences"),
     [
-        (
-            "broken plugin",
-            "trainer.plugin=tlt was asked for, but verl could not load the plugin (OSError: half an inst",
-        ),
-        ("plugins off", "trainer.plugin=tlt needs the plugin that VERL_USE_EXTERNAL_PLUGINS=none keeps verl from load"),
+        ("former switch", "tlt=default does not switch TLT on: write +trainer.plugin=tlt, and settings as tlt.drafter"),
+        ("own config", "tlt.spot.max_epochs must be greater than 0, not -1."),
         ("no such plugin", "trainer.plugin=tlt2 names no trainer plugin that is installed here (installed: tlt)."),
-        ("both forms", "tlt.spot.max_epochs must be greater than 0, not -1."),
+        ("twice", "tlt.spot.max_epochs must be greater than 0, not -1."),
         ("fully async", f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {FULLY_ASYNC}."),
         ("one step off", f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {ONE_STEP_OFF}."),
         ("unknown key", "tlt.speculation.polcy is not a setting of verl-tlt. Did you mean tlt.speculation.policy?"),
@@ -153,6 +143,11 @@ def test_a_run_that_cannot_be_a_tlt_run_does_not_start(ended, place, name, sente
     assert "ray init" not in process.stdout and not (place / "ray").exists()
 
 
+def test_where_verl_does_not_load_the_plugin_a_setting_without_a_plus_ends_the_run(ended, place):
+    process = ended["plugins off"]
+    assert process.returncode == 1 and "tlt.spot.enable" in process.stderr and "ray init" not in process.stdout
+
+
 def report(process):
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
@@ -162,19 +157,17 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
     with_plugin, without = report(ended["no flag"]), report(ended["no plugin"])
     assert with_plugin["facts"] == without["facts"]
     assert with_plugin["facts"]["unchanged"] and set(with_plugin["facts"]["trainers"]) >= {"sync"}
-    hydra = {"verl_tlt", "verl_tlt.conf"}  # the search path
-    assert set(without["ours"]) == hydra
-    assert set(with_plugin["ours"]) == hydra | {
-        "verl_tlt.plugin", "verl_tlt.flag", "verl_tlt.upstream", "verl_tlt.upstream.changes",
-        "verl_tlt.upstream.import_hooks",
-    }  # fmt: skip
+    assert without["ours"] == []
+    light = {"verl_tlt", "verl_tlt.plugin", "verl_tlt.flag", "verl_tlt.upstream", "verl_tlt.upstream.import_hooks"}
+    assert set(with_plugin["ours"]) == light
 
 
 def test_what_was_meant_for_tlt_never_trains_stock_verl_in_silence(ended):
     assert report(ended["no flag"])["mistakes"] == {
         "+trainer.plugin=tlt2": "verl-tlt: trainer.plugin=tlt2 names no trainer plugin that is installed here "
         "(installed: tlt).",
-        "+trainer.plugn=tlt": None,
+        "+trainer.plugn=tlt": "verl-tlt: trainer.plugn=tlt is no setting of verl or verl-tlt. Did you mean "
+        "+trainer.plugin=tlt?",
         "+tlt.drafter.path=/d": "verl-tlt: the tlt node does nothing without trainer.plugin: add +trainer.plugin=tlt, "
         "or +trainer.plugin=null to run stock verl.",
         "+trainer.plugin=null": None,

@@ -73,15 +73,10 @@ def installed(checkout, tmp_path_factory):
 
 def test_it_holds_the_plugin_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].partition("-")[0] for name in names} == {"verl_tlt", "hydra_plugins"}
-    assert {
-        "verl_tlt/py.typed",
-        "verl_tlt/commands/report/page.html",
-        "verl_tlt/conf/tlt/default.yaml",
-        "hydra_plugins/verl_tlt_search.py",
-    } <= set(names)
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"verl_tlt"}
+    assert {"verl_tlt/py.typed", "verl_tlt/commands/report/page.html"} <= set(names)
     inside = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert inside == {".html", ".py", ".yaml", ".typed"}
+    assert inside == {".html", ".py", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_tlt").rglob("*.py")}
     assert {name for name in names if name.startswith("verl_tlt/") and name.endswith(".py")} == sources
     assert wheel.stat().st_size < LARGEST
@@ -105,19 +100,15 @@ def test_it_works_where_verl_and_vllm_are(installed, tmp_path):
     assert shell(installed / "python", "-c", where, cwd=tmp_path).startswith(str(installed.parent))
     assert shell(installed / "verl-tlt", "--version", cwd=tmp_path) == f"verl-tlt {verl_tlt.__version__}\n"
     said = shell(installed / "verl-tlt", "doctor", cwd=tmp_path)
-    assert "refuse" not in said and "all " in said and "verl symbols" in said and "vllm symbols" in said
+    assert "refuse" not in said and "TLT can run with what is installed here" in said
 
 
-def test_verl_and_hydra_find_it(installed, tmp_path):
+def test_verl_finds_it(installed, tmp_path):
     code = """
 import importlib.metadata as metadata
-from hydra import compose, initialize_config_module
 print(metadata.entry_points(group="verl.plugins")["tlt"].load().__name__)
-with initialize_config_module("verl.trainer.config", version_base=None):
-    print(compose("ppo_trainer", overrides=["+tlt=default"]).tlt.spot.min_merge_steps)
 """
-    name, setting = shell(installed / "python", "-c", code, cwd=tmp_path).split()[-2:]
-    assert name == "verl_tlt.plugin" and int(setting) > 0
+    assert shell(installed / "python", "-c", code, cwd=tmp_path).split()[-1] == "verl_tlt.plugin"
 
 
 def python_of(version):
@@ -149,8 +140,7 @@ def test_the_wheel_installs_on_python_3_12_and_its_modules_compile_there(wheel, 
         (site / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
     assert shell(python.parent / "verl-tlt", "--version", cwd=tmp_path) == f"verl-tlt {verl_tlt.__version__}\n"
     assert "doctor" in shell(python.parent / "verl-tlt", "--help", cwd=tmp_path)
-    for package in ("verl_tlt", "hydra_plugins"):
-        shell(python, "-W", "error", "-m", "compileall", "-q", "-f", site / package)
+    shell(python, "-W", "error", "-m", "compileall", "-q", "-f", site / "verl_tlt")
 
 
 PUBLISHED = re.compile(r"pip3? install (?:-\w+ )*'?verl[-_]tlt\b|pip install .*\bverl-tlt\[")

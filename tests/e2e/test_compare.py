@@ -88,7 +88,7 @@ def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(comman
     assert len(prompts) == 2, "and had the prompts of the other"
     for arm in ("stock", "tlt"):
         assert [path.name for path in (out / arm).glob("global_step_*")] == ["global_step_4"]
-    assert "+tlt=default" not in (out / "stock" / "turn-2.log").read_text()
+    assert "+trainer.plugin=tlt" not in (out / "stock" / "turn-2.log").read_text()
     assert len(result["ratios"]["tlt"]["e2e_per_token"]["each"]) == 2
     assert (out / "tlt" / "trace").is_dir()
     with pytest.raises(AssertionError, match="another --steps: give another --out"):

@@ -59,7 +59,7 @@ def script(policy, tmp_path_factory):
         f"{rollout}.name=vllm", f"{rollout}.dtype=float32", f"{rollout}.enforce_eager=True",
         f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.temperature=0.9", f"{rollout}.max_num_seqs=16",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
-        "+tlt=default", "tlt.speculation.max_draft_length=2",
+        "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2",
     ]  # fmt: skip
     script = folder / "recipe.sh"
     script.write_text("#!/bin/bash\npython3 -m verl.trainer.main_ppo " + " ".join(overrides) + ' "$@"\n')

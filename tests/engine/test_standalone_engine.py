@@ -35,7 +35,7 @@ def overrides(models, tmp_path_factory):
         "data.max_prompt_length=64", "data.max_response_length=192",
         f"{rollout}.max_num_seqs=4", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
-        "+tlt=default", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
+        "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip
 
 

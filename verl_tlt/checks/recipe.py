@@ -85,14 +85,14 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
 
     if empty := next((override for override in overrides if re.fullmatch(r"[^={}\[\]]+=", override)), None):
         raise TLTConfigError(f"{empty} has no value; {empty}null and {empty}'' say so on purpose.")
+    if sentence := flag.mistake(flag.MAIN, overrides):
+        raise TLTConfigError(sentence)
     folder, name = os.path.split(config_name)
     directory = os.path.join(verl, "trainer", folder or "config")
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
             return hydra_compose(name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        if meant := flag.misspelt(overrides):
-            raise TLTConfigError(meant) from error
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
 

@@ -83,7 +83,7 @@ def switched_on(config: DictConfig) -> Finding:
         return Finding("refuse", "trainer.plugin", f"TLT is off: {sentence}")
     if flag.wanted(config):
         return Finding("ok", "trainer.plugin", "TLT is on")
-    stock = "this recipe trains with stock verl until +trainer.plugin=tlt or +tlt=default is added"
+    stock = "this recipe trains with stock verl until +trainer.plugin=tlt is added"
     return Finding("if", "trainer.plugin", f"TLT is off: {stock}.")
 
 

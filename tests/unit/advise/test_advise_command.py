@@ -16,7 +16,7 @@ from verl_tlt.commands.cli import app
 ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{ROLLOUT}.gpu_memory_utilization"
 RECIPE = [
-    "+tlt=default", f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.path=Some/Policy-8B",
+    "+trainer.plugin=tlt", f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.path=Some/Policy-8B",
     "algorithm.adv_estimator=grpo", "data.train_batch_size=8", f"{ROLLOUT}.n=4",
     f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8", "data.max_prompt_length=512",
     "data.max_response_length=8192",

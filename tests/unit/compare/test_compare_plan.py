@@ -23,7 +23,7 @@ from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 
 BASE = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable")
-WITH = (*BASE, "+tlt=default", "tlt.spot.max_epochs=3", "~tlt.trace.engine_steps", "trainer.plugin=tlt")
+WITH = (*BASE, "+trainer.plugin=tlt", "tlt.spot.max_epochs=3")
 
 
 def plan_of(folder, *overrides, base=BASE):
@@ -39,7 +39,7 @@ def arm_of(name, drafter=None):
     return {arm.name: arm for arm in named_arms([TLT, name], drafter)}[name]
 
 
-@pytest.mark.parametrize("given", [BASE, WITH, (*BASE, "+trainer.plugin=tlt")], ids=["stock", "default", "plugin"])
+@pytest.mark.parametrize("given", [BASE, WITH, (*BASE, "+trainer.plugin=tlt")], ids=["stock", "settings", "plugin"])
 def test_stock_has_nothing_of_tlt_and_tlt_has_it_all(tmp_path, given):
     plan = plan_of(tmp_path, base=given)
     tlt = composed(plan, arm_of("tlt-no-spot"))
@@ -47,11 +47,11 @@ def test_stock_has_nothing_of_tlt_and_tlt_has_it_all(tmp_path, given):
     stock = composed(plan, arm_of(STOCK))
     assert not flag.wanted(stock) and flag.refusal(stock) is None and "tlt" not in stock
     if given is WITH:
-        assert tlt.tlt.spot.max_epochs == 3 and "engine_steps" not in tlt.tlt.trace
+        assert tlt.tlt.spot.max_epochs == 3
 
 
 def test_a_top_level_config_that_has_the_flag_is_stock_without_it(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, /tlt@_global_: default, _self_]\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {plugin: tlt}\ntlt: {}\n")
     recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
     plan = make_plan(recipe, 4, tmp_path)
     assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))

@@ -9,7 +9,7 @@ import pytest
 
 from verl_tlt.commands.compare.record import Record, Step, Turn, schedule
 
-ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+tlt=default"]}
+ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+trainer.plugin=tlt"]}
 
 
 def turn(arm, number=0, seconds=50.0):

@@ -23,7 +23,7 @@ from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import COSTS_DIR, MOST, TLTConfig, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
 
-FLAG = ("+tlt=default", "actor_rollout_ref.rollout.name=vllm")
+FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail
 DEVICE=$(python3 -c 'import nothing_of_that_name' 2>/dev/null && echo npu || echo cpu)
@@ -66,7 +66,7 @@ def call(*words):
         (["recipe.sh", "POLICY"], 3, "TLT is off: this recipe trains with stock verl until"),
         (["recipe.sh", "POLICY", "+trainer.plugin=tlt2"], 1, "TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
         (["recipe.sh", "POLICY", "+tlt.spot.enable=false"], 1, "TLT is off: the tlt node does nothing without"),
-        (["recipe.sh", "POLICY", "+tlt=default", "+tlt.spot.typo=1"], 1, "TLT is on"),
+        (["recipe.sh", "POLICY", "+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "TLT is on"),
         (["nowhere.sh"], 1, "nowhere.sh does not exist."),
         (["."], 1, ". is no script."),
         ([], 0, "speculators"),
@@ -87,16 +87,16 @@ def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, poli
     (there / "policy").symlink_to(policy)
     monkeypatch.setenv("FILES", "data.parquet")
     script.write_text(SCRIPT.replace("DEVICE=", f"cd {there}\nDEVICE=", 1))
-    code, output = call("doctor", script, "policy", "+tlt=default")
+    code, output = call("doctor", script, "policy", "+trainer.plugin=tlt")
     assert code == 0, output
-    found = read_script(script, ["policy", "+tlt=default", "tlt.speculation.costs_dir=costs"])
+    found = read_script(script, ["policy", "+trainer.plugin=tlt", "tlt.speculation.costs_dir=costs"])
     assert costs_directory(found) == there / "costs" and set_up(found).model.path == str(there / "policy")
     own = {"actor_rollout_ref.rollout.engine_kwargs.vllm.dtype": "float32"}
     assert set_up(found, own).rollout.dtype == "float32", "the drafter's, too"
 
 
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(policy):
-    said = call("calibrate", "--cpu", f"actor_rollout_ref.model.path={policy}", "+tlt=default")
+    said = call("calibrate", "--cpu", f"actor_rollout_ref.model.path={policy}", "+trainer.plugin=tlt")
     assert said == (1, "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only.\n")
 
 
@@ -114,7 +114,7 @@ def test_costs_are_kept_where_the_recipes_run_looks_for_them():
         "sys.modules.update(dict.fromkeys(['omegaconf', 'hydra', 'verl', 'vllm', 'torch']))\n"
         "from verl_tlt.commands.doctor.command import diagnose\n"
         "from verl_tlt.checks.recipe import Recipe\n"
-        "assert [f.level for f in diagnose(Recipe(('+tlt=default',)))][:2] == ['refuse', 'refuse']",
+        "assert [f.level for f in diagnose(Recipe(('+trainer.plugin=tlt',)))][:2] == ['refuse', 'refuse']",
     ],
     ids=["help", "the doctor where nothing is installed"],
 )
@@ -221,7 +221,7 @@ def test_a_recipe_is_composed_from_verls_own_files():
         ("trainer.n_gpus_per_node=", "trainer.n_gpus_per_node= has no value"),
         ("+trainer.x=", "+trainer.x= has no value"),
         ("no.such.key=1", "no.such.key"),
-        ("tlt.spot.enable=false", "tlt.spot.enable=false changes a setting that is not there without +tlt=default"),
+        ("+tlt=default", "tlt=default does not switch TLT on: write +trainer.plugin=tlt"),
     ],
 )
 def test_an_override_that_cannot_be_is_one_sentence(wrong, said):
@@ -230,13 +230,12 @@ def test_an_override_that_cannot_be_is_one_sentence(wrong, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("flag", [
-    ["+tlt=default", "+trainer.plugin=tlt"], ["+trainer.plugin=tlt", "+tlt=default"], ["+tlt=default", "+tlt=default"],
-    ["+trainer.plugin=tlt", "+trainer.plugin=tlt"], ["+tlt=default", "++trainer.plugin=tlt", "trainer.plugin=tlt"],
+@pytest.mark.parametrize("switch", [
+    ["+trainer.plugin=tlt", "trainer.plugin=tlt"], ["trainer.plugin=tlt", "tlt.spot.enable=false"],
+    ["+tlt.spot.enable=false", "++trainer.plugin=tlt"],
 ])  # fmt: skip
-def test_both_forms_of_the_flag_are_as_good_as_one(flag):
-    config = compose([FLAG[1], *flag], "ppo_trainer")
-    assert config.trainer.plugin == "tlt" and ("+tlt=default" in flag) == ("tlt" in config)
+def test_the_switch_and_settings_are_taken_with_or_without_a_plus(switch):
+    assert compose([FLAG[1], *switch], "ppo_trainer").trainer.plugin == "tlt"
 
 
 def test_another_folder_of_configs_is_searched(tmp_path):

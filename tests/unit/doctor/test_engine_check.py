@@ -142,7 +142,7 @@ def test_a_long_measurement_has_its_time_and_what_is_not_here_is_one_sentence(re
     with pytest.raises(TLTError, match=r"cannot use a GPU here; --cpu measures on the CPU"):
         asyncio.run(check(job, tmp_path))
     with pytest.raises(TLTConfigError, match=rf"{key}=/nowhere/policy is not a directory on this machine"):
-        run_job(EngineJob(Recipe((f"{key}=/nowhere/policy", "+tlt=default")), cpu=True))
+        run_job(EngineJob(Recipe((f"{key}=/nowhere/policy", "+trainer.plugin=tlt")), cpu=True))
 
 
 async def test_it_measures_what_the_engine_decodes_at_once_whoever_said_so(monkeypatch):

@@ -252,7 +252,7 @@ def test_what_a_program_prints_stays_open_where_it_decides_nothing(script):
     ("text", "words", "lost"),
     [
         (f"{START} a=1", ["+trainer.plugin=tlt"], "+trainer.plugin=tlt"),
-        (f"{START} a=1 $1", ["+tlt=default", "trainer.nnodes=2"], "trainer.nnodes=2"),
+        (f"{START} a=1 $1", ["+trainer.plugin=tlt", "trainer.nnodes=2"], "trainer.nnodes=2"),
         (f"echo \"$@\"; {START} a=1", ["a.b=1"], "a.b=1"),
         (f"set -- x=1\n{START} \"$@\"", ["8"], "8"),
         (f"N=$1\n{START} n=$N", ["8"], None),
@@ -303,11 +303,11 @@ def test_what_only_a_run_can_tell_is_found_out_and_no_program_is_started(script,
         ("'/bin/a b' x", "line 1, names a program by what is only known when it runs"),
         ("echo hello", "does not start `python -m verl.trainer.main_ppo` here: it ends before."),
         (f"set -u\n{START} $NOWHERE", "NOWHERE: unbound variable."),
-        (f"{START} a=1", "does not hand +tlt=default on to"),
+        (f"{START} a=1", "does not hand +trainer.plugin=tlt on to"),
     ],
 )
 def test_what_it_cannot_stand_in_for_is_refused(script, text, said):
-    assert said in refusal(run_script, script(text), "+tlt=default")
+    assert said in refusal(run_script, script(text), "+trainer.plugin=tlt")
 
 
 def test_a_program_that_has_no_stand_in_cannot_start_either(script, tmp_path):

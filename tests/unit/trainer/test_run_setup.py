@@ -26,7 +26,7 @@ def composed(recipe):
     def make(*given):
         config = compose(
             [
-                "+tlt=default",
+                "+trainer.plugin=tlt",
                 f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
                 f"data.train_files={recipe.data.train_files}",
                 f"trainer.default_local_dir={recipe.trainer.default_local_dir}",

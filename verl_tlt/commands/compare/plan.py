@@ -30,7 +30,7 @@ NO_SLEEP = f"{ENGINE}.free_cache_engine=False"
 OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
 """verl keeps vLLM's log, which has the accept length of its own speculation, at warnings unless told otherwise."""
 LATEST = "latest_checkpointed_iteration.txt"
-FLAG = "+tlt=default"
+FLAG = "+trainer.plugin=tlt"
 NEVER = 10**9
 
 
