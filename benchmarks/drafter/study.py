@@ -268,7 +268,6 @@ class Variant:
             policy_step=step,
             policy=str(SHIPPED_POLICY),
             data=str(policy_of(self.out, self.seed, step)),
-            data_sha256=None,
             objective=CONFIG.drafter.objective,
             temperature=1.0,
             acceptance=told,

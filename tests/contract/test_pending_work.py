@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
@@ -37,30 +38,43 @@ def queue(monkeypatch):
     return groups
 
 
+class Rows(list):
+    """The part of verl's `RLHFDataset` that is asked: rows, and the frame they are read from."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.dataframe = Dataset.from_list(rows)
+
+
 def make_buffer(**settings):
     """verl's own, of synchronous sampling."""
     return ReplayBuffer("sync", None, None, "drop", None, poll_interval=0.0, **settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "row", "more"),
+    ("settings", "named", "more"),
     [
-        ([], {}, False),
-        (["multi_turn.enable=True"], {}, True),
-        ([f"{DEFAULT}=tool_agent"], {}, True),
-        ([], {"agent_name": "tool_agent"}, True),
-        (["+agent.agent_loop_manager_class=somebodys.Manager"], {}, True),
-        ([LOOPS, f"{DEFAULT}=forced_length"], {}, False),
-        ([LOOPS, f"{DEFAULT}=toy_tool_agent"], {}, True),
-        ([LOOPS, f"{DEFAULT}=nowhere"], {}, True),
-        (["agent.agent_loop_config_path=nowhere.yaml"], {}, True),
+        ([], None, False),
+        (["multi_turn.enable=True"], None, True),
+        ([f"{DEFAULT}=tool_agent"], None, True),
+        ([], ["tool_agent"], True),
+        ([], ["single_turn_agent", "single_turn_agent"], False),
+        ([f"{DEFAULT}=tool_agent"], ["single_turn_agent"], False),
+        ([], ["single_turn_agent", "tool_agent"], True),
+        ([], ["nowhere"], True),
+        (["+agent.agent_loop_manager_class=somebodys.Manager"], None, True),
+        ([LOOPS, f"{DEFAULT}=forced_length"], None, False),
+        ([LOOPS, f"{DEFAULT}=toy_tool_agent"], None, True),
+        ([LOOPS, f"{DEFAULT}=nowhere"], None, True),
+        (["agent.agent_loop_config_path=nowhere.yaml"], None, True),
     ],
 )
-def test_an_agent_loop_may_send_more_turns_unless_it_is_verls_single_turn(queue, settings, row, more):
+def test_an_agent_loop_may_send_more_turns_unless_it_is_verls_single_turn(queue, settings, named, more):
     queue["a"] = "running", []
     keys = [re.sub("(?=agent|multi_turn)", "actor_rollout_ref.rollout.", setting, count=1) for setting in settings]
     buffer = make_buffer()
-    pending = BufferWatch(buffer, multi_turn=takes_turns(compose(keys, "ppo_trainer"), [row]), wanted=1)
+    rows = Rows([{"prompt": "p"} | ({"agent_name": name} if name else {}) for name in named or [None]])
+    pending = BufferWatch(buffer, multi_turn=takes_turns(compose(keys, "ppo_trainer"), rows), wanted=1)
     buffer._sync_metadata_from_transfer_queue()
     assert pending().more is more
 

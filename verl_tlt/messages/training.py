@@ -245,7 +245,6 @@ class DrafterProvenance:
 
     policy: str  # where the policy was loaded from (`actor_rollout_ref.model.path`)
     data: str  # the training files
-    data_sha256: str | None  # their digest; None where they are not on this disk
     objective: str
     temperature: float  # the rollout's
     version: int = 0  # publications before it

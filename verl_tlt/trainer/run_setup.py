@@ -7,7 +7,7 @@ before the first weight sync, and to spot workers, so that both hold the same on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
 from verl_tlt.errors import TLTError
-from verl_tlt.files.ownership import matching
 from verl_tlt.idle.replica_idle import MODE_RULES, ModeRule
 from verl_tlt.idle.tap_budget import STEP_SHARE
 from verl_tlt.messages.rollout import DrafterFile
@@ -122,7 +121,6 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: flo
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
-        data_sha256=_data_digest(data.train_files),
         objective=tlt.drafter.objective,
         temperature=rollout.temperature,
     )
@@ -261,12 +259,3 @@ def _resume_dir(trainer: DictConfig) -> Path | None:
         return Path(os.path.abspath(trainer.resume_from_path))
     latest = trainer.resume_mode == "auto" and find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
     return Path(latest) if latest else None
-
-
-def _data_digest(named: str | Sequence[str] | None) -> str | None:
-    """Digest of the training data, for the drafter's model card; None where it is in no files, or not on this disk."""
-    from verl_tlt.drafter import files_digest
-
-    names = [named] if isinstance(named, str) else named or ()  # a custom dataset may need none
-    files = [Path(file) for name in names for file in matching(str(name)) or [str(name)]]
-    return files_digest(files) if files and all(file.is_file() for file in files) else None

@@ -50,7 +50,7 @@ AskPending = Callable[[], PendingWork]
 def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> bool:
     """Whether an agent loop may send another turn, as all may that are not verl's single-turn loop, or are unknown.
 
-    verl runs the loop that a row of `dataset` names, or else the default one.
+    verl runs for each row of `dataset` the loop that its `agent_name` names, or else the default one.
     """
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
     from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -58,16 +58,19 @@ def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> 
     from verl.utils.import_utils import load_class_from_fqn
 
     rollout = config.actor_rollout_ref.rollout
-    name, path = rollout.agent.default_agent_loop, rollout.agent.agent_loop_config_path
+    path = rollout.agent.agent_loop_config_path
+    names = [rollout.agent.default_agent_loop]
     try:
+        if "agent_name" in dataset[0]:
+            names = dataset.dataframe.unique("agent_name")  # type: ignore[attr-defined]  # verl's RLHFDataset
         own = {loop.name: loop for loop in OmegaConf.load(resolve_config_path(path))} if path else {}
-        loop = load_class_from_fqn((_agent_loop_registry | own)[name]["_target_"])
-        other = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class") or "agent_name" in dataset[0]
-        if not other and issubclass(loop, SingleTurnAgentLoop):
+        loops = [load_class_from_fqn((_agent_loop_registry | own)[name]["_target_"]) for name in names]
+        other = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class")
+        if not other and all(issubclass(loop, SingleTurnAgentLoop) for loop in loops):
             return False
         logger.info("no replica leaves while agent loops run: they may send more turns")
     except Exception as error:
-        logger.warning("no replica leaves while agent loops run: %s is unknown, may send more turns: %r", name, error)
+        logger.warning("no replica leaves while agent loops run: %s may send more turns: %r", names, error)
     return True
 
 

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
-from verl_tlt.drafter import files_digest
 from verl_tlt.errors import TLTError
 from verl_tlt.trainer import run_setup
 from verl_tlt.trainer.run_setup import MOST_HELD_OUT, hardware_name, held_out_share, prepare, with_sizes
@@ -94,23 +93,6 @@ def test_a_resumption_without_its_path_is_one_sentence(path):
     trainer = OmegaConf.create({"resume_mode": "resume_path", "resume_from_path": path})
     with pytest.raises(TLTError, match=r"trainer\.resume_from_path"):
         run_setup._resume_dir(trainer)
-
-
-@pytest.mark.parametrize(
-    ("named", "files"),
-    [
-        ("{}/b.parquet", "b"), (["{}/b.parquet", "{}/a.parquet"], "ba"), ("~/?.parquet", "ab"), (["~/a.parquet"], "a"),
-        (["{}/a.parquet", "hdfs://c.parquet"], ""), ("{}", ""), ([], ""), (None, ""),
-    ],
-)  # fmt: skip
-def test_the_data_on_this_disk_have_a_digest_as_verl_finds_them(tmp_path, monkeypatch, named, files):
-    """A custom dataset may name none."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in "ab":
-        (tmp_path / f"{name}.parquet").write_text(name)
-    places = named.format(tmp_path) if isinstance(named, str) else named and [n.format(tmp_path) for n in named]
-    expected = files_digest(tmp_path / f"{name}.parquet" for name in files) if files else None
-    assert run_setup._data_digest(places) == expected
 
 
 def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():
