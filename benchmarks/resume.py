@@ -4,9 +4,9 @@
 
 One chain: the toy's GRPO job with two replicas saves every step; all its processes get SIGKILL at a random moment of a
 phase that is drawn in turn, and it is started again with verl's `resume_mode=auto`. What the new job holds in memory
-(its spot workers log checksums, its engines tell fingerprints) is compared with the checkpoint's files, and these with
-what the trace of the killed jobs says of that step: version and weights that the engines served, optimizer steps that
-were trained, the drafter the whole chain began with. All of it must be of the step that verl resumes.
+(its spot workers log checksums, its engines tell versions) is compared with the checkpoint's files, and these with what
+the trace of the killed jobs says of that step: the version that the engines served, optimizer steps that were trained.
+All of it must be of the step that verl resumes.
 
 The work folder keeps the chain: called again, the command goes on with it.
 """
@@ -30,7 +30,7 @@ from benchmarks.toy_job import FORCED, QUICK_TO_LEARN, Job, make_assets
 from demo.toy.assets import Assets
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
-from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.drafter import load_training_state
 from verl_tlt.drafter.train import AVERAGE
 from verl_tlt.messages.training import Resumed
 from verl_tlt.spot_worker.merge import INITIAL, checksum, moments
@@ -106,10 +106,6 @@ class Saved:
     step: int
     version: int
     policy_step: int
-    served_file: str
-    """Fingerprint of all that engines load."""
-    initial: str
-    """Fingerprint of the drafter that the chain began with, by which engines called it."""
     holds: Resumed
     """What spot workers must hold."""
 
@@ -131,17 +127,14 @@ def saved(checkpoints: Path) -> Saved | None:
         initial=checksum(initial),
         moments=moments(state["optimizer"]),
     )
-    return Saved(step, facts["version"], facts["policy_step"], fingerprint(tensors), fingerprint(initial), holds)
+    return Saved(step, facts["version"], facts["policy_step"], holds)
 
 
 def history(trace: RunTrace, step: int) -> dict[str, Any]:
-    """What the jobs so far wrote down of the moment at which `step` was saved; void steps are left out.
-
-    `served` is None while nobody has said what is loaded.
-    """
+    """What the jobs so far wrote down of the moment at which `step` was saved; void steps are left out."""
     cold_starts = [phase for phase in trace.phases if phase.name == "cold_start"]
 
-    def lasted(event: Publish | Reload) -> bool:
+    def lasted(event: Publish) -> bool:
         """A step is saved before its drafter is published, and after its cold start, which publishes, too."""
         kept = min([step] + [run.step0 - 1 for run in trace.runs if run.t > event.t])
         return event.step < kept + any(phase.start <= event.t <= phase.end for phase in cold_starts)
@@ -156,24 +149,22 @@ def history(trace: RunTrace, step: int) -> dict[str, Any]:
         return max(steps.values(), default=0)
 
     version = next((p.version for p in reversed(trace.publishes) if lasted(p)), 0)
-    loaded = {r.version: r.fingerprint for r in trace.reloads if r.ok and lasted(r)}
     steps = sum(trained(job) for job in trace.runs)
-    return {"version": version, "served": loaded.get(version), "initial": loaded.get(0), "steps": steps}
+    return {"version": version, "steps": steps}
 
 
 def judge(want: Saved, past: dict[str, Any], step0: int, held: list[Resumed], reloads: list[Reload]) -> dict[str, Any]:
     """Each thing that must be of one and the same step -> whether it is; None: the job was killed before it said so."""
-    first = [(r.version, r.fingerprint) == (want.version, want.served_file) for r in reloads if r.step == step0]
-    gate = past["initial"] in (None, want.initial)
+    first = [r.version == want.version for r in reloads if r.step == step0]
     return {
         "step": step0 == want.step + 1 and want.policy_step == want.step,
         "version": want.version == past["version"],
-        "drafter": past["served"] in (None, want.served_file) and all(h.served == want.holds.served for h in held),
+        "drafter": all(h.served == want.holds.served for h in held),
         "engines": all(first) if first else None,
         "candidate": all(h.candidate == want.holds.candidate for h in held),
         "optimizer": all((h.moments, h.steps) == (want.holds.moments, want.holds.steps) for h in held),
         "optimizer_steps": want.holds.steps == past["steps"],
-        "gate_initial": gate and all(h.initial == want.holds.initial for h in held),
+        "gate_initial": all(h.initial == want.holds.initial for h in held),
         "all_workers_said": len(held) == 2,
     }  # fmt: skip
 

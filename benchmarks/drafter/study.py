@@ -213,8 +213,8 @@ class Variant:
         self.out, self.seed, self.version = out, seed, 0
         self.steps, self.drafters = lines_of(file_of(out, seed)), out / "variants" / f"{start}-{seed}"
         begun = make_start(out, start, seed)
-        config, weights, fingerprint = to_drafter_file(load_drafter(begun, SHIPPED_POLICY), "float32")
-        self.begun = DrafterFile(0, config, weights, fingerprint, tuple(provenance(begun)["acceptance"]))
+        config, weights = to_drafter_file(load_drafter(begun, SHIPPED_POLICY), "float32")
+        self.begun = DrafterFile(0, config, weights, tuple(provenance(begun)["acceptance"]))
         sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
         self.learner = SpotLearner(f"{start}-{seed}", CONFIG, str(SHIPPED_POLICY), self.begun, sampling, "cpu")
 

@@ -128,15 +128,6 @@ def truncate_in_read(original: Original, file: Path, *args: Any) -> Any:
         TensorFile.get_tensor = read  # type: ignore[method-assign]
 
 
-def swap(original: Original, server: Any, *args: Any) -> Any:
-    """A drafter of the same shape lies in the staged file's place."""
-    from safetensors.torch import load_file, save_file
-
-    file = server._tlt_dir / "drafter" / "model.safetensors"
-    save_file({n: t * 1.5 if t.is_floating_point() else t for n, t in load_file(file).items()}, file)
-    return original(server, *args)
-
-
 def full_store(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Ray's object store takes nothing more while this function runs."""
     import ray

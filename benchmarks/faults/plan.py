@@ -74,8 +74,6 @@ FAULTS = (
           "tlt/spot_skipped_steps", "were left out: not finite", "trains", times=2),
     Fault("spot worker raising", 6, (MICRO_BATCH,), "fail",
           "tlt/spot_failures", "a fault was injected", "trains", first=3),
-    Fault("drafter file of a wrong fingerprint between staging and load", 7, (f"{SERVER}._tlt_load",), "swap",
-          "tlt/reload_failures", "differs from the published", "serves", fallback="tlt/drafter_off_frac"),
     Fault("the balancer losing a replica", 8, ("verl_tlt.trainer.watch:SamplingWatch._look",), "lose_replica",
           "tlt/errors_lost_replica", "the load balancer had lost replica", "joins", first=6),
     Fault("spot worker stopped (SIGSTOP) past its bound", 9, (MICRO_BATCH,), "stop",

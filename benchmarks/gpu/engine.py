@@ -29,6 +29,7 @@ from benchmarks.gpu.engines import (
     any_length,
     hold,
     in_worker,
+    live_digest,
     overwrite,
     prompts,
     sample,
@@ -59,17 +60,17 @@ async def sleep(bench: Bench) -> dict[str, Any]:
         assert engine.drafter is not None
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine)}
-        before = await engine.rpc("tlt_fingerprint")
+        before = await in_worker(engine, live_digest)
         found["memory_gib"] = {"awake": bench.memory()}
         await engine.llm.sleep(level=2)
         found["memory_gib"]["asleep"] = bench.memory()
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-        found["lost"] = await engine.rpc("tlt_fingerprint") != before
+        found["lost"] = await in_worker(engine, live_digest) != before
         reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
         await engine.llm.wake_up(tags=["kv_cache"])
         found |= {"reload_error": reply.error, "reload_s": round(reply.seconds, 3)}
-        found["fingerprint_is_the_same"] = await engine.rpc("tlt_fingerprint") == before
+        found["reload_is_exact"] = await in_worker(engine, live_digest) == before
         found["accepted_after"] = await accepted(engine)
         return found
 

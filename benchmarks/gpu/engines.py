@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -163,14 +164,27 @@ async def in_worker(engine: StandaloneEngine, function: Callable[..., Any], *arg
     return (await engine.llm.collective_rpc(function, args=args))[0]
 
 
-def overwrite(worker: Any, value: float, only: str = "") -> list[str]:
-    """Fill the live drafter's own weights and buffers, but not what is the policy's; `only`: the one of that name."""
+def live_weights(worker: Any) -> dict[str, torch.Tensor]:
+    """The live drafter's own weights and buffers, but not what is the policy's."""
     from verl_tlt.vllm_worker.extension import own_buffers
 
     drafter, target = worker.model_runner.drafter.model, worker.model_runner.get_model()
     theirs = {p.data_ptr() for p in target.parameters()}
     own = {n: p for n, p in drafter.named_parameters() if p.data_ptr() not in theirs and p.is_floating_point()}
-    own |= own_buffers(drafter, target)
+    return own | own_buffers(drafter, target)
+
+
+def live_digest(worker: Any) -> str:
+    """A digest over the bits of `live_weights`."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(live_weights(worker).items()):
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def overwrite(worker: Any, value: float, only: str = "") -> list[str]:
+    """Fill the live drafter's own weights and buffers; `only`: the one of that name."""
+    own = live_weights(worker)
     chosen = [name for name in own if only in name]
     with torch.no_grad():
         for name in chosen:

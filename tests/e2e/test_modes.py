@@ -79,11 +79,7 @@ def assert_sound(run: Run, steps: int) -> None:
     assert run.steps[steps]["tlt/drafter_version"] >= 1, "nothing was published"
     assert run.steps[1]["training/rollout_probs_diff_max"] < 1e-4
     assert [s for s in run.trace.sessions if s.steps > 0], "nothing was trained"
-    by_version = {}
-    for reload in run.trace.reloads:
-        assert reload.ok
-        by_version.setdefault(reload.version, set()).add(reload.fingerprint)
-    assert all(len(fingerprints) == 1 for fingerprints in by_version.values())
+    assert all(reload.ok for reload in run.trace.reloads)
 
 
 def test_colocated(colocated):

@@ -215,11 +215,11 @@ def test_the_next_session_judges_and_its_own_work_waits(fleet):
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
     merged = update(fleet, [session(fleet, "short")], 7)
     assert (merged.drafter, merged.reason) == (None, "merged, and the next session scores it")
-    candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).fingerprint
+    candidate = ray.get(workers[0].export.remote(7, "bfloat16", [])).weights
     scored = session(fleet, "short")
     assert scored.steps > 0 and scored.scores is not None
     learned = update(fleet, [scored], 7)
-    assert learned.decision == "published" and learned.drafter.fingerprint == candidate
+    assert learned.decision == "published" and learned.drafter.weights == candidate
     fleet.keep_as_served()
     assert_alike(fleet)
     agreed = ray.get(workers[0].versions.remote())
@@ -359,7 +359,7 @@ def test_when_all_workers_die_their_successors_start_from_what_is_served(fleet):
     fleet.keep_as_served()  # finds nobody alive
     assert_alike(fleet)
     successor = fleet.spot_workers["brief"].first()
-    assert ray.get(successor.export.remote(6, "bfloat16", [])).fingerprint == published.fingerprint
+    assert ray.get(successor.export.remote(6, "bfloat16", [])).weights == published.weights
     agreed = ray.get(successor.versions.remote())
     for name, value in before.items():
         np.testing.assert_array_equal(agreed.served[name], agreed.candidate[name])

@@ -8,6 +8,7 @@ import hashlib
 
 import pytest
 import torch
+from drafter_bits import holds, live_fingerprint
 from draws import HOT, HOTTER, draw, p_values
 from families import HYBRID, NESTED
 from greedy import choose, decode, flip, near
@@ -18,7 +19,6 @@ from shared_engines import part_of
 from benchmarks.lossless.exact import Exact
 from benchmarks.lossless.judged import FAILS
 from benchmarks.lossless.tiny_policy import SMALL, V
-from verl_tlt.drafter.digest import combined, fingerprint
 
 pytestmark = pytest.mark.engine
 
@@ -103,20 +103,20 @@ def accept_length(engine):
 def test_the_checkpoints_head_drafts_from_the_start_and_comes_back_after_sleep(start, models, family):
     target, good, bad = (models[part_of(family, part)] for part in ("target", "good", "bad"))
     with start() as engine:
-        fresh = engine.rpc("tlt_fingerprint")
+        fresh = live_fingerprint(engine)
         loaded = engine.rpc("tlt_load_drafter", str(good / "model.safetensors"))
         assert loaded["ok"], loaded
-        assert engine.rpc("tlt_fingerprint") == fresh, "the checkpoint's, though the policy is a dummy"
-        published = fingerprint(load_file(good / "model.safetensors"))
-        assert combined([loaded["sums"]]) == published
+        assert live_fingerprint(engine) == fresh, "the checkpoint's, though the policy is a dummy"
+        assert holds(engine, good / "model.safetensors")
         sync(engine, target)
-        whole, policy, healthy = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model()), accept_length(engine)
+        whole, policy, healthy = live_fingerprint(engine), digest(engine.runner.get_model()), accept_length(engine)
         assert whole == fresh and healthy > 1.3
         wake(engine, target)
-        assert engine.rpc("tlt_fingerprint") != fresh and accept_length(engine) < 1.1
-        assert combined([wake(engine, target, bad)["sums"]]) != published
+        assert live_fingerprint(engine) != fresh and accept_length(engine) < 1.1
+        wake(engine, target, bad)
+        assert holds(engine, bad / "model.safetensors") and not holds(engine, good / "model.safetensors")
         wake(engine, target, good)
-        assert engine.rpc("tlt_fingerprint") == fresh
+        assert live_fingerprint(engine) == fresh
         engine.rpc("tlt_set_drafting", True)
         engine.scheduler.tlt.control(drafting=True)
         assert accept_length(engine) == pytest.approx(healthy, abs=0.02)
@@ -129,7 +129,7 @@ def test_a_file_of_other_tensors_is_refused_and_nothing_is_written(start, models
 
     with start() as engine:
         sync(engine, models[part_of(family, "target")])
-        before = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model())
+        before = live_fingerprint(engine), digest(engine.runner.get_model())
         head = load_file(models[part_of(family, "bad")] / "model.safetensors")
         norm = next(name for name in head if name.endswith("input_layernorm.weight"))
         if wrong == "another's":
@@ -139,7 +139,7 @@ def test_a_file_of_other_tensors_is_refused_and_nothing_is_written(start, models
         save_file(head, tmp_path / "model.safetensors")
         answer = engine.rpc("tlt_load_drafter", str(tmp_path / "model.safetensors"))
         assert answer["ok"] == (wrong == "the policy's")
-        after = engine.rpc("tlt_fingerprint"), digest(engine.runner.get_model())
+        after = live_fingerprint(engine), digest(engine.runner.get_model())
         assert after[1] == before[1] and (after[0] == before[0]) == (wrong == "another's")
 
 
@@ -149,12 +149,12 @@ def test_experts_that_a_kernel_has_reordered_are_refused(start, models, family):
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     with start() as engine:
-        before = engine.rpc("tlt_fingerprint")
+        before = live_fingerprint(engine)
         experts = next(m for m in engine.runner.drafter.model.modules() if hasattr(m, "w13_weight"))
         engine.patch.setattr(experts.quant_method, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS)
         answer = engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))
         assert not answer["ok"] and "set rollout.engine_kwargs.vllm.moe_backend=triton" in answer["error"], answer
-        assert engine.rpc("tlt_fingerprint") == before
+        assert live_fingerprint(engine) == before
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from actor import free_port
+from drafter_bits import holds
 from draws import HOT, draw, exact_models, p_values
 from safetensors.torch import load_file, save_file
 from tiny_engine import run_script
@@ -15,7 +16,6 @@ from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import VerifierWeights, most_frequent, to_numpy16
 from verl_tlt.drafter.checkpoint import stage
-from verl_tlt.drafter.digest import combined
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import RolloutSampling, VerifierArrays
 from verl_tlt.spot_worker.learner import SpotLearner
@@ -65,10 +65,9 @@ def accepted(engine, tokens):
 
 
 def test_what_the_first_rollout_chose_is_drafted_once_it_is_published(engine, first, published, stock_tokens):
-    ids, file, drafter = published
+    ids, file, _ = published
     before = accepted(engine, stock_tokens["qwen3"])
-    answer = engine.rpc("tlt_load_drafter", str(file))
-    assert answer["ok"] and combined([answer["sums"]]) == drafter.fingerprint
+    assert engine.rpc("tlt_load_drafter", str(file))["ok"] and holds(engine, file, leave_out=["lm_head.weight"])
     offsets = engine.runner.drafter.model.draft_id_to_target_id
     assert (torch.arange(SIZE) + offsets).tolist() == ids.tolist()
     assert accepted(engine, stock_tokens["qwen3"]) > before + 0.1

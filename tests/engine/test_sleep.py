@@ -8,11 +8,11 @@ import asyncio
 
 import pytest
 import torch
+from drafter_bits import live_fingerprint
 from tiny_engine import sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
 from verl_tlt.commands.doctor.engine_check import check_sleep
-from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 
 pytestmark = pytest.mark.engine
 
@@ -50,10 +50,10 @@ def engine(engine_of, models, tmp_path_factory):
 @pytest.mark.parametrize("level", [1, 2])
 def test_after_a_sync_it_decodes_and_accepts_as_before(engine, models, level):
     before = tokens_and_accepted(engine)
-    live = engine.rpc("tlt_fingerprint")
+    live = live_fingerprint(engine)
     assert sum(before[1]) > 0
     assert sync(engine, models, level=level)["ok"]
-    assert engine.rpc("tlt_fingerprint") == live
+    assert live_fingerprint(engine) == live
     assert tokens_and_accepted(engine) == before
 
 
@@ -81,8 +81,6 @@ class DoctorsEngine:
     async def every(self, method, *args):
         return [self._engine.rpc(method, *args)]
 
-    fingerprint = StandaloneEngine.fingerprint
-
     async def sleep(self, level):
         self._engine.llm.sleep(level=level)
 
@@ -107,10 +105,10 @@ def table(engine, models):
 
 def test_a_ruined_table_is_named_and_not_written_where_it_is_the_policys_too(engine, models, table):
     """No load can restore what is the policy's, so nothing is drafted with it."""
-    sound = engine.rpc("tlt_fingerprint")
-    assert sync(engine, models)["ok"] and engine.rpc("tlt_fingerprint") == sound
+    sound = live_fingerprint(engine)
+    assert sync(engine, models)["ok"] and live_fingerprint(engine) == sound
     table.zero_()
-    assert engine.rpc("tlt_fingerprint") != sound
+    assert live_fingerprint(engine) != sound
     answer = sync(engine, models)
     assert not answer["ok"] and "rotary_emb.cos_sin_cache" in answer["error"]
     assert not table.any()
@@ -120,5 +118,5 @@ def test_the_doctor_finds_out_that_a_table_did_not_survive(engine, models, table
     """vLLM keeps a model's buffers at level 2; a release that does not would leave the table as the pages are."""
     for lost, level in ((lambda: None, "ok"), (lambda: table.fill_(float("nan")), "refuse")):
         found = asyncio.run(check_sleep(DoctorsEngine(engine, models["alike"], lost)))
-        assert found.level == level and ("sleep discarded it" in found.sentence) == (level == "ok"), found
+        assert found.level == level and ("loaded again after sleep" in found.sentence) == (level == "ok"), found
     assert "cos_sin_cache" in found.sentence

@@ -22,7 +22,7 @@ from recorded import (
 )
 from safetensors.torch import load
 
-from verl_tlt.drafter import fingerprint, load_training_state
+from verl_tlt.drafter import load_training_state
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.spot_worker.merge import start_merge
 from verl_tlt.spot_worker.worker import NOSET, SpotWorker
@@ -133,7 +133,7 @@ def test_training_raises_held_out_acceptance_and_the_better_drafter_is_what_is_e
     get(pair[0].train.remote())  # ahead of the agreed version
     file = get(pair[0].export.remote(7, "bfloat16", [0.5, 0.25]))
     tensors = load(file.weights)
-    assert (file.version, file.acceptance, file.fingerprint) == (7, (0.5, 0.25), fingerprint(tensors))
+    assert (file.version, file.acceptance) == (7, (0.5, 0.25))
     for name, value in get(pair[0].versions.remote()).candidate.items():
         assert tensors[name].dtype == torch.bfloat16
         np.testing.assert_allclose(tensors[name].float().numpy(), value, rtol=2**-8)

@@ -57,7 +57,7 @@ def test_the_doctor_measures_on_this_machine(doctor):
     done, answers, home = doctor
     assert done.exit_code == 0, done.output
     said = (
-        "sleep discarded it",
+        "it was loaded again after sleep",
         "weights and buffers are as before",
         "times stock's step",
         "K=2 against off",

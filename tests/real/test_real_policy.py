@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from drafter_bits import fingerprint
 from safetensors.torch import load_file
 
 from benchmarks.lossless.__main__ import row_of
@@ -28,7 +29,6 @@ from verl_tlt.commands.child_engine import run_job
 from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.commands.warmup.evaluate import AGREE
 from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
-from verl_tlt.drafter import fingerprint
 
 pytestmark = pytest.mark.timeout(1800)
 GREEDY, DRAWN, TOKENS, DRAWS = "greedy", "drawn", 12, 160

@@ -106,7 +106,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
             driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
         for r in names:
-            driver.emit("reload", step=step, replica=r, version=version, fingerprint="f", ok=True, seconds=0.01)
+            driver.emit("reload", step=step, replica=r, version=version, ok=True, seconds=0.01)
         clock.now += 0.2
         made.rollout_s[step], made.idle_replica[step] = end - start, min(idle_from, key=idle_from.__getitem__)
         made.bubble_s[step] = sum(end - t for t in idle_from.values())

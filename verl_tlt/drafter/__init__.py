@@ -27,7 +27,6 @@ _PUBLIC = {
     "memory": ("DrafterMemory", "host_bytes", "session_bytes"),
     "evaluate": ("SequenceScore", "accept_length", "acceptance"),
     "check": ("check_drafter", "check_owner", "files_digest"),
-    "digest": ("fingerprint",),
     "mtp_write_back": ("write_back",),
     "checkpoint": (
         "from_drafter_file", "load_drafter", "load_own_head", "load_training_state", "provenance", "save_drafter",

@@ -26,7 +26,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from verl_tlt.drafter.build import config_of, default_attention, has_own_head, instantiate, make_room
 from verl_tlt.drafter.check import MAPS, PROVENANCE, TOKENIZER, check_drafter, drafter_folder, place_for, tokenizer_hash
-from verl_tlt.drafter.digest import fingerprint
 from verl_tlt.drafter.mtp_tensors import read_head
 from verl_tlt.drafter.policy import CONFIG, LONGEST_DRAFT, MTP, Fields, Model, PolicyLike, policy_shape, read_json
 from verl_tlt.drafter.tensor_file import WEIGHTS, TensorFile, not_finite, read_tensors
@@ -66,8 +65,8 @@ def serving_tensors(
     return tensors
 
 
-def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, str]:
-    """(`config.json`, bytes of `model.safetensors`, their `fingerprint`) of a drafter, to be served in `dtype`.
+def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes]:
+    """(`config.json`, bytes of `model.safetensors`) of a drafter, to be served in `dtype`.
 
     A `DrafterError` where a weight is not finite in it.
     """
@@ -76,8 +75,7 @@ def to_drafter_file(model: Eagle3DraftModel, dtype: str) -> tuple[str, bytes, st
     tensors = serving_tensors(model, getattr(torch, dtype))
     if (broken := not_finite(tensors)) is not None:
         raise DrafterError(f"The drafter's {broken} holds numbers that are not finite as {dtype}.")
-    digest = fingerprint(tensors, own_head=has_own_head(model))
-    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"}), digest
+    return model.config.to_json_string(), save(tensors, metadata={"format": "pt"})
 
 
 def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3DraftModel:

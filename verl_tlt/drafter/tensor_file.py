@@ -217,10 +217,6 @@ def stacked(name: str) -> str:
     return name
 
 
-def is_stack(group: str) -> bool:
-    return any(stack in group for _, stack in _STACKED)
-
-
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
     """(the file that lists a model's tensors, the file of each by the tensor's name); else a `DrafterError`.
 

@@ -31,7 +31,6 @@ class DrafterFile:
     version: int  # how often a drafter was published before; 0 is what the run started with
     config: str  # text of config.json
     weights: bytes  # a safetensors file in the rollout's dtype, without what vLLM shares with the policy
-    fingerprint: str  # `verl_tlt.drafter.fingerprint` of the weights
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance expected at each draft position, from held-out sequences; empty: unknown."""
 
@@ -49,7 +48,6 @@ class DrafterStatus:
     """Which drafter a server serves, as of its last load."""
 
     version: int = -1  # of the drafter that the engine serves; -1: none yet
-    fingerprint: str = ""  # of the drafter loaded last, accepted or not
     ok: bool = False  # the last load was accepted, by every rank of the engine
     seconds: float = 0.0  # duration of the last load
     error: str | None = None  # why the engine does not draft as it was asked to
@@ -133,8 +131,6 @@ class LoadReply:
 
     ok: bool  # False: the drafter is as it was, unless vLLM itself failed half way
     error: str | None = None
-    sums: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """The worker's part of the published weights' fingerprint (`drafter.digest.combined` joins all ranks')."""
     seconds: float = 0.0
     full_graphs: tuple[int, ...] | None = None
     """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""

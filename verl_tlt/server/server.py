@@ -1,7 +1,7 @@
 """verl's vLLM server and replica with a drafter: the engine's settings, drafter reloads, leaving a rollout early.
 
-After every weight sync the drafter is loaded again from this node's staged file and compared by fingerprint: vLLM's
-sleep level 2 (verl's default) discards its weights, and verl sends only the policy's. An engine that does not start
+After every weight sync the drafter is loaded again from this node's staged file: vLLM's sleep level 2
+(verl's default) discards its weights, and verl sends only the policy's. An engine that does not start
 with its drafter, or dies of it when it is calibrated, is started once more as stock verl starts it.
 """
 
@@ -20,7 +20,6 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
-from verl_tlt.drafter.digest import combined
 from verl_tlt.drafter.policy import active_share, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.ownership import make_private_dir
@@ -195,7 +194,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             if self.config.free_cache_engine:
                 await answered(self.engine, "wake up", super().wake_up())
         if self._tlt_left:  # else verl has taken the gate over meanwhile, and may have the engine asleep again
-            await self._tlt_reload()  # the drafter slept too: compare its fingerprint
+            await self._tlt_reload()  # the drafter slept too
         if self._tlt_left:
             await self._tlt_return()
 
@@ -254,7 +253,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         await self._tlt_set_drafting(not self._tlt_drafting_disabled, self._tlt_served.acceptance)
 
     async def _tlt_load(self, staged: DrafterFile) -> None:
-        """Have every rank load its node's file and compare fingerprints; `DrafterError`: it is not what was published.
+        """Have every rank load its node's file; a `DrafterError` if one of them refuses it.
 
         Whatever is raised, the engine still holds the policy, and can decode without a drafter.
         """
@@ -263,13 +262,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_served = replace(self._tlt_served, reloads=self._tlt_served.reloads + 1)
         asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
         replies = [from_plain(LoadReply, reply) for reply in await answered(self.engine, "load its drafter", asked)]
-        fingerprint = combined(reply.sums for reply in replies)
         graphs = next((reply.full_graphs for reply in replies if reply.full_graphs is not None), None)
-        self._tlt_served = replace(self._tlt_served, fingerprint=fingerprint, full_graphs=graphs)
+        self._tlt_served = replace(self._tlt_served, full_graphs=graphs)
         if bad := next((reply for reply in replies if not reply.ok), None):
             raise DrafterError(bad.error or "load failed")
-        if fingerprint != staged.fingerprint:
-            raise DrafterError(f"fingerprint {fingerprint} differs from the published {staged.fingerprint}")
 
     async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.

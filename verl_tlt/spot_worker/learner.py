@@ -320,8 +320,8 @@ class SpotLearner:
     def export(self, version: int, dtype: str, acceptance: list[float]) -> DrafterFile:
         """The candidate as vLLM loads it; a `DrafterError` where its numbers are not finite in that dtype."""
         with self._turn(), self.trainer.holding(self.versions.candidate):
-            config, weights, fingerprint = to_drafter_file(self.model, dtype)
-        return DrafterFile(version, config, weights, fingerprint, tuple(acceptance))
+            config, weights = to_drafter_file(self.model, dtype)
+        return DrafterFile(version, config, weights, tuple(acceptance))
 
     # ------------------------------------------------------------------ checkpoint
 

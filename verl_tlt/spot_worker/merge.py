@@ -112,7 +112,7 @@ def moments(optimizer: Mapping[str, dict]) -> str:
 
 
 def checksum(named: Mapping[str, torch.Tensor | np.ndarray]) -> str:
-    """CRC-32 of names and numbers: a resumption waits for it, and a `fingerprint` takes thirteen times as long."""
+    """CRC-32 of names and numbers."""
     whole = 0
     for name in sorted(named):
         value = named[name]

@@ -165,8 +165,8 @@ def first_drafter(
     version, acceptance = int(resumed.get("version", 0)), tuple(facts.get("acceptance", ()))
 
     def file(as_dtype: str) -> DrafterFile:
-        text, weights, fingerprint = to_drafter_file(model, as_dtype)
-        return DrafterFile(version, text, weights, fingerprint, acceptance)
+        text, weights = to_drafter_file(model, as_dtype)
+        return DrafterFile(version, text, weights, acceptance)
 
     trainable = file("float32")
     return FirstDrafter(

@@ -1,4 +1,4 @@
-"""Methods that verl-tlt adds to vLLM's worker: load a drafter into the running engine, fingerprint it, skip its pass.
+"""Methods that verl-tlt adds to vLLM's worker: load a drafter into the running engine, skip its pass.
 
 vLLM mixes `TLTWorkerExtension` into its worker, so each method can be called with `collective_rpc`, which runs between
 two engine steps: a drafter is replaced without draining the engine. Draft KV computed before a swap goes stale, which
@@ -24,7 +24,6 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter.checkpoint import staged_weights
-from verl_tlt.drafter.digest import Sums, fingerprint, own_shards, partial_sums
 from verl_tlt.drafter.tensor_file import TensorFile, not_finite, stacked
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import LoadReply
@@ -62,7 +61,6 @@ class LiveDrafter:
         self._shards: int = vllm_config.parallel_config.tensor_parallel_size
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
-        self._own_head = _has_own_head(Path(vllm_config.speculative_config.model))
         self._finite: tuple[int, ...] | None = None
         """Version of the last file whose numbers were all finite."""
 
@@ -72,8 +70,8 @@ class LiveDrafter:
         parts = {name for name, p in self.model.named_parameters() if id(p) in policys}
         return tuple(part for part in ("embed_tokens", "lm_head") if any(part in name for name in parts))
 
-    def load(self, file: Path | None) -> Sums:
-        """Write a file's weights into the drafter; returns this rank's part of the fingerprint of what is live then.
+    def load(self, file: Path | None) -> None:
+        """Write a file's weights into the drafter.
 
         `file`: safetensors in speculators' or vLLM's names, or in the policy's for its MTP head, beside its
         config.json; None: what the server of this node staged. The policy's own tensors are never written. Under a
@@ -90,12 +88,9 @@ class LiveDrafter:
             tensors = self._accepted(file, rank)
         with self._together("could not write the drafter"):
             self._copy(tensors)
-            own_head = _has_own_head(file.parent)
             rows = self._policys_rows() if _is_cut(tensors) else None
-        self._own_head = own_head
         if rows is not None:
             self._write_head(rows)
-        return partial_sums(own_shards(self._own_parameters(), tensors, rank, self._shards), own_head=self._own_head)
 
     def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
         """What the file has for this rank, checked; `DrafterError` or whatever reading it raises."""
@@ -129,10 +124,6 @@ class LiveDrafter:
 
         device = next(self.model.parameters()).device
         return not tensor_model_parallel_all_reduce(torch.full((1,), float(not here), device=device)).any()
-
-    def fingerprint(self) -> str:
-        """Fingerprint of all that is live on this rank, weights and buffers."""
-        return fingerprint(self._own_parameters() | self._buffers(), own_head=self._own_head)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The drafter's buffers by name, persistent or not, the policy's among them."""
@@ -292,7 +283,7 @@ def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 class TLTWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension with four methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
+    """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
 
     tlt_drafter: LiveDrafter | None = None
     tlt_broken: BrokenDrafts | None = None
@@ -330,7 +321,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         if self.tlt_drafter is None:  # a pipeline stage without the drafter
             return asdict(LoadReply(ok=True))
         try:
-            sums = self.tlt_drafter.load(Path(path) if path else None)
+            self.tlt_drafter.load(Path(path) if path else None)
             if self.tlt_broken is not None:
                 self.tlt_broken.drafter_loaded()
         except Exception as error:
@@ -339,10 +330,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             return asdict(LoadReply(ok=False, error=text))
         seconds = time.perf_counter() - start
         graphs = captured_lengths(self.model_runner, self.tlt_lengths)
-        return asdict(LoadReply(ok=True, sums=sums, seconds=seconds, full_graphs=graphs))
-
-    def tlt_fingerprint(self) -> str:
-        return "" if self.tlt_drafter is None else self.tlt_drafter.fingerprint()
+        return asdict(LoadReply(ok=True, seconds=seconds, full_graphs=graphs))
 
     def tlt_set_drafting(self, enabled: bool) -> str | None:
         return drafter_pass.set_drafting(self.model_runner, enabled)

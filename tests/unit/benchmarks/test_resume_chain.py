@@ -10,8 +10,8 @@ from verl_tlt.messages.training import Resumed
 from verl_tlt.trace.events import LoadSample, Phase, Publish, Reload, RunStarted, TraceWriter
 
 HELD = Resumed(40, "aa", "bb", "cc", "dd")
-WANT = Saved(3, 2, 3, "ee", "ii", HELD)
-PAST = {"version": 2, "served": "ee", "initial": "ii", "steps": 40}
+WANT = Saved(3, 2, 3, HELD)
+PAST = {"version": 2, "steps": 40}
 
 
 def phase(name, step):
@@ -63,12 +63,12 @@ def test_what_a_worker_logs_is_read_back():
     assert held_by("spot worker a goes on from /x: it holds no training") == []
 
 
-def reload(step, version, fingerprint):
-    return Reload(t=1.0, step=step, replica="a", version=version, fingerprint=fingerprint, ok=True)
+def reload(step, version):
+    return Reload(t=1.0, step=step, replica="a", version=version, ok=True)
 
 
 def test_a_resumption_with_everything_of_one_step_is_equal():
-    found = judge(WANT, PAST, 4, [HELD, HELD], [reload(4, 2, "ee"), reload(5, 3, "ff")])
+    found = judge(WANT, PAST, 4, [HELD, HELD], [reload(4, 2), reload(5, 3)])
     assert set(found.values()) == {True}
     assert judge(WANT, PAST, 4, [HELD, HELD], [])["engines"] is None, "it was killed before they said so"
 
@@ -78,17 +78,16 @@ def test_a_resumption_with_everything_of_one_step_is_equal():
     [
         ("step", {"step0": 5}),
         ("version", {"past": {**PAST, "version": 1}}),
-        ("engines", {"reloads": [reload(4, 2, "old")]}),
+        ("engines", {"reloads": [reload(4, 1)]}),
         ("optimizer", {"held": [HELD, Resumed(40, "aa", "bb", "cc", "other")]}),
         ("candidate", {"held": [HELD, Resumed(40, "xx", "bb", "cc", "dd")]}),
-        ("gate_initial", {"past": {**PAST, "initial": "served since"}}),
         ("gate_initial", {"held": [HELD, Resumed(40, "aa", "bb", "bb", "dd")]}),
         ("optimizer_steps", {"past": {**PAST, "steps": 41}}),
         ("all_workers_said", {"held": [HELD]}),
     ],
 )
 def test_anything_of_another_step_shows(wrong, change):
-    case = {"past": PAST, "step0": 4, "held": [HELD, HELD], "reloads": [reload(4, 2, "ee")], **change}
+    case = {"past": PAST, "step0": 4, "held": [HELD, HELD], "reloads": [reload(4, 2)], **change}
     found = judge(WANT, case["past"], case["step0"], case["held"], case["reloads"])
     assert {name for name, value in found.items() if value is False} == {wrong}
 
@@ -98,22 +97,22 @@ def test_what_a_killed_job_published_after_the_save_is_not_what_was_saved(tmp_pa
     clock = iter(range(1000))
     trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
 
-    def step(number, version, fingerprint, trained):
+    def step(number, version, trained):
         trace.emit(
             "session", step=number, replica="a", worker="a", start=float(next(clock)), end=0.0, steps=trained,
             tokens=9, outcome="stopped",
         )  # fmt: skip
         trace.emit("publish", step=number, version=version, decision="published")
-        trace.emit("reload", step=number, replica="a", version=version, fingerprint=fingerprint, ok=True)
+        trace.emit("reload", step=number, replica="a", version=version, ok=True)
 
     trace.emit("run", step0=1, replicas=["a", "b"])
-    step(1, 1, "one", trained=5)
-    step(2, 2, "lost", trained=7)
-    assert history(read_trace(tmp_path), 2) == {"version": 1, "served": "one", "initial": None, "steps": 12}
+    step(1, 1, trained=5)
+    step(2, 2, trained=7)
+    assert history(read_trace(tmp_path), 2) == {"version": 1, "steps": 12}
     trace.emit("run", step0=3, replicas=["a", "b"])
-    step(3, 2, "two", trained=4)
-    step(4, 3, "three", trained=1)
-    assert history(read_trace(tmp_path), 4) == {"version": 2, "served": "two", "initial": None, "steps": 17}
+    step(3, 2, trained=4)
+    step(4, 3, trained=1)
+    assert history(read_trace(tmp_path), 4) == {"version": 2, "steps": 17}
 
 
 def test_what_a_cold_start_published_is_saved_with_its_step(tmp_path):

@@ -144,7 +144,7 @@ def test_disabled_speculation_and_failures_are_told(tmp_path, writer):
     writer.emit("stopped", step=4, cause="accept length of 1.02")
     writer.emit("stopped", step=30, cause="")
     writer.emit("session", step=4, replica="a", start=1.0, end=2.0, outcome="failed", error="out of memory")
-    writer.emit("reload", step=4, replica="a", version=3, fingerprint="f", ok=False)
+    writer.emit("reload", step=4, replica="a", version=3, ok=False)
     writer.emit("step", step=4, metrics={"tlt/errors": 2.0})
     (tmp_path / "more.jsonl").write_text("half a line")
     assert {

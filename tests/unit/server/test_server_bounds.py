@@ -12,7 +12,6 @@ from made_server import Engine, make_server
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter.digest import combined
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
@@ -111,7 +110,7 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
 
     fine = {"tlt_load_drafter": [asdict(LoadReply(ok=True))], "tlt_set_drafting": [None], "control": {}}
     server.engine, server.tlt = Engine(**{**fine, method: fail}), TLTConfig.from_dict({})
-    server._tlt_staged = DrafterFile(0, "{}", b"", combined([{}]))
+    server._tlt_staged = DrafterFile(0, "{}", b"")
     if method == "control" and not dies:  # what an engine that answers does not do with the switch
         monkeypatch.setattr(engine_calls, "SCHEDULER_S", BOUND_S)
         await server._tlt_reload()

@@ -20,7 +20,7 @@ PHASE = {"step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
 
 def test_a_record_is_written_and_read_as_it_is(tmp_path):
     session = Session(**vars(SessionResult("stopped", steps=3)), t=1.0, step=1, replica="a", start=0.0, end=1.0)
-    status = DrafterStatus(version=2, fingerprint="f", ok=True, full_graphs=(1, 3), acceptance=(0.5, 0.25))
+    status = DrafterStatus(version=2, ok=True, full_graphs=(1, 3), acceptance=(0.5, 0.25))
     reload = Reload(**vars(status), t=2.0, step=1, replica="a")
     writer = TraceWriter(tmp_path, "trainer")
     writer.add(session)
@@ -45,7 +45,7 @@ def test_the_texts_of_a_trace_are_names_settings_and_sentences():
     fields = [field for event in EVENT_TYPES.values() for field in get_type_hints(event).items()]
     texts = {name for name, kind in fields if re.search(r"\bstr\b", str(kind))}
     names = {"kind", "name", "replica", "replicas", "standalone", "inflight", "metrics", "tau"}
-    settings = {"config", "versions", "policy", "drafter", "fingerprint", "hardware"}
+    settings = {"config", "versions", "policy", "drafter", "hardware"}
     assert texts - names - settings == {"error", "reason", "cause", "off"}
 
 

@@ -128,7 +128,7 @@ class FakeFleet:
 
     def drafter_statuses(self):
         self._call("drafter_statuses")
-        return {name: DrafterStatus(version=v, fingerprint="f", ok=True) for name, v in self.loaded.items()}
+        return {name: DrafterStatus(version=v, ok=True) for name, v in self.loaded.items()}
 
     def engine_stats(self):
         self._call("engine_stats")

@@ -48,7 +48,7 @@ def test_a_step_in_which_nobody_drafted_says_why_and_the_next_does_not(log, tmp_
 
 
 def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(log):
-    new = DrafterStatus(version=3, fingerprint="f", ok=True, seconds=0.2)
+    new = DrafterStatus(version=3, ok=True, seconds=0.2)
     log.reloaded(1, {"new": new, "old": dataclasses.replace(new, version=2)}, wanted=3)
     metrics = log.finish(1, {})
     assert metrics["tlt/drafter_version"] == 2.0

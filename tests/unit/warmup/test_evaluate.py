@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafter_bits import fingerprint
 from rich.console import Console
 
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate, report
 from verl_tlt.commands.warmup.prompts import PromptForm, load_tokenizer, read_prompts
-from verl_tlt.drafter import build_drafter, fingerprint, load_drafter, save_drafter, serving_tensors
+from verl_tlt.drafter import build_drafter, load_drafter, save_drafter, serving_tensors
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
 

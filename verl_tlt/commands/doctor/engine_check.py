@@ -108,27 +108,24 @@ def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
 
 
 async def check_sleep(engine: StandaloneEngine) -> Finding:
-    """Whether the drafter is the same after verl's deepest sleep, where the engine has one, and a reload.
+    """Whether the drafter can be loaded again after verl's deepest sleep, where the engine has one.
 
     The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
     """
     assert engine.drafter is not None
-    what, slept = "drafter after sleep", "the engine has no sleep mode"
-    sleeps, before = engine.llm.model_config.enable_sleep_mode, await engine.fingerprint()
+    what, sleeps = "drafter after sleep", engine.llm.model_config.enable_sleep_mode
     if sleeps:
         await engine.llm.sleep(level=2)
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-        slept = "sleep kept it" if await engine.fingerprint() == before else "sleep discarded it"
     answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
     replies = [from_plain(LoadReply, answer) for answer in answers]
-    after = next((reply.error for reply in replies if reply.error), None) or await engine.fingerprint()
     if sleeps:
         await engine.llm.wake_up(tags=["kv_cache"])
-    if after != before or not before:
-        return Finding("refuse", what, f"The drafter was not the same after a reload: {after or 'unknown'}.")
-    reload = f"after a reload ({max(reply.seconds for reply in replies):.2f} s) its weights and buffers are as before"
-    return Finding("ok", what, f"{slept}; {reload}")
+    if error := next((reply.error for reply in replies if not reply.ok), None):
+        return Finding("refuse", what, f"The drafter could not be loaded again: {error}")
+    slept = "after sleep" if sleeps else "(the engine has no sleep mode)"
+    return Finding("ok", what, f"it was loaded again {slept} in {max(reply.seconds for reply in replies):.2f} s")
 
 
 async def check_waking(engine: StandaloneEngine) -> Finding:

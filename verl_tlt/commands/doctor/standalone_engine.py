@@ -99,10 +99,6 @@ class StandaloneEngine:
         """Call every worker; all answers, in the order of ranks."""
         return list(await answered(self.llm, f"answer {method}", self.llm.collective_rpc(method, args=args)))
 
-    async def fingerprint(self) -> str:
-        """Fingerprint of the live drafter: those of all ranks that have one."""
-        return " ".join(filter(None, await self.every("tlt_fingerprint")))
-
     async def step_seconds(self, batch: int, tokens: int = 64) -> float:
         """Wall-clock seconds of a step of `batch` requests: a long decode less a short one, by token."""
         prompts = [[(7 * i + 13 * j) % (self.vocab_size - 1) + 1 for j in range(PROMPT_TOKENS)] for i in range(batch)]

@@ -64,7 +64,7 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
     drafter = _load(options, prompts)
     method = drafter.config.speculators_model_type
-    config, weights, _ = to_drafter_file(drafter, "float32")
+    config, weights = to_drafter_file(drafter, "float32")
     with engine.make_bars(console) as bars, scratch() as folder:
         staged, served_by = folder / "drafter", options
         stage(config, weights, staged)
