@@ -25,7 +25,7 @@ from benchmarks.gpu.parts import machine
 from demo.machine import find_dtype
 from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
-from verl_tlt.files.ownership import replacing
+from verl_tlt.files.disk import replacing
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 CALIBRATION_S = 600.0

@@ -97,10 +97,9 @@ def nan_weights(original: Original, server: Any, drafter: Any) -> Any:
 
 
 def nan_live(original: Original, drafter: Any, file: Path) -> Any:
-    """A worker's drafter becomes NaN after its file was checked, loaded and summed."""
-    sums = original(drafter, file)
+    """A worker's drafter becomes NaN after its file was checked and loaded."""
+    original(drafter, file)
     drafter.model.get_parameter("model.fc.weight").data.fill_(float("nan"))
-    return sums
 
 
 def truncate(original: Original, server: Any, *args: Any) -> Any:
@@ -108,24 +107,6 @@ def truncate(original: Original, server: Any, *args: Any) -> Any:
     file = server._tlt_dir / "drafter" / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)
     return original(server, *args)
-
-
-def truncate_in_read(original: Original, file: Path, *args: Any) -> Any:
-    """The staged file is emptied when a worker has read its first tensor."""
-    from verl_tlt.drafter.tensor_file import TensorFile
-
-    read = TensorFile.get_tensor
-
-    def read_and_empty(reader: TensorFile, name: str) -> Any:
-        found = read(reader, name)
-        os.truncate(file, 0)
-        return found
-
-    TensorFile.get_tensor = read_and_empty  # type: ignore[method-assign]
-    try:
-        return original(file, *args)
-    finally:
-        TensorFile.get_tensor = read  # type: ignore[method-assign]
 
 
 def full_store(original: Original, *args: Any, **kwargs: Any) -> Any:

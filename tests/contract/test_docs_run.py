@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
 from doc_commands import PLACEHOLDER, arguments_of, commands, file_of, script_commands  # noqa: E402
 from made_run import make_run  # noqa: E402
-from policy_config import POLICY  # noqa: E402
+from policy_config import write_policy  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from verl_tlt.commands.cli import app  # noqa: E402
@@ -114,8 +114,7 @@ def placeholders(tmp_path_factory):
     root = tmp_path_factory.mktemp("reader")
     make_run(root / "run" / "tlt_trace")
     policy = root / "toy"  # what the run's trace calls it
-    policy.mkdir()
-    (policy / "config.json").write_text(json.dumps(POLICY | {"max_position_embeddings": 2048}))
+    write_policy(policy, max_position_embeddings=2048)
     data = [f"data.{kind}_files={one_row(root / 'train.parquet')}" for kind in ("train", "val")]
     recipe = ["actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.model.path={policy}", *data]
     traced = [str(root / "run" / "tlt_trace")]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from one_row import one_row
-from policy_config import POLICY
+from policy_config import write_policy
 
 # What a process without the flag sees of verl: the composed config before and after validation, and the registries.
 FACTS = """
@@ -75,8 +75,7 @@ ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
 def place(tmp_path_factory):
     """A policy, a data file and a config of the user's own."""
     path = tmp_path_factory.mktemp("activation")
-    (path / "policy").mkdir()
-    (path / "policy" / "config.json").write_text(json.dumps(POLICY))
+    write_policy(path / "policy")
     one_row(path / "data.parquet")
     (path / "mine.yaml").write_text(MINE)
     return path

@@ -1,4 +1,4 @@
-"""A real server whose engine loses its drafter's file while it reads it, and then is killed while it reloads."""
+"""A real server whose drafter's file is cut short before a reload, and whose engine is killed in the next one."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_we
 
 pytestmark = pytest.mark.engine
 
-TRUNCATED = replace(next(fault for fault in FAULTS if fault.action == "truncate_in_read"), step=1)
+TRUNCATED = replace(next(fault for fault in FAULTS if fault.action == "truncate"), step=1)
 KILLED = replace(ENGINE_KILLED, step=2)
 SOON_S = 120.0
 """Seconds for calls that once waited forever; they take one or two on a free machine."""
@@ -48,7 +48,7 @@ def server(tmp_path_factory):
             ray.kill(actor)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_costs_one_rollouts_drafts(server):
+def test_a_file_that_is_cut_short_costs_one_rollouts_drafts(server):
     import ray
 
     server, begin = server

@@ -129,7 +129,7 @@ def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, model
     path, tensors = tmp_path / "model.safetensors", load_file(weights(models, "bad"))
     sentence = {
         "missing": "does not exist",
-        "truncated": "is no complete safetensors file",
+        "truncated": "is not a complete safetensors file",
         "lacks": "lacks fc.weight, which the served drafter has",
         "surplus": "holds layers.1.mlp.down_proj.weight, which the served drafter does not have",
         "shape": f"fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]",

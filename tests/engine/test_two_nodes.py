@@ -8,7 +8,7 @@ import pytest
 from recorded import ENVIRONMENT, end_ray
 
 from verl_tlt.drafter.checkpoint import stage
-from verl_tlt.files.ownership import make_private_dir
+from verl_tlt.files.disk import make_private_dir
 from verl_tlt.messages.rollout import DrafterFile
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]

@@ -1,14 +1,12 @@
-"""A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk; other users."""
+"""A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk."""
 
-import json
 import logging
-import os
 
 import pytest
 from made_run import MadeRun, make_run
 from omegaconf import OmegaConf
 from one_row import one_row
-from policy_config import POLICY
+from policy_config import write_policy
 
 
 @pytest.fixture
@@ -22,9 +20,7 @@ def said(monkeypatch, caplog):
 @pytest.fixture
 def recipe(tmp_path):
     """A runnable recipe with the flag set; struct mode as Hydra sets it."""
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    (policy / "config.json").write_text(json.dumps(POLICY))
+    policy = write_policy(tmp_path / "policy")
     one_row(tmp_path / "train.parquet")
     config = OmegaConf.create(
         {
@@ -67,38 +63,3 @@ def recipe(tmp_path):
 def made_run(tmp_path_factory) -> MadeRun:
     """A finished run of six RL steps; do not write into its directory."""
     return make_run(tmp_path_factory.mktemp("made") / "trace")
-
-
-STRANGER = 54321
-
-
-@pytest.fixture
-def everybodys(tmp_path):
-    """A directory like /tmp."""
-    path = tmp_path / "everybodys"
-    path.mkdir()
-    path.chmod(0o1777)
-    return path
-
-
-@pytest.fixture
-def give_away(monkeypatch):
-    """Makes a path, with all below it, another user's."""
-    given = set()
-    lstat = os.lstat
-
-    def stranger(path, **kwargs):
-        found = list(lstat(path, **kwargs))
-        if os.path.abspath(path) in given:
-            found[4] = STRANGER
-        return os.stat_result(found)
-
-    def give(path):
-        for place in (path, *path.rglob("*")):
-            if os.geteuid() == 0:
-                os.chown(place, STRANGER, -1, follow_symlinks=False)
-            else:  # only root can: the system's answer about this one path is changed
-                given.add(os.path.abspath(place))
-                monkeypatch.setattr(os, "lstat", stranger)
-
-    return give

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter.check import check_config, check_drafter, read_config
+from verl_tlt.drafter.check import check_config, check_drafter
+from verl_tlt.drafter.head_config import read_config
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
 from verl_tlt.drafter.policy import (
     CONFIG,

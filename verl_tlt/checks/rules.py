@@ -31,7 +31,7 @@ from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.drafter.check import place_for
 from verl_tlt.drafter.policy import first_line
 from verl_tlt.errors import TLTError
-from verl_tlt.files.ownership import check_writable, matching
+from verl_tlt.files.disk import check_writable, matching
 from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for

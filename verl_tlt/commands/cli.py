@@ -24,7 +24,7 @@ try:
         finite,
         takes_options,
     )
-    from verl_tlt.files.ownership import check_writable
+    from verl_tlt.files.disk import check_writable
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
 

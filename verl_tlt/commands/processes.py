@@ -30,7 +30,6 @@ from types import FrameType
 import psutil
 
 from verl_tlt.errors import TLTError
-from verl_tlt.files.ownership import open_to_append
 
 PR_SET_CHILD_SUBREAPER = 36
 TERM_S = 8.0
@@ -80,7 +79,7 @@ class ProcessTree:
         _adopt_orphans(True)
         own = {**env, "TMPDIR": str(self._leftovers.folder)}
         try:
-            with os.fdopen(open_to_append(log), "ab") as out:
+            with log.open("ab") as out:
                 self.process = subprocess.Popen(
                     argv, env=own, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
                 )

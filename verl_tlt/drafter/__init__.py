@@ -26,7 +26,7 @@ _PUBLIC = {
     "train": ("DrafterTrainer", "StepResult", "TrainSummary", "train_until", "trainable_parameters"),
     "memory": ("DrafterMemory", "host_bytes", "session_bytes"),
     "evaluate": ("SequenceScore", "accept_length", "acceptance"),
-    "check": ("check_drafter", "check_owner", "files_digest"),
+    "check": ("check_drafter", "files_digest"),
     "mtp_write_back": ("write_back",),
     "checkpoint": (
         "from_drafter_file", "load_drafter", "load_own_head", "load_training_state", "provenance", "save_drafter",

@@ -12,14 +12,14 @@ import itertools
 import math
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from verl_tlt.drafter.head_config import config_of, layer_fields, library_fields
 from verl_tlt.drafter.policy import (
     MTP,
     DrafterError,
-    Fields,
     PolicyLike,
     aux_layers_for,
     check_aux_layers,
@@ -27,7 +27,6 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     unsupported,
 )
-from verl_tlt.drafter.schema import layer_fields, library_fields
 
 BY_DOCUMENT = "tlt_by_document"
 """Attention over a packed row, one document at a time: for transformers' `_attn_implementation`, on a CPU.
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     import numpy as np
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.models.mtp.config import MTPSpeculatorConfig
-    from transformers import LlamaConfig
 
 
 def default_attention(device: torch.device | str) -> str:
@@ -84,28 +82,6 @@ def drafter_config(
         "speculators_config": library_fields("eagle3", shape),
     }
     return config_of(fields)
-
-
-def config_of(fields: Fields) -> Any:
-    """The config of speculators that a drafter's `config.json` with these fields is read as."""
-    from speculators import SpeculatorModelConfig
-
-    if fields["speculators_model_type"] != MTP:
-        fields = {**fields, "transformer_layer_config": _layer_class()(**fields["transformer_layer_config"])}
-    return SpeculatorModelConfig.from_dict(fields)
-
-
-@cache
-def _layer_class() -> type[LlamaConfig]:
-    from transformers import LlamaConfig
-
-    class Layer(LlamaConfig):
-        """`LlamaConfig` for any number of heads: with a `head_dim` they need not divide the hidden size."""
-
-        def validate_architecture(self) -> None:
-            """Nothing to validate: `head_dim` is always given."""
-
-    return Layer
 
 
 def build_drafter(

@@ -1,49 +1,50 @@
-"""Whether a directory holds a drafter for a policy: read from config, headers and index tables, without torch.
+"""Whether a directory holds a drafter for a policy: read from its config, the headers of its files, and index tables.
 
 Every mismatch is one sentence that names file and field, because vLLM's own answer to most of them is a shape error
 deep in a worker, or silence and an accept length of 1.
 """
 
 import hashlib
-import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_tlt.drafter.mtp_tensors import head_files, layer_shapes
+from verl_tlt.drafter.head_config import LAYER, check_kind, config_of, is_flat, read_config
+from verl_tlt.drafter.mtp_tensors import head_files
 from verl_tlt.drafter.policy import (
     CONFIG,
     MTP,
-    NUM_AUX,
     Fields,
     Model,
     NotHereError,
     PolicyLike,
+    first_line,
     folder,
     is_name,
     policy_shape,
     read_json,
 )
-from verl_tlt.drafter.schema import check_kind, is_other_layout
-from verl_tlt.drafter.schema import read_config as read_config
-from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, TensorFile, headers, plain, tensor_files
+from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, headers, opened, plain, tensor_files
 from verl_tlt.errors import DrafterError
-from verl_tlt.files.ownership import SEAL, TRUSTED_MOUNT, expanded, other_owner, sealed
+from verl_tlt.files.disk import expanded
+
+logger = logging.getLogger(__name__)
 
 PROVENANCE = "provenance.json"
-TOKENIZER = "tokenizer_sha256"
-"""Key in `provenance.json`: the vocabulary the drafter was trained for."""
+TOKENIZER = "tokenizer"
+"""Key in `provenance.json`: the vocabulary that the drafter was trained for (`tokenizer_facts`)."""
 MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
 """Tensors of a pruned draft vocabulary, and their types: [DV] target id less draft id, [V] whether a token is kept."""
-_SAVED = {CONFIG, WEIGHTS, PROVENANCE, SEAL, "README.md", "training", "training_state.pt"}
+_SAVED = {CONFIG, WEIGHTS, PROVENANCE, "seal", "README.md", "training", "training_state.pt"}
 """Names of all that verl-tlt saves, or has ever saved, with a drafter."""
 _NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
-_NOT_READ_ELSEWHERE = ("embed_tokens.", "rotary_emb.")
-"""Parts of names of such tensors in other layouts than speculators'; their embedding is the policy's, frozen."""
+_NOT_READ_FLAT = ("embed_tokens.", "rotary_emb.")
+"""Parts of names of such tensors in a flat layout, whose embedding is the policy's, frozen."""
 
 
 class CheckedDrafter(NamedTuple):
@@ -55,32 +56,22 @@ class CheckedDrafter(NamedTuple):
     tensors: dict[str, Header]  # where each tensor is, by speculators' names; an MTP head's by the policy's
 
 
-def check_drafter(
-    directory: Model, policy: PolicyLike, min_context: int = 0, also_owner: int | None = None
-) -> CheckedDrafter:
+def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) -> CheckedDrafter:
     """Check that `directory` holds a complete drafter that fits `policy`; a `DrafterError` says what does not.
 
     A drafter is an EAGLE-3 head in the layout of speculators, SpecForge or SafeAILab, or the policy's MTP head.
     `min_context`: longest prompt, response and draft to serve, in tokens; a shorter `max_position_embeddings` is no
-    obstacle where the RoPE is computed: `load_drafter` makes it longer. `also_owner`: user id of one more owner to
-    trust.
+    obstacle where the RoPE is computed: `load_drafter` makes it longer.
     """
     path = drafter_folder(directory)
-    check_owner(path, also_owner)
     shape, config = policy_shape(policy), read_json(path / CONFIG)
     if config.get("speculators_model_type") == MTP:
         drafter = CheckedDrafter(MTP, {}, head_files(path, shape))
     else:
-        staged = read_config(path, shape, min_context)
-        drafter = CheckedDrafter("eagle3", staged, _check_tensors(path, staged, is_other_layout(config)))
-    file = path / PROVENANCE
-    if isinstance(policy, str | os.PathLike) and file.is_file():  # equal sizes do not make equal tokens
-        trained_for, present = read_json(file).get(TOKENIZER), tokenizer_hash(policy)
-        if trained_for and present and trained_for != present:
-            raise DrafterError(
-                f"{file}: {TOKENIZER}={trained_for}, but the vocabulary of {Path(policy) / 'tokenizer.json'} is "
-                f"{present}: this drafter was trained for another tokenizer."
-            )
+        check_config(path)
+        drafter = _check_eagle3(path, read_config(path, shape, min_context), is_flat(config))
+    if isinstance(policy, str | os.PathLike) and (path / PROVENANCE).is_file():  # equal sizes do not make equal tokens
+        _check_tokenizer(path / PROVENANCE, policy)
     return drafter
 
 
@@ -91,29 +82,9 @@ def check_config(path: Path) -> str:
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3", MTP):
         raise DrafterError(f"{file} is no EAGLE-3 drafter: its speculators_model_type is {kind!r}.")
-    try:
-        if kind is None:
-            check_kind(config, file)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DrafterError(f"{file} is no EAGLE-3 drafter: {type(error).__name__}, {error}.") from error
+    if kind is None:
+        check_kind(config, file)
     return kind or "eagle3"
-
-
-def check_owner(drafter: Model, also: int | None = None) -> None:
-    """Raise a `DrafterError` where others than this user, root and user `also` can have put a file of the drafter."""
-    path = drafter_folder(drafter)
-
-    def reason_in(names: Iterable[str]) -> str | None:
-        return next((reason for name in names if (reason := other_owner(path / name, also))), None)
-
-    reason = reason_in((CONFIG, PROVENANCE, WEIGHTS, INDEX))
-    if reason is None and os.path.isfile(path / INDEX):
-        reason = reason_in(sorted(set(tensor_files(path)[1].values())))
-    if reason and not sealed(path):
-        raise DrafterError(
-            f"{path} may be another user's drafter: {reason}; copy it to a place of your own, or see "
-            f"{TRUSTED_MOUNT} in docs/design.md."
-        )
 
 
 def place_for(directory: Model, key: str, replaces: bool = False, others: Iterable[str | None] = ()) -> Path:
@@ -150,96 +121,102 @@ def drafter_folder(drafter: Model) -> Path:
 # ------------------------------------------------------------------ its tensors
 
 
-def _check_tensors(directory: Path, config: Fields, other_layout: bool) -> dict[str, Header]:
-    """A drafter's tensors by speculators' names; `other_layout`: the files use SafeAILab's or SpecForge's names.
+def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter:
+    """An EAGLE-3 head whose tensors are those of the network of `config`, which is in speculators' form.
 
-    A `DrafterError` for the first that is missing, unknown, or not as `config` asks for, which is in speculators' form.
+    `flat`: the files use SafeAILab's or SpecForge's names. A `DrafterError` for the first tensor that is missing,
+    unknown, or of another shape or type.
     """
     listing, owners = tensor_files(directory)
     names: dict[str, str] = {}  # name in the files, by speculators' name
     for name in owners:
-        usual = plain(name) if other_layout else name
-        if usual.startswith(_NOT_READ) or (other_layout and any(part in usual for part in _NOT_READ_ELSEWHERE)):
+        usual = plain(name) if flat else name
+        if usual.startswith(_NOT_READ) or (flat and any(part in usual for part in _NOT_READ_FLAT)):
             continue
         if usual in names:
             raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
         names[usual] = name
     in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
     tensors = {usual: in_files[name] for usual, name in names.items()}
-    vocab, hidden = (config["transformer_layer_config"][size] for size in ("vocab_size", "hidden_size"))
-    needed = _eagle3_shapes(config)
-    optional = {"embed_tokens.weight": [vocab, hidden], "lm_head.weight": [vocab, hidden]}  # copies of the policy's
-    if "d2t" in needed:
-        optional["t2d"] = [vocab]
-    shapes = {name: shape for name, shape in optional.items() if name in tensors} | needed
+    if flat:
+        config = {**config, "own_head": "lm_head.weight" in tensors}
+    shapes = _shapes(config, directory / CONFIG)
+    drafted, vocab = config["draft_vocab_size"], config[LAYER]["vocab_size"]
+    optional = {"embed_tokens.weight", "t2d"}
+    if drafted == vocab and not config.get("own_head"):
+        optional.add("lm_head.weight")  # a copy of the policy's
     for name, shape in shapes.items():
-        if name not in tensors:
+        if name in tensors:
+            tensors[name].must_be(shape, CONFIG, MAPS.get(name, FLOATS))
+        elif name not in optional:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
-        tensors[name].must_be(shape, CONFIG, MAPS.get(name, FLOATS))
     if unknown := sorted(tensors.keys() - shapes.keys() - MAPS.keys()):
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
     if "d2t" in tensors:
-        _check_maps(tensors, config["draft_vocab_size"], vocab)
-    return tensors
+        _check_maps(tensors, drafted, vocab)
+    return CheckedDrafter("eagle3", config, tensors)
 
 
-def _eagle3_shapes(config: Fields) -> dict[str, list[int]]:
-    """Shapes of all tensors an EAGLE-3 head of this config has, without those that vLLM may share with the policy."""
-    layer = config["transformer_layer_config"]
-    hidden, inner = layer["hidden_size"], layer["intermediate_size"]
-    queries, keys = (layer[heads] * layer["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
-    shapes = {
-        "fc.weight": [hidden, NUM_AUX * hidden],
-        "norm.weight": [hidden],
-        "layers.0.hidden_norm.weight": [hidden],
-        **layer_shapes("layers.0.", "layers.0.mlp.", hidden, inner, queries, keys, reads=2 * hidden),
-    }
-    if layer["attention_bias"]:
-        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-        shapes |= {f"layers.0.self_attn.{name}.bias": [width] for name, width in widths.items()}
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_AUX)}
-    if config["norm_before_fc"]:
-        shapes["input_norm.weight"] = [NUM_AUX * hidden]
-    draft_vocab, vocab = config["draft_vocab_size"], layer["vocab_size"]
-    if draft_vocab != vocab or config.get("own_head"):
-        shapes["lm_head.weight"] = [draft_vocab, hidden]
-    if draft_vocab != vocab:
-        shapes["d2t"] = [draft_vocab]
-    return shapes
+def _shapes(config: Fields, file: Path) -> dict[str, list[int]]:
+    """Shapes of the network's tensors by name, from speculators' own model, which is built without memory."""
+    import torch
+
+    from verl_tlt.drafter.build import instantiate
+
+    try:
+        with torch.device("meta"):
+            state: Mapping[str, Any] = instantiate(config_of(config), "eager").state_dict()
+    except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
+        raise DrafterError(f"{file} describes no drafter that can be built: {first_line(error)}.") from error
+    return {name: list(tensor.shape) for name, tensor in state.items() if not name.startswith(_NOT_READ)}
 
 
 def _check_maps(tensors: Mapping[str, Header], drafted: int, vocab: int) -> None:
     """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i ascend, and t2d, if there, marks the same."""
     file = tensors["d2t"].file
-    if tensors["d2t"].shape != [drafted] or tensors["d2t"].kind not in MAPS["d2t"]:
-        raise DrafterError(f"{file}: d2t must hold {drafted} whole numbers, as {CONFIG} asks for.")
+    tensors["d2t"].must_be([drafted], CONFIG, MAPS["d2t"])
     offsets = _array(tensors["d2t"]).astype(np.int64)  # [DV]
-    ids = np.arange(len(offsets))
-    tokens = ids + offsets
-    wrong = (offsets < -ids) | (offsets >= vocab - ids)
-    wrong[1:] |= np.diff(tokens) <= 0
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise DrafterError(
-            f"{file}: d2t[{i}]={int(offsets[i])} makes draft id {i} stand for token {i + int(offsets[i])}; tokens must "
-            f"ascend within 0..{vocab - 1}."
-        )
+    tokens = np.arange(drafted) + offsets
+    if tokens.min() < 0 or tokens.max() >= vocab or (np.diff(tokens) <= 0).any():
+        raise DrafterError(f"{file}: the tokens i + d2t[i] must ascend within 0..{vocab - 1}, and do not.")
     if drafted < vocab and "t2d" in tensors and not np.array_equal(tokens, np.flatnonzero(_array(tensors["t2d"]))):
         file = tensors["t2d"].file
         raise DrafterError(f"{file}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
 
 
 def _array(header: Header) -> np.ndarray:
-    with TensorFile(header.file) as reader:
-        return reader.get_array(header.name)
+    with opened(header.file, "np") as reader:
+        return np.array(reader.get_tensor(header.name))
 
 
 # ------------------------------------------------------------------ digests
 
 
-def tokenizer_hash(policy: Model) -> str | None:
-    """Sixteen hex digits over the vocabulary in tokenizer.json, whatever its layout; None where there is none."""
+def tokenizer_facts(policy: Model) -> Fields | None:
+    """What is noted of the vocabulary in tokenizer.json: how many tokens, and a digest in the order of their ids."""
+    tokens = _tokens(policy)
+    return {"tokens": len(tokens), "sha256": _digest(tokens)} if tokens else None
+
+
+def _check_tokenizer(file: Path, policy: Model) -> None:
+    """Raise a `DrafterError` where a token that drafter and policy share has another text to each.
+
+    A policy may have more tokens than the drafter was trained for, which are compared up to the drafter's last one.
+    """
+    known = read_json(file).get(TOKENIZER)
+    if not isinstance(known, dict) or (tokens := _tokens(policy)) is None:
+        return
+    count = known.get("tokens", 0)
+    if len(tokens) < count:
+        logger.warning("%s: the policy's tokenizer has fewer tokens than the drafter's, and was not compared.", file)
+    elif _digest(tokens[:count]) != known.get("sha256"):
+        raise DrafterError(
+            f"{file}: this drafter was trained for another tokenizer than that of {Path(policy) / 'tokenizer.json'}."
+        )
+
+
+def _tokens(policy: Model) -> list[tuple[int, str]] | None:
+    """(id, text) of all tokens of a policy by id; None where it has no tokenizer.json."""
     try:
         file = folder(policy, ("tokenizer.json",)) / "tokenizer.json"
     except NotHereError:
@@ -249,12 +226,16 @@ def tokenizer_hash(policy: Model) -> str | None:
     content = read_json(file)
     try:
         words = (content.get("model") or {}).get("vocab") or {}
-        pairs = list(words.items()) if isinstance(words, dict) else [(word, i) for i, (word, *_) in enumerate(words)]
-        pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
-        text = json.dumps(sorted(set(pairs)), ensure_ascii=True)
+        items = words.items() if isinstance(words, dict) else ((word, i) for i, (word, *_) in enumerate(words))
+        pairs = {(i, word) for word, i in items}
+        pairs |= {(token["id"], token["content"]) for token in content.get("added_tokens") or ()}
+        return sorted(pairs)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise DrafterError(f"{file} is no tokenizer: {error!r}.") from error
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _digest(tokens: list[tuple[int, str]]) -> str:
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
 
 def files_digest(files: Iterable[Path]) -> str:

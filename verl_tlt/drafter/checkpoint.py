@@ -1,6 +1,6 @@
 """Drafters on disk: EAGLE-3 heads in the speculators format that stock vLLM serves, MTP heads as in their policy.
 
-    config.json  model.safetensors  provenance.json  README.md  (training/training_state.safetensors, to resume)
+    config.json  model.safetensors  provenance.json  (training/training_state.safetensors, to resume)
 
 The weights hold neither embedding nor head: vLLM then shares the policy's own, which stay current through every weight
 sync. A pruned draft vocabulary brings its rows of the head and its maps, a drafter from elsewhere the head it was
@@ -13,25 +13,31 @@ import importlib.metadata
 import json
 import logging
 import os
-import secrets
-import shlex
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 
-from verl_tlt.drafter.build import config_of, default_attention, has_own_head, instantiate, make_room
-from verl_tlt.drafter.check import MAPS, PROVENANCE, TOKENIZER, check_drafter, drafter_folder, place_for, tokenizer_hash
+from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
+from verl_tlt.drafter.check import (
+    MAPS,
+    PROVENANCE,
+    TOKENIZER,
+    check_drafter,
+    drafter_folder,
+    place_for,
+    tokenizer_facts,
+)
+from verl_tlt.drafter.head_config import config_of
 from verl_tlt.drafter.mtp_tensors import read_head
-from verl_tlt.drafter.policy import CONFIG, LONGEST_DRAFT, MTP, Fields, Model, PolicyLike, policy_shape, read_json
-from verl_tlt.drafter.tensor_file import WEIGHTS, TensorFile, not_finite, read_tensors
+from verl_tlt.drafter.policy import CONFIG, MTP, Fields, Model, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.tensor_file import WEIGHTS, Header, check_finite, not_finite, opened, read_file
 from verl_tlt.drafter.verifier import is_trained_head
-from verl_tlt.errors import DrafterError
-from verl_tlt.files.ownership import check_private, expanded, replacing, seal
+from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.files.disk import expanded, replacing, replacing_folder
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -86,12 +92,8 @@ def from_drafter_file(config: str, weights: bytes, attention: str) -> Eagle3Draf
 
 
 def stage(config: str, weights: bytes, directory: Path) -> None:
-    """Write `to_drafter_file`'s files into a private directory, from which this node's engine processes load them.
-
-    A `TLTError` where the directory is another user's or open to others.
-    """
+    """Write `to_drafter_file`'s files into a private directory, from which this node's engine processes load them."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_private(directory)
     # The weights come last: whoever reads the new weights also finds the configuration they need.
     for name, content in ((CONFIG, config.encode()), (WEIGHTS, weights)):
         with replacing(directory / name, mode=0o600) as file:
@@ -99,10 +101,8 @@ def stage(config: str, weights: bytes, directory: Path) -> None:
 
 
 def staged_weights() -> Path:
-    """The weights that the server of this node staged; a `TLTError` where others may have written them."""
-    directory = Path(os.environ[STAGE_DIR])
-    check_private(directory)
-    return directory / WEIGHTS
+    """The weights that the server of this node staged."""
+    return Path(os.environ[STAGE_DIR]) / WEIGHTS
 
 
 def save_drafter(
@@ -116,13 +116,11 @@ def save_drafter(
 ) -> Path:
     """Write the drafter so that `directory`, which is replaced whole, is complete or what it was before.
 
-    `provenance`: facts for `provenance.json` and the model card; a `TypeError` if they are no JSON. `policy`: its
+    `provenance`: facts for `provenance.json`; a `TypeError` if they are no JSON. `policy`: its
     tokenizer is noted, so that another is refused. `training_state`: of `DrafterTrainer.state()`. `tensors`: an earlier
     `serving_tensors`; None: the present weights. A `DrafterError` if one is NaN or infinite, or if `directory` holds
-    anything but an earlier drafter.
+    anything but an earlier drafter; a `TLTError` if the disk does not take it.
     """
-    from safetensors.torch import save_file
-
     target = expanded(directory)
     place_for(target, "directory", replaces=True)
     tensors = serving_tensors(model) if tensors is None else tensors
@@ -132,20 +130,30 @@ def save_drafter(
             "head and embedding)."
         )
     facts: Fields = {**provenance, "versions": _versions()}
-    if policy is not None and (vocabulary := tokenizer_hash(policy)):
+    if policy is not None and (vocabulary := tokenizer_facts(policy)):
         facts[TOKENIZER] = vocabulary
-    with replaced(target) as draft:
+    with replacing_folder(target) as draft:
         (draft / CONFIG).write_text(model.config.to_json_string())
-        save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
+        _save_tensors(tensors, draft / WEIGHTS, {"format": "pt"})
         if training_state is not None:
             (draft / STATE).parent.mkdir()
             write_state(training_state, draft / STATE)
         for file in draft.rglob("*.safetensors"):  # safetensors writes for its owner alone
-            with suppress(OSError):  # a mount may refuse it (`ownership.seal`)
+            with suppress(OSError):  # a mount may refuse it
                 shutil.copymode(draft / CONFIG, file)
         (draft / PROVENANCE).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
-        (draft / "README.md").write_text(_card(model, target.name, facts))
     return target
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file; an `OSError` where the disk does not take it, as of a full one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), file, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def load_drafter(
@@ -155,7 +163,6 @@ def load_drafter(
     min_context: int = 0,
     attention: str | None = None,
     device: torch.device | str = "cpu",
-    also_owner: int | None = None,
 ) -> Eagle3DraftModel:
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
@@ -164,13 +171,13 @@ def load_drafter(
     serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A `DrafterError` for what
     `check_drafter` refuses, and for numbers that are not finite.
     """
-    checked = check_drafter(directory, policy, min_context, also_owner)
+    checked = check_drafter(directory, policy, min_context)
     if checked.method == MTP:
         return load_own_head(directory, policy, attention=attention, device=device)
     config = config_of(checked.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
-    tensors, drafted = read_tensors(checked.tensors), torch.arange(config.draft_vocab_size)
+    tensors, drafted = _read_checked(checked.tensors), torch.arange(config.draft_vocab_size)
     if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
         drafted = drafted + tensors["d2t"]
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
@@ -182,6 +189,16 @@ def load_drafter(
     if "lm_head.weight" in tensors and not says and isinstance(policy, str | os.PathLike):
         config.own_head = is_trained_head(tensors["lm_head.weight"], drafted, policy)
     return _filled(config, tensors, attention or default_attention(device)).to(device)
+
+
+def _read_checked(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:
+    """The tensors of a drafter's files, which are read whole, by speculators' names; all of them finite."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({entry.file for entry in entries.values()}):
+        found = read_file(file)
+        tensors |= {name: found[entry.name] for name, entry in entries.items() if entry.file == file}
+        check_finite(tensors, file)
+    return tensors
 
 
 def load_own_head(
@@ -221,13 +238,17 @@ def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
 def write_state(state: Mapping[str, object], file: Path) -> None:
     """Write nested mappings and lists of tensors and JSON values as safetensors; other values are a `TypeError`.
 
-    Tensors are named by their place; the rest is JSON in the header, where tuples become lists and keys text.
+    Tensors are named by their place; the rest is JSON in the header, where tuples become lists and keys text. A
+    `TLTError`, and no file, where the disk does not take it.
     """
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     values = _without_tensors(state, (), tensors)
-    save_file(tensors, file, metadata={_HEADER: json.dumps(values)})
+    try:
+        _save_tensors(tensors, file, {_HEADER: json.dumps(values)})
+    except OSError as error:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+        raise TLTError(f"{file} could not be written: {error.strerror or error}.") from error
 
 
 def read_state(file: Path) -> Fields:
@@ -235,11 +256,11 @@ def read_state(file: Path) -> Fields:
 
     def with_tensor(value: Fields) -> Any:
         at_tensor = value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str)
-        return reader.get_tensor(value[_TENSOR]) if at_tensor else value
+        return reader.get_tensor(value[_TENSOR]).clone() if at_tensor else value
 
     try:
-        with TensorFile(file) as reader:
-            return json.loads(reader.metadata[_HEADER], object_hook=with_tensor)
+        with opened(file) as reader:
+            return json.loads((reader.metadata() or {})[_HEADER], object_hook=with_tensor)
     except (KeyError, ValueError, RecursionError) as error:
         raise DrafterError(f"{file} is damaged, or no training state: {error}.") from error
 
@@ -256,28 +277,10 @@ def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, t
     return value
 
 
-_Share = Annotated[float, Field(ge=0, le=1)]
-_FACTS: dict[str, Any] = {
-    **dict.fromkeys(("version", "tokens_trained", "prompts_limit"), Annotated[int, Field(ge=0)]),
-    "prompts": str | Annotated[list[str], Field(min_length=1)],
-    "prompts_sha256": str,
-    "prompt_form": dict[str, Any],
-    "acceptance": Annotated[list[_Share], Field(max_length=LONGEST_DRAFT)],
-    "versions": dict[str, Any],
-}
-"""Types of the facts that a later command or run reads."""
-
-
 def provenance(directory: Model) -> Fields:
-    """The facts saved with a drafter, without those of a wrong type; empty for a drafter from elsewhere."""
+    """The facts saved with a drafter; empty for a drafter from elsewhere."""
     file = drafter_folder(directory) / PROVENANCE
-    facts = read_json(file) if file.is_file() else {}
-    for key in _FACTS.keys() & facts.keys():
-        try:
-            TypeAdapter(_FACTS[key]).validate_python(facts[key], strict=True)
-        except ValidationError:
-            del facts[key]
-    return facts
+    return read_json(file) if file.is_file() else {}
 
 
 def _versions() -> dict[str, str]:
@@ -288,90 +291,3 @@ def _versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):  # vLLM need not be there to train
             versions[name] = importlib.metadata.version(name)
     return versions
-
-
-_CARD = """---
-library_name: speculators
-tags: [speculative-decoding, {method}, vllm]
----
-# {title}
-
-Drafts tokens for one policy; it is no language model of its own. Saved by verl-tlt without what vLLM takes from the
-policy. It reads {states}; hidden size {hidden}, draft vocabulary {draft_vocab} of
-{vocab}.{own_head}
-
-    {serve}
-
-Speculative decoding does not change what the policy answers, only how fast: with another policy, or another version of
-this one, fewer drafted tokens are accepted.
-
-## Where it comes from
-
-| | |
-|---|---|
-{table}
-"""
-
-
-def _card(model: Eagle3DraftModel, name: str, facts: Fields) -> str:
-    rows = {**facts, "versions": ", ".join(f"{k} {v}" for k, v in facts["versions"].items())}
-    policy, layers = shlex.quote(str(facts.get("policy", "POLICY"))), ", ".join(map(str, model.target_layer_ids))
-    method = model.config.speculators_model_type
-    config = {"method": method, "model": name, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-    if method == MTP:  # vLLM looks for it in the policy's own folder
-        del config["model"]
-    serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"
-    return _CARD.format(
-        method=method,
-        title="Head for multi-token prediction" if method == MTP else "EAGLE-3 drafter",
-        states=f"the inputs of the policy's layers {layers}" if layers else "the policy's last hidden state",
-        hidden=model.hidden_size,
-        draft_vocab=model.draft_vocab_size,
-        vocab=model.verifier_vocab_size,
-        own_head=" Its output head is its own, and does not follow the policy." if has_own_head(model) else "",
-        serve=f"verl-tlt write-back {shlex.quote(name)} {policy}\n    {serve}" if method == MTP else serve,
-        table="\n".join(f"| {key} | {value} |" for key, value in sorted(rows.items())),
-    )
-
-
-@contextmanager
-def replaced(target: Path) -> Iterator[Path]:
-    """Yield an empty directory that is renamed to `target` when the block ends, and removed when the block raises.
-
-    It lies beside `target`: a process killed inside the block leaves a `.NAME.new-*` that nothing reads; one killed
-    between the two renames that replace a directory leaves the old one as `.NAME.old-*`. A link's target is replaced.
-    """
-    target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unique = secrets.token_hex(4)
-    draft, old = target.parent / f".{target.name}.new-{unique}", target.parent / f".{target.name}.old-{unique}"
-    draft.mkdir()
-    try:
-        yield draft
-        for path in (*draft.rglob("*"), draft):
-            with suppress(OSError):  # a mount may refuse it
-                path.chmod(path.stat().st_mode & ~0o002)  # what everybody may write to is not read again (`ownership`)
-        seal(draft)
-        for path in (*draft.rglob("*"), draft):
-            _flush(path)
-        replaces = os.path.lexists(target)
-        if replaces:  # a directory that holds something cannot be renamed over
-            target.rename(old)
-        try:
-            draft.rename(target)
-        except OSError:
-            if replaces:
-                old.rename(target)
-            raise
-        _flush(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

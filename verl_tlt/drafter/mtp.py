@@ -19,9 +19,9 @@ from transformers import PretrainedConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
+from verl_tlt.drafter.head_config import layer_fields, library_fields
 from verl_tlt.drafter.mtp_tensors import MIMO, QWEN3_5, mtp_layout
 from verl_tlt.drafter.policy import MTP, PolicyShape
-from verl_tlt.drafter.schema import layer_fields, library_fields
 
 
 def mtp_config(shape: PolicyShape) -> MTPSpeculatorConfig:

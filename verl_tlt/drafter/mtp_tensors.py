@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from verl_tlt.drafter.policy import DrafterError, Model, PolicyShape, policy_shape, read_model_config
-from verl_tlt.drafter.tensor_file import FLOATS, Header, headers, read_tensors, tensor_files
+from verl_tlt.drafter.tensor_file import FLOATS, Header, check_finite, headers, read_parts, tensor_files
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,8 @@ def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[st
 
 def read_head(source: Model, shape: PolicyShape) -> dict[str, torch.Tensor]:
     """The tensors of `head_files` on the host, all experts in one; a `DrafterError` too for NaN or infinity."""
-    tensors = read_tensors(head_files(source, shape))
+    tensors = read_parts(head_files(source, shape))
+    check_finite(tensors, source)
     for name in head_shapes(shape):
         if name not in tensors:
             tensors[name] = _fuse_experts(name, tensors, shape.num_experts)

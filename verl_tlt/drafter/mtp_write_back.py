@@ -6,12 +6,12 @@ from pathlib import Path
 
 from safetensors.torch import save
 
-from verl_tlt.drafter.check import check_owner
 from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
 from verl_tlt.drafter.policy import CONFIG, DrafterError, Model, policy_shape, read_json
-from verl_tlt.drafter.tensor_file import INDEX, TensorFile, tensor_files
+from verl_tlt.drafter.tensor_file import INDEX, opened, tensor_files
 from verl_tlt.drafter.verifier import locate_parts
-from verl_tlt.files.ownership import check_writable, expanded, replacing
+from verl_tlt.errors import TLTError
+from verl_tlt.files.disk import check_writable, expanded, replacing
 
 SHARD = "model-mtp.safetensors"
 """The file that `write_back` adds to a policy."""
@@ -22,10 +22,9 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
 
     The policy's other tensors stay as they are; an older head is taken out. The head gets the dtype of the policy's
     embedding. Experts are written in one tensor, whatever they were in: vLLM reads both, transformers no head at all.
-    A `DrafterError` where the head is not one of this policy's shape, may be another user's, or holds numbers that are
-    not finite; or the folder is not one to write to.
+    A `DrafterError` where the head is not one of this policy's shape, or holds numbers that are not finite; or the
+    folder is not one to write to.
     """
-    check_owner(head)
     directory = expanded(policy)
     if not (directory / CONFIG).is_file():
         raise DrafterError(f"{directory} is no folder of a policy: it has no {CONFIG}.")
@@ -34,8 +33,8 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     layout, tensors = mtp_layout(shape), read_head(head, shape)
     _, owners = tensor_files(directory)
     embedding = locate_parts(directory)["embed"]
-    with TensorFile(embedding.file) as reader:
-        dtype = reader.dtype(embedding.name)
+    with opened(embedding.file) as reader:
+        dtype = reader.get_slice(embedding.name)[:1].dtype
     head_tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     others = {name: file for name, file in owners.items() if not name.startswith(layout.prefix)}
     if SHARD in others.values():
@@ -47,11 +46,14 @@ def write_back(head: Model, policy: str | os.PathLike[str]) -> Path:
     contents = {SHARD: save(head_tensors, metadata={"format": "pt"})}
     contents |= {file: (json.dumps(fields, indent=1) + "\n").encode() for file, fields in texts.items()}
     for file in {*owners.values()} - {SHARD}:  # an older head goes last, so that a kill at any time leaves a whole one
-        with TensorFile(directory / file) as reader:
-            kept = [name for name in reader.names if not name.startswith(layout.prefix)]
-            if len(kept) < len(reader.names):
+        with opened(directory / file) as reader:
+            kept = [name for name in reader.keys() if not name.startswith(layout.prefix)]  # noqa: SIM118
+            if len(kept) < len(reader.keys()):
                 contents[file] = save({n: reader.get_tensor(n) for n in kept}, metadata={"format": "pt"})
     for file, content in contents.items():
-        with replacing(directory / file) as stream:
-            stream.write(content)
+        try:
+            with replacing(directory / file) as stream:
+                stream.write(content)
+        except OSError as error:
+            raise TLTError(f"{directory / file} could not be written: {error.strerror or error}.") from error
     return directory / SHARD

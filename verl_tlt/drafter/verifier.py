@@ -18,13 +18,13 @@ from verl_tlt.drafter.policy import (
     DrafterError,
     Model,
     NotHereError,
+    check_unquantized,
     first_line,
-    folder,
     policy_shape,
     quiet,
     read_model_config,
 )
-from verl_tlt.drafter.tensor_file import INDEX, WEIGHTS, Header, TensorFile, headers, pickled, tensor_files
+from verl_tlt.drafter.tensor_file import Header, check_weights, headers, opened, read_parts, tensor_files
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -54,12 +54,10 @@ class VerifierWeights:
     def from_policy_dir(cls, path: Model) -> VerifierWeights:
         """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub."""
         shape = policy_shape(path)
-        tensors: dict[str, torch.Tensor] = {}
-        for part, header in locate_parts(path).items():
-            with TensorFile(header.file) as reader:
-                tensors[part] = reader.get_tensor(header.name)
-        norm = tensors["norm"].float() + shape.norm_offset
-        return cls(tensors["embed"], tensors.get("lm_head", tensors["embed"]), norm)
+        tensors = read_parts(locate_parts(path))
+        embed, norm = tensors["embed"], tensors["norm"].float() + shape.norm_offset
+        head = tensors.get("lm_head", embed)
+        return cls(embed, embed if shape.tied and torch.equal(head, embed) else head, norm)
 
 
 def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:
@@ -85,7 +83,10 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
 
 
 def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
-    """Headers of a policy's embedding, head unless tied, and final norm; a `DrafterError` where one does not fit."""
+    """Headers of a policy's embedding, head and final norm; a `DrafterError` where one does not fit.
+
+    A tied policy need not have a head in its files; if it has one, transformers takes it.
+    """
     shape = policy_shape(policy)
     source, owners = tensor_files(policy, fetch)
     table, norm = [shape.vocab_size, shape.hidden_size], [shape.hidden_size]
@@ -96,8 +97,6 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
     for part, usual in _USUAL.items():
         if part not in names and not (shape.tied and part == "lm_head"):
             raise DrafterError(f"{source} has no tensor {usual!r}, nor that of a language model in a larger one.")
-    if shape.tied:
-        names.pop("lm_head", None)
     tensors = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
     for part, name in names.items():
         tensors[name].must_be(norm if part == "norm" else table, "the policy's config")
@@ -108,7 +107,7 @@ def is_trained_head(rows: torch.Tensor, tokens: torch.Tensor, policy: Model) -> 
     """Whether a drafter's head, [DV, H], is no copy of the policy's rows for these tokens, int64 [DV], in 16 bits."""
     parts = locate_parts(policy)
     header = parts.get("lm_head", parts["embed"])
-    with TensorFile(header.file) as reader:
+    with opened(header.file) as reader:
         policys = reader.get_tensor(header.name)[tokens].float()
     return bool((rows.float() - policys).norm() > 0.01 * policys.norm())  # a cast makes 0.002, training far more
 
@@ -138,9 +137,8 @@ def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
         except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
             raise DrafterError(f"{shape.source} describes no model that can be built: {first_line(error)}.") from error
     try:
-        place = folder(policy, (WEIGHTS, INDEX), fetch=fetch)
-        if not pickled(place) and not any((place / name).is_file() for name in (WEIGHTS, INDEX)):
-            return False
+        check_unquantized(policy)
+        check_weights(policy)
         locate_parts(policy, fetch)
     except NotHereError:  # or of several files some
         return False

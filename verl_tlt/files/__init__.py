@@ -1,1 +1,1 @@
-"""Reading and writing files that others may have written."""
+"""Files and folders that are replaced whole, and JSON objects."""

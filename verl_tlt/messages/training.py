@@ -241,7 +241,7 @@ class HeldOutScores:
 
 @dataclass(frozen=True)
 class DrafterProvenance:
-    """Where a drafter in a checkpoint comes from: keys of its `provenance.json` and rows of its model card."""
+    """Where a drafter in a checkpoint comes from: keys of its `provenance.json`."""
 
     policy: str  # where the policy was loaded from (`actor_rollout_ref.model.path`)
     data: str  # the training files

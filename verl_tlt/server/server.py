@@ -22,7 +22,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.policy import active_share, read_model_config
 from verl_tlt.errors import DrafterError, TLTError
-from verl_tlt.files.ownership import make_private_dir
+from verl_tlt.files.disk import make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches

@@ -5,13 +5,11 @@ alone: `record` is called while the model runs the next step, and has the policy
 """
 
 import logging
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_tlt.files.ownership import open_to_append
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.step_statistics import StepSums
@@ -70,7 +68,7 @@ class StepTrace:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_to_append(self.path), "a") as file:
+            with self.path.open("a") as file:
                 file.writelines(lines)
         except OSError as error:
             self.failed = str(error)

@@ -385,8 +385,12 @@ def check_room(checkpoint: Path, drafter: str, needed: int, leaves: Path | None 
     written = policy_bytes(checkpoint)
     policy = max([written, *map(policy_bytes, checkpoint.parent.glob("global_step_*"))])
     more = max(0, policy - policy_bytes(leaves)) if leaves else policy
-    free = shutil.disk_usage(checkpoint).free
-    if free < needed + (policy - written) + more:
+    try:
+        disk = shutil.disk_usage(checkpoint)
+    except OSError:  # mounts of object stores need not know
+        return
+    free = disk.free
+    if disk.total and free < needed + (policy - written) + more:
         raise DrafterError(
             f"{checkpoint} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes "
             f"{needed / 1e9:.3f} GB, and the policy's next checkpoint about {more / 1e9:.3f} GB."

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic_core import to_json
 
-from verl_tlt.files.ownership import open_to_append
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import MergeVerdict, SessionResult
 
@@ -178,7 +177,7 @@ class TraceWriter:
         self._torn = False  # a full disk took a part of the last line
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = open_to_append(self.path)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
                 os.write(self._fd, b"\n")

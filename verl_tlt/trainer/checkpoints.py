@@ -6,13 +6,12 @@ the drafters of the others go with them.
 """
 
 import logging
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_tlt.files.ownership import other_owner, sealed
+from verl_tlt.files.disk import CONFIG, remove_model
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +39,8 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
 
 
 def _holds_drafter(step: Path) -> bool:
-    """Whether a checkpoint holds a drafter of the same owner, whom verl trusts with the rest of it."""
-    place = step / CHECKPOINT
-    if not place.is_dir():
-        return False
-    files = (file for file in place.rglob("*") if file.is_file())
-    reason = next((why for file in files if (why := other_owner(file, also=step.stat().st_uid))), None)
-    if reason and not sealed(place):
-        logger.warning("%s is left out: %s", place, reason)
-        return False
-    return True
+    """Whether a checkpoint holds a complete drafter: its config is written last, and removed first."""
+    return (step / CHECKPOINT / CONFIG).is_file()
 
 
 def _number(step: Path) -> float:
@@ -73,9 +64,7 @@ def tidy(step: Path, prunes: bool) -> None:
         return
     for old in step.parent.glob("global_step_*"):
         if not (old / POLICY).is_dir():
-            if (drafter := old / CHECKPOINT).is_dir():
-                # First its name, so that a kill meanwhile leaves no half of a drafter to resume from.
-                drafter.rename(old / f".{CHECKPOINT}.old-{secrets.token_hex(4)}")
+            remove_model(old / CHECKPOINT)
             remove_halves(old)
 
 

@@ -29,6 +29,7 @@ from verl_tlt.idle.failure_budget import FailureBudget
 from verl_tlt.idle.replica_idle import ReplicaIdlePlanner, TrainerIdlePlanner
 from verl_tlt.idle.tap_budget import TapBudget
 from verl_tlt.messages.training import BufferStats
+from verl_tlt.speculation.alarm import falls_short
 from verl_tlt.trace.events import Session
 from verl_tlt.trace.metrics import buffer_metrics
 from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, remove_halves, tidy
@@ -207,6 +208,7 @@ class Controller:
             if self.tlt.speculation.enable and last:
                 stats = self.fleet.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
+                self.guard.warn("acceptance", falls_short(stats.values(), self.updates.served.acceptance))
                 off = self.speculation.off
                 saved_s = self.speculation.rollout_ended(stats, [(s.start, s.end) for s in self._sessions])
                 self.log.speculated(step, saved_s, self.speculation.disabled, off)

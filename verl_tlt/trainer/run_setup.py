@@ -151,7 +151,7 @@ def hardware_name(cluster: Iterable[str], accelerator: bool) -> str:
 def first_drafter(
     config: TLTConfig, policy_dir: str, dtype: str, context: int, resume_from: Path | None
 ) -> FirstDrafter:
-    """Build or load the drafter; a `DrafterError` where a given one does not fit, or may be another user's.
+    """Build or load the drafter; a `DrafterError` where a given one does not fit.
 
     `policy_dir` is local, `dtype` the rollout's, `context` its longest sequence plus the longest draft in tokens,
     `resume_from` the `global_step_N` directory that is resumed.
@@ -191,8 +191,7 @@ def _first_model(
 
     method = config.drafter.method
     if source := checkpoint or config.drafter.path:
-        owner = None if checkpoint is None else checkpoint.parent.stat().st_uid
-        model = load_drafter(str(source), policy_dir, min_context=context, also_owner=owner)
+        model = load_drafter(str(source), policy_dir, min_context=context)
         if (kind := model.config.speculators_model_type) != method:
             raise DrafterError(f"{source} holds a drafter for tlt.drafter.method={kind}, not {method}.")
         return model, provenance(source), f"checkpoint {source}" if checkpoint else str(source)

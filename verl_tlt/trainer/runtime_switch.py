@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from verl_tlt.errors import TLTError
-from verl_tlt.files.ownership import other_owner, replacing
+from verl_tlt.files.disk import replacing
 
 SWITCH_FILE = "tlt_control.yaml"
 TRACE_FILE = "trainer.jsonl"
@@ -33,8 +33,6 @@ class RuntimeSwitch:
 def read_switch(directory: str | Path) -> RuntimeSwitch:
     """The switch as the file in a trace directory has it; all on where there is no file."""
     path = Path(directory) / SWITCH_FILE
-    if reason := other_owner(path):
-        raise SwitchError(f"{path} is not obeyed: {reason}.")
     try:
         node = yaml.safe_load(path.read_text())
     except FileNotFoundError:

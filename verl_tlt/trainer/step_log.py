@@ -47,6 +47,13 @@ class Guard:
             else:
                 logger.error("TLT: %s failed again (%d times): %s", what, self.counts[what], error)
 
+    def warn(self, what: str, sentence: str | None) -> None:
+        """Count something that is not as it should be, if there is a sentence about it; log the first one."""
+        if sentence:
+            self.counts[what] += 1
+            if self.counts[what] == 1:
+                logger.warning("%s Later rollouts are only counted (tlt/errors_%s).", sentence, what)
+
     def count(self, what: str, failures: int) -> None:
         """Add failures that were logged where they happened."""
         if failures:

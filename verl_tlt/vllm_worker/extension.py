@@ -24,7 +24,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter.checkpoint import staged_weights
-from verl_tlt.drafter.tensor_file import TensorFile, not_finite, stacked
+from verl_tlt.drafter.tensor_file import not_finite, read_file, stacked
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
@@ -270,11 +270,10 @@ def _has_own_head(directory: Path) -> bool:
 
 def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """The file's tensors, without those that would be written into the policy; `DrafterError` for a broken file."""
-    with TensorFile(file) as reader:
-        names = set(reader.names)
-        cut = (_HEAD,) if "d2t" in names and not _has_own_head(file.parent) else ()
-        left_out = (*_IGNORED, *shared, *cut)
-        return {name: reader.get_tensor(name) for name in names if not any(part in name for part in left_out)}
+    tensors = read_file(file)
+    cut = (_HEAD,) if "d2t" in tensors and not _has_own_head(file.parent) else ()
+    left_out = (*_IGNORED, *shared, *cut)
+    return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in left_out)}
 
 
 def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -3,17 +3,12 @@
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from drafter_bits import fingerprint
-from drafter_folders import run_start
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 from tiny_policy import drafter_of, make_policy, verifier_weights
@@ -26,7 +21,6 @@ from verl_tlt.drafter import (
     VerifierWeights,
     align,
     build_drafter,
-    check_owner,
     from_drafter_file,
     load_drafter,
     load_training_state,
@@ -38,8 +32,7 @@ from verl_tlt.drafter import (
     to_drafter_file,
 )
 from verl_tlt.drafter.build import has_own_head
-from verl_tlt.drafter.checkpoint import read_state, replaced, write_state
-from verl_tlt.files.ownership import other_owner
+from verl_tlt.drafter.checkpoint import read_state, write_state
 
 
 @pytest.fixture
@@ -169,39 +162,6 @@ def test_a_directory_that_holds_anything_else_is_left_as_it_is(drafter, saved, m
     assert {path: path.stat().st_mtime_ns for path in saved.parent.rglob("*")} == before
 
 
-def write(target, text):
-    with replaced(target) as draft:
-        (draft / "file").write_text(text)
-
-
-def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
-    write(tmp_path / "d", "old")
-    code = f"""
-        import os, pathlib, signal
-        from verl_tlt.drafter.checkpoint import replaced
-        with replaced(pathlib.Path({str(tmp_path / "d")!r})) as draft:
-            (draft / "file").write_text("new")
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -signal.SIGKILL
-    assert (tmp_path / "d" / "file").read_text() == "old"
-
-
-def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
-    def refuse(path, target):
-        if ".new-" in path.name:
-            raise OSError("refused")
-        os.rename(path, target)
-
-    write(tmp_path / "d", "old")
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="refused"):
-        patched.setattr(Path, "rename", refuse)
-        write(tmp_path / "d", "lost")
-    assert (tmp_path / "d" / "file").read_text() == "old"
-    write(tmp_path / "d", "new")
-    assert (tmp_path / "d" / "file").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["d"]
-
-
 def test_nan_is_not_saved(policy, tmp_path):
     model = build_drafter(policy.config)  # its head and embedding were never filled
     save_drafter(model, tmp_path / "own", {})
@@ -229,36 +189,17 @@ def test_a_pickled_state_is_not_read_and_that_is_said(saved, caplog, name):
     assert f"{saved / name} is pickled and not read" in caplog.text
 
 
-def test_the_model_card_says_what_it_is_and_where_it_comes_from(drafter, policy_dir, tmp_path):
-    facts = {"policy": "org/policy", "steps": 70, "tau_sim": 2.5}
-    card = (save_drafter(drafter, tmp_path / "d", facts, policy=policy_dir) / "README.md").read_text()
-    command = next(line for line in card.splitlines() if "vllm serve" in line)
-    config = json.loads(command.partition("--speculative-config '")[2].rstrip("'"))
-    assert "vllm serve org/policy" in command and config["method"] == "eagle3"
-    assert all(row in card for row in ("| steps | 70 |", "| tau_sim | 2.5 |", "speculators 0.9"))
-
-
-def test_another_users_is_refused(everybodys, give_away, policy_dir, drafter):
-    saved = save_drafter(drafter, everybodys / "drafter", {})
-    assert run_start(saved, policy_dir).origin == str(saved)
-    give_away(saved)
-    for refused in (lambda: check_owner(saved), lambda: run_start(saved, policy_dir)):
-        with pytest.raises(DrafterError, match=rf"^{saved} may be another user's drafter: {saved} belongs to user"):
-            refused()
-
-
 @pytest.mark.parametrize("umask", [0o022, 0])
-def test_the_served_folder_holds_what_is_served_and_only_its_owner_may_change_it(drafter, tmp_path, umask):
+def test_the_served_folder_holds_what_is_served_with_the_permissions_of_other_files(drafter, tmp_path, umask):
     mask = os.umask(umask)
     try:
         saved = save_drafter(drafter, tmp_path / "drafter", {}, training_state={"steps": 3})
     finally:
         os.umask(mask)
-    served = ["README.md", "config.json", "model.safetensors", "provenance.json"]
+    served = ["config.json", "model.safetensors", "provenance.json"]
     assert sorted(p.name for p in saved.iterdir() if p.is_file()) == served
     files = [file for file in saved.rglob("*") if file.is_file()]
-    assert len(files) == 5 and not any(other_owner(file) for file in files)
-    assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(0o666 & ~umask & ~0o002)}
+    assert len(files) == 4 and {oct(file.stat().st_mode & 0o777) for file in files} == {oct(0o666 & ~umask)}
     assert load_training_state(saved) == {"steps": 3}
     plain = save_drafter(drafter, tmp_path / "plain", {})
     assert load_training_state(plain) is None and sorted(p.name for p in plain.iterdir()) == served

@@ -19,12 +19,11 @@ from verl_tlt.drafter import (
     VerifierWeights,
     load_drafter,
     policy_shape,
-    provenance,
     save_drafter,
     serving_tensors,
     write_back,
 )
-from verl_tlt.drafter.check import tokenizer_hash
+from verl_tlt.drafter.check import tokenizer_facts
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.errors import TLTError
 
@@ -60,20 +59,6 @@ def refusals(drafter, policy_dir, tmp_path):
     assert not (tmp_path / "converted").exists()
 
 
-@pytest.mark.parametrize("how", ["writable", "link to writable", "index writable"])
-def test_no_way_in_takes_a_part_that_others_may_write_to(saved, policy_dir, tmp_path, how):
-    part = sharded(saved) / "model-1.safetensors"
-    if how == "writable":
-        part.chmod(0o666)
-    elif how == "index writable":
-        (saved / INDEX).chmod(0o666)
-    else:
-        part.rename(tmp_path / "elsewhere").chmod(0o666)
-        part.symlink_to(tmp_path / "elsewhere")
-    for sentence in refusals(saved, policy_dir, tmp_path):
-        assert "may be another user's drafter: everybody may write to" in sentence, sentence
-
-
 def test_no_way_in_loads_numbers_that_are_not_finite(saved, policy_dir):
     set_tensors(saved, {"fc.weight": torch.full((32, 96), torch.nan)})
     for way in (load_drafter, run_start):
@@ -81,28 +66,21 @@ def test_no_way_in_loads_numbers_that_are_not_finite(saved, policy_dir):
             way(saved, policy_dir)
 
 
-@pytest.mark.parametrize("wrong", ["nan", "writable"])
-def test_a_head_that_is_no_good_is_not_written_back(tmp_path, wrong):
+def test_a_head_that_is_no_good_is_not_written_back(tmp_path):
     policy, head = tmp_path / "policy", tmp_path / "head"
     make_mtp_policy(policy, "mimo")
     make_mtp_policy(head, "mimo")
-    if wrong == "nan":
-        name = "model.mtp_layers.0.input_proj.weight"
-        set_tensors(head, {name: load_file(head / WEIGHTS)[name] / 0})
-    else:
-        (head / WEIGHTS).chmod(0o666)
+    name = "model.mtp_layers.0.input_proj.weight"
+    set_tensors(head, {name: load_file(head / WEIGHTS)[name] / 0})
     before = {file.name: file.read_bytes() for file in policy.iterdir()}
-    with pytest.raises(DrafterError, match=r"holds NaN or infinity|everybody may write"):
+    with pytest.raises(DrafterError, match="holds NaN or infinity"):
         write_back(head, policy)
     assert {file.name: file.read_bytes() for file in policy.iterdir()} == before
 
 
 @pytest.mark.parametrize(
     "table",
-    [{"weight_map": []}, {"weight_map": None}, {"weight_map": 3}, {"weight_map": {}}, {}, {"weight_map": {"a": 3}},
-     {"weight_map": {"a": None}}, {"weight_map": {"a": ["b"]}}, {"weight_map": {"a": ".."}},
-     {"weight_map": {"a": "config.json"}}, {"weight_map": {"a": "../model.safetensors"}},
-     {"weight_map": {"a": "a\0.safetensors"}}, {"weight_map": {"a": "/model.safetensors"}}],
+    [{"weight_map": []}, {"weight_map": None}, {"weight_map": 3}, {"weight_map": {}}, {}, {"weight_map": {"a": 3}}],
 )  # fmt: skip
 def test_an_index_of_another_kind_is_a_sentence(saved, policy_dir, tmp_path, table):
     (sharded(saved) / INDEX).write_text(json.dumps(table))
@@ -114,15 +92,6 @@ def test_an_index_of_another_kind_is_a_sentence(saved, policy_dir, tmp_path, tab
             read(saved)
 
 
-@pytest.mark.parametrize("key", ["version", "tokens_trained", "prompts", "prompts_limit", "acceptance", "policy"])
-@pytest.mark.parametrize("value", ["many", [], [1], {"a": 1}, None, 1e300])
-def test_facts_of_another_kind_are_left_out(saved, policy_dir, key, value):
-    (saved / "provenance.json").write_text(json.dumps({key: value}))
-    kept = provenance(saved)
-    assert kept.keys() <= {key} and isinstance(kept.get("version", 0), int) and isinstance(kept.get("prompts", ""), str)
-    run_start(saved, policy_dir)
-
-
 @pytest.mark.parametrize(
     "content",
     [{"model": 3}, {"model": {"vocab": 3}}, {"model": {"vocab": [1]}}, {"added_tokens": [1]}, {"added_tokens": 7},
@@ -131,7 +100,7 @@ def test_facts_of_another_kind_are_left_out(saved, policy_dir, key, value):
 def test_a_tokenizer_of_another_kind_is_a_sentence(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DrafterError, match=r"tokenizer\.json is no tokenizer"):
-        tokenizer_hash(tmp_path)
+        tokenizer_facts(tmp_path)
 
 
 def test_a_single_file_comes_before_a_stale_index(policy, policy_dir, tmp_path):
@@ -145,7 +114,7 @@ SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"
 
 
 @pytest.mark.parametrize("key", SIZES)
-@pytest.mark.parametrize("value", [10**18, 0, -1, "many", None, [], {}, 2.5e30])
+@pytest.mark.parametrize("value", ["many", None, [], {}])
 def test_a_size_that_no_model_has_is_a_sentence(policy, key, value):
     cases = [{**policy.config.to_dict(), key: value}]
     if value is not None:

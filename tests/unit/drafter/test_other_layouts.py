@@ -1,5 +1,6 @@
 """Drafters in the layouts of SafeAILab/EAGLE and SpecForge: the same network under other names, or one sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from verl_tlt.drafter import (
     save_drafter,
     serving_tensors,
 )
-from verl_tlt.drafter.schema import read_config
+from verl_tlt.drafter.build import has_own_head
+from verl_tlt.drafter.head_config import read_config
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -64,7 +66,6 @@ def test_converted_it_is_a_drafter_like_any_other(theirs, policy_dir, sequences,
     assert all(torch.equal(t, serving_tensors(again)[n]) for n, t in serving_tensors(model).items())
     for (one, _), (two, _) in zip(passes(model, batch), passes(again, batch), strict=True):
         assert torch.equal(one, two)
-    assert "head is its own" in (tmp_path / "ours" / "README.md").read_text()
 
 
 def test_a_whole_vocabulary_keeps_its_head_too_unless_its_map_moves_tokens(policy, policy_dir, refreshed, tmp_path):
@@ -75,7 +76,7 @@ def test_a_whole_vocabulary_keeps_its_head_too_unless_its_map_moves_tokens(polic
     assert torch.equal(serving_tensors(model)["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)
     tensors["d2t"] = torch.arange(VOCAB).flip(0) - torch.arange(VOCAB)  # vLLM would draft by it
-    assert "tokens must ascend" in refusal(written(tmp_path, tensors, draft_vocab_size=VOCAB), policy_dir)
+    assert "must ascend" in refusal(written(tmp_path, tensors, draft_vocab_size=VOCAB), policy_dir)
 
 
 def test_newer_norms_are_carried_over(policy, tmp_path):
@@ -112,6 +113,56 @@ def test_layers_that_readers_count_differently_are_not_guessed(policy_dir, tmp_p
     else:
         sentence = refusal(tmp_path, policy_dir)
         assert f"eagle_config.{IDS}={nested} is ambiguous" in sentence and f"set {IDS} to the layers" in sentence
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_where_the_residual_is_taken_is_carried_over(policy, tmp_path, said):
+    """vLLM's default is after the norm in a flat config, and before it in speculators' layout."""
+    more = {} if said is None else {"norm_before_residual": said}
+    flat = load_drafter(written(tmp_path / "flat", **more), policy.config)
+    assert flat.config.norm_before_residual is bool(said)
+    saved = save_drafter(flat, tmp_path / "nested", {})
+    config = json.loads((saved / "config.json").read_text())
+    del config["norm_before_residual"]
+    (saved / "config.json").write_text(json.dumps(config | more))
+    assert load_drafter(saved, policy.config).config.norm_before_residual is (said is None or said)
+
+
+MROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_scaling": MROPE}, {"rope_scaling": MROPE | {"rope_type": "default", "type": "default"}},
+     {"rope_parameters": {**MROPE, "rope_type": "mrope", "rope_theta": 1e4}, "rope_scaling": None}],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"])
+def test_heads_of_vision_language_models_rotate_by_the_position_of_text(policy_dir, tmp_path, rope, name):
+    written(tmp_path / "theirs", architectures=[name], rope_theta=1e4, **rope)
+    check_drafter(tmp_path / "theirs", policy_dir)
+    layer = load_drafter(tmp_path / "theirs", policy_dir).config.transformer_layer_config
+    assert layer.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_a_whole_vocabulary_without_a_head_drafts_with_the_policys(policy, policy_dir, refreshed, tmp_path):
+    tensors = {n: t for n, t in tensors_of(VOCAB).items() if n not in ("lm_head.weight", "d2t", "t2d")}
+    model = refreshed(written(tmp_path, tensors, draft_vocab_size=VOCAB))
+    assert not has_own_head(model) and torch.equal(model.lm_head.weight, policy.lm_head.weight)
+    assert "lm_head.weight" not in serving_tensors(model)
+    pruned = {n: t for n, t in tensors_of().items() if n != "lm_head.weight"}
+    assert "no tensor 'lm_head.weight'" in refusal(written(tmp_path, pruned), policy_dir)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"logit_scale": 0.5}, {"bias": True}, {"is_causal": False}, {"num_aux_hidden_states": 4}, {"mlp_bias": True},
+     {"partial_rotary_factor": 0.5}, {"layer_types": ["sliding_attention"]}, {"num_hidden_layers": 2},
+     {"eagle_config": {"use_aux_hidden_state": False}}, {"quantization_config": {"quant_method": "fp8"}}],
+)  # fmt: skip
+def test_another_network_than_the_one_that_is_served_is_refused_by_its_field(policy_dir, tmp_path, change):
+    (field,) = change
+    named = "use_aux_hidden_state" if field == "eagle_config" else field
+    assert named in refusal(written(tmp_path / "theirs", **change), policy_dir)
 
 
 def test_no_pickle_is_read(theirs, policy_dir, monkeypatch):

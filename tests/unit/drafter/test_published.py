@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from published import PUBLISHED
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from verl_tlt.checks.models import check_policy
@@ -86,8 +87,29 @@ def test_what_cannot_be_built_is_one_sentence(tmp_path, name, change, said):
         rehearse(path)
 
 
-def test_without_its_weights_a_policy_is_judged_by_its_config(tmp_path):
+def test_a_policy_without_its_weights_is_refused_before_a_run(tmp_path):
     path = published(tmp_path / "policy", "Qwen3-8B")
     (path / "model.safetensors").unlink()
     found = check_policy(str(path))
-    assert found.level == "ok" and "its weights are not here" in found.sentence
+    assert found.level == "refuse" and "holds no weights" in found.sentence
+
+
+def test_a_quantized_policy_is_refused_before_a_run(tmp_path):
+    path = published(tmp_path / "policy", "Qwen3-8B")
+    fields = PUBLISHED["Qwen3-8B"] | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (path / "config.json").write_text(json.dumps(fields))
+    found = check_policy(str(path))
+    assert found.level == "refuse" and "quantization_config (awq)" in found.sentence
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_tied_policy_whose_files_have_another_head_has_the_files(tmp_path, other):
+    """As transformers loads it."""
+    path = published(tmp_path / "policy", "Llama-3.2-1B")
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding + 1 if other else embedding.clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    weights, loaded = VerifierWeights.from_policy_dir(path), transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(weights.lm_head, loaded.lm_head.weight)
+    assert (weights.lm_head is weights.embed) != other

@@ -1,101 +1,99 @@
-"""Safetensors files are read and not mapped: what a file holds, what is refused, and a file that becomes shorter."""
+"""Where a model's tensors are, and files that hold none: one sentence each, and nobody ends with the file."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from drafter_folders import INDEX, WEIGHTS, sharded
+from safetensors.torch import save_file
 
-from verl_tlt.drafter.tensor_file import TensorFile
+from verl_tlt.drafter.tensor_file import check_weights, read_file, read_headers, read_parts
 from verl_tlt.errors import DrafterError
 
-TYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
-    torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
-    torch.complex64,
-)  # fmt: skip
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(3).bfloat16(), "c": torch.tensor([True, False])}
 
 
-def test_tensors_of_every_type_and_shape_are_what_safetensors_reads(tmp_path):
-    tensors = {str(t): (torch.arange(6).reshape(2, 3) % 2).to(t) for t in TYPES}
-    tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(3.0)}
-    save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
-    with TensorFile(tmp_path / "file") as reader:
-        assert set(reader.names) == tensors.keys() and reader.metadata == {"format": "pt"}
-        for name, tensor in load_file(tmp_path / "file").items():
-            found = reader.get_tensor(name)
-            assert found.dtype == tensor.dtype == reader.dtype(name) and list(found.shape) == reader.header(name).shape
-            assert bytes(found.contiguous().view(-1).view(torch.uint8)) == bytes(tensor.view(-1).view(torch.uint8))
-        assert np.array_equal(reader.get_array("torch.int64"), [[0, 1, 0], [1, 0, 1]])
+@pytest.fixture
+def model(tmp_path):
+    save_file(TENSORS, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
 
 
-def written(path, header, data=b"\0" * 8):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
-
-
-def tensor(kind="F32", shape=(2,), offsets=(0, 8)):
-    return {"dtype": kind, "shape": shape, "data_offsets": offsets}
+def test_headers_and_tensors_are_those_of_the_file(model):
+    headers = read_headers(model / WEIGHTS)
+    assert {n: (h.shape, h.kind) for n, h in headers.items()} == {
+        "a": ([2, 3], "F32"),
+        "b": ([3], "BF16"),
+        "c": ([2], "BOOL"),
+    }
+    for found in (read_file(model / WEIGHTS), read_parts(headers)):
+        assert found.keys() == TENSORS.keys() and all(torch.equal(found[n], t) for n, t in TENSORS.items())
 
 
 @pytest.mark.parametrize(
-    "header",
+    "content", [b"", b"\1\0\0", (1 << 62).to_bytes(8, "little") + b"{}", b"PK\x03\x04 pickled", "half"]
+)
+def test_a_file_that_is_not_whole_is_one_sentence(model, content):
+    file = model / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-4] if content == "half" else content)
+    for read in (read_file, read_headers):
+        with pytest.raises(DrafterError, match=f"^{file} is not a complete safetensors file: .+") as error:
+            read(file)
+        assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_says_why(model, monkeypatch):
+    for read in (read_file, read_headers):
+        with pytest.raises(DrafterError, match=f"^{model} cannot be read: Is a directory"):
+            read(model)
+        with pytest.raises(DrafterError, match=f"^{model / 'nowhere'} does not exist"):
+            read(model / "nowhere")
+
+
+def test_tensors_outlive_the_file(model):
+    """A mapped file that becomes shorter ends whoever reads it."""
+    file = model / WEIGHTS
+    kept = read_file(file), read_parts(read_headers(file))
+    file.write_bytes(b"")
+    assert all(torch.equal(found[n], t) for found in kept for n, t in TENSORS.items())
+
+
+def test_a_folder_with_all_its_weights_is_fine(model):
+    check_weights(model)
+    check_weights(sharded(model))
+    check_weights("some/name-on-the-hub")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
     [
-        b"", b"{", b"[]", b"{}", b"\xff\xff", b"[" * 5000, {"a": 3}, {"a": {}}, {"a": tensor(), "__metadata__": 3},
-        {"a": tensor(), "__metadata__": ["x"]}, {"a": tensor(), "__metadata__": {"state": 3}},
-        {"a": tensor(shape=(3,))}, {"a": tensor(shape=(-2,), offsets=(8, 0))}, {"a": tensor(shape=(2.0,))},
-        {"a": tensor(shape=(True, 2))}, {"a": tensor(offsets=(0, 16))}, {"a": tensor(offsets=(8, 16))},
-        {"a": tensor(offsets=(-8, 0))}, {"a": tensor(offsets=(0,))}, {"a": tensor(offsets=None)},
-        {"a": tensor(), "b": tensor()}, {"a": tensor(shape=(1,), offsets=(0, 4))}, {"a": tensor(shape=(10**30,))},
-        {"a": tensor("F4", (16,), (8, 0))},
+        (lambda folder: (folder / "model-1.safetensors").unlink(), "model-1.safetensors does not exist, and .*index"),
+        (
+            lambda folder: dangle(folder / "model-1.safetensors"),
+            "model-1.safetensors is a link to gone, which does not",
+        ),
+        (lambda folder: [f.unlink() for f in folder.glob("*.saf*")], "holds no weights: there is neither"),
+        (lambda folder: ((folder / INDEX).unlink(), dangle(folder / WEIGHTS)), f"{WEIGHTS} is a link to gone, which"),
+        (lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": []})), "weight_map must say"),
     ],
-)  # fmt: skip
-def test_a_header_that_is_none_is_one_sentence(tmp_path, header):
-    file = written(tmp_path / "file", header)
-    with pytest.raises(DrafterError, match=f"^{file} is no complete safetensors file: .+") as error:
-        TensorFile(file)
-    assert "\n" not in str(error.value)
+)
+def test_a_folder_without_some_of_its_weights_is_one_sentence(model, break_it, said):
+    break_it(sharded(model))
+    with pytest.raises(DrafterError, match=f"^{model}.*{said}"):
+        check_weights(model)
 
 
-def test_what_is_no_file_of_tensors_is_one_sentence(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "short").write_bytes(b"\1\0\0")
-    (tmp_path / "long").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
-    said_of = {"nowhere": "does not exist", "pipe": "no ordinary", ".": ".", "short": "has 3 bytes", "long": "header"}
-    for name, said in said_of.items():
-        with pytest.raises(DrafterError, match=said):
-            TensorFile(tmp_path / name)
-    file = written(tmp_path / "type", {"a": tensor("F4", (16,))})
-    with TensorFile(file) as reader, pytest.raises(DrafterError, match="holds F4"):
-        reader.get_tensor("a")
+def dangle(file):
+    file.unlink(missing_ok=True)
+    file.symlink_to("gone")
 
 
-READ = """
-import os, sys
-from pathlib import Path
-from verl_tlt.drafter.tensor_file import TensorFile
-file = Path(sys.argv[1])
-with TensorFile(file) as reader:
-    kept = reader.get_array("a")
-    os.truncate(file, 4096)
-    try:
-        reader.get_array("b")
-    except ValueError as error:
-        print(int(kept.sum()), error)
-"""
-
-
-def test_a_file_that_becomes_shorter_ends_nobody_and_changes_nothing_that_was_read(tmp_path):
-    file = tmp_path / "file"
-    save_file({"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}, file)
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(file)], capture_output=True, text=True, cwd=Path(__file__).parents[3]
-    )
-    assert done.returncode == 0, done
-    assert done.stdout == f"{1 << 20} {file} is no complete safetensors file: it became shorter while it was read.\n"
+def test_what_verl_saves_beside_its_shards_says_how_to_get_the_weights(model):
+    folder = model / "actor" / "huggingface"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(
+        DrafterError, match=f"holds no weights.*verl.model_merger merge .* --local_dir {folder.parent} "
+    ):
+        check_weights(folder)

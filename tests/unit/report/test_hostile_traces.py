@@ -121,7 +121,7 @@ def test_any_number_can_be_drawn(tmp_path):
     assert status == 0, output
 
 
-def test_nothing_is_written_through_a_link_nor_into_another_users_directory(tmp_path, everybodys, monkeypatch):
+def test_nothing_is_written_through_a_link_nor_into_another_users_directory(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run" / "trace", steps=2)
     precious = tmp_path / "precious"
     precious.write_text("precious")

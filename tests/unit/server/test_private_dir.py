@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from verl_tlt.files.ownership import make_private_dir
+from verl_tlt.files.disk import make_private_dir
 from verl_tlt.messages.rollout import store_name
 
 OWNER = """
 import sys, tempfile
-from verl_tlt.files.ownership import make_private_dir
+from verl_tlt.files.disk import make_private_dir
 tempfile.tempdir = sys.argv[1]
 print(make_private_dir("tlt-"), flush=True)
 sys.stdin.read()

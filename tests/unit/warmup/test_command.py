@@ -44,9 +44,7 @@ def test_from_prompts_to_a_drafter(warm, tmp_path):
     facts = provenance(options.out)
     assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
     assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
-    assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
-    card = (options.out / "README.md").read_text()
-    assert "--speculative-config" in card and "tau_sim" in card and "np." not in card
+    assert facts["versions"]["verl_tlt"] and facts["tokenizer"]["tokens"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.txt"]
 
 
@@ -127,21 +125,6 @@ def test_with_another_option_of_training_the_responses_are_kept(settings, answer
     second, said = warm(**change)
     assert f"was begun with {name}={getattr(first, name)!r}, not {change[name]!r}" in said
     assert provenance(second.out)["responses"] == 40
-
-
-def test_another_users_work_is_not_gone_on_with(settings, everybodys, give_away):
-    wanted = settings(out=everybodys / "drafter")
-    begin(wanted)
-    (planted := wanted.work / "responses" / "responses.jsonl").parent.mkdir()
-    planted.touch()
-    planted.chmod(0o666)
-    with pytest.raises(command.DrafterError, match="may be another user's work: everybody may write to"):
-        begin(wanted)
-    planted.chmod(0o644)
-    begin(wanted)
-    give_away(wanted.work)
-    with pytest.raises(command.DrafterError, match=r"may be another user's work: .* belongs to user"):
-        begin(wanted)
 
 
 @pytest.mark.parametrize("budget", [{"epochs": 0.4}, {"max_steps": 4}, {"max_minutes": 1e-9}], ids=str)

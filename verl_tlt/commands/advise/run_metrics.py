@@ -5,6 +5,7 @@ They are read from verl's `file` logger (`{"step": ..., "data": {...}}` a line) 
 checkpoint are left out where there are others: they take longer than those that follow.
 """
 
+import json
 import os
 import re
 import statistics
@@ -14,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_tlt.commands.advise.hardware import Workload
-from verl_tlt.commands.report.reader import LONGEST_LINE
 from verl_tlt.errors import TLTError
-from verl_tlt.files.json_files import parse, read_lines
 
 NEEDED = ("timing_s/gen", "timing_s/step", "response_length/mean", "response_length/max")
 """Metrics without which a step is not finished."""
@@ -56,9 +55,10 @@ def read_metrics(path: Path) -> RunMetrics:
     try:
         if (size := os.stat(path).st_size) > MOST_LOG_BYTES:
             raise TLTError(f"--metrics {path} has {size >> 20} MiB, more than any run's metrics.")
-        for line in read_lines(path, LONGEST_LINE):
-            if (row := _parsed(line.decode(errors="replace"))) is not None:
-                steps.setdefault(row[0], {}).update(row[1])
+        with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+            for line in file:
+                if (row := _parsed(line)) is not None:
+                    steps.setdefault(row[0], {}).update(row[1])
     except OSError as error:
         raise TLTError(f"--metrics {path} cannot be read: {error.strerror or error}.") from error
     return _summary(steps, f"--metrics {path}")
@@ -67,7 +67,7 @@ def read_metrics(path: Path) -> RunMetrics:
 def _parsed(line: str) -> tuple[int, dict[str, float]] | None:
     if line.lstrip().startswith("{"):
         try:
-            record = parse(line)
+            record = json.loads(line)
             return int(record["step"]), _known(record["data"].items())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None

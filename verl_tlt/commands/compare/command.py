@@ -18,7 +18,7 @@ from verl_tlt.commands.compare.result import arm_rows, found_of
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.processes import interruptible
-from verl_tlt.files.ownership import check_writable, expanded, replacing
+from verl_tlt.files.disk import check_writable, expanded, replacing
 
 SAY_EVERY_S = 600.0
 

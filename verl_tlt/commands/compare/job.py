@@ -1,5 +1,6 @@
 """One turn of one arm: a job goes on from the arm's last checkpoint for some steps; then its processes are ended."""
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,6 @@ from pathlib import Path
 from verl_tlt.commands.compare.plan import Arm, Plan, quoted
 from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
-from verl_tlt.files.json_files import open_ordinary, parse
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 LOOK_S = 1.0
@@ -97,10 +97,9 @@ def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
     """Metrics of finished RL steps, by step, as verl's `file` logger wrote them."""
     if not metrics.exists():
         return {}
-    with open_ordinary(metrics) as file:
-        lines = file.read().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
+    lines = metrics.read_bytes().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
     try:
-        rows = [parse(line) for line in lines]
+        rows = [json.loads(line) for line in lines]
         return {row["step"]: row["data"] for row in rows if "timing_s/step" in row["data"]}
     except (ValueError, KeyError, TypeError) as error:
         raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.commands.report.steps import step_row
 from verl_tlt.errors import TLTError, wrong_field
+from verl_tlt.files.disk import replacing
 from verl_tlt.files.json_files import read_object
-from verl_tlt.files.ownership import open_to_append, other_owner, replacing
 
 STEP = "global_step_"
 """How verl names the folder of a checkpoint."""
@@ -115,7 +114,7 @@ class Record:
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.fdopen(open_to_append(folder / "turns.lock"), "ab")
+        self._lock = (folder / "turns.lock").open("ab")
         self.file, self.turns = folder / "turns.json", list[Turn]()
         self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
         try:
@@ -131,8 +130,6 @@ class Record:
             raise
 
     def _go_on(self) -> None:
-        if reason := other_owner(self.file):
-            raise CompareError(f"{self.file} may hold another user's turns: {reason}; give an --out of your own.")
         if not self.file.exists():
             if theirs := next(self.file.parent.glob(f"*/{STEP}*"), None):
                 raise CompareError(f"{theirs} is of no comparison, which would remove it: give another --out.")

@@ -21,7 +21,7 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, devices, number, read_settings, select, trainer_mode
 from verl_tlt.config import COSTS_DIR, TLTConfigError
 from verl_tlt.errors import TLTError, printable
-from verl_tlt.files.ownership import check_writable
+from verl_tlt.files.disk import check_writable
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:

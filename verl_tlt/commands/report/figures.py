@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from verl_tlt.commands.report import steps as run_steps
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.files.ownership import replacing
+from verl_tlt.files.disk import replacing
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"

@@ -16,7 +16,7 @@ from verl_tlt.commands.report.figures import run_charts, step_chart
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import most_trained, rl_steps, rows_of_trace, sentences, table
 from verl_tlt.errors import printable
-from verl_tlt.files.ownership import replacing
+from verl_tlt.files.disk import replacing
 
 LONGEST_TEXT = 2000
 """Characters of a text from the trace that the page shows."""

@@ -7,10 +7,11 @@ that was written twice, the records of the later run count.
 
 from __future__ import annotations
 
+import json
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +22,9 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.errors import TLTError
-from verl_tlt.files.json_files import parse, read_lines
 from verl_tlt.trace import events
 from verl_tlt.trace.events import Event, RunStarted
 
-LONGEST_LINE = 1 << 20
-"""Most bytes of a line; a longer one is read in pieces, so that it cannot fill the memory."""
 MOST_ENGINE_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
 """Most bytes of files with engine steps, and of the others, which take several times that in memory."""
 MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
@@ -117,7 +115,7 @@ def read_trace(directory: str | Path) -> RunTrace:
     for file in files:
         good = bad = bad_bytes = 0
         of_engine = file.name.startswith(events.ENGINE_PREFIX)
-        for line in read_lines(file, LONGEST_LINE):
+        for line in _lines(file):
             if not line.strip():
                 continue
             record = _record(line)
@@ -201,10 +199,15 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     return event if all(abs(time) < _LATEST for time in times) else None  # NaN is not
 
 
+def _lines(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as lines:
+        yield from lines
+
+
 def _record(line: bytes) -> dict[str, Any]:
     """The JSON object of a line; empty where there is none."""
     try:
-        record = parse(line)
+        record = json.loads(line)
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}

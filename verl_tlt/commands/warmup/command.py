@@ -41,7 +41,7 @@ from verl_tlt.drafter.policy import (
 )
 from verl_tlt.drafter.train import DrafterTrainer, check_loss
 from verl_tlt.drafter.verifier import rehearse
-from verl_tlt.files.ownership import check_writable, other_owner, replacing
+from verl_tlt.files.disk import check_writable, replacing
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -114,14 +114,11 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
-    """Make the working directory, or go on in one unless its responses are of another job or of another user.
+    """Make the working directory, or go on in one unless its responses are of another job.
 
     Returns a sentence where an earlier run's training is given up.
     """
     work, file, state = options.work, options.work / "run.json", options.work / STATE
-    for name in (file.name, STATE, f"responses/{engine.RESPONSES}"):
-        if reason := other_owner(work / name):
-            raise DrafterError(f"{work} may be another user's work: {reason}; give an --out in a place of your own.")
     given = json.loads(json.dumps(asdict(options), default=str))
     wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)}
     wanted["prompts"] = hashlib.sha256(repr(prompts.tokens).encode()).hexdigest()[:16]

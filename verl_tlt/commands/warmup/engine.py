@@ -31,7 +31,6 @@ from verl_tlt.commands.warmup.prompts import MODEL, read_run
 from verl_tlt.drafter.capture import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
-from verl_tlt.files.json_files import open_ordinary, parse, read_lines
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
 
@@ -118,7 +117,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     def tell() -> None:
         nonlocal done, read
         if out.is_file():
-            with open_ordinary(out) as file:
+            with out.open("rb") as file:
                 file.seek(read)  # it may have gigabytes, and this is called every second
                 read += len(more := file.read())
             done += more.count(b"}")  # a response ends with its only one; other lines are what kills left
@@ -140,9 +139,9 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
 def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
     """The responses generated so far, by (prompt, sample), without a line that a kill cut short."""
     responses = {}
-    for line in read_lines(file) if file.is_file() else ():
+    for line in file.read_bytes().split(b"\n") if file.is_file() else ():
         try:
-            response = from_plain(Response, parse(line))
+            response = from_plain(Response, json.loads(line))
         except ValueError:
             continue
         responses[response.prompt, response.sample] = response

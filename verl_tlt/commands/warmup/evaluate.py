@@ -22,7 +22,6 @@ from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
 from verl_tlt.commands.warmup.train import PolicyTexts
-from verl_tlt.drafter.check import check_owner
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.mtp_write_back import write_back
@@ -58,7 +57,6 @@ class Verdict:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
-    check_owner(options.drafter)
     prompts = choose_prompts(options)
     fetch_policy(options.model)
     # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.

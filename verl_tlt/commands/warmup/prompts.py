@@ -7,7 +7,9 @@ A part of the prompts is held out by a hash of its tokens: the same whichever co
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +28,6 @@ from verl_tlt.commands.script.run import read_arguments
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import Model, first_line
-from verl_tlt.files.json_files import MOST_BYTES, parse, read_lines
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -150,23 +151,28 @@ def _parquet(file: Path, key: str) -> Iterator[Any]:
 
 
 def _text(file: Path, key: str) -> Iterator[str]:
-    for line in read_lines(file):
+    for line in _lines(file):
         if (text := line.decode().removesuffix("\n").removesuffix("\r")).strip():
             yield text
 
 
 def _json(file: Path, key: str) -> Iterator[Any]:
     """JSON lines, or one array."""
-    first = next((line for line in read_lines(file) if line.strip()), b"")
+    first = next((line for line in _lines(file) if line.strip()), b"")
     chat = False
     with suppress(ValueError):  # the first line of an array need not be a value
-        chat = len(first) < MOST_BYTES and _is_chat(parse(first))
+        chat = _is_chat(json.loads(first))
     if chat or not first.lstrip().startswith(b"["):
-        yield from (parse(line) for line in read_lines(file) if line.strip())
-    elif file.stat().st_size > MOST_BYTES:
-        raise ValueError(f"an array of more than {MOST_BYTES >> 20} MB is not read; write one JSON value a line")
+        yield from (json.loads(line) for line in _lines(file) if line.strip())
     else:
-        yield from parse(b"".join(read_lines(file)))
+        yield from json.loads(file.read_bytes())
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file, which line feeds alone end, without a byte order mark."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines):
+            yield line.removeprefix(codecs.BOM_UTF8) if number == 0 else line
 
 
 def _encode(row: Any, tokenizer: PreTrainedTokenizerBase, where: str, form: PromptForm) -> tuple[int, ...]:

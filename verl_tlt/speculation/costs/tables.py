@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from verl_tlt.errors import TLTError, wrong_field
+from verl_tlt.files.disk import expanded, replacing
 from verl_tlt.files.json_files import read_object
-from verl_tlt.files.ownership import expanded, other_owner, replacing
 from verl_tlt.messages import from_plain
 from verl_tlt.speculation.types import OFF, ControlError
 
@@ -152,8 +152,6 @@ def load_table(directory: str | Path, key: TableKey) -> LatencyTable | None:
     path = Path(directory)
     try:
         path = table_path(directory, key)
-        if reason := other_owner(path):
-            raise ControlError(reason)
         if not os.path.lexists(path):
             return None
         content = read_object(path)

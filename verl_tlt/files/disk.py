@@ -1,0 +1,144 @@
+"""Files and folders on whatever disk the user has: replaced atomically, where the disk can rename."""
+
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from verl_tlt.errors import TLTError
+
+CONFIG = "config.json"
+"""The file of a model's folder that is written last and removed first: a folder without it holds no model."""
+_OWNER = "owner.lock"
+_HELD: list[BinaryIO] = []
+"""Locks of this process's private folders, held until it ends."""
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EROFS)
+"""What mounts answer that do not know `fsync`."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
+    """Yield a new file that is given the name `path` when the block ends, and is removed when it raises."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def replacing_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `target` when the block ends, and is removed when it raises.
+
+    It lies beside `target`: a process killed inside the block leaves a `.NAME.new-*` that nothing reads; one killed
+    between the two renames leaves the old folder as `.NAME.old-*`. A mount that cannot rename folders gets the files
+    one by one. A link's target is replaced. A `TLTError` names the folder that could not be written.
+    """
+    target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
+    unique = secrets.token_hex(4)
+    draft, old = target.parent / f".{target.name}.new-{unique}", target.parent / f".{target.name}.old-{unique}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        for path in (*draft.rglob("*"), draft):
+            _flush(path)
+        try:
+            if os.path.lexists(target):  # a folder that holds something cannot be renamed over
+                target.rename(old)
+            draft.rename(target)
+        except OSError as error:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            if error.errno in _FULL:
+                raise
+            _copy_files(draft, target)
+        _flush(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise TLTError(f"{target} could not be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _copy_files(draft: Path, target: Path) -> None:
+    """Put the files of `draft` into `target` in place of what is there, `config.json` last."""
+    remove_model(target)
+    for file in sorted(draft.rglob("*"), key=lambda file: file == draft / CONFIG):
+        if file.is_file():
+            place = target / file.relative_to(draft)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, place)
+
+
+def remove_model(folder: Path) -> None:
+    """Remove a model's folder, `config.json` first: a kill meanwhile leaves no half of a model that could be loaded."""
+    with suppress(OSError):
+        (folder / CONFIG).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def _flush(path: Path) -> None:
+    """Have what was written survive a power failure, as far as the mount can do that."""
+    is_folder = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not is_folder and error.errno not in _CANNOT_FLUSH:
+            raise
+
+
+def check_writable(directory: str | os.PathLike[str], key: str) -> None:
+    """Raise a TLTError, which names `key`, where no file can be made in a directory that may have to be made itself."""
+    path = Path(os.path.abspath(expanded(directory)))
+    existing = next(part for part in (path, *path.parents) if os.path.lexists(part))
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".verl-tlt-") as made:
+            (Path(made) / "file").write_bytes(b"\0")
+    except OSError as error:
+        raise TLTError(f"{key}={directory} cannot be written to: {error.strerror or error}.") from error
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`path` with `~` filled in; a TLTError where no home directory is known, as for a user id without an account."""
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise TLTError(f"{full} is in a home directory, and this user has none: set HOME, or give a path without ~.")
+    return Path(full)
+
+
+def matching(path: str) -> list[str]:
+    """What a path means to verl's datasets, which read `~` as the home directory, and patterns: paths, in order."""
+    return sorted(glob.glob(os.path.expanduser(path)))
+
+
+def make_private_dir(prefix: str) -> Path:
+    """Make a temporary directory (0700) for this process, and remove those that killed processes left.
+
+    A process that lives holds a lock on a file in its directory.
+    """
+    for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
+        with suppress(OSError), owner.open("rb+") as lock:  # another user's, or in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent)
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    held = (path / f".{_OWNER}").open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.rename(path / f".{_OWNER}", path / _OWNER)  # nobody ever finds it unlocked
+    _HELD.append(held)
+    return path
