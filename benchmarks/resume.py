@@ -26,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks.stored import store
-from benchmarks.toy_job import FORCED, QUICK_TO_LEARN, Job, make_assets
+from benchmarks.toy_job import CONSTANT, FORCED, QUICK_TO_LEARN, Job, make_assets
 from demo.toy.assets import Assets
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
@@ -45,9 +45,9 @@ OVERRIDES = (
     "actor_rollout_ref.rollout.max_model_len=560",
     "trainer.max_actor_ckpt_to_keep=2",
     *QUICK_TO_LEARN,
-    "tlt.speculation.calibrate=false",
-    "tlt.speculation.costs_dir=null",
-    "tlt.gate.min_tokens=64",
+    f"{CONSTANT}.speculation.calibrate=false",
+    f"{CONSTANT}.speculation.costs_dir=null",
+    f"{CONSTANT}.gate.min_tokens=64",
 )
 PHASES = ("save", "session", "merge", "publish", "start", "save", "rollout", "sync", "session", "update")
 """Drawn in turn; `start` is a resumption that is killed itself."""

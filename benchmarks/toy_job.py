@@ -26,14 +26,15 @@ SAMPLES = 4
 FORCED = "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length"
 """Override of the jobs whose responses are as long as their prompts' rows say (`demo.toy.agent`)."""
 
+CONSTANT = "++actor_rollout_ref.rollout.custom.tlt"
+"""Where an override of a small job changes what is no setting (`verl_tlt.config.constant`)."""
 QUICK_TO_LEARN = (
     "tlt.speculation.policy=fixed",
     "tlt.speculation.fixed=2",
-    "tlt.drafter.intermediate_size=null",
-    "tlt.drafter.warmup_steps=5",
-    "tlt.drafter.batch_tokens=512",
-    "tlt.buffer.min_tokens=300",
-    "tlt.spot.min_merge_steps=2",
+    f"{CONSTANT}.drafter.warmup_steps=5",
+    f"{CONSTANT}.drafter.batch_tokens=512",
+    f"{CONSTANT}.buffer.min_tokens=300",
+    f"{CONSTANT}.spot.min_merge_steps=2",
 )
 """Overrides of TLT by which something is trained and merged in nearly every step of a small job."""
 NO_CLUSTER = "+ray_kwargs.ray_init.address=local"
@@ -63,7 +64,6 @@ def recipe_environment(out: Path, assets: Assets, steps: int, **environment: str
         "OUT": str(out),
         "ASSETS": str(assets.policy.parent),
         "POLICY": str(assets.policy),
-        "AUX_LAYERS": ",".join(map(str, assets.aux_layers)),
         "STEPS": str(steps),
         "DTYPE": "float32",
         **environment,

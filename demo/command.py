@@ -116,7 +116,6 @@ def _environment(assets: Assets, dtype: Dtype) -> dict[str, str]:
         "POLICY": str(assets.policy),
         "TRAIN": str(assets.train),
         "VAL": str(assets.val),
-        "AUX_LAYERS": ",".join(map(str, assets.aux_layers)),
     }
 
 

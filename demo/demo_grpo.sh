@@ -52,9 +52,9 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}
 
 tlt=()
 if [ "$TLT" = 1 ]; then
-  tlt=(+trainer.plugin=tlt tlt.trace.dir="$OUT/trace" tlt.drafter.batch_tokens=512 tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
-       tlt.speculation.control_every="${CONTROL_EVERY:-null}"
-       tlt.spot.max_epochs=5 tlt.drafter.save_dir="$OUT/drafter" tlt.drafter.aux_layers="[${AUX_LAYERS:-3,5,7}]" tlt.drafter.intermediate_size=1024)
+  tlt=(+trainer.plugin=tlt tlt.trace.dir="$OUT/trace" tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
+       tlt.spot.max_epochs=5 tlt.drafter.save_dir="$OUT/drafter"
+       ++actor_rollout_ref.rollout.custom.tlt.speculation.control_every="${CONTROL_EVERY:-null}")  # no setting: see verl_tlt/config.py
 fi
 
 exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \

@@ -19,7 +19,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from verl_tlt import config
-from verl_tlt.config import TLTConfig
+from verl_tlt.config import TLTConfig, is_setting
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "settings.md"
@@ -48,41 +48,37 @@ Most runs need only these:
 |---|---|
 | to start with a trained drafter | `path` in [tlt.drafter](#tltdrafter) |
 | a larger or smaller longest draft | `max_draft_length` in [tlt.speculation](#tltspeculation) |
-| to train in shorter bubbles | `min_tokens` in [tlt.buffer](#tltbuffer), `min_merge_steps` in [tlt.spot](#tltspot) |
-| a quicker stop at the end of sampling | a smaller `batch_tokens` in [tlt.drafter](#tltdrafter) |
-| less host memory | `max_mb`, `keep_steps` in [tlt.buffer](#tltbuffer) |
+| less host memory | `max_mb` in [tlt.buffer](#tltbuffer) |
 | never to wait for a first drafter, or longer | `cold_start_s` in [tlt.spot](#tltspot) |
 | speculation alone, or training alone | `enable=false` in [tlt.spot](#tltspot) or [tlt.speculation](#tltspeculation) |
 """
 
 NOTES = {
     "drafter": [
-        "`aux_layers`, `intermediate_size` and `vocab` are a random head's; a drafter from `path` brings its own.",
-        "`method=mtp` is for policies that have such a head; those three keys are then refused.",
+        "`vocab` is a random head's; a drafter from `path` brings its own.",
+        "`method=mtp` is for policies that have such a head; `vocab` is then refused.",
         "In a resumed run the drafter in the checkpoint wins over `path`.",
         "`save_dir` is written only where spot training runs.",
     ],
     "speculation": [
-        "`arms` must ascend, start with 0 and end at `max_draft_length` or below.",
         "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 where none is given.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
         "`policy=fixed` drafts however little is accepted: for tests and comparisons.",
     ],
     "spot": [
-        "Steps below `min_merge_steps` are kept: the worker continues from them in its next session.",
         "`cold_start_s` counts training, scores, merges and publication. A resumed run with a drafter has no"
         " [cold start](how-it-works.md#a-cold-start), nor has `separate_async`.",
         "After a failed session its replica pauses for 1, 2, then 8, 16, 32, ... RL steps.",
     ],
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size, 32 KiB at 4096; an MTP head's takes 2 bytes.",
-        "`max_mb`, `min_tokens` and `tokens_per_step` are per spot worker. `min_tokens` leaves out what is held out.",
+        "`max_mb` and `tokens_per_step` are per spot worker.",
         "`tlt/tap_tokens` logs what `tokens_per_step` has become.",
         "A prompt's responses are held out on all workers or on none.",
     ],
     "gate": [
         "*Surely* means at a level of 1 %. In doubt the served drafter stays, and the candidate trains on.",
-        "With fewer than `min_tokens` positions, or fewer than 7 prompts, it is held, unless what is served is"
+        "With fewer than 512 positions, or fewer than 7 prompts, it is held, unless what is served is"
         " useless or the candidate is far better.",
     ],
     "trace": ["What the files hold: [metrics](metrics.md). `verl-tlt report DIR` reads them."],
@@ -99,6 +95,7 @@ def render() -> str:
         lines = [
             f"* `tlt.{section.name}.{key}` = `{_yaml(defaults[section.name][key])}` ({kind}): {meaning}"
             for key, kind, meaning in _fields(cls.__name__)
+            if key in {f.name for f in dataclasses.fields(cls) if is_setting(f)}
         ]
         lines += ["", *(f"* {note}" for note in NOTES[section.name])]
         parts.append(f"## tlt.{section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n" + "\n".join(lines) + "\n")

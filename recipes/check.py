@@ -74,10 +74,12 @@ PIPELINE = (
 )  # fmt: skip
 """The same, its layers dealt out to two stages; Megatron refuses to warm up for longer than a run lasts."""
 
+CONSTANT = "++actor_rollout_ref.rollout.custom.tlt"
+"""Where an override of a small run changes what is no setting (`verl_tlt.config.constant`)."""
 TLT = (
-    "tlt.drafter.aux_layers=[1,2,3]", "tlt.drafter.batch_tokens=256", "tlt.speculation.policy=fixed",
-    "tlt.speculation.fixed=2", "tlt.speculation.calibrate=false", "tlt.buffer.min_tokens=200", "tlt.spot.settle_s=0.05",
-    "tlt.spot.min_merge_steps=1",
+    "tlt.speculation.policy=fixed", "tlt.speculation.fixed=2", f"{CONSTANT}.speculation.calibrate=false",
+    f"{CONSTANT}.drafter.batch_tokens=256", f"{CONSTANT}.buffer.min_tokens=200", f"{CONSTANT}.spot.settle_s=0.05",
+    f"{CONSTANT}.spot.min_merge_steps=1",
 )  # fmt: skip
 """TLT, so that in two steps it drafts, trains, merges and publishes."""
 

@@ -8,7 +8,9 @@ which may be on another node, then either finds TLT or stops. Settings travel in
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
@@ -34,7 +36,8 @@ def check(config: DictConfig) -> TLTConfig:
     for finding in findings:
         if finding.level == "warn":
             print(printable(f"verl-tlt: {finding.sentence}"), file=sys.stderr, flush=True)
-    refusals = [f"verl-tlt: {finding.sentence}" for finding in findings if finding.level == "refuse"]
+    # This is the machine that the job runs on, so what it lacks is missing.
+    refusals = [f"verl-tlt: {finding.sentence}" for finding in findings if finding.level in ("if", "refuse")]
     if refusals:
         raise SystemExit(printable("\n".join(refusals)))
     return settings
@@ -43,8 +46,9 @@ def check(config: DictConfig) -> TLTConfig:
 def apply(config: DictConfig, settings: TLTConfig) -> None:
     """Rewrite `config` in place; doing it twice is the same as once."""
     rollout = config.actor_rollout_ref.rollout
-    final = resolve(config, settings).to_dict()
     custom = read_mapping(config, "actor_rollout_ref.rollout.custom")
+    given = read_mapping(config, "actor_rollout_ref.rollout.custom.tlt")
+    final = _merged(resolve(config, settings), given)
     with open_dict(config):
         rollout.custom = {**custom, "tlt": final}
         rollout.dtype = engine_dtype(config)  # drafters are published in it
@@ -69,3 +73,9 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     trains = settings.spot.enable and not ngrams_alone and not rules.untapped(config)
     spot = replace(settings.spot, enable=trains and not rules.verl_trains_the_head(config, settings))
     return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)
+
+
+def _merged(settings: TLTConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with what is in the place they travel in already: constants that a test or benchmark changes."""
+    merged = {section: {**values, **given.get(section, {})} for section, values in settings.to_dict().items()}
+    return TLTConfig.from_dict(merged).to_dict()

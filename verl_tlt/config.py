@@ -2,7 +2,8 @@
 
 A user's settings arrive as the `tlt` node of verl's Hydra config. The driver turns them into a `TLTConfig`,
 which checks them, and passes them on as a plain dict in `actor_rollout_ref.rollout.custom.tlt`, the only
-place verl hands to every process. Nothing here imports verl, torch or vLLM.
+place verl hands to every process. A field made by `constant` is no setting: no user needs another value, and the
+driver may compute one for the run. Nothing here imports verl, torch or vLLM.
 """
 
 from __future__ import annotations
@@ -24,6 +25,40 @@ from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
+REMOVED = {
+    "drafter": {
+        "aux_layers": "a new drafter reads vLLM's default layers; verl-tlt warmup --aux-layers makes another",
+        "intermediate_size": "a new drafter has the policy's width; verl-tlt warmup --intermediate-size makes another",
+        "objective": "training unrolls 3 draft positions (HASS)",
+        "loss": "the loss is the KL divergence",
+        "warmup_steps": "the learning rate rises over 20 optimizer steps",
+        "batch_tokens": "micro-batches have the size that fits the device",
+        "seed": "set data.seed for other prompts",
+    },
+    "speculation": {
+        "arms": "set tlt.speculation.max_draft_length to bound the draft length",
+        "calibrate": "step times are always measured at start",
+        "costs_dir": "each run measures its step times",
+        "control_every": "compare with stock verl by verl-tlt compare",
+    },
+    "spot": {
+        "poll_s": "it needs no setting",
+        "settle_s": "it needs no setting",
+        "min_merge_steps": "it needs no setting",
+    },
+    "buffer": {
+        "keep_steps": "set tlt.buffer.max_mb to bound what is kept",
+        "min_tokens": "it needs no setting",
+        "window": "it needs no setting",
+        "held_out": "the share of prompts that judge a drafter follows from the batch",
+    },
+    "gate": {
+        "margin": "set tlt.gate.enable=false to publish every drafter",
+        "min_tokens": "set tlt.gate.enable=false to publish every drafter",
+    },
+    "trace": {"engine_steps": "the trace always has a line for each engine step"},
+}
+"""Settings of the release before this one, and what a user can do instead."""
 BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
 """The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
 COSTS_DIR = "~/.cache/verl-tlt/costs"
@@ -55,6 +90,11 @@ Index = Annotated[int, Field(ge=0)]
 DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
 
 
+def constant(default: Any) -> Any:
+    """Declare a field of a section that is no setting."""
+    return field(default=default, metadata={"constant": True})
+
+
 def _policy(value: object) -> object:
     return "off" if value is False else value  # how YAML reads a bare `off`
 
@@ -73,27 +113,20 @@ class DrafterConfig:
     SpecForge's or SafeAILab's layout, MTP heads as verl-tlt saves them. Null: a random head, or the policy's own."""
     save_dir: str | None = None
     """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
-    aux_layers: Annotated[tuple[Index, ...], Strict(False)] | None = None
-    """Layer *inputs* of the policy fed to the drafter; null: (2, L/2, L-3), spread out for shallow models."""
-    intermediate_size: Count | None = None
-    """Width of a new drafter's MLP; null: the policy's. A narrower one drafts and trains faster and learns less."""
     vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None
     """Tokens a new drafter can draft: the most frequent of the first rollout, or `full`, all of the policy's. Null: all
     of up to 65,536, and 32,768 of a larger vocabulary, whose head would take most of a draft's time."""
-    objective: Literal["eagle", "hass", "eagle3"] = "hass"
-    """How many draft positions a training step unrolls in the end: `eagle` 1, `hass` 3, `eagle3` 7. It begins with one,
-    and adds the next when drafts reach it."""
-    loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
-    """Loss of `speculators.losses`."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """AdamW's learning rate after warm-up."""
-    warmup_steps: Index = 20
-    """Optimizer steps over which the learning rate rises linearly."""
-    batch_tokens: Count | None = None
-    """Tokens in one packed micro-batch: also the longest a stop request waits. Null: 1024 on a processor; on an
-    accelerator up to 4096, as far as the logits of the draft vocabulary fit into 6 GiB. A session on an accelerator
-    with too little free memory takes half as many, or a quarter and so on."""
-    seed: Index = 0
+    objective: str = constant("hass")
+    """How many draft positions a training step unrolls in the end, by the method that trains so (`OBJECTIVES`)."""
+    loss: str = constant("kl_div")
+    """Loss of `speculators.losses`."""
+    warmup_steps: Index = constant(20)
+    """Optimizer steps over which the learning rate rises linearly: AdamW's moments are of few steps before."""
+    batch_tokens: Count | None = constant(None)
+    """Tokens in one packed micro-batch, which is also the longest that a stop request waits."""
+    seed: Index = constant(0)
     """Seeds the random head and the order of training sequences."""
 
     @property
@@ -117,21 +150,16 @@ class SpeculationConfig:
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
     """K_max: the longest draft; null: 7 on engines with FULL CUDA graphs for every draft length, else 3. With vLLM's V2
     model runner it is shorter (3 or 1) where draft logits would take more than a gibibyte of each GPU."""
-    arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = None
-    """Draft lengths the policy may use, ascending, starting with 0; null: 0..K_max on engines without FULL CUDA graphs,
-    else those that have them (0, 1, 3 and 7), up to K_max."""
     fixed: DraftLength | None = None
     """The K of policy=fixed; null: K_max."""
-    calibrate: bool = True
-    """Measure step latency by batch and K at start, about 20 seconds, unless it is stored; false: take what is stored,
-    or learn it from the rollout alone, and do not find out there whether an engine dies of its drafter."""
-    costs_dir: str | None = COSTS_DIR
-    """Where step costs are kept for the next run. `verl-tlt calibrate` measures them, or a run learns them; the next
-    on the same hardware, policy and vLLM measures nothing at start. Null: nowhere."""
-    control_every: Index | None = None
-    """One in so many steps, from the second on, is a control rollout. One replica, or all that share a machine, decode
-    without drafts in it, to measure what that takes; 0: never. Null: after 8 rollouts, after 8 more, and then after
-    each 256 without one, sooner while too little can be compared. A rollout with the drafter OFF serves as well."""
+    arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = constant(None)
+    """Draft lengths that the policy may use; null: all that the engine can serve."""
+    calibrate: bool = constant(True)
+    """Measure step latency by batch and K at start."""
+    costs_dir: str | None = constant(COSTS_DIR)
+    """Where step costs are kept for the next run."""
+    control_every: Index | None = constant(None)
+    """RL steps between two rollouts in which one replica decodes without drafts; null: few, 0: none."""
     source: Literal["eagle", "ngram", "both"] = "eagle"
     """Who drafts: the drafter, n-grams of sibling responses, or n-grams where they match and the drafter elsewhere.
     n-grams need no drafter, and give up vLLM's async scheduling."""
@@ -150,16 +178,16 @@ class SpotConfig:
 
     enable: bool = True
     """False: the drafter stays as it was loaded."""
-    poll_s: Positive = 0.05
-    """Seconds between two looks at the replicas' load while it changes, up to five times as many while it does not."""
-    settle_s: NotNegative = 0.1
-    """A replica must have been empty this long before it is asked to leave, or the trainer must have waited as long."""
+    poll_s: Positive = constant(0.05)
+    """Seconds between two looks at the replicas' load: a fraction of an engine's sleep."""
+    settle_s: NotNegative = constant(0.1)
+    """Seconds for which a replica must have been empty before it leaves: longer than a request is on its way."""
     stop_timeout_s: Positive = 5.0
     """A spot worker that has not stopped by then is killed and restarted; RL does not wait longer."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
-    min_merge_steps: Count = 8
-    """Fewer optimizer steps than this are not merged but kept for later: AdamW's first steps are sign-like."""
+    min_merge_steps: Count = constant(8)
+    """Fewer optimizer steps than this are kept for later: AdamW's first steps are sign-like."""
     cold_start_s: NotNegative | None = None
     """Seconds for which a run without a drafter may stop, once, to train one on all devices; 0: never. Null: 1 % of the
     run that is left, up to 300 seconds; never where that is less than 10, or more than a good drafter would save."""
@@ -172,20 +200,19 @@ class BufferConfig:
     max_mb: Count | None = None
     """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first. Null: 2048, or on
     accelerators what is left to it of 15 % of a node's memory among its workers, where that is more."""
-    keep_steps: Count = 8
-    """RL steps a sequence stays."""
-    min_tokens: Index = 2000
-    """Below this many tokens no session starts."""
+    keep_steps: Count = constant(8)
+    """RL steps a sequence stays: older ones are of another policy."""
+    min_tokens: Index = constant(2000)
+    """Tokens below which no session starts: a replica does not leave for less than a few optimizer steps."""
     tokens_per_step: Count | None = None
     """Tokens captured per worker and RL step; each length gets its share of the tokens. Null: 8192, or 32,768 where a
     cold start is to come; doubled after every step in which most sessions used up their epochs with a fifth of the
     bubble left, until two steps fill the buffer or capturing twice as many would take 0.5 % of a step; halved where it
     does."""
-    window: Count = 4096
-    """Longest stretch kept of one sequence, at its true positions."""
-    held_out: Annotated[float, Field(gt=0, lt=0.9)] | None = None
-    """Share of prompts whose responses only the publish gate sees. Null: a tenth; up to a quarter where few prompts are
-    captured in a step."""
+    window: Count = constant(4096)
+    """Longest stretch kept of one sequence, at its true positions: it bounds the memory of one micro-batch."""
+    held_out: Annotated[float, Field(gt=0, lt=0.9)] | None = constant(None)
+    """Share of prompts whose responses only the publish gate sees; null: `trainer.run_setup` computes it."""
 
     @property
     def first_tokens(self) -> int:
@@ -209,11 +236,10 @@ class GateConfig:
 
     enable: bool = True
     """False: every merged drafter is published."""
-    margin: Share = 0.0025
-    """Publish when the candidate is surely not worse than the served drafter by this share of its accept length; it
-    must not be seen to be worse than the initial one by as much either."""
-    min_tokens: Index = 512
-    """Held-out positions needed to judge; with fewer a candidate is served only if what is served is useless."""
+    margin: Share = constant(0.0025)
+    """Share of the accept length by which a candidate may be worse than the served drafter and still be published."""
+    min_tokens: Index = constant(512)
+    """Held-out positions needed to judge: with fewer the interval is wider than what training gains."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -222,8 +248,6 @@ class TraceConfig:
 
     dir: str | None = None
     """Directory of the JSONL trace; null: `<trainer.default_local_dir>/tlt_trace`."""
-    engine_steps: bool = True
-    """One line per engine step (about 150 bytes)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -236,6 +260,18 @@ class TLTConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+
+    @classmethod
+    def from_user(cls, node: Mapping[str, object]) -> TLTConfig:
+        """Build from the `tlt` node of a user's config, in which constants have no place (`from_dict`)."""
+        for section, removed in REMOVED.items():
+            given = node.get(section)
+            if not isinstance(given, Mapping):
+                continue
+            for key, instead in removed.items():
+                if key in given:
+                    raise TLTConfigError(f"tlt.{section}.{key} was removed: {instead}.")
+        return cls.from_dict(node)
 
     @classmethod
     def from_dict(cls, node: Mapping[str, object] | None) -> TLTConfig:
@@ -259,16 +295,31 @@ def _build(cls: type[T], node: object, where: str) -> T:
     values: dict[str, Any] = {}
     for key, value in node.items():
         if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(hints)}."
+            known = [f.name for f in dataclasses.fields(cls) if is_setting(f)]  # type: ignore[arg-type]
+            close = difflib.get_close_matches(str(key), known, n=1)
+            instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."
             raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead}")
         section = dataclasses.is_dataclass(hints[key])
-        values[key] = _build(hints[key], value, f"{where}.{key}") if section else _plain(value)
+        plain = None if value == "None" else _plain(value)  # Python's spelling of Hydra's null
+        values[key] = _build(hints[key], value, f"{where}.{key}") if section else plain
     try:
         return cls(**values)
     except ValidationError as error:
-        key, wrong = wrong_field(error)
-        raise TLTConfigError(f"{where}.{key} {wrong}") from None
+        raise TLTConfigError(f"{where}.{_wrong(error)}") from None
+
+
+def is_setting(section_field: dataclasses.Field[Any]) -> bool:
+    """Whether a user may set this field of a section, which is no `constant`."""
+    return not section_field.metadata.get("constant", False)
+
+
+def _wrong(error: ValidationError) -> str:
+    """The key that pydantic refuses and what is wrong with it; of a key of several kinds, what each would take."""
+    first, *others = error.errors()
+    key, wrong = str(first["loc"][0]), wrong_field(error)[1]
+    kinds = [other["msg"].removeprefix("Input should be ") for other in others if other["loc"][0] == key]
+    allowed, comma, given = wrong.rpartition(", not ")
+    return f"{key} {' or '.join([allowed, *kinds])}{comma}{given}"
 
 
 def _plain(value: object) -> object:
@@ -294,6 +345,5 @@ def _check(c: TLTConfig) -> None:
             )
     if s.fixed is not None and s.fixed > s.longest:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")
-    shaping = ("aux_layers", "intermediate_size", "vocab")
-    if c.drafter.method == "mtp" and (key := next((k for k in shaping if getattr(c.drafter, k) is not None), None)):
-        raise TLTConfigError(f"tlt.drafter.{key} shapes an EAGLE-3 head; with tlt.drafter.method=mtp leave it out.")
+    if c.drafter.method == "mtp" and c.drafter.vocab is not None:
+        raise TLTConfigError("tlt.drafter.vocab shapes an EAGLE-3 head; with tlt.drafter.method=mtp leave it out.")

@@ -86,7 +86,7 @@ HELD_OUT = 24
 WARMUP_TEXTS, WARMUP_TOKENS = 256, 90_000
 CONFIG = TLTConfig.from_dict(
     {
-        "drafter": {"aux_layers": AUX_LAYERS["small"], "batch_tokens": 256, "learning_rate": 2e-3},
+        "drafter": {"batch_tokens": 256, "learning_rate": 2e-3},
         "buffer": {"min_tokens": 1000, "held_out": 0.05},
         "speculation": {"max_draft_length": K},
     }

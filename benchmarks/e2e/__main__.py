@@ -37,7 +37,7 @@ from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, Head, h
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
 from benchmarks.real_policy.job import real_assets, real_overrides
-from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
+from benchmarks.toy_job import CONSTANT, FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
@@ -85,7 +85,7 @@ def real(folder: Path) -> Subject:
     """SmolLM2-135M-Instruct; `folder` keeps all of it. It has one head, the warmed-up one."""
     assets, warm = real_assets(folder), real_head(folder)
     overrides = (*toy_overrides(assets), *real_overrides(assets))
-    shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}", "tlt.drafter.intermediate_size=null", "tlt.drafter.batch_tokens=512")
+    shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}",)
     return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS)
 
 
@@ -182,7 +182,7 @@ def main() -> None:
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
     if options.forced:  # so that a turn has steps without drafts to compare with; a long run has them anyway
         every_steps = options.steps // 2 if options.control_every is None else options.control_every
-        control = f"tlt.speculation.control_every={every_steps}"
+        control = f"{CONSTANT}.speculation.control_every={every_steps}"
         chosen = [replace(arm, overrides=(*arm.overrides, control)) if arm.tlt else arm for arm in chosen]
     found = {WARM: subject.warm.facts} if options.policy == "real" else drafters(kept, chosen)
     known = {"policy": options.policy, "load": options.load, "vllm_table": table, "drafters": found}

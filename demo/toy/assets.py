@@ -46,7 +46,7 @@ class Assets:
     val: Path
     """Validation prompts, parquet: `data.val_files`."""
     aux_layers: tuple[int, int, int]
-    """`tlt.drafter.aux_layers` for this policy."""
+    """Layers that this policy's warmed-up drafters read."""
     reward: str = "pkg://demo.toy.reward"
     """`reward.custom_reward_function.path`; its function is `compute_score`."""
     sampler: str = "pkg://demo.toy.sampler"

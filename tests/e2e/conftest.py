@@ -9,6 +9,7 @@ from grpo_run import TLT, Run, grpo
 from struck import STRUCK
 
 from benchmarks.faults.run import arm
+from benchmarks.toy_job import CONSTANT
 
 COLD_START = "tlt.spot.cold_start_s=20"
 STARTUP = Path(__file__).parents[1] / "startup"
@@ -28,7 +29,7 @@ def resumed(run) -> Run:
     out = run.out.parent / "resumed"
     out.mkdir()
     (out / "checkpoints").symlink_to(run.out / "checkpoints")
-    tables = f"tlt.speculation.costs_dir={run.out}/tables"
+    tables = f"{CONSTANT}.speculation.costs_dir={run.out}/tables"
     (armed := out.parent / "armed").mkdir()
     faults = arm(armed, STRUCK)
     faults["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{faults['PYTHONPATH']}"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from benchmarks.toy_job import CONSTANT
 from demo.toy.assets import build_assets
 from verl_tlt.commands.processes import ProcessTree, interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
@@ -98,7 +99,6 @@ def grpo(
         "OUT": str(out),
         "ASSETS": str(assets),
         "POLICY": str(built.policy),
-        "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
         "STEPS": str(steps),
         "DTYPE": "float32",
         "EXECUTOR": "mp",
@@ -116,7 +116,7 @@ def grpo(
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
-        *(() if environment.get("TLT") == "0" else (f"tlt.speculation.costs_dir={out}/tables",)),
+        *(() if environment.get("TLT") == "0" else (f"{CONSTANT}.speculation.costs_dir={out}/tables",)),
         *overrides,
     ]
     log = out.with_name(f"{out.name}.log")
@@ -130,16 +130,15 @@ TLT = (
     "tlt.speculation.policy=fixed",
     "tlt.speculation.fixed=2",
     "tlt.drafter.learning_rate=2e-3",
-    "tlt.drafter.intermediate_size=null",
-    "tlt.drafter.warmup_steps=5",
-    "tlt.drafter.batch_tokens=512",
-    "tlt.buffer.min_tokens=100",
+    f"{CONSTANT}.drafter.warmup_steps=5",
+    f"{CONSTANT}.drafter.batch_tokens=512",
+    f"{CONSTANT}.buffer.min_tokens=100",
     "tlt.spot.max_epochs=24",
-    "tlt.spot.min_merge_steps=2",
+    f"{CONSTANT}.spot.min_merge_steps=2",
     # By two steps' held-out prompts the gate judges. Three steps of a toy hold out few positions, so it asks for fewer
     # than in a run, and has a wide margin.
-    "tlt.buffer.held_out=0.45",
-    "tlt.buffer.window=256",
-    "tlt.gate.margin=0.1",
-    "tlt.gate.min_tokens=256",
+    f"{CONSTANT}.buffer.held_out=0.45",
+    f"{CONSTANT}.buffer.window=256",
+    f"{CONSTANT}.gate.margin=0.1",
+    f"{CONSTANT}.gate.min_tokens=256",
 )

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from grpo_run import RECIPE, ROOT, skew
 
+from benchmarks.toy_job import CONSTANT
 from demo.toy.assets import build_assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -39,12 +40,11 @@ def command(tmp_path):
         "OUT": str(tmp_path / "recipe"),
         "ASSETS": str(tmp_path / "assets"),
         "POLICY": str(built.policy),
-        "AUX_LAYERS": ",".join(map(str, built.aux_layers)),
         "DTYPE": "float32",
     }
     out = tmp_path / "compared"
     loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}"
-    costs = f"tlt.speculation.costs_dir={tmp_path}/costs"
+    costs = f"{CONSTANT}.speculation.costs_dir={tmp_path}/costs"
     words = ["compare", str(RECIPE), *RECIPE_SETTINGS, loop, costs, "--steps", "2", "--out", str(out)]
     return [sys.executable, "-c", "from verl_tlt.commands.cli import app; app()", *words], env, out
 

@@ -36,7 +36,7 @@ def test_a_hybrid_policy_trains_with_a_drafter(family, tmp_path):
         "actor_rollout_ref.actor.entropy_coeff=0.1", "actor_rollout_ref.actor.optim.lr=1e-3",
         # vLLM computes linear attention in bfloat16 alone.
         "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
-        POLICY=str(policy), AUX_LAYERS="1,2,3", DTYPE="bfloat16",
+        POLICY=str(policy), DTYPE="bfloat16",
     )  # fmt: skip
     assert any(session.steps > 0 for session in run.trace.sessions), "no spot training happened"
     for metrics in run.steps.values():

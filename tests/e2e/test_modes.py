@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from grpo_run import BATCH, TLT, Run, grpo
 
+from benchmarks.toy_job import CONSTANT
 from verl_tlt.trace.events import TRAINER_DEVICE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -21,7 +22,7 @@ ASYNC = (
     "trainer.v1.sampler.max_off_policy_strategy=wait",
     # Smaller than elsewhere: how far older weights are from the actor's is what bounds the log-probs' difference.
     "actor_rollout_ref.actor.optim.lr=1e-6",
-    "tlt.speculation.calibrate=false",
+    f"{CONSTANT}.speculation.calibrate=false",
 )
 
 

@@ -8,6 +8,7 @@ from grpo_run import TLT, grpo
 from mtp_policy import make_mtp_policy
 from safetensors.torch import load_file, save_file
 
+from benchmarks.toy_job import CONSTANT
 from demo.toy.assets import build_assets
 from verl_tlt.drafter import (
     DrafterTrainer,
@@ -81,7 +82,7 @@ def run(stale):
     base, policy, *_ = stale
     return grpo(
         base / "run", base / "assets", 5, *TLT, f"actor_rollout_ref.model.path={policy}", "tlt.drafter.method=mtp",
-        "tlt.drafter.aux_layers=null", SAVE_FREQ="5",
+        SAVE_FREQ="5",
     )  # fmt: skip
 
 
@@ -116,8 +117,8 @@ def test_a_head_that_knows_nothing_is_tried_by_one_replica_once_it_is_known_to_l
     base, *_ = stale
     run = grpo(
         base / "noise", base / "assets", 5, "tlt.speculation.policy=goodput", "tlt.spot.enable=false",
-        f"actor_rollout_ref.model.path={base / 'untrained'}", "tlt.drafter.method=mtp", "tlt.drafter.aux_layers=null",
-        "tlt.drafter.intermediate_size=null", "tlt.speculation.control_every=2",
+        f"actor_rollout_ref.model.path={base / 'untrained'}", "tlt.drafter.method=mtp",
+        f"{CONSTANT}.speculation.control_every=2",
     )  # fmt: skip
     assert run.steps[1]["tlt/accept_length"] < 1.1
     off = {step: metrics["tlt/drafter_off_frac"] for step, metrics in run.steps.items()}

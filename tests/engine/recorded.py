@@ -38,7 +38,7 @@ ENVIRONMENT = {
 }
 CONFIG = TLTConfig.from_dict(
     {
-        "drafter": {"aux_layers": LAYERS, "batch_tokens": 384, "learning_rate": 2e-3, "warmup_steps": 5},
+        "drafter": {"batch_tokens": 384, "learning_rate": 2e-3, "warmup_steps": 5},
         "buffer": {"min_tokens": 300, "held_out": 0.25},
         "spot": {"min_merge_steps": 3},
         "speculation": {"max_draft_length": 3},

@@ -231,7 +231,7 @@ def update(fleet, sessions, version):
     from verl_tlt.trainer.drafter_update import DrafterUpdates
     from verl_tlt.trainer.step_log import StepLog
 
-    served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=version - 1)
+    served = DrafterProvenance("policy", "data", "hass", 1.0, version=version - 1)
     return DrafterUpdates(fleet, CONFIG, served, "bfloat16", StepLog(None)).update(sessions)
 
 
@@ -407,7 +407,7 @@ def test_workers_that_are_stopped_or_killed_while_idle_cost_a_step_two_seconds_a
     assert_alike(fleet)
     os.kill(process(fleet, "long"), signal.SIGSTOP)
     begin = time.monotonic()
-    provenance = DrafterProvenance("policy", "data", None, "hass", 1.0)
+    provenance = DrafterProvenance("policy", "data", "hass", 1.0)
     calls = fleet.save(tmp_path / "global_step_1" / "tlt_drafter", provenance)
     assert time.monotonic() - begin < SILENT_S + 1.0
     assert [(f.replica, f.during) for f in fleet.waits.failures()] == [("long", "save")]
@@ -424,7 +424,7 @@ def test_a_checkpoint_has_the_optimizer_of_the_worker_that_trained_the_longest(f
     assert session(fleet, "brief").steps > 0
     trained = ray.get(workers[-1].__ray_call__.remote(optimizer_steps))
     directory = tmp_path / "global_step_1" / "tlt_drafter"
-    calls = fleet.save(directory, DrafterProvenance("policy", "data", None, "hass", 1.0))
+    calls = fleet.save(directory, DrafterProvenance("policy", "data", "hass", 1.0))
     assert calls.keys() == {"brief"} and fleet.waits.answers("save", calls, 60.0)
     ray.get([w.__ray_call__.remote(begin_anew) for w in workers], timeout=300)
     held = ray.get([w.resume.remote(str(directory)) for w in workers], timeout=300)

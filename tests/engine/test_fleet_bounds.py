@@ -170,7 +170,7 @@ def test_what_a_step_waits_for_is_bounded_by_what_it_can_bear(fleet, deaf, tmp_p
     begin = time.monotonic()
     if call == "save":
         with pytest.raises(CallFailed, match="no spot worker"):
-            fleet.save(tmp_path / "drafter", DrafterProvenance("policy", "data", None, "hass", 1.0))
+            fleet.save(tmp_path / "drafter", DrafterProvenance("policy", "data", "hass", 1.0))
     else:
         fleet.keep_as_served()
     assert 0.9 * SILENT_S <= time.monotonic() - begin < SILENT_S + LATE_S

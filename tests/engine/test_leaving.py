@@ -29,7 +29,7 @@ def fleet(tmp_path_factory):
         from demo.toy.assets import build_assets
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
-        served = ServedPolicy(assets, {"aux_layers": assets.aux_layers})
+        served = ServedPolicy(assets, {})
         store = served.store(served.drafter)
         servers = {f"server-{rank}": served.server(rank) for rank in range(2)}
         ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)

@@ -181,7 +181,7 @@ def test_a_checkpoint_continues_candidate_optimizer_and_served(pair, tmp_path):
     get(pair[0].__ray_call__.remote(score_alone))
     scoring = pair[0].train.remote()
     directory = tmp_path / "global_step_3" / "tlt_drafter"
-    facts = DrafterProvenance("policy", "data", None, "hass", 1.0, 2, 3, (0.5, 0.4, 0.3), 1234)
+    facts = DrafterProvenance("policy", "data", "hass", 1.0, 2, 3, (0.5, 0.4, 0.3), 1234)
     assert get(pair[0].save.remote(str(directory), facts), scoring)[1].scores is not None
     worker = SpotWorker("a", **worker_arguments(resume_from=directory.parent))
     assert same(worker.learner.versions.served, agreed.served)

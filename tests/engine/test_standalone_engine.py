@@ -88,13 +88,3 @@ def test_calibrate_keeps_the_same_measurements(doctor, overrides, tmp_path, monk
         assert text in done.output
     (job,) = asked
     assert (job.costs_only, job.cpu, job.budget_s) == (True, True, 60.0)
-
-
-def test_costs_are_kept_where_the_recipe_says(doctor, overrides, tmp_path, monkeypatch):
-    """By both commands; the engines are not started for it again."""
-    monkeypatch.setattr(engine_check, "run_job", lambda job: doctor[1][0])
-    for command in (["doctor", "--gpu"], ["calibrate"]):
-        place = tmp_path / command[0]
-        done = CliRunner().invoke(app, [*command, "--cpu", *overrides, f"tlt.speculation.costs_dir={place}"])
-        assert done.exit_code == 0, done.output
-        assert len(list(place.iterdir())) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.real_policy.job import real_overrides
 from benchmarks.resume import held_by, saved
-from benchmarks.toy_job import FORCED, Job, force_lengths
+from benchmarks.toy_job import CONSTANT, FORCED, Job, force_lengths
 from demo.toy.assets import Assets
 from verl_tlt.commands.report.reader import read_trace
 
@@ -22,13 +22,11 @@ OVERRIDES = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "tlt.speculation.policy=fixed",
     "tlt.speculation.fixed=2",
-    "tlt.speculation.calibrate=false",
+    f"{CONSTANT}.speculation.calibrate=false",
     "tlt.drafter.vocab=8192",
-    "tlt.drafter.intermediate_size=null",
-    "tlt.drafter.batch_tokens=1024",
-    "tlt.buffer.min_tokens=100",
+    f"{CONSTANT}.buffer.min_tokens=100",
     "tlt.gate.enable=false",  # so few prompts: none of them is held out
-    "tlt.spot.min_merge_steps=1",
+    f"{CONSTANT}.spot.min_merge_steps=1",
     "tlt.spot.cold_start_s=0",
 )
 

@@ -1,6 +1,7 @@
 """The pages say what the code says: settings, metrics, trace events, figures and links are compared with it."""
 
 import ast
+import dataclasses
 import importlib
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from doc_commands import PAGES
 from test_imports import FRAMEWORKS, FRAMEWORKS_OF, MAY_IMPORT, SHARED
 
 import verl_tlt
-from verl_tlt.config import TLTConfig
+from verl_tlt.config import TLTConfig, is_setting
 from verl_tlt.trace.events import EVENT_TYPES
 
 PACKAGE = Path(verl_tlt.__file__).parent
@@ -51,12 +53,9 @@ def tables(monkeypatch):
     return importlib.import_module("tables")
 
 
-def keys(tree, prefix="tlt"):
-    """Full names of all settings and of their sections."""
-    for key, value in tree.items():
-        name = f"{prefix}.{key}"
-        yield name
-        yield from keys(value, name) if isinstance(value, dict) else ()
+SECTIONS = typing.get_type_hints(TLTConfig)
+SETTINGS = [f"tlt.{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls) if is_setting(f)]
+"""Full names of all settings."""
 
 
 def test_the_page_of_settings_is_what_is_generated(generate):
@@ -65,7 +64,7 @@ def test_the_page_of_settings_is_what_is_generated(generate):
 
 def test_each_setting_has_one_line_that_begins_with_a_short_sentence(generate):
     found = re.findall(r"^\* `(tlt\.\w+\.\w+)` = `[^`]+` \(.*?\): (.*?[.;:])(?: |$)", generate.render(), re.MULTILINE)
-    assert [key for key, _ in found] == [name for name in keys(TLTConfig().to_dict()) if name.count(".") == 2]
+    assert [key for key, _ in found] == list(SETTINGS)
     assert max(len(sentence) for _, sentence in found) < 125
 
 
@@ -141,13 +140,14 @@ def test_every_setting_is_read_somewhere():
     nodes = [node for tree in trees for node in ast.walk(tree)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert {name.rpartition(".")[2] for name in keys(TLTConfig().to_dict())} <= read
+    assert {f.name for cls in SECTIONS.values() for f in dataclasses.fields(cls)} <= read
 
 
 @each_page
 def test_settings_and_metrics_named_in_a_page_exist(page):
     text = page.read_text()
-    assert set(re.findall(r"\btlt\.[a-z]+(?:\.[a-z_]+)*", text)) <= set(keys(TLTConfig().to_dict()))
+    known = {*SETTINGS, *(name.rpartition(".")[0] for name in SETTINGS), "tlt"}
+    assert set(re.findall(r"(?<![.\w])tlt\.[a-z]+(?:\.[a-z_]+)*", text)) <= known
     known = [re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in METRICS]
     for name in re.findall(r"`(tlt/[a-z_0-9<>]+)`", text):
         assert name in METRICS or any(pattern.fullmatch(name) for pattern in known), f"{page.name} names {name}"

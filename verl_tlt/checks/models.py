@@ -17,7 +17,6 @@ from verl_tlt.drafter.policy import (
     NotHereError,
     PolicyShape,
     aux_layers_for,
-    check_aux_layers,
     draft_vocab_size,
     folder,
     has_latent_attention,
@@ -37,7 +36,7 @@ class Finding:
     """What one rule of the doctor says about one thing."""
 
     level: Literal["ok", "warn", "if", "refuse"]
-    """`if`: TLT can run if something holds that cannot be seen from here, or is done first."""
+    """`if`: TLT can run on a machine that has what this one lacks, or once something else is done."""
     what: str
     """The key, package or file in question."""
     sentence: str
@@ -51,7 +50,7 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
     if "://" in path:
         return Finding("warn", POLICY, f"{key} is on another file system, so its family was not checked from here.")
     if _no_folder(path):
-        return Finding("refuse", POLICY, f"{key} is not a directory on this machine.")
+        return Finding("if", POLICY, f"{key} is not a directory on this machine.")
     try:
         fields = read_model_config(path)
         family = str(fields.get("model_type"))
@@ -76,7 +75,7 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
             return own
     path, positions = settings.drafter.path, context + settings.speculation.longest
     if path is not None and _no_folder(path):
-        return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
+        return Finding("if", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
     try:
         shape: PolicyShape | None = policy_shape(located(policy))
     except DrafterError:
@@ -86,10 +85,7 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
             return _drafter(path, settings.drafter.method, policy, shape, positions)
         if shape is not None:
             draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
-            if settings.drafter.aux_layers is None:
-                aux_layers_for(shape.num_layers)
-            else:
-                check_aux_layers(settings.drafter.aux_layers, shape.num_layers, "tlt.drafter.aux_layers")
+            aux_layers_for(shape.num_layers)
         return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
     except NotHereError as error:
         return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")

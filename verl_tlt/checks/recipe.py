@@ -35,22 +35,6 @@ if TYPE_CHECKING:
 CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
-NEEDED = (
-    *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "train_batch_size")),
-    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs")),
-    *(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model")),
-    *(f"{ROLLOUT}.{name}" for name in ("n", "prompt_length", "response_length", "max_num_seqs")),
-    *(f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs")),
-)
-"""Keys that must be 1 or more."""
-COUNTS = (
-    *NEEDED,
-    *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_batched_tokens", "expert_parallel_size")),
-    *(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node", "val_kwargs.n")),
-    *(f"{ROLLOUT}.engine_kwargs.vllm.{kind}_parallel_size" for kind in ("data", "decode_context")),
-    "data.gen_batch_size", "trainer.total_training_steps",
-)  # fmt: skip
-"""Keys that are whole numbers; those that are not `NEEDED` may be 0 or null."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +99,10 @@ def select(config: DictConfig, key: str, default: object = None) -> object:
 
 
 def number(config: DictConfig, key: str, default: int) -> int:
-    """The whole number at a dotted key; `default` where it is absent, or null and not needed."""
-    from omegaconf import OmegaConf
-
-    node, _, name = key.rpartition(".")
-    value, least = select(config, key), int(key in NEEDED)
-    parent = OmegaConf.select(config, node)
-    if value is None and not (least and OmegaConf.is_dict(parent) and name in parent.keys()):  # noqa: SIM118
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-        given = "null" if value is None else repr(value)
-        raise TLTConfigError(f"{key} must be a whole number from {least} to {MOST:,}, not {given}.")
+    """The whole number at a dotted key; `default` where it is absent or null. verl judges it."""
+    value = select(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        raise TLTConfigError(f"{key} must be a whole number from 0 to {MOST:,}, not {value!r}.")
     return value
 
 
@@ -147,8 +124,6 @@ def read_run_dir(config: DictConfig) -> str:
 
 def read_settings(config: DictConfig) -> TLTConfig:
     """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
-    for key in COUNTS:
-        number(config, key, 1)
     node = read_mapping(config, "tlt")
     speculation = node.get("speculation", {})
     runner = engine_runner(config)
@@ -158,11 +133,10 @@ def read_settings(config: DictConfig) -> TLTConfig:
         from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
         may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
         mode = graph_mode(user, not on_gpu or enforce_eager(config))
-        named = any(speculation.get(key) is not None for key in ("arms", "fixed"))
-        logits = 0 if named else draft_logits(config, 1)
+        logits = 0 if speculation.get("fixed") is not None else draft_logits(config, 1)
         longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture, logits)
         node["speculation"] = {**speculation, "max_draft_length": longest}
-    return TLTConfig.from_dict(node)
+    return TLTConfig.from_user(node)
 
 
 def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
@@ -226,7 +200,7 @@ def devices(config: DictConfig, node: str) -> int:
 def devices_per_replica(config: DictConfig) -> int:
     """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
     kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(number(config, f"{ROLLOUT}.{kind}", 1) for kind in kinds)
+    return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
 
 
 def replicas_on(config: DictConfig, node: str) -> int:

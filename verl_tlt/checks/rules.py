@@ -17,7 +17,6 @@ from verl_tlt.checks.recipe import (
     context_tokens,
     draft_logits,
     enforce_eager,
-    engine_dtype,
     engine_setting,
     number,
     policy_fields,
@@ -28,10 +27,7 @@ from verl_tlt.checks.recipe import (
     trainer_mode,
 )
 from verl_tlt.config import TLTConfig, TLTConfigError
-from verl_tlt.drafter.check import place_for
-from verl_tlt.drafter.policy import first_line
-from verl_tlt.errors import TLTError
-from verl_tlt.files.disk import check_writable, matching
+from verl_tlt.files.disk import matching
 from verl_tlt.idle.replica_idle import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
@@ -55,8 +51,6 @@ NOT_WITH_DRAFTS = {
 """Why a setting does not go with drafts; what vLLM rejects is in its `SamplingParams._validate_spec_decode`."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
-DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
-"""What vLLM takes for a `dtype`."""
 ROUTES_NEED_V2 = (0, 31, 0)
 """From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
 UNTAPPED_LAYOUTS = {
@@ -72,7 +66,7 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     A `TLTConfigError` where a key of the config cannot be resolved.
     """
     findings = [switched_on(config), *examine_packages()]
-    for rule in (trainer, actor, rollout, logits, files, places, bubble):
+    for rule in (trainer, actor, rollout, logits, files, bubble):
         findings += rule(config, settings)
     return findings
 
@@ -220,9 +214,6 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
     if (ranks := number(config, key, 1)) > 1:
         why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
         yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
-    key, dtype = f"{ROLLOUT}.dtype", engine_dtype(config)
-    if dtype not in DTYPES:
-        yield key, f"{key}={dtype}, or that of {ROLLOUT}.engine_kwargs.vllm, is none of {', '.join(DTYPES)}."
     for key, why in NOT_WITH_DRAFTS.items():
         if value := select(config, key):
             yield key, f"{key}={value} {why}."
@@ -236,9 +227,6 @@ def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[s
     hybrid = is_hybrid(policy_fields(config))
     for sentence in problems(settings, user, enforce_eager(config), hybrid) if installed("vllm") else ():
         yield f"{ROLLOUT}.engine_kwargs", sentence
-    key = f"{ROLLOUT}.checkpoint_engine.backend"
-    if select(config, key) == "delta_sharded":
-        yield key, f"{key}=delta_sharded refuses engines that speculate; take another, or tlt.speculation.enable=False."
     key = f"{ROLLOUT}.enable_rollout_routing_replay"
     if select(config, key, False) or user.get("enable_return_routed_experts"):
         vllm, source = release(installed("vllm") or "") or (0, 0, 0), settings.speculation.source
@@ -255,70 +243,22 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
         yield Finding("warn", "ray_init.address", unchecked)
         return
-    wrong = list(_unusable_data(config))
-    yield from (Finding("refuse", key, f"{key}={path} {why}.") for key, path, why in wrong)
-    if not wrong:
-        yield Finding("ok", "data.train_files", "data files found")
+    absent = list(_absent_data(config))
+    yield from absent or [Finding("ok", "data.train_files", "data files found")]
     policy = str(select(config, POLICY, ""))
     yield check_policy(policy, settings.drafter.method)
     yield check_recipe_drafter(settings, policy, context_tokens(config))
 
 
-def places(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """Directories that the recipe names to write to must be writable; an unwritable default stops no run."""
-    asked = settings.speculation.costs_dir != TLTConfig().speculation.costs_dir
-    for key, directory in (
-        ("tlt.trace.dir", settings.trace.dir),
-        ("tlt.speculation.costs_dir", settings.speculation.costs_dir if asked else None),
-        ("tlt.drafter.save_dir", settings.drafter.save_dir),
-    ):
-        try:
-            if directory is not None and key == "tlt.drafter.save_dir":
-                place = place_for(directory, key, replaces=True, others=(read_run_dir(config), settings.trace.dir))
-                check_writable(place.parent, f"the directory of {key}")
-            elif directory is not None:
-                check_writable(directory, key)
-        except TLTError as error:
-            yield Finding("refuse", key, str(error))
-
-
-def _unusable_data(config: DictConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, path, end of a sentence) of data files that verl's own dataset would look for here and not find or read.
-
-    A custom dataset reads what it likes.
-    """
+def _absent_data(config: DictConfig) -> Iterator[Finding]:
+    """Data files that verl's own dataset would not find on this machine; a custom one reads what it likes."""
     if select(config, "data.custom_cls.path"):
         return
     for key in ("data.train_files", "data.val_files"):
         value = select(config, key, [])
-        paths = [value] if isinstance(value, str) else value
-        if not isinstance(paths, list):
-            raise TLTConfigError(f"{key} must be a file or a list of files, not {value!r}.")
-        if not paths:
-            yield key, "[]", "names no file"
-        for path in (str(path) for path in paths if "://" not in str(path)):
-            matches = matching(path)
-            if not matches:
-                yield key, path, "does not exist on this machine"
-            elif not path.endswith((".parquet", ".json", ".jsonl")):
-                yield key, path, "ends in none of .parquet, .json and .jsonl, which verl reads"
-            elif why := next(filter(None, map(_unreadable, matches)), None):
-                yield key, path, why
-
-
-def _unreadable(path: str) -> str | None:
-    """What is wrong with a parquet file, as the end of a sentence; None for any other file, and without pyarrow."""
-    if not path.endswith(".parquet") or not os.path.isfile(path):
-        return None
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_metadata
-    except ImportError:
-        return None
-    try:
-        return "has no rows" if read_metadata(path).num_rows == 0 else None
-    except (OSError, ArrowException) as error:
-        return f"cannot be read as parquet: {first_line(error)}"
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and "://" not in path and not matching(path):
+                yield Finding("if", key, f"{key}={path} does not exist on this machine.")
 
 
 def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:

@@ -200,33 +200,6 @@ def calibrate(
 
 
 @app.command()
-def switch(
-    trace_dir: Annotated[Path, Argument(help="Trace directory of a running job (tlt.trace.dir).")],
-    speculation: Annotated[str | None, Option(help="on or off: drafting, in every engine.")] = None,
-    spot: Annotated[str | None, Option(help="on or off: training the drafter in idle time.")] = None,
-) -> None:
-    """Switch drafting or training off in a running job.
-
-    It holds from the next rollout on, until it is switched back. Without options: what is on.
-
-    \b
-    Examples:
-      verl-tlt switch checkpoints/tlt_trace --speculation off
-      verl-tlt switch checkpoints/tlt_trace
-    """
-    from verl_tlt.trainer.runtime_switch import find_run, read_switch, write_switch
-
-    states = {"on": True, "off": False, None: None}
-    if not {speculation, spot} <= states.keys():
-        raise typer.BadParameter("a switch is on or off")
-    if speculation or spot:
-        now = write_switch(trace_dir, speculation=states[speculation], spot=states[spot])
-    else:
-        now = read_switch(find_run(trace_dir))
-    typer.echo(f"speculation {'on' if now.speculation else 'off'}, spot training {'on' if now.spot else 'off'}")
-
-
-@app.command()
 def report(
     trace_dir: Annotated[Path, Argument(help="Trace directory of a run (tlt.trace.dir).")],
     out: Annotated[Path | None, Option(help="Folder for page and picture; by default the trace's parent.")] = None,

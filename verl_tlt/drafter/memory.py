@@ -217,7 +217,7 @@ def check_room(needed: int, free: int, total: int) -> None:
     if needed > free - MARGIN * total:
         raise TLTError(
             f"a session needs {needed / GIB:.1f} GiB of device memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB "
-            "are free: lower tlt.drafter.batch_tokens or have the actor offload its parameters and optimizer."
+            "are free: have the actor offload its parameters and optimizer."
         )
 
 

@@ -111,7 +111,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
         own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
         os.environ.update(own | engine_environment(self.tlt.speculation.source, self.tlt.drafter.method))
-        if self.tlt.trace.dir and self.tlt.trace.engine_steps:
+        if self.tlt.trace.dir:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
 
     def _get_worker_extension_cls(self) -> str:

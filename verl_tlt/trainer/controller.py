@@ -64,8 +64,7 @@ class Controller:
         self.guard, self._charged = log.guard, log.charged
         # The first of them try drafters and decode without; those on the trainer's devices may sleep meanwhile.
         replicas = sorted(fleet.replicas, key=lambda name: fleet.replicas[name].colocated)
-        switch_dir, shared = str(tlt.trace.dir), facts.shared
-        self.speculation = SpeculationControl(switch_dir, replicas, tlt.speculation, shared, facts.active_share)
+        self.speculation = SpeculationControl(replicas, tlt.speculation, facts.shared, facts.active_share)
         served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         self.updates = DrafterUpdates(fleet, tlt, served, facts.dtype, self.log)
         self._updated = 0  # the last RL step with an update of the policy
@@ -303,7 +302,7 @@ class Controller:
         Not while no worker may train, nor after workers were ready and no session began: there was no bubble.
         """
         trained, self._trained = self._trained, False
-        allowed = self.speculation.switch.spot and any(self._failures.allows(n, step + 1) for n in self.fleet.workers())
+        allowed = any(self._failures.allows(n, step + 1) for n in self.fleet.workers())
         return allowed and (trained or not self._ready)
 
     def before_sync(self, step: int) -> None:

@@ -209,8 +209,6 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
     size = draft_vocab_size(config.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
     return build_drafter(
         shape,
-        aux_layers=config.drafter.aux_layers,
-        intermediate_size=config.drafter.intermediate_size,
         # The policy's own range, not this run's: a resumed run may be longer.
         max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
         seed=config.drafter.seed,

@@ -127,10 +127,7 @@ class Servers:
         return self._of_each("tlt_stats")
 
     def calibrate(self) -> LatencyTable:
-        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike.
-
-        With `tlt.speculation.calibrate=false` a stored table is looked up instead, which takes no time.
-        """
+        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""
         first, *others = self.replicas.values()
         costs: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
         # Where the first could not, its engine died of the drafter, and the others' do as well.

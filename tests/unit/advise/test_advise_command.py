@@ -111,10 +111,8 @@ def test_no_where_it_is_no(recipe, run, decides, metrics):
         ([f"{ROLLOUT}.tensor_model_parallel_size=1", "--parameters", "70"],
          "70.0B parameters leave no room for a KV cache on 1 such GPUs"),
         (["trainer.n_gpus_per_node=1"], "ask for 2 GPUs a replica"),
-        (["data.train_batch_size=0"], "data.train_batch_size"),
         (["no.such.key=1"], "no.such.key"),
-        (["tlt.spot.poll_s=never"], "tlt.spot.poll_s"),
-        (["tlt.speculation.arms=[0]"], "never drafts"),
+        (["tlt.spot.max_epochs=never"], "tlt.spot.max_epochs"),
         (["tlt.speculation.source=ngram"], "has no drafter to advise on"),
     ],
 )  # fmt: skip

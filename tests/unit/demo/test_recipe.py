@@ -55,5 +55,5 @@ def test_vllm_may_keep_an_engines_worker_in_its_process_only_where_it_is_told_so
 
 def test_it_starts_from_a_drafter_and_measures_a_step_without_drafts_where_it_is_told_so(ask):
     fresh, warmed = ask(), ask(DRAFTER="/a/drafter", CONTROL_EVERY="6")
-    names = ("tlt.drafter.path", "tlt.speculation.control_every")
+    names = ("tlt.drafter.path", "++actor_rollout_ref.rollout.custom.tlt.speculation.control_every")
     assert [fresh[name] for name in names] == ["null", "null"] and [warmed[n] for n in names] == ["/a/drafter", "6"]

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import transformers
@@ -15,12 +14,12 @@ from typer.testing import CliRunner
 
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import COUNTS, NEEDED, Recipe, compose, read_settings
+from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.doctor.command import conclude, costs_directory, examine_gpus, visible_gpus
+from verl_tlt.commands.doctor.command import conclude, examine_gpus, visible_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.script.reader import read_script
-from verl_tlt.config import COSTS_DIR, MOST, TLTConfig, TLTConfigError
+from verl_tlt.config import MOST, TLTConfig, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
 
 FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
@@ -89,8 +88,8 @@ def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, poli
     script.write_text(SCRIPT.replace("DEVICE=", f"cd {there}\nDEVICE=", 1))
     code, output = call("doctor", script, "policy", "+trainer.plugin=tlt")
     assert code == 0, output
-    found = read_script(script, ["policy", "+trainer.plugin=tlt", "tlt.speculation.costs_dir=costs"])
-    assert costs_directory(found) == there / "costs" and set_up(found).model.path == str(there / "policy")
+    found = read_script(script, ["policy", "+trainer.plugin=tlt"])
+    assert set_up(found).model.path == str(there / "policy")
     own = {"actor_rollout_ref.rollout.engine_kwargs.vllm.dtype": "float32"}
     assert set_up(found, own).rollout.dtype == "float32", "the drafter's, too"
 
@@ -98,12 +97,6 @@ def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, poli
 def test_calibrate_asks_the_doctor_first_and_needs_no_data(policy):
     said = call("calibrate", "--cpu", f"actor_rollout_ref.model.path={policy}", "+trainer.plugin=tlt")
     assert said == (1, "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only.\n")
-
-
-def test_costs_are_kept_where_the_recipes_run_looks_for_them():
-    key = "tlt.speculation.costs_dir"
-    for asked, where in (((f"{key}=/x/costs",), "/x/costs"), ((f"{key}=null",), COSTS_DIR), ((), COSTS_DIR)):
-        assert costs_directory(Recipe((*FLAG, *asked))) == Path(where)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +165,15 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
         (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-8932f937"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-d1c6ab0f"}, 2),
         (FOUR, {"HIP_VISIBLE_DEVICES": "0"}, 4),
+        *(
+            (FOUR, {"CUDA_VISIBLE_DEVICES": word}, 0)
+            for word in ("NoDevFiles", "none", "all", "void", "cuda:0", "[0,1]")
+        ),
+        *((FOUR, {"CUDA_VISIBLE_DEVICES": word}, 1) for word in ("0 1", "0;1", "0-3", "0,NoDevFiles,1")),
+        (FOUR, {"ROCR_VISIBLE_DEVICES": "0"}, 4),
         (["dev/dxg"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (AMD, {"ROCR_VISIBLE_DEVICES": "0,1"}, 2),
+        (AMD, {"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0"}, 1),
         (AMD, {"HIP_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}, 2),
         (AMD, {"HIP_VISIBLE_DEVICES": "3"}, 0),
         (AMD[:2], {}, 1),
@@ -253,19 +254,15 @@ def verls():
     return compose(FLAG, "ppo_trainer")
 
 
-@pytest.mark.parametrize("key", COUNTS)
+@pytest.mark.parametrize("key", ["trainer.nnodes", "actor_rollout_ref.rollout.tensor_model_parallel_size"])
 def test_a_count_that_is_none_is_named_by_its_key(verls, key):
-    config, least = copy.deepcopy(verls), int(key in NEEDED)
-    for value in (10**30, MOST + 1, -1, 0, 1.5, 8.0, float("inf"), "two", True, [8], {"a": 1}, None):
+    config = copy.deepcopy(verls)
+    for value in (MOST + 1, -1, 8.0, float("inf"), "two", True, [8], {"a": 1}):
         with open_dict(config):
             OmegaConf.update(config, key, value, merge=False, force_add=True)
-        if not least and value in (0, None):
-            read_settings(config)
-            continue
         with pytest.raises(TLTConfigError) as error:
-            read_settings(config)
-        given = "null" if value is None else repr(value)
-        assert str(error.value) == f"{key} must be a whole number from {least} to 2,147,483,647, not {given}."
+            replicas_on(config, "trainer")
+        assert str(error.value) == f"{key} must be a whole number from 0 to 2,147,483,647, not {value!r}."
 
 
 @pytest.mark.parametrize(
@@ -277,7 +274,6 @@ def test_a_count_that_is_none_is_named_by_its_key(verls, key):
         ({"enforce_eager": True, "engine_kwargs": {"vllm": {"enforce_eager": None}}}, {}, 3),  # verl leaves nulls out
         ({"engine_kwargs": {"vllm": {"decode_context_parallel_size": 2}}}, {}, 3),
         ({"enforce_eager": True}, {"max_draft_length": 5}, 5),
-        ({}, {"max_draft_length": None, "arms": [0, 7]}, 7),
     ],
 )
 def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, rollout, tlt, longest):
@@ -287,8 +283,7 @@ def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, rol
     assert read_settings(recipe).speculation.longest == longest
     with open_dict(recipe):
         recipe.trainer.device = "cpu"
-    if "arms" not in tlt:
-        assert read_settings(recipe).speculation.longest == tlt.get("max_draft_length", 3)
+    assert read_settings(recipe).speculation.longest == tlt.get("max_draft_length", 3)
 
 
 def test_settings_default_without_a_tlt_node(recipe):
@@ -318,7 +313,6 @@ def test_without_graphs_for_every_arm_or_with_other_layers_the_longest_draft_is_
         ("0.32.0", {"max_num_seqs": 256, "dtype": "float"}, {}, 3, ["ok 0.5 GB"]),
         ("0.32.0", {"max_num_seqs": 1024}, {}, 3, ["ok 0.9 GB"]),
         ("0.32.0", {"max_num_seqs": 1024}, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
-        ("0.32.0", {"max_num_seqs": 1024}, {"arms": [0, 7]}, 7, ["warn 2.2 GB"]),
         ("0.32.0", {"max_num_seqs": 1024}, {"source": "ngram"}, 7, []),
     ],
 )

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 from omegaconf import OmegaConf, open_dict
 from policy_config import POLICY
-from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from verl_tlt import activation
@@ -49,60 +47,6 @@ def levels(found):
     return {what: finding.level for what, finding in found.items()}
 
 
-@pytest.mark.parametrize("key", ["trace.dir", "speculation.costs_dir", "drafter.save_dir"])
-def test_a_place_that_cannot_be_written_to_is_refused_and_one_that_can_is_left_as_it_was(findings, tmp_path, key):
-    section, name = key.split(".")
-    for place in (tmp_path / "train.parquet" / "below" / "a file", Path("/proc/tlt"), tmp_path / "loop"):
-        if place == tmp_path / "loop":
-            place.symlink_to(place)
-        found = findings(settings=TLTConfig.from_dict({section: {name: str(place)}}))
-        assert levels(found) == {f"tlt.{key}": "refuse"}
-        said = found[f"tlt.{key}"].sentence
-        if name == "save_dir":  # which is put into its parent in one piece
-            looped = f"tlt.{key}={place} holds, or would hold, something other than"
-            assert looped in said or f"the directory of tlt.{key}={place.parent} cannot be written to: " in said
-        else:
-            assert f"tlt.{key}={place} cannot be written to: " in said
-    assert not findings(settings=TLTConfig.from_dict({section: {name: str(tmp_path / "to be" / "made")}}))
-    assert not (tmp_path / "to be").exists()
-
-
-def a_drafter(place):
-    """The names of what verl-tlt saves."""
-    (place / "training").mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "provenance.json", "README.md"):
-        (place / name).touch()
-    return place
-
-
-@pytest.mark.parametrize(
-    ("place", "trace", "said"),
-    [
-        ("/proc", None, "is a mount"),
-        ("policy", None, "something other than a drafter"),
-        ("train.parquet", None, "something other than a drafter"),
-        ("checkpoints", None, "would hold, something other"),  # which are to be there at the end
-        ("new", "new/trace", "would hold, something other"),
-        ("half", None, "something other than a drafter"),
-        ("full", None, "something other than a drafter"),
-        ("empty", None, None),
-        ("saved", "new/trace", None),
-        ("checkpoints/tlt_drafter", None, None),
-    ],
-)
-def test_no_run_begins_whose_last_drafter_would_delete_something(findings, tmp_path, place, trace, said):
-    (tmp_path / "empty").mkdir()
-    (a_drafter(tmp_path / "half") / "provenance.json").unlink()
-    (a_drafter(tmp_path / "full") / "global_step_1").mkdir()
-    a_drafter(tmp_path / "saved")
-    key, path = "tlt.drafter.save_dir", tmp_path / place
-    settings = {"drafter": {"save_dir": str(path)}, "trace": {"dir": trace and str(tmp_path / trace)}}
-    found = findings(settings=TLTConfig.from_dict(settings))
-    assert levels(found) == ({key: "refuse"} if said else {})
-    if said:
-        assert f"{key}={path} " in found[key].sentence and said in found[key].sentence
-
-
 def test_without_a_home_a_run_measures_its_costs_anew(findings, monkeypatch):
     monkeypatch.setenv("HOME", "/proc/nowhere")
     assert not findings()
@@ -115,9 +59,8 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", unknown)
     assert not findings(), "the default place of costs is given up, and nothing else"
-    found = findings({"data.val_files": "~/x.parquet"}, TLTConfig.from_dict({"speculation": {"costs_dir": "~/costs"}}))
-    assert levels(found) == {"data.val_files": "refuse", "tlt.speculation.costs_dir": "refuse"}
-    assert "this user has none: set HOME" in found["tlt.speculation.costs_dir"].sentence
+    found = findings({"data.val_files": "~/x.parquet"})
+    assert levels(found) == {"data.val_files": "if"}
     key = TableKey("hardware", "policy", "0.28")
     assert load_table("~/costs", key) is None
     with pytest.raises(TLTError, match="set HOME"):
@@ -141,20 +84,26 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
         ({f"{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8"}, f"{ROLLOUT}.engine_kwargs.vllm.quantization",
          "quantization=fp8 lets the rollout"),
-        ({f"{ROLLOUT}.dtype": "bf16"}, f"{ROLLOUT}.dtype", "is none of auto, half, float16, bfloat16"),
-        ({f"{ROLLOUT}.engine_kwargs.vllm.dtype": "fp16"}, f"{ROLLOUT}.dtype", "dtype=fp16, or that of"),
         ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
          "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
-        ({f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}, f"{ROLLOUT}.checkpoint_engine.backend",
-         "refuses engines that speculate"),
-        ({"data.val_files": "/x.parquet"}, "data.val_files", "/x.parquet does not exist"),
-        ({"actor_rollout_ref.model.path": "models/not/here"}, "actor_rollout_ref.model.path", "is not a directory"),
     ],
 )  # fmt: skip
 def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes, what, said):
     found = findings(changes)
     assert levels(found) == {what: "refuse"} and said in found[what].sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "said"),
+    [
+        ({"data.val_files": "/x.parquet"}, "data.val_files", "/x.parquet does not exist"),
+        ({"actor_rollout_ref.model.path": "models/not/here"}, "actor_rollout_ref.model.path", "is not a directory"),
+    ],
+)
+def test_what_another_machine_may_have_is_no_reason_to_refuse(findings, changes, what, said):
+    found = findings(changes)
+    assert levels(found) == {what: "if"} and said in found[what].sentence
 
 
 @pytest.mark.parametrize("changes", [
@@ -291,27 +240,9 @@ def test_fields_of_a_policy_that_are_of_another_kind_are_named(findings, recipe,
 def test_data_files_may_be_one_several_a_glob_or_remote(findings, tmp_path):
     files = [str(tmp_path / "*.parquet"), "hdfs://far/away.parquet", str(tmp_path / "absent.parquet")]
     found = findings({"data.train_files": files, "data.val_files": str(tmp_path / "no" / "*.parquet")})
-    assert levels(found) == {"data.train_files": "refuse", "data.val_files": "refuse"}
+    assert levels(found) == {"data.train_files": "if", "data.val_files": "if"}
     assert found["data.train_files"].sentence == f"data.train_files={files[2]} does not exist on this machine."
     assert levels(findings({"data.custom_cls.path": "mine.py"})) == {}, "a custom dataset reads what it likes"
-
-
-@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
-def test_data_that_verl_would_not_read_is_named(findings, tmp_path, monkeypatch, key):
-    monkeypatch.chdir(tmp_path)
-    for name, content in {"x.csv": "prompt", "empty.parquet": "", "damaged.parquet": "PAR1 and something else"}.items():
-        (tmp_path / name).write_text(content)
-    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "rowless.parquet")
-    for value, said in (
-        ([], "[] names no"),
-        (None, "[] names no"),
-        ("x.csv", "x.csv ends in none"),
-        ("empty.parquet", "empty.parquet cannot be read as parquet: "),
-        ("damaged.parquet", "damaged.parquet cannot be read as parquet: "),
-        ("rowless.parquet", "rowless.parquet has no rows"),
-    ):
-        found = findings({key: value})
-        assert levels(found) == {key: "refuse"} and found[key].sentence.startswith(f"{key}={said}")
 
 
 def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
@@ -321,18 +252,12 @@ def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
     assert levels(found) == {"ray_init.address": "warn"}
 
 
-@pytest.mark.parametrize(
-    ("drafter", "said"),
-    [
-        ({"aux_layers": (1, 2)}, "tlt.drafter.aux_layers must be 3 ascending distinct layers"),
-        ({"vocab": 10**6}, "tlt.drafter.vocab must be 2.."),
-        ({"aux_layers": (1, 3, 6)}, "tlt.drafter.aux_layers=[1, 3, 6] is outside 0..5"),
-        ({"path": "/nowhere/drafter"}, "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."),
-    ],
-)
-def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings, drafter, said):
-    found = findings({}, TLTConfig(drafter=DrafterConfig(**drafter)))
-    assert levels(found) == {"tlt.drafter.path": "refuse"} and found["tlt.drafter.path"].sentence.startswith(said)
+def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings):
+    found = findings({}, TLTConfig(drafter=DrafterConfig(vocab=10**6)))["tlt.drafter.path"]
+    assert found.level == "refuse" and found.sentence.startswith("tlt.drafter.vocab must be 2..")
+    found = findings({}, TLTConfig(drafter=DrafterConfig(path="/nowhere/drafter")))["tlt.drafter.path"]
+    said = "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."
+    assert (found.level, found.sentence) == ("if", said)
 
 
 @pytest.mark.parametrize("key", [f"{ROLLOUT}.name", "trainer.default_local_dir"])

@@ -14,7 +14,7 @@ from verl_tlt.trainer.run_setup import first_drafter
 
 HIDDEN, VOCABULARY = 32, 24
 SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-FACTS = DrafterProvenance("policy", "data", None, "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
+FACTS = DrafterProvenance("policy", "data", "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
 """Of a checkpoint: version, RL step, acceptance and tokens come last."""
 POLICY = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY,

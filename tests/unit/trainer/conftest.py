@@ -12,7 +12,6 @@ from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
-from verl_tlt.trainer.runtime_switch import TRACE_FILE
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import PendingWork
 
@@ -32,15 +31,6 @@ def took(clock):
         return clock.now - begin
 
     return measure
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    """A run's trace directory."""
-    path = tmp_path / "checkpoints" / "tlt_trace"
-    path.mkdir(parents=True)
-    (path / TRACE_FILE).touch()
-    return path
 
 
 @pytest.fixture
@@ -64,7 +54,7 @@ def run(tmp_path, clock):
         vars(fleet).update(of_fleet or {})
         facts = RunFacts(
             rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
-            provenance=DrafterProvenance("policy", "data", None, "hass", 1.0), gpus=2, shared=shared, rotates=rotates,
+            provenance=DrafterProvenance("policy", "data", "hass", 1.0), gpus=2, shared=shared, rotates=rotates,
         )  # fmt: skip
         file = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
         first = FirstDrafter(file, file, (2, 4, 6), "a test", **start or {})

@@ -10,7 +10,6 @@ from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.cold_start import FLAT, PORTIONS, STEPS
-from verl_tlt.trainer.runtime_switch import write_switch
 from verl_tlt.trainer.waits import CallFailed
 
 SECONDS = 8.0
@@ -133,18 +132,6 @@ def test_by_itself_it_takes_a_hundredth_of_what_is_left_where_that_is_enough(beg
     controller, fleet = begin((0.2, 0.4, 0.6, 0.8, 0.9), cold_start_s=None)  # steps of two seconds
     assert took(controller, steps_left=steps_left) == pytest.approx(seconds, abs=0.5)
     assert bool(fleet.called("train")) == bool(seconds)
-
-
-def test_one_that_nobody_may_begin_waits_for_a_later_step(begin, took, tmp_path):
-    controller, fleet = begin()
-    write_switch(tmp_path / "trace", spot=False)
-    rest_of_step(controller, fleet, HERE)
-    sampled(controller, HERE + 1)
-    assert took(controller, HERE + 1) == 0.0
-    write_switch(tmp_path / "trace", spot=True)
-    rest_of_step(controller, fleet, HERE + 1)
-    sampled(controller, HERE + 2)
-    assert took(controller, HERE + 2) > 0.0 and fleet.called("train")
 
 
 def test_what_a_bubble_has_just_trained_is_merged_first(begin, took):

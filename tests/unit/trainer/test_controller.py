@@ -15,7 +15,6 @@ from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trace.events import TRAINER_DEVICE
-from verl_tlt.trainer.runtime_switch import write_switch
 from verl_tlt.trainer.waits import CallFailed
 
 EXHAUSTED = SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0)
@@ -132,9 +131,6 @@ def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(fill
     assert copies(2, bubble=True)
     assert not copies(3, bubble=False), "workers were ready, and there was no bubble"
     assert copies(4, bubble=True)
-    write_switch(controller.speculation.directory, spot=False)
-    assert not copies(5, bubble=False)
-    assert not copies(6, bubble=False), "nobody trains until it is switched on again"
 
 
 # ---------------------------------------------------------------------- merges and publications
@@ -316,18 +312,6 @@ def test_a_resumed_run_continues_the_workers(run):
 
 
 # ---------------------------------------------------------------------- who drafts, and what it saved
-
-
-def test_a_run_that_is_switched_off_from_outside_decodes_as_stock_and_trains_nothing(filled, tmp_path):
-    """The trace says of each step why nobody drafted in it: a random head first, nothing of the steps before."""
-    controller, fleet = filled()
-    write_switch(tmp_path / "trace", speculation=False, spot=False)
-    controller.before_sync(1)
-    assert fleet.disabled == {"a", "b"}
-    rl_step(controller, fleet, 2, LOOKS_S)
-    assert fleet.called("train") == []
-    off = read_trace(tmp_path / "trace").off
-    assert "next to nothing is accepted" in off[1] and "switched off" in off[2] and len(off) == 2
 
 
 @pytest.mark.parametrize("shared", [True, False])

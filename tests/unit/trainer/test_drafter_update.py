@@ -54,7 +54,7 @@ def scores(candidate, served, initial, sequences=40):
 def test_a_verdict_is_carried_out(chances, gate, decision, asked):
     workers, session = Workers(), SimpleNamespace(scores=scores(*chances), steps=0, replica="a")
     config = TLTConfig.from_dict({"gate": {"enable": gate}})
-    served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=2)
+    served = DrafterProvenance("policy", "data", "hass", 1.0, version=2)
     update = DrafterUpdates(workers, config, served, "float32", StepLog(None)).update([session])
     assert (update.decision, workers.asked) == (decision, asked)
     assert (update.drafter is not None) == any(isinstance(one, tuple) for one in asked)
@@ -65,7 +65,7 @@ def test_a_verdict_is_carried_out(chances, gate, decision, asked):
 def test_of_a_drafter_that_nobody_scored_the_acceptance_is_unknown(log, gate, version, acceptance, sequences):
     """What was held out, if anything, is too short to judge; the drafter before this one was never accepted."""
     unscored = HeldOutScores(np.arange(sequences), np.zeros(sequences, int), *[np.zeros((sequences, 2))] * 3)
-    served = DrafterProvenance("policy", "data", None, "hass", 1.0, version=2, acceptance=(0.0,))
+    served = DrafterProvenance("policy", "data", "hass", 1.0, version=2, acceptance=(0.0,))
     updates = DrafterUpdates(Workers(), TLTConfig.from_dict({"gate": {"enable": gate}}), served, "float32", log)
     updates.begin([SimpleNamespace(scores=unscored, steps=0, replica="a")])
     assert updates.publish(5, within_s=60.0).tau == {}

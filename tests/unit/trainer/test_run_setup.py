@@ -6,6 +6,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
+from benchmarks.toy_job import CONSTANT
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
@@ -49,7 +50,12 @@ def composed(recipe):
         ("cuda", [], [SMALL_HEAD, {"memory": 1024.0 * GIB, "GPU": 8.0}], (4096, 13_106)),
         ("cuda", PIPELINE, [{"memory": 1024.0 * GIB, "GPU": 8.0}] * 2, (4096, 9_829)),
         ("cpu", [], [], (BATCH_TOKENS, BUFFER_MB)),
-        ("cuda", ["tlt.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], [], (300, 10)),
+        (
+            "cuda",
+            [f"{CONSTANT}.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"],
+            [],
+            (300, 10),
+        ),
     ],
 )
 def test_controller_and_spot_workers_get_sizes_that_fit(composed, monkeypatch, device, given, nodes, sizes):

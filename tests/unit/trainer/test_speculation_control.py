@@ -1,4 +1,4 @@
-"""Who decodes the coming rollout without drafts, live: switch, control rollouts, speculation disabled and enabled."""
+"""Who decodes the coming rollout without drafts, live: control rollouts, speculation disabled and enabled."""
 
 import pytest
 
@@ -7,7 +7,6 @@ from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.decision import FIRST_WAIT
 from verl_tlt.speculation.types import OFF
-from verl_tlt.trainer.runtime_switch import SWITCH_FILE, RuntimeSwitch, write_switch
 from verl_tlt.trainer.speculation_control import SpeculationControl
 
 REPLICAS = ["a", "b"]
@@ -15,31 +14,19 @@ UNKNOWN, RANDOM = (), (0.01, 0.01)
 """Acceptance of drafters."""
 
 
-def control(directory, shared=False, **settings):
+def control(shared=False, **settings):
     config = SpeculationConfig(**{"control_every": 0} | settings)
-    return SpeculationControl(str(directory), REPLICAS, config, shared, active_share=1.0)
-
-
-def test_the_switch_disables_speculation_and_an_unreadable_one_changes_nothing(run_dir):
-    live = control(run_dir)
-    assert live.undrafted(1, UNKNOWN) == [] and not live.disabled
-    write_switch(run_dir, speculation=False)
-    assert live.undrafted(2, UNKNOWN) == REPLICAS and SWITCH_FILE in live.disabled and live.off == live.disabled
-    (run_dir / SWITCH_FILE).write_text("speculation: perhaps")
-    assert live.undrafted(3, UNKNOWN) == REPLICAS
-    (run_dir / SWITCH_FILE).write_text("spot: off")
-    assert live.undrafted(4, UNKNOWN) == [] and not live.disabled and live.switch == RuntimeSwitch(spot=False)
-    assert not live.may_train
+    return SpeculationControl(REPLICAS, config, shared, active_share=1.0)
 
 
 def test_where_nobody_drafts_there_is_nothing_to_measure(tmp_path):
-    live = control(tmp_path, control_every=1, shared=True)
+    live = control(control_every=1, shared=True)
     assert live.undrafted(1, RANDOM) == REPLICAS and live.may_train and "next to nothing" in live.off
 
 
 @pytest.mark.parametrize(("policy", "times"), [("goodput", 1), ("fixed", 0), ("off", 0)])
 def test_that_no_draft_was_measured_is_said_once(tmp_path, said, policy, times):
-    live = control(tmp_path, policy=policy)
+    live = control(policy=policy)
     live.calibrated(LatencyTable.calibrated({OFF: [(4, 0.01)], 0: [(4, 0.011)]}))
     for step in range(3):
         assert bool(live.undrafted(step, (0.8, 0.7))) == bool(live.off) == (policy != "fixed")
@@ -47,8 +34,8 @@ def test_that_no_draft_was_measured_is_said_once(tmp_path, said, policy, times):
     assert said.text.count("tlt.speculation.arms") == times and bool(live.undrafted_since) == (policy != "fixed")
 
 
-def test_a_rollout_that_one_replica_tries_alone_needs_no_control(tmp_path):
-    live = control(tmp_path, control_every=None)
+def test_a_rollout_that_one_replica_tries_alone_needs_no_control():
+    live = control(control_every=None)
     live.calibrated(LatencyTable.calibrated({k: [(4, s)] for k, s in {OFF: 0.01, 0: 0.0105, 3: 0.0155}.items()}))
     some, good = (0.5, 0.2, 0.1), (0.9, 0.9, 0.9)  # 4 % of OFF's time saved, and more
     for step in range(1, 9):
@@ -74,7 +61,7 @@ def rollout(begin, seconds, drafting, context=50.0):
 
 
 def test_responses_that_outgrow_what_was_measured_are_measured_soon(tmp_path):
-    live, controlled = control(tmp_path, control_every=None), []
+    live, controlled = control(control_every=None), []
     for step in range(1, 40):
         undrafted = live.undrafted(step, UNKNOWN)
         controlled += [step] if undrafted else []
@@ -87,7 +74,7 @@ def test_responses_that_outgrow_what_was_measured_are_measured_soon(tmp_path):
 @pytest.mark.parametrize("source", ["eagle", "both"])
 def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, said, source):
     """Rollouts that decode at half the speed of decoding without drafts, then a probe at twice that speed."""
-    live = control(tmp_path, source=source)
+    live = control(source=source)
     live.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
     for step, drafting in enumerate((REPLICAS, ["b"], ["a"])):
         assert live.undrafted(step, UNKNOWN) == [name for name in REPLICAS if name not in drafting]

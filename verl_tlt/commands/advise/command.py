@@ -65,7 +65,7 @@ def read_scenario(given: AdviseOptions) -> tuple[Scenario, dict[str, str]]:
         raise TLTError("tlt.speculation.source=ngram has no drafter to advise on: verl-tlt compare measures n-grams.")
     arms = engine_lengths(settings, graph_mode(read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm"), work.eager))
     if len(arms) < 2:
-        raise TLTError(f"tlt.speculation.arms={list(arms)} never drafts, so there is nothing to advise on.")
+        raise TLTError("This recipe never drafts, so there is nothing to advise on.")
     metrics = read_metrics(given.metrics) if given.metrics else None
     if metrics is not None:
         check_same(metrics, work)

@@ -172,7 +172,7 @@ def read_workload(config: DictConfig) -> Workload:
         gpus=recipe.devices(config, "trainer"),
         replicas=recipe.replicas_on(config, ROLLOUT if mode == "separate_async" else "trainer"),
         tensor_parallel=recipe.devices_per_replica(config),
-        requests=number(config, "data.train_batch_size", 0) * number(config, f"{ROLLOUT}.n", 1),
+        requests=max(1, number(config, "data.train_batch_size", 0) * number(config, f"{ROLLOUT}.n", 1)),
         prompt=number(config, "data.max_prompt_length", 512),
         response=number(config, "data.max_response_length", 512),
         max_num_seqs=max(1, recipe.most_requests(config)),

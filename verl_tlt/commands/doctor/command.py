@@ -8,8 +8,8 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,14 +81,29 @@ def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
         count += Path(node).read_text().strip() not in ("", "0")
     most = count or float("inf")
     count = count or int(os.path.exists(os.path.join(root, "dev/dxg")))  # WSL's: one or more
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")[: 1 if nvidia else 2]:
+    of_amd = () if nvidia else ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    for variable in ("CUDA_VISIBLE_DEVICES", *of_amd):
         if (value := environment.get(variable)) is not None:
-            names = [name.strip() for name in value.split(",")]
-            # CUDA stops at the first index that no device has, and takes none if one is named twice.
-            known = list(takewhile(lambda s: 0 <= int(s) < most if s.removeprefix("-").isdecimal() else s, names))
-            listed = len(known) if len(set(known)) == len(known) else 0
-            count = min(count, listed) if not any(name.startswith("MIG") for name in names) else listed
+            listed = listed_gpus(value, most)
+            count = listed if "MIG-" in value else min(count, listed)
     return count
+
+
+def listed_gpus(value: str, devices: float) -> int:
+    """GPUs that a driver with so many devices takes a `*_VISIBLE_DEVICES` variable to list.
+
+    It reads a number, of whose word it ignores the rest, or a UUID. It stops at the first word that is neither, such as
+    Slurm's NoDevFiles, or that names no device, and takes none if one is named twice.
+    """
+    known: list[str] = []
+    for word in value.split(","):
+        index = re.match(r"\s*(-?\d+)", word)
+        if index is not None and not 0 <= int(index[1]) < devices:
+            break
+        if index is None and not word.strip().startswith(("GPU-", "MIG-")):
+            break
+        known.append(index[1] if index is not None else word.strip())
+    return len(known) if len(set(known)) == len(known) else 0
 
 
 def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Finding]:
