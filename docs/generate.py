@@ -61,7 +61,6 @@ NOTES = {
         "`save_dir` is written only where spot training runs.",
     ],
     "speculation": [
-        "With the environment variable `TLT_FULL_GRAPHS=0`, K_max is 3 where none is given.",
         "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
         "`policy=fixed` drafts however little is accepted: for tests and comparisons.",
     ],

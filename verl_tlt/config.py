@@ -148,8 +148,8 @@ class SpeculationConfig:
     policy: Policy = "goodput"
     """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
-    """K_max: the longest draft; null: 7 on engines with FULL CUDA graphs for every draft length, else 3. With vLLM's V2
-    model runner it is shorter (3 or 1) where draft logits would take more than a gibibyte of each GPU."""
+    """K_max: the longest draft; null: 7 where vLLM's V2 model runner has FULL CUDA graphs for every draft length,
+    else 3. It is shorter (3 or 1) where draft logits of V2 would take more than a gibibyte of each GPU."""
     fixed: DraftLength | None = None
     """The K of policy=fixed; null: K_max."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = constant(None)
@@ -160,9 +160,8 @@ class SpeculationConfig:
     """Where step costs are kept for the next run."""
     control_every: Index | None = constant(None)
     """RL steps between two rollouts in which one replica decodes without drafts; null: few, 0: none."""
-    source: Literal["eagle", "ngram", "both"] = "eagle"
-    """Who drafts: the drafter, n-grams of sibling responses, or n-grams where they match and the drafter elsewhere.
-    n-grams need no drafter, and give up vLLM's async scheduling."""
+    source: Literal["eagle", "ngram"] = "eagle"
+    """Who drafts: the drafter, or n-grams of sibling responses, which need none and give up vLLM's async scheduling."""
 
     @property
     def longest(self) -> int:

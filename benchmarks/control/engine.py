@@ -169,8 +169,8 @@ class Engine:
 
     # ------------------------------------------------------------------ control
 
-    def set_drafting(self, enabled: bool) -> bool:
-        return self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))[0] is None
+    def set_drafting(self, enabled: bool) -> None:
+        self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))
 
     def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = ()) -> LatencyTable:
         """What a run measures at its start, at these batches or at a run's."""
@@ -205,7 +205,6 @@ class Engine:
         self.scheduler.dynamic_sd_lookup = (
             [int(name.removeprefix(VLLM))] * (self.models.batch + 1) if own else self._lookup
         )
-        self.scheduler.drafts_expected = True  # of every step: what vLLM does by itself
         if not own:
             self.scheduler.tlt = self.arms[name]
         self.set_drafting(own or self.arms[name].drafting)

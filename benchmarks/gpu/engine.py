@@ -3,12 +3,11 @@
     python -m benchmarks.gpu.engine --out FILE --budget 880
 
 * sleep: after verl's deepest sleep (level 2) and a reload, does the drafter accept as before?
-* nan: does a worker notice a drafter that computes NaN, and are the tokens still the policy's?
+* nan: are the tokens still the policy's while the drafter computes NaN?
 * distribution: are tokens sampled at temperature 1 distributed alike with drafts and without, however long they are?
 * lora: does an engine that serves an adapter draft, reload its drafter, and draft on?
 * costs_stock_v1, costs_stock_v2: what a step of a 7B policy's shape takes by batch, with each of vLLM's model runners.
-* costs_tlt, costs_tlt_longest_graphs: the same of an engine with a drafter, off and at each draft length, with FULL
-  graphs for all of them and (`TLT_FULL_GRAPHS=0`) for the longest alone.
+* costs_tlt: the same of an engine with a drafter, off and at each draft length.
 * beside: memory at each stage of a training session on the device of a sleeping engine, which then wakes.
 
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
@@ -43,7 +42,6 @@ from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.engine_arguments import started_lengths
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
 
 BEGINNING = [1]
@@ -78,7 +76,7 @@ async def sleep(bench: Bench) -> dict[str, Any]:
 async def nan(bench: Bench) -> dict[str, Any]:
     """Share of token 0 at temperature 1 without the drafter, and with one that has begun to compute NaN.
 
-    Such a file is refused; this one goes wrong while it is live. The worker should notice and drop its drafts.
+    Such a file is refused; this one goes wrong while it is live.
     """
     async with tiny_engine(bench) as engine:
         await hold(engine, OFF)
@@ -93,7 +91,7 @@ async def nan(bench: Bench) -> dict[str, Any]:
             "token_0_share_without_drafter": _share(without, 0),
             "token_0_share_with_nan_drafter": _share(tokens, 0),
             "drafts_verified": done.num_drafts,
-            "broken_drafts": done.num_broken_drafts,
+            "drafts_accepted": sum(done.num_accepted_tokens_per_pos),
         }
 
 
@@ -244,7 +242,6 @@ PARTS = {
     "costs_stock_v1": Part(lambda bench: step_costs(bench, drafting=False), 90, environment=_runner(1)),
     "costs_stock_v2": Part(lambda bench: step_costs(bench, drafting=False), 90, cuda_only=True, environment=_runner(2)),
     "costs_tlt": Part(step_costs, 90, environment=ENVIRONMENT),
-    "costs_tlt_longest_graphs": Part(step_costs, 90, cuda_only=True, environment={**ENVIRONMENT, FULL_GRAPHS: "0"}),
     "beside": Part(beside, 240, environment=ENVIRONMENT),
 }
 """In the order of what a user meets first."""

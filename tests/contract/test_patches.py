@@ -22,7 +22,6 @@ import torch
 from sources import SourceTree, Symbol, source_root
 
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
-from verl_tlt.engine_core.scheduler import skip_empty_fetch
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.vllm_worker.hybrid_states import count_rows_without_drafts, remember_accepted
 
@@ -227,24 +226,6 @@ def expands(module):
     return sampler.expand_batch_to_tokens != "stock"
 
 
-def skips_the_fetch(module):
-    """And a step without drafts then makes no call, whoever saves it."""
-    core, before = module.EngineCore, module.EngineCore.post_step
-    assert skip_empty_fetch(core)
-    after = core.post_step
-    assert skip_empty_fetch(core) and core.post_step is after, "applied twice"
-    taken = []
-    executor = types.SimpleNamespace(take_draft_token_ids=lambda: taken.append(1))
-    for expected in (True, False):
-        scheduler = types.SimpleNamespace(drafts_expected=expected)
-        one = types.SimpleNamespace(
-            scheduler=scheduler, model_executor=executor, check_for_draft_tokens=True, async_scheduling=False
-        )
-        core.post_step(one, True)
-    assert len(taken) == 1
-    return after is not before
-
-
 TRANSFER = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -271,7 +252,6 @@ OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
         ("stop-strings", "vllm.v1.engine.output_processor", ends_at_stop_strings),
         ("rows-without-drafts", "vllm.v1.attention.backends.gdn_attn", counts_rows),
         ("sat-out", "vllm.v1.worker.gpu_input_batch", remembers_accepted),
-        ("empty", "vllm.v1.engine.core", skips_the_fetch),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )
@@ -280,16 +260,6 @@ def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, wor
     stock = Path(importlib.util.find_spec(name).origin)
     module = load(patched(word, tmp_path, stock.name) if fixed else stock, name)
     assert changed(module) != fixed
-
-
-def test_the_empty_drafts_shim_leaves_a_core_it_does_not_know():
-    class Other:
-        def post_step(self, model_executed):
-            """Fetches nothing."""
-
-    before = Other.post_step
-    assert not skip_empty_fetch(Other) and Other.post_step is before
-    assert not skip_empty_fetch(types.SimpleNamespace)
 
 
 def test_the_stop_string_patch_does_what_the_shim_does(tmp_path):

@@ -1,10 +1,9 @@
 """What of vLLM's scheduling, sampling and loading our precautions are for, and what they rely on.
 
 `min_tokens`: vLLM hides stop tokens while it verifies drafts, and miscounts at the boundary. Tests here fail once it
-counts along the whole draft: then `speculation.decode_load.room_before_stop` can go.
+counts along the whole draft: then `engine_core.scheduler.verified_inexactly` need not ask for it.
 """
 
-import pickle
 from inspect import getsource
 
 import pytest
@@ -12,11 +11,8 @@ import torch
 from vllm.model_executor.model_loader import reload
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
-
-from verl_tlt.messages.rollout import BROKEN_MARK
 
 STOP, VOCAB = 2, 4
 
@@ -52,14 +48,7 @@ def test_it_judges_the_token_behind_the_draft_by_the_tokens_before_it(processor,
 def test_the_rejection_sampler_asks_for_that_token_without_saying_how_long_the_draft_is():
     """`min_tokens` 3, one token and two drafts behind it: the fourth token may be a stop token, and is not."""
     source = getsource(Sampler.apply_logits_processors)
-    assert "logits = processor.apply(logits)" in source, "does vLLM count the draft now? Then drop `room_before_stop`"
-
-
-def test_a_mark_on_a_workers_answer_reaches_the_scheduler():
-    """As `BrokenDrafts` makes it, through the pickle that workers answer with."""
-    answer = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    setattr(answer, BROKEN_MARK, 3)
-    assert getattr(pickle.loads(pickle.dumps(answer)), BROKEN_MARK) == 3
+    assert "logits = processor.apply(logits)" in source, "does vLLM count the draft now? Then draft there"
 
 
 def test_the_draft_length_is_looked_up_once_per_step_and_admitted_requests_stand_at_the_end():

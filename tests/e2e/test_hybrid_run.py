@@ -42,7 +42,7 @@ def test_a_hybrid_policy_trains_with_a_drafter(family, tmp_path):
     for metrics in run.steps.values():
         assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"]
         assert metrics["tlt/draft_length_frac_2"] > 0.5, "nothing was drafted"
-        assert metrics["tlt/reload_failures"] == metrics["tlt/broken_drafts"] == metrics["tlt/spot_failures"] == 0
+        assert metrics["tlt/reload_failures"] == metrics["tlt/spot_failures"] == 0
         assert metrics["training/rollout_probs_diff_mean"] < 0.01
     assert all(reload.ok for reload in run.trace.reloads)
     assert len({reload.version for reload in run.trace.reloads}) >= 2, "no trained drafter was loaded"

@@ -71,7 +71,6 @@ def engine_of(models, pytestconfig) -> SharedEngines:
 LONG = (
     "test_leaving",
     "test_compiled",
-    "test_without_drafter",
     "test_dead_engine",
     "test_standalone_engine",
     "test_warmup",

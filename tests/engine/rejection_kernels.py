@@ -16,8 +16,6 @@ import triton.language
 import vllm.triton_utils
 from kernel_draws import REQUESTS, K, V, draw_drafts, draw_models, p_value
 
-from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts
-
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language  # vLLM has a stand-in where there is no GPU
 rejection_sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
 
@@ -43,29 +41,15 @@ def outputs(target, drafter, probs, generator):
     )
 
 
-def dropped(probs):
-    """As our worker hands them on."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    runner = SimpleNamespace(
-        device=torch.device("cpu"), vllm_config=config, drafter=None, sample_tokens=None,
-        _get_spec_decode_draft_probs=lambda _: probs,
-    )  # fmt: skip
-    BrokenDrafts(runner, lambda: None)
-    return runner._get_spec_decode_draft_probs(None)
-
-
 if __name__ == "__main__":
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(6)
     target, drafter = draw_models(generator)
     token_0 = torch.eye(V)[0].expand(K, V)  # what a drafter of NaN draws
     sound, nan = drafter.repeat(REQUESTS, 1), torch.full((REQUESTS * K, V), float("nan"))
-    mixed = torch.where(torch.arange(REQUESTS * K)[:, None] % 3 == 0, nan, sound)
     cases = {
         "sound": (drafter, sound),
         "certain": (drafter, None),
-        "NaN, dropped": (token_0, dropped(nan.clone())),
-        "some NaN, dropped": (drafter, dropped(mixed)),
         "NaN": (token_0, nan),
         "off by a half": (drafter, sound / 2),
     }

@@ -132,7 +132,7 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
             engine.put_in_charge(control)
             assert engine.generate(8, 96) == stock, control
             stats = engine.scheduler.tlt.stats(reset=True)
-            assert stats.policy_error is None
+            assert stats.failure is None
             assert sum(stats.num_accepted_tokens_per_pos) > 100
         head = drafter.lm_head.weight.clone()
         engine.live_drafter._write_head(engine.live_drafter._policys_rows())  # nothing is pruned here

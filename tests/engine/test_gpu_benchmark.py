@@ -53,7 +53,7 @@ def test_the_engines_parts(tmp_path):
     assert sleep["memory_gib"]["asleep"] == "needs CUDA" and sleep["lost"] and sleep["reload_is_exact"]
     assert sleep["accepted_after"][0] == pytest.approx(sleep["accepted_before"][0], abs=0.1)
     nan = found(report, "nan")
-    assert nan["broken_drafts"] > 0
+    assert nan["drafts_verified"] > 0
     assert nan["token_0_share_with_nan_drafter"] == pytest.approx(nan["token_0_share_without_drafter"], abs=0.1)
     distribution = found(report, "distribution")
     samples = ("drafted_against_plain", "drawn_against_plain", "plain_against_plain")
@@ -80,7 +80,5 @@ def test_the_jobs_parts(tmp_path):
         assert list(part["steps"]) == steps
         assert all(reload["ok"] for reload in part["reloads"])
         assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in part["steps"].values())
-    assert [step["tlt/broken_drafts"] > 0 for step in nan["steps"].values()] == [False, True, False]
-    assert nan["steps"]["2"]["tlt/drafter_off_frac"] > 0 and nan["steps"]["3"]["tlt/drafter_off_frac"] == 0
     waited = [step.get("tlt/overhead_cold_start_s", 0.0) for step in cold["steps"].values()]
     assert waited[2] > 0.0 == waited[0] and any(session["step"] == 3 for session in cold["sessions"])

@@ -112,7 +112,7 @@ def test_the_same_tokens_whatever_k_does(start, exact, without_speculation, mode
         assert engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))["ok"]
         choose(engine, 0, 1, 3, 7)
         assert decode(engine, exact)[0] == first
-        assert engine.scheduler.tlt.stats().policy_error is None
+        assert engine.scheduler.tlt.stats().failure is None
 
 
 def test_a_weight_sync_brings_every_layer(start, exact_by_size, without_speculation, trained):

@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from draws import CASES, CAUGHT, HOT, PROMPTS, STRUCTURED, TOKENS, draw, exact_models, p_values, swaps_and_pauses
+from draws import CASES, CAUGHT, HOT, PROMPTS, STRUCTURED, draw, exact_models, p_values, swaps_and_pauses
 from safetensors.torch import load_file, save_file
 from tiny_engine import sampled
 
 from benchmarks.lossless.exact import Sampling
 from benchmarks.lossless.judged import FAILS
+from verl_tlt.engine_core import scheduler
 
 pytestmark = pytest.mark.engine
 
@@ -40,26 +41,26 @@ def test_least_length_and_stop_tokens(engine_of, exact, across):
     with engine_of("good", policy="policies:rand", **SMALL) as engine:
         engine.scheduler.tlt.control(force_k=2)
         if across:
-            engine.patch.setattr(engine.scheduler._tlt_boundary, "room", lambda *_: TOKENS)
+            engine.patch.setattr(scheduler, "verified_inexactly", lambda _: False)
         draws = draw(engine, sampling, DRAWS)
         assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[1] > 20
     ends = min(exact.stops(list(prompt), found, sampling) for prompt, found in zip(PROMPTS, draws, strict=True))
     if across:
-        assert ends < CAUGHT, "vLLM counts right around min_tokens now: the boundary is not needed any more"
+        assert ends < CAUGHT, "vLLM counts right around min_tokens now: no need to abstain"
     else:
         chi, martingale = p_values(exact, draws, sampling)
         assert ends > FAILS and chi > FAILS and martingale > FAILS
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut by the grammar"])
-def test_structured_output(engine_of, exact, cut):
-    """Many a draft holds what the grammar forbids."""
+@pytest.mark.parametrize("drafted", [False, True], ids=["as it is", "drafted"])
+def test_structured_output(engine_of, exact, drafted):
+    """Many a draft would hold what the grammar forbids."""
     with engine_of("good", policy="policies:longest", **SMALL) as engine:
-        if cut:
-            engine.patch.setattr(engine.scheduler._tlt_grammar, "keep_whole", lambda *_: None)
+        if drafted:
+            engine.patch.setattr(scheduler, "verified_inexactly", lambda _: False)
         chi, martingale = p_values(exact, draw(engine, STRUCTURED, 2400), STRUCTURED)
-    if cut:
-        assert chi < CAUGHT, "vLLM no longer cuts drafts by what was drawn: GrammarDrafts is not needed any more"
+    if drafted:
+        assert chi < CAUGHT, "vLLM no longer cuts drafts by what was drawn: no need to abstain"
     else:
         assert chi > FAILS and martingale > FAILS
 

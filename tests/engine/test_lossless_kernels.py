@@ -32,4 +32,4 @@ def test_vllms_triton_kernels_are_exact_and_are_fooled_by_nan():
 @pytest.mark.parametrize("version", V2)
 def test_so_are_those_of_the_v2_model_runner(version):
     pytest.importorskip("triton")
-    judge(run_script("rejection_kernels_v2.py", sources("vllm", version)), {"NaN", "forbidden drafts as none"})
+    judge(run_script("rejection_kernels_v2.py", sources("vllm", version)), {"NaN"})

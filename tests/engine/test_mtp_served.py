@@ -186,18 +186,7 @@ def test_the_same_tokens_whatever_k_and_the_head_do(start, exact, without_specul
         assert engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))["ok"]
         choose(engine, 0, 1, 3, 7)
         assert decode(engine, exact[family])[0] == first
-        assert engine.scheduler.tlt.stats().policy_error is None
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("family", ["mimo"], indirect=True, scope="module")  # none are drafted for a hybrid policy
-def test_ngrams_beside_the_head(start, without_speculation, exact, models, family):
-    with start(speculation={**LONGEST, "source": "both"}) as engine:
-        sync(engine, models[part_of(family, "target")])
-        for _ in range(2):  # the second time each response has been heard before
-            tokens, off = decode(engine, exact[family])
-            assert tokens == without_speculation[0] and near(off, without_speculation[1])
-        assert engine.scheduler.tlt_ngram.num_accepted > 20
+        assert engine.scheduler.tlt.stats().failure is None
 
 
 def test_draws_have_the_policys_distribution(start, exact, models, family):

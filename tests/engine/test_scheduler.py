@@ -63,18 +63,6 @@ def test_drafts_are_counted_by_the_length_of_their_response(engine_of):
     assert TOKENS - 3 <= long.num_drafts + long.num_accepted_tokens <= TOKENS + 3
 
 
-def test_workers_are_asked_for_drafts_only_after_steps_that_drafted(engine_of, monkeypatch):
-    with engine_of("good", policy="policies:rand", **SHARED) as engine:
-        executor, asked = engine.core.model_executor, []
-        take = executor.take_draft_token_ids
-        monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or take())
-        engine.generate(8, TOKENS)
-        steps = engine.scheduler.tlt.policy.steps
-    drafted = sum(step.drafted > 0 for step in steps)
-    assert 0 < drafted < len(steps)
-    assert len(asked) == drafted
-
-
 def test_only_steady_decode_steps_teach(engine_of):
     with engine_of("good", policy="policies:up_to_four", **SHARED) as engine:
         engine.generate(8, TOKENS)
@@ -154,7 +142,6 @@ def test_a_forced_draft_length_takes_the_steps_that_vllms_own_table_takes(engine
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, "__class__", Scheduler)
             patch.setattr(scheduler, "dynamic_sd_lookup", [longest] * 65)
-            patch.setattr(scheduler, "drafts_expected", True)
             theirs = run()
         scheduler.tlt.control(force_k=longest)
         ours = run()

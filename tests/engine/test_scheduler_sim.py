@@ -104,6 +104,25 @@ def drain(scheduler, worker, depth):
     return got
 
 
+def test_after_an_exception_of_ours_nothing_is_drafted_and_every_request_gets_its_tokens(scheduler):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    rng = random.Random(5)
+    worker = MadeWorker(rng)
+    lengths, choose = add_requests(scheduler, rng), scheduler.tlt.policy.choose
+
+    def choose_and_fail(load):
+        if len(worker.widths) > 12:
+            raise ArithmeticError("broken by a test")
+        return choose(load)
+
+    scheduler.tlt.policy.choose = choose_and_fail
+    assert drain(scheduler, worker, depth=2 if isinstance(scheduler, AsyncScheduler) else 1) == lengths
+    assert scheduler.tlt.stats().failure == "ArithmeticError: broken by a test"
+    drafted = [bool(widths - {0}) for widths in worker.widths]
+    assert any(drafted[:13]) and not any(drafted[16:]) and len(drafted) > 30
+
+
 def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -113,7 +132,7 @@ def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
     got = drain(scheduler, worker, depth=2 if isinstance(scheduler, AsyncScheduler) else 1)
     assert got == lengths
     policy, stats = scheduler.tlt.policy, scheduler.tlt.stats()
-    assert stats.policy_error is None
+    assert stats.failure is None
     assert stats.num_steps == len(policy.chosen) == len(worker.widths)
     for chosen, verified in zip(policy.chosen, worker.widths[1:], strict=False):
         assert verified <= {chosen}  # the K of a step is the width of the next, cut to size where K_max was drafted

@@ -58,15 +58,11 @@ def test_after_a_sync_it_decodes_and_accepts_as_before(engine, models, level):
 
 
 def test_a_drafter_of_nan_leaves_nothing_behind_in_the_next_rollout(engine, models):
-    """Its KV cache holds NaN, and is cleared once it is mapped: verl has the drafter loaded before."""
     before = tokens_and_accepted(engine)
     with torch.no_grad():
         engine.runner.drafter.model.model.fc.weight.fill_(float("nan"))
     engine.llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampled(32, temperature=1.0), use_tqdm=False)
-    assert engine.scheduler.tlt.stats().num_broken_drafts and not engine.scheduler.tlt.drafting
     assert sync(engine, models)["ok"]
-    assert engine.rpc("tlt_set_drafting", True) is None
-    engine.scheduler.tlt.control(drafting=True)
     assert tokens_and_accepted(engine) == before
 
 

@@ -1,13 +1,11 @@
-"""OFF, any K, a drafter of NaN, and an MTP head, in a real engine on vLLM's V2 model runner.
+"""OFF, any K, and a drafter of NaN, in a real engine on vLLM's V2 model runner.
 
 Its kernels run in Triton's interpreter: no GPU is needed.
 """
 
 import pytest
-from mtp_policies import build_mtp_policy, save_head
 from tiny_engine import run_script
 
-from benchmarks.lossless.tiny_policy import V
 from verl_tlt.speculation.graph_rules import V2_DRAFTS_FROM
 from verl_tlt.upstream.versions import installed, release
 
@@ -16,19 +14,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 
 ANY_K = release(installed("vllm") or "0.0")[:2] >= V2_DRAFTS_FROM
 DRAFTING = ("drafting", "drafting again", "after a sync", "after NaN and a sync")
-OF_NAN = ("NaN", "NaN in every step", "NaN that nobody replaces")
+OF_NAN = ("NaN", "NaN that nobody replaces")
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
-def found(request, models):
+@pytest.fixture(scope="module")
+def found(models):
     pytest.importorskip("triton")
-    target, good = models["target"], models["good"]
-    if request.param == "mtp":
-        if not ANY_K:
-            pytest.skip("runs where vLLM's V2 model runner drafts any K, from 0.32 on: `make test-releases`")
-        target, good = target.parent / "mtp-target", target.parent / "mtp-good"
-        save_head(good, build_mtp_policy(target, "mimo", V))
-    return run_script("v2_engine.py", target, good, request.param, "any K" if ANY_K else "K_max")
+    return run_script("v2_engine.py", models["target"], models["good"], "any K" if ANY_K else "K_max")
 
 
 def test_off_runs_no_drafter_and_everything_else_does(found):
@@ -54,11 +46,10 @@ def token_0(way):
 
 
 def test_a_drafter_of_nan_puts_no_token_0_in_the_place_of_its_drafts(found):
-    """Its drafts are token 0, each as probable as the policy has it: what is not accepted is another token."""
-    told, kept, unguarded = (found[name] for name in OF_NAN)
-    assert told["broken"] > 0 and told["steps"]["-1"] > 0, "the scheduler heard of it"
-    assert kept["steps"]["3"] > told["steps"].get("3", 0), "it did not"
-    assert token_0(told)[0] == 0 and token_0(kept)[0] == kept["accepted"] < 3
+    guarded, unguarded = (found[name] for name in OF_NAN)
+    assert guarded["steps"]["3"] > 0, "it drafts on"
+    zeros, tokens = token_0(guarded)
+    assert zeros < 0.2 * tokens
     zeros, tokens = token_0(unguarded)
     assert zeros > 0.5 * tokens and not unguarded["accepted"], "what this is about makes no difference here"
 
@@ -66,4 +57,3 @@ def test_a_drafter_of_nan_puts_no_token_0_in_the_place_of_its_drafts(found):
 def test_what_is_loaded_afterwards_drafts_as_before(found):
     first, *later = (found[name]["accepted"] for name in DRAFTING)
     assert first > 10 and later == [first] * len(later)
-    assert not any(found[name]["broken"] for name in DRAFTING)

@@ -2,16 +2,15 @@
 
 Its kernels run in Triton's interpreter. Prints JSON: for each way to draft the outputs of each prompt, how many steps
 drafted how much, and how many drafts were accepted of how many; and the log-probabilities of a few outputs. Arguments:
-directories of the policy and of a drafter of it, the drafter's method, and how many outputs are drawn of each prompt.
+directories of the policy and of a drafter of it, and how many outputs are drawn of each prompt.
 """
 
 import json
 import sys
-from pathlib import Path
 
 import interpreted  # noqa: F401
-from draws import ENUMERATED, HOT, PROMPTS, STRUCTURED, draw, drawn, parameters
-from v2_engine import started, sync
+from draws import ENUMERATED, HOT, PROMPTS, draw, drawn, parameters
+from v2_engine import started
 
 from benchmarks.lossless.exact import Sampling
 
@@ -40,19 +39,6 @@ def tell(engine):
     ]
 
 
-def count_forbidden(engine):
-    """From now on, for each step, how many requests have a draft that a grammar is known to forbid."""
-    drafts, found = engine.scheduler._tlt_grammar, []
-    tell = drafts.with_first_forbidden
-
-    def counted(output):
-        found.append(len(drafts._forbidden))
-        return tell(output)
-
-    engine.patch.setattr(drafts, "with_first_forbidden", counted)
-    return found
-
-
 def accept_one_too_many(engine):
     """A biased sampler: the first draft that is rejected is taken all the same; and drafts that show it: any token."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
@@ -72,16 +58,10 @@ def accept_one_too_many(engine):
 
 
 if __name__ == "__main__":
-    target, good, method, draws = sys.argv[1:]
-    with started(target, good, method, enable_sleep_mode=method == "mtp", **LIMITS) as engine:
+    target, good, draws = sys.argv[1:]
+    with started(target, good, **LIMITS) as engine:
         assert type(engine.runner).__mro__[1].__module__ == "vllm.v1.worker.gpu.model_runner"
-        if method == "mtp":
-            sync(engine, Path(good))
         found = {"any K": observe(engine, draws), "told": tell(engine)}
-        if method == "eagle3":
-            forbidden = count_forbidden(engine)
-            found["a grammar"] = observe(engine, int(draws) // 2, "longest", STRUCTURED)
-            found["a grammar"]["forbidden"] = sum(forbidden)
-            accept_one_too_many(engine)
-            found["one too many"] = observe(engine, draws, "longest")
+        accept_one_too_many(engine)
+        found["one too many"] = observe(engine, draws, "longest")
     print(json.dumps(found))

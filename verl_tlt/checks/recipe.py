@@ -21,10 +21,8 @@ from verl_tlt.drafter.policy import first_line, read_model_config
 from verl_tlt.errors import DrafterError
 from verl_tlt.server.engine_arguments import graph_mode
 from verl_tlt.speculation.graph_rules import (
-    FULL_GRAPHS,
     draft_logits_bytes,
     longest_draft,
-    plain_attention,
     runner_for,
 )
 from verl_tlt.upstream.versions import installed, location, release
@@ -130,20 +128,16 @@ def read_settings(config: DictConfig) -> TLTConfig:
     if runner is not None and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
         on_gpu = select(config, "trainer.device", "cuda") == "cuda"
         user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
-        from_ray = f"ray_kwargs.ray_init.runtime_env.env_vars.{FULL_GRAPHS}"  # what Ray hands to engines wins
-        may_capture = str(select(config, from_ray, os.environ.get(FULL_GRAPHS))) != "0"
         mode = graph_mode(user, not on_gpu or enforce_eager(config))
         logits = 0 if speculation.get("fixed") is not None else draft_logits(config, 1)
-        longest = longest_draft(runner, mode, plain_attention(policy_fields(config)), may_capture, logits)
-        node["speculation"] = {**speculation, "max_draft_length": longest}
+        node["speculation"] = {**speculation, "max_draft_length": longest_draft(runner, mode, logits)}
     return TLTConfig.from_user(node)
 
 
 def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
     """The model runner of the recipe's engines; None: there is no vLLM here whose release would tell."""
     vllm = release(installed("vllm") or "")
-    source, method = (select(config, key) for key in ("tlt.speculation.source", "tlt.drafter.method"))
-    return runner_for(vllm[:2], str(source or "eagle"), str(method or "eagle3")) if vllm else None
+    return runner_for(vllm[:2]) if vllm else None
 
 
 def draft_logits(config: DictConfig, longest: int) -> int:

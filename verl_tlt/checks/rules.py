@@ -229,8 +229,8 @@ def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[s
         yield f"{ROLLOUT}.engine_kwargs", sentence
     key = f"{ROLLOUT}.enable_rollout_routing_replay"
     if select(config, key, False) or user.get("enable_return_routed_experts"):
-        vllm, source = release(installed("vllm") or "") or (0, 0, 0), settings.speculation.source
-        if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2], source, settings.drafter.method) == "V1":
+        vllm = release(installed("vllm") or "") or (0, 0, 0)
+        if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2]) == "V1":
             why = f"vLLM {installed('vllm')} returns routes of experts from its V2 runner alone, and drafts on V1 here"
             yield key, f"{key}=True: {why}; set tlt.speculation.enable=False, or take vLLM 0.30."
 

@@ -1,12 +1,11 @@
-"""What the coming engine step carries: its batch and context, and how long a draft its requests allow.
+"""What the coming engine step carries: its batch and context.
 
 An engine step waits for both, so they are updated by the requests that came and went, not counted over all of them.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from verl_tlt.speculation.types import Load
@@ -18,8 +17,6 @@ RECOUNT_EVERY = 256
 """Steps between two counts over all requests: the sum is off by some tokens with every request that comes or goes."""
 OVERDUE = 2 * RECOUNT_EVERY
 """Steps after which a step has to wait for a count over all requests, because `refresh` was not called."""
-STEPS_IN_FLIGHT = 4
-"""Steps that vLLM schedules before it knows what came of the first: 1, with async scheduling 2, in a pipeline more."""
 
 
 class DecodeLoad:
@@ -101,42 +98,3 @@ class DecodeLoad:
         self._tokens, self._mean_growth, self._since = sum(self._contexts.values()), 0.0, 0
         ends = [r.num_computed_tokens + reach for r in decoding] + [r.num_tokens for r in self._joining]
         self.longest = max(ends, default=0)
-
-
-def room_before_stop(least: int, has: int, most: int) -> int:
-    """Longest draft for a request that must not stop before its `least`th token; `sys.maxsize`: any.
-
-    vLLM errs at the boundary: it judges the token behind a draft by the tokens before it, and under async scheduling
-    every row as if all drafts in flight were accepted. Where all that a draft can reach lies on one side, any way is
-    right. It `has` tokens for certain, and `most` when the draft is verified.
-    """
-    return sys.maxsize if has >= least else max(0, least - most - STEPS_IN_FLIGHT)
-
-
-class StopBoundary:
-    """Requests with `SamplingParams.min_tokens` and stop tokens, and how long a draft they allow."""
-
-    def __init__(self) -> None:
-        self._before: list[Request] = []
-
-    def room(self, admitted: Iterable[Request], draft_length: int) -> int:
-        """Longest draft that every running request allows (`sys.maxsize`: any); `admitted` begin in this step."""
-        self._before += [r for r in admitted if _may_not_stop_yet(r) and r not in self._before]
-        if not self._before:
-            return sys.maxsize
-        self._before = [r for r in self._before if _may_not_stop_yet(r)]
-        running = (r for r in self._before if r.status.name != "PREEMPTED")
-        return min((self._room(r, draft_length) for r in running), default=sys.maxsize)
-
-    @staticmethod
-    def _room(request: Request, draft_length: int) -> int:
-        has = request.num_output_tokens
-        most = has + request.num_output_placeholders + 1 + draft_length  # with every draft accepted
-        return room_before_stop(request.sampling_params.min_tokens, has, most)
-
-
-def _may_not_stop_yet(request: Request) -> bool:
-    params = request.sampling_params
-    if params is None or not params.min_tokens or not params.all_stop_token_ids:
-        return False
-    return request.num_output_tokens < params.min_tokens and not request.is_finished()

@@ -8,31 +8,32 @@ sampling exact. The K tokens drafted in one step are verified in the next.
 Policy, statistics and trace get one `EngineStep` for each finished step. A step waits only for the choice of K. Its
 numbers are counted while the model runs the next one, in `get_grammar_bitmask`; so K is chosen without the outcome of
 the very latest step, as under asynchronous scheduling anyway.
+
+K is 0 while a request runs that vLLM verifies inexactly (`verified_inexactly`). K is also 0 from the first exception in
+our own code on (`_contained`): vLLM's part of every method still runs, so the engine decodes on without drafts.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
-from verl_tlt.engine_core.decode_load import DecodeLoad, StopBoundary
-from verl_tlt.engine_core.grammar_drafts import GrammarDrafts
+from verl_tlt.engine_core.decode_load import DecodeLoad
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep
-from verl_tlt.messages.rollout import BROKEN_MARK, EngineStats
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 UNLEARNED = 4
 """Finished steps that may wait to be learned from; without calls for a grammar bitmask so many wait."""
@@ -79,44 +80,65 @@ def load_policy(settings: Mapping[str, Any]) -> Policy:
 
 def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     """What drafts n-grams under these settings (`SpeculationConfig` as a dict); None: nothing does."""
-    source = speculation["source"]
-    return None if source == "eagle" else NgramDrafts(NgramIndex(MAX_NGRAM_BYTES), source == "ngram")
-
-
-# Changes vllm: patches/README.md#no-round-trip-to-the-workers-after-a-step-without-drafts
-def skip_empty_fetch(core: type[EngineCore]) -> bool:
-    """Have `EngineCore.post_step`, a round trip to the workers, do nothing after a step that drafted nothing.
-
-    Returns whether the round trip is saved, by the wrapper or by vLLM itself.
-    """
-    original = getattr(core, "post_step", None)
-    if original is None or "take_draft_token_ids" not in (source := inspect.getsource(inspect.unwrap(original))):
-        logger.info("This vLLM fetches drafts in another way: a step with K=0 may cost a round trip to the workers.")
-        return False
-    if "drafts_expected" in source or hasattr(original, "__wrapped__"):
-        return True
-
-    @functools.wraps(original)
-    def post_step(self: EngineCore, model_executed: bool) -> None:
-        if getattr(self.scheduler, "drafts_expected", True):
-            original(self, model_executed)
-
-    core.post_step = post_step
-    return True
+    return NgramDrafts(NgramIndex(MAX_NGRAM_BYTES)) if speculation["source"] == "ngram" else None
 
 
 class _DraftLengthLookup:
     """Takes the place of vLLM's table of draft lengths by batch size, which counts prefill chunks too."""
 
-    def __init__(self, choose: Callable[[], int]) -> None:
+    def __init__(self, choose: Callable[[], int | None]) -> None:
         self._choose = choose
 
     def __getitem__(self, batch: int) -> int:
-        return self._choose()
+        return max(self._choose() or 0, 0)
+
+
+def verified_inexactly(request: Request) -> bool:
+    """Whether vLLM would answer this request otherwise if drafts were verified.
+
+    A grammar: vLLM cuts a draft before the first token that the grammar forbids, and draws the next token as if none
+    had been drafted there, so tokens that the drafter holds likely come too often. `min_tokens`: until it is reached,
+    vLLM judges the token behind a draft by the tokens before the draft. And `asks_logprobs`.
+    """
+    params = request.sampling_params
+    if params is None:
+        return False
+    too_short = request.num_output_tokens < params.min_tokens
+    return too_short or request.use_structured_output or asks_logprobs(request)
+
+
+def asks_logprobs(request: Request) -> bool:
+    """Whether a request has `logprob_token_ids`, of which a step that verifies any draft returns too few."""
+    return getattr(request.sampling_params, "logprob_token_ids", None) is not None
+
+
+def _contained(hook: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorate a method of our scheduler: an exception in it ends speculation in this engine, not the engine.
+
+    After the first exception in any of them none is called any more, and all return None.
+    """
+
+    @functools.wraps(hook)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        scheduler: Any = args[0]
+        if scheduler.tlt.failure is not None:
+            return None
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:
+            scheduler.tlt.fail(error)
+            scheduler._tlt_k = 0
+            scheduler._tlt_drop_drafts()
+            return None
+
+    return run
 
 
 class TLTScheduler(Scheduler):
-    """For `async_scheduling=False` (every CPU engine). `schedule` and `update_from_output` bracket each engine step."""
+    """For `async_scheduling=False` (every CPU engine). `schedule` and `update_from_output` bracket each engine step.
+
+    Methods of vLLM's that are overridden here call vLLM's own exactly once; our part of them is `_contained`.
+    """
 
     # Changes vllm: patches/README.md#a-rollout-server-can-ask-the-scheduler
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -133,18 +155,17 @@ class TLTScheduler(Scheduler):
         draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
         limits = Limits(tuple(settings["arms"]), token_limit(config), longest - self.num_spec_tokens)
-        self.tlt = StepControl(load_policy(settings), limits, trace, config.parallel_config.tensor_parallel_size)
+        self.tlt = StepControl(load_policy(settings), limits, trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
-        self._tlt_grammar = GrammarDrafts()
         self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
-        self.drafts_expected = True
-        skip_empty_fetch(EngineCore)
         EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)
         self._tlt_load = DecodeLoad(limits.context_limit)
-        self._tlt_boundary = StopBoundary()
-        self._tlt_undrafted: set[str] = set()  # unfinished requests with `logprob_token_ids`
+        self._tlt_inexact: list[Request] = []
+        """Unfinished requests that are `verified_inexactly`, running or not."""
         # Of the step that is being scheduled.
+        self._tlt_started_s = 0.0
         self._tlt_k = 0  # drafted in it, or OFF
+        self._tlt_verified = 0  # drafted in the step before, or OFF
         self._tlt_known = 0  # requests that were running before it admitted new ones
         self._tlt_kv_tokens = 0
         self._tlt_blocked = False
@@ -157,7 +178,10 @@ class TLTScheduler(Scheduler):
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
 
     def tlt_call(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the rollout server (`server.engine_calls`), between two engine steps."""
+        """Answer the rollout server (`server.engine_calls`), between two engine steps.
+
+        vLLM returns an exception to the server, and goes on.
+        """
         if operation == "stats":
             return asdict(self.tlt_stats(**arguments))
         if operation == "policy_changed":
@@ -174,51 +198,46 @@ class TLTScheduler(Scheduler):
     # ------------------------------------------------------------------ before the step
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's; K is 0 while one with `logprob_token_ids` is unfinished: steps that verify drafts return few."""
-        if getattr(request.sampling_params, "logprob_token_ids", None) is not None:
-            self._tlt_undrafted.add(request.request_id)
+        """As vLLM's; a request that is `verified_inexactly` is noted."""
+        self._tlt_arrived(request)
         super().add_request(request)
+
+    @_contained
+    def _tlt_arrived(self, request: Request) -> None:
+        if verified_inexactly(request):
+            self._tlt_inexact.append(request)
 
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         """As vLLM's, with K chosen by the policy on the way (`_tlt_choose`)."""
-        started = time.perf_counter()
-        previous = self._tlt_k
-        self._tlt_known = len(self.running)
-        if self._tlt_undrafted:  # drafted before the first of them came
-            previous = min(previous, 0)
-            for request in self.running:
-                request.spec_token_ids = []
+        self._tlt_begin_step()
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        waiting = time.perf_counter()
-        scheduled = output.num_scheduled_tokens
-        if self.tlt_ngram:
-            self.tlt_ngram.scheduled(output)
-        if not scheduled:
-            return output
-        self.drafts_expected = output.num_spec_tokens_to_schedule > 0
-        if len(scheduled) < len(self.running):
-            self._tlt_drop_stale_drafts(scheduled)
-        prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()
-        batch = len(scheduled) - len(prefilling)
-        self._tlt_in_flight.append(
-            EngineStep(
-                output=output,
-                started_s=started,
-                paused_s=0.0 if self._tlt_in_flight else started - self._tlt_idle_since_s,
-                batch=batch,
-                kv_tokens=self._tlt_kv_tokens if batch else 0,
-                drafted=self._tlt_k,
-                verified=previous,
-                blocked=self._tlt_blocked,
-                prefilling=prefilling,
-                may_lack_drafts=self.tlt_ngram is not None and self.tlt_ngram.without_drafter,
-            )
-        )
-        self._tlt_waited_s += time.perf_counter() - waiting
+        self._tlt_scheduled(output)
         return output
 
+    @_contained
+    def _tlt_begin_step(self) -> None:
+        self._tlt_started_s = time.perf_counter()
+        self._tlt_known = len(self.running)
+        self._tlt_verified = self._tlt_k
+        if self._tlt_inexact:
+            self._tlt_inexact = [r for r in self._tlt_inexact if not r.is_finished() and verified_inexactly(r)]
+        if any(map(asks_logprobs, self._tlt_inexact)):  # this step may be its first
+            self._tlt_verified = min(self._tlt_k, 0)
+            self._tlt_drop_drafts()
+
+    @property
+    def _tlt_abstains(self) -> bool:
+        """Whether K must be 0 for the sake of a request of the step being scheduled, or of the next one."""
+        return any(r.status == RequestStatus.RUNNING or asks_logprobs(r) for r in self._tlt_inexact)
+
+    def _tlt_drop_drafts(self) -> None:
+        """Forget the drafts that are to be verified in the coming step, whatever they are."""
+        for request in self.running:
+            request.spec_token_ids = []
+
+    @_contained
     def _tlt_choose(self) -> int:
-        """K for the step being scheduled; vLLM's lookup calls it once per step that has work."""
+        """K for the step being scheduled, or OFF; vLLM's lookup calls it once per step that has work."""
         waiting = time.perf_counter()
         load = self._tlt_load.count(
             self.running, self._tlt_known, self._tlt_grown, max(self._tlt_k, 0), self.finished_req_ids
@@ -227,10 +246,39 @@ class TLTScheduler(Scheduler):
         self._tlt_kv_tokens = load.kv_tokens
         longest = self._tlt_load.longest
         self._tlt_blocked = self.tlt.limits.outgrown(longest)
-        longest_draft = self._tlt_boundary.room(self.running[self._tlt_known :], max(self._tlt_k, 0))
-        self._tlt_k = self.tlt.choose(load, longest, 0 if self._tlt_undrafted else longest_draft)
+        chosen = self.tlt.choose(load, longest)
+        self._tlt_k = min(chosen, 0) if self._tlt_abstains else chosen
         self._tlt_waited_s += time.perf_counter() - waiting
-        return max(self._tlt_k, 0)
+        return self._tlt_k
+
+    @_contained
+    def _tlt_scheduled(self, output: SchedulerOutput) -> None:
+        """Queue a step that vLLM has scheduled, and settle which drafts come after it."""
+        waiting = time.perf_counter()
+        scheduled = output.num_scheduled_tokens
+        if self.tlt_ngram:
+            self.tlt_ngram.scheduled(output)
+        if not scheduled:
+            return
+        if len(scheduled) < len(self.running):
+            self._tlt_drop_stale_drafts(scheduled)
+        prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()
+        batch = len(scheduled) - len(prefilling)
+        self._tlt_in_flight.append(
+            EngineStep(
+                output=output,
+                started_s=self._tlt_started_s,
+                paused_s=0.0 if self._tlt_in_flight else self._tlt_started_s - self._tlt_idle_since_s,
+                batch=batch,
+                kv_tokens=self._tlt_kv_tokens if batch else 0,
+                drafted=self._tlt_k,
+                verified=self._tlt_verified,
+                blocked=self._tlt_blocked,
+                prefilling=prefilling,
+                may_lack_drafts=self.tlt_ngram is not None,
+            )
+        )
+        self._tlt_waited_s += time.perf_counter() - waiting
 
     def _tlt_drop_stale_drafts(self, scheduled: Mapping[str, int]) -> None:
         """Forget drafts of requests that this step leaves out.
@@ -243,35 +291,29 @@ class TLTScheduler(Scheduler):
                 request.spec_token_ids = []
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """As vLLM's, cut to the K that was asked for, and not by a grammar.
-
-        A V2 model runner before 0.32 always drafts K_max, and any runner returns K_max zeros where it could not draft.
-        """
+        """As vLLM's, cut to the K that was asked for: a worker returns K_max zeros where it could not draft."""
         k = max(self._tlt_k, 0)
-        rows = draft_token_ids.draft_token_ids
-        if rows and len(rows[0]) > k:
-            draft_token_ids.draft_token_ids = [row[:k] for row in rows]
+        draft_token_ids.draft_token_ids = [row[:k] for row in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(draft_token_ids)
-        self._tlt_grammar.keep_whole(self.requests, draft_token_ids)
-        if self.tlt_ngram:
-            waiting = time.perf_counter()
-            self.tlt_ngram.propose(self.requests, draft_token_ids.req_ids, k)
-            self._tlt_waited_s += time.perf_counter() - waiting
+        self._tlt_propose_ngrams(draft_token_ids)
 
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
-    ) -> None:
-        """As vLLM's, which cuts the rows; what it marks in them is noted."""
-        rows = [list(row) for row in draft_token_ids.draft_token_ids]
-        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
-        self._tlt_grammar.note_marks(scheduler_output, draft_token_ids.req_ids, rows)
+    @_contained
+    def _tlt_propose_ngrams(self, asked: DraftTokenIds) -> None:
+        if self.tlt_ngram is None:
+            return
+        waiting = time.perf_counter()
+        self.tlt_ngram.propose(self.requests, asked.req_ids, max(self._tlt_k, 0))
+        self._tlt_waited_s += time.perf_counter() - waiting
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
+        self._tlt_while_the_model_runs(scheduler_output)
+        return super().get_grammar_bitmask(scheduler_output)
+
+    @_contained
+    def _tlt_while_the_model_runs(self, output: SchedulerOutput) -> None:
         self._tlt_learn()
-        self._tlt_load.refresh(self.running, scheduler_output.num_scheduled_tokens)
-        grammar = super().get_grammar_bitmask(self._tlt_grammar.marked(scheduler_output))
-        return self._tlt_grammar.with_first_forbidden(grammar)
+        self._tlt_load.refresh(self.running, output.num_scheduled_tokens)
 
     # ------------------------------------------------------------------ after the step
 
@@ -280,19 +322,33 @@ class TLTScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, and each step that did work is queued for `_tlt_learn`."""
         now = time.perf_counter()
-        if broken := getattr(model_runner_output, BROKEN_MARK, 0):
-            self.tlt.drafter_broke(broken)
-        rows, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        step = self._tlt_step_of(scheduler_output) if scheduler_output.num_scheduled_tokens else None
-        if step is not None and scheduler_output.scheduled_spec_decode_tokens:
-            # Before vLLM cuts rows at a request's end, and forgets requests.
-            step.sampled, step.row_of = list(map(len, rows)), row_of
-            if isinstance(self, AsyncScheduler) or self.finished_req_ids:  # cleared when a step is scheduled
-                step.gone = scheduler_output.num_scheduled_tokens.keys() - self.requests.keys()
-            if self.tlt_ngram:
-                self.tlt_ngram.verified(scheduler_output, rows, row_of)
-        self._tlt_waited_s += time.perf_counter() - now
+        step = self._tlt_sampled(scheduler_output, model_runner_output, now)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        self._tlt_updated(step, outputs, now)
+        return outputs
+
+    @_contained
+    def _tlt_sampled(self, output: SchedulerOutput, sampled: ModelRunnerOutput, now: float) -> EngineStep | None:
+        """The step in flight that `output` belongs to, with what was sampled; None: it had no work.
+
+        Called before vLLM cuts rows at a request's end, and forgets requests.
+        """
+        if not output.num_scheduled_tokens:
+            return None
+        step = self._tlt_step_of(output)
+        if output.scheduled_spec_decode_tokens:
+            step.sampled = list(map(len, sampled.sampled_token_ids))
+            step.row_of = sampled.req_id_to_index
+            if isinstance(self, AsyncScheduler) or self.finished_req_ids:  # cleared when a step is scheduled
+                step.gone = output.num_scheduled_tokens.keys() - self.requests.keys()
+            if self.tlt_ngram:
+                self.tlt_ngram.verified(output.scheduled_spec_decode_tokens, step.sampled, step.row_of)
+        self._tlt_waited_s += time.perf_counter() - now
+        return step
+
+    @_contained
+    def _tlt_updated(self, step: EngineStep | None, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
+        """Note what vLLM made of a step's result."""
         waiting = time.perf_counter()
         if self.tlt_ngram:
             for client in outputs.values():
@@ -305,13 +361,15 @@ class TLTScheduler(Scheduler):
         if not self.running:
             self._tlt_learn()
             self.tlt.flush()
-        return outputs
 
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
         """As vLLM's, which calls it once for each request that ends; only its length is noted."""
-        self._tlt_ended.append((request.request_id, request.num_output_tokens))
-        self._tlt_undrafted.discard(request.request_id)
+        self._tlt_request_ended(request)
         return super()._free_request(request, *args, **kwargs)
+
+    @_contained
+    def _tlt_request_ended(self, request: Request) -> None:
+        self._tlt_ended.append((request.request_id, request.num_output_tokens))
 
     def _tlt_step_of(self, output: SchedulerOutput) -> EngineStep:
         """The step in flight that vLLM scheduled as `output`; those before it are steps whose result it threw away."""
@@ -323,8 +381,11 @@ class TLTScheduler(Scheduler):
     def _tlt_finish(self, step: EngineStep, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
         """Complete the step with what came back and queue it; all that costs time is left to `_tlt_learn`."""
         step.outputs = outputs
-        step.ended, self._tlt_ended = self._tlt_ended, []
-        step.finished_s, step.previous_finished_s, step.unix_s = now, self._tlt_finished_s, time.time()
+        step.ended = list(self._tlt_ended)
+        self._tlt_ended.clear()
+        step.finished_s = now
+        step.previous_finished_s = self._tlt_finished_s
+        step.unix_s = time.time()
         step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
         # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
         self._tlt_grown += sum(step.sampled) or step.batch
@@ -340,9 +401,13 @@ class TLTScheduler(Scheduler):
             self.tlt.record(step)
 
     def shutdown(self) -> None:
+        self._tlt_close()
+        super().shutdown()
+
+    @_contained
+    def _tlt_close(self) -> None:
         self._tlt_learn()
         self.tlt.flush()
-        super().shutdown()
 
 
 class TLTAsyncScheduler(TLTScheduler, AsyncScheduler):

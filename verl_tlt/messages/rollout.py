@@ -4,12 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-NGRAM_MARK = "tlt_ngram"
-"""Attribute set on vLLM's `SchedulerOutput`: the requests whose draft is an n-gram, as a dict by id."""
-
-BROKEN_MARK = "tlt_broken_drafts"
-"""Attribute set on vLLM's `ModelRunnerOutput`: draft tokens dropped since the last one (`BrokenDrafts`)."""
-
 
 def accept_length(accepted: float, drafts: float) -> float:
     """Tokens per verified draft, with the one that the target adds; 1 where nothing was drafted."""
@@ -54,10 +48,6 @@ class DrafterStatus:
     drafting: bool = False  # the drafter's pass runs in this rollout
     reloads: int = 0
     acceptance: tuple[float, ...] = ()  # `DrafterFile.acceptance` of the drafter that is served
-    full_graphs: tuple[int, ...] | None = None  # `LoadReply.full_graphs`
-    gave_up: bool = False
-    """The engine did not start with its drafter, or died of it, and was started again without one, for good."""
-    weightless: bool = False  # it was started again since the last weight sync, and does not hold the policy
 
 
 class LoadInterval(NamedTuple):
@@ -116,10 +106,8 @@ class EngineStats:
     """Intervals in order of time; at most some hundred, however long the rollout was."""
     step_times: tuple[StepTime, ...] = ()  # of every draft length and batch with a clean step, ascending
     responses: tuple[ResponseDrafts, ...] = ()  # by length, ascending
-    num_broken_drafts: int = 0
-    """Draft tokens that were dropped because the drafter's probabilities were not finite: it is off since."""
-    policy_error: str | None = None  # why the policy was given up: the engine drafts nothing since
-    failure: str | None = None  # why there are no figures
+    failure: str | None = None
+    """Why there are no figures: the engine did not answer, or verl-tlt failed in it and it drafts nothing since."""
 
 
 # ---------------------------------------------------------------------- vLLM's workers to their server
@@ -132,5 +120,3 @@ class LoadReply:
     ok: bool  # False: the drafter is as it was, unless vLLM itself failed half way
     error: str | None = None
     seconds: float = 0.0
-    full_graphs: tuple[int, ...] | None = None
-    """Draft lengths whose steps have FULL CUDA graphs; None: nothing is captured there."""

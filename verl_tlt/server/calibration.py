@@ -23,7 +23,6 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.server.engine_calls import answered, ask_scheduler
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
-from verl_tlt.speculation.graph_rules import FULL_GRAPHS
 from verl_tlt.speculation.types import OFF
 from verl_tlt.upstream.versions import installed
 
@@ -61,8 +60,6 @@ def _runs_with(config: VllmConfig) -> str:
     model, compilation, lora = config.model_config, config.compilation_config, config.lora_config
     parallel = config.parallel_config
     mode = "NONE" if model.enforce_eager else getattr(compilation.cudagraph_mode, "name", "NONE")
-    # How a step without a draft is padded depends on what graphs there are.
-    graphs = "of the longest draft" if os.environ.get(FULL_GRAPHS) == "0" else "of all drafts"
     parts = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
@@ -72,7 +69,7 @@ def _runs_with(config: VllmConfig) -> str:
         "expert parallel": parallel.enable_expert_parallel,
         "longest draft": config.num_speculative_tokens,  # to whose multiples graphs are padded
         "compilation": "none" if model.enforce_eager else getattr(compilation.mode, "name", compilation.mode),
-        "graphs": mode if mode == "NONE" else f"{mode} {graphs}",
+        "graphs": mode,
         "attention": getattr(config.attention_config.backend, "name", None) or "auto",
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "scheduling": "async" if config.scheduler_config.async_scheduling else "sync",
@@ -128,7 +125,9 @@ async def calibrate(
     measured: dict[tuple[int, int], float] = {}
     try:
         # The first use of a draft length compiles, allocates, and finds the machine cold.
-        usable = [length for length in plan_lengths(lengths) if await probe.warm(length, batches)]
+        usable = plan_lengths(lengths)
+        for length in usable:
+            await probe.warm(length, batches)
         # All lengths of a batch in a row, in alternating order, so that a busy machine slows them alike.
         turns = [usable if turn % 2 == 0 else usable[::-1] for turn in range(ROUNDS)]
         for n, (batch, length) in enumerate((batch, length) for turn in turns for batch in batches for length in turn):
@@ -144,15 +143,14 @@ async def calibrate(
     return _table(measured, lengths)
 
 
-async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> bool:
+async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
     """Have a live engine verify a few drafts of the longest kind; an exception where it dies of them.
 
-    Returns whether its drafter can be switched off. `engine` and `vocab_size` are as for `calibrate`, which leaves the
-    engine in the same state.
+    `engine` and `vocab_size` are as for `calibrate`, which leaves the engine in the same state.
     """
     probe = _Prober(engine, vocab_size)
     try:
-        return await probe.warm(length, [1]) and await probe.warm(OFF, [])
+        await probe.warm(length, [1])
     finally:
         await probe.release()
 
@@ -184,13 +182,11 @@ class _Prober:
         self._rng = random.Random(0)
         self._drafting: bool | None = None
 
-    async def warm(self, length: int, batches: Sequence[int]) -> bool:
-        """Use a draft length once at the range's ends, the first two batches; False: no switching the drafter off."""
-        if not await self._hold(length):
-            return False
+    async def warm(self, length: int, batches: Sequence[int]) -> None:
+        """Use a draft length once at the range's ends, the first two batches."""
+        await self._hold(length)
         for batch in batches[:2]:
             await self._decode(batch, 2 + 2 * (max(length, 0) + 1))
-        return True
 
     async def seconds(self, length: int, batch: int) -> float | None:
         """Median seconds of the clean steps at exactly this batch and length; None if there was none."""
@@ -205,21 +201,19 @@ class _Prober:
         await self._set_drafting(True)
         await ask_scheduler(self._engine, "control", drafting=True, force_k=None)
 
-    async def _hold(self, length: int) -> bool:
+    async def _hold(self, length: int) -> None:
         drafting = length != OFF
-        if drafting != self._drafting and not await self._set_drafting(drafting):
-            return False
-        self._drafting = drafting
+        if drafting != self._drafting:
+            await self._set_drafting(drafting)
+            self._drafting = drafting
         await ask_scheduler(self._engine, "control", drafting=drafting, force_k=max(length, 0))
-        return True
 
-    async def _set_drafting(self, enabled: bool) -> bool:
-        """Switch the drafter's own pass on or off; returns whether the engine could."""
+    async def _set_drafting(self, enabled: bool) -> None:
+        """Switch the drafter's own pass on or off."""
         asked = self._engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
-        refusals = await answered(self._engine, "switch its drafter", asked)
+        await answered(self._engine, "switch its drafter", asked)
         # The drafter's cache has holes where it did not run; start both ways from nothing.
         await answered(self._engine, "clear its cache", self._engine.reset_prefix_cache())
-        return not any(refusals)
 
     async def _decode(self, batch: int, tokens: int) -> None:
         prompts = [[self._rng.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]

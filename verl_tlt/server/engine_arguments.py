@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
@@ -21,19 +19,12 @@ WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 OWN_ARGUMENTS = (
     "speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls", "worker_extension_cls",
 )  # fmt: skip
-_BUDGET = "lets requests ask for thinking_token_budget, for which every engine that speculates forces other tokens"
 WITHOUT_A_DRAFTER = {
-    "reasoning_config": _BUDGET, "reasoning_parser": _BUDGET,
-    **dict.fromkeys(("logits_processors", "return_sampling_mask"), "cannot be used with a drafter (vLLM refuses it)"),
-}  # fmt: skip
+    "reasoning_config": "is for thinking_token_budget, for which every engine that speculates forces other tokens",
+    "logits_processors": "cannot be used with a drafter (vLLM refuses it)",
+    "return_sampling_mask": "cannot be used with a drafter (vLLM refuses it)",
+}
 """Engine arguments that go with no drafter, and why, as the middle of a sentence."""
-_IN_FULL = (
-    *OWN_ARGUMENTS, *WITHOUT_A_DRAFTER, "additional_config", "async_scheduling", "attention_backend",
-    "attention_config", "compilation_config", "config", "data_parallel_size", "decode_context_parallel_size",
-    "distributed_executor_backend", "dtype", "enable_prefix_caching", "enable_return_routed_experts", "enforce_eager",
-    "kv_transfer_config", "max_num_seqs",
-)  # fmt: skip
-"""Arguments that verl-tlt sets, reads or refuses. vLLM's parser takes the beginning of a name, too, or `no_` before."""
 
 
 def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
@@ -122,17 +113,16 @@ def engine_kwargs(
         from vllm.platforms import current_platform
 
         on_cpu = bool(current_platform.is_cpu())
-    mode, source = graph_mode(user, enforce_eager), tlt.speculation.source
+    mode = graph_mode(user, enforce_eager)
+    source = tlt.speculation.source
     lengths = engine_lengths(tlt, mode)
     # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
     by_default = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
     asked = user.get("async_scheduling")
     is_async = source == "eagle" and not on_cpu and not hybrid and (by_default if asked is None else bool(asked))
     # Drafts longer than the policy chooses would only reserve memory and, with CUDA graphs, capture unused widths.
-    method = tlt.drafter.method
-    speculative = speculative_config(drafter_dir, max(1, lengths[-1]), source, method)
-    captures = graph_rules.has_full_graphs(mode) and os.environ.get(graph_rules.FULL_GRAPHS) != "0"
-    if captures and graph_rules.runner_for(_release(), source, method) == "V2":
+    speculative = speculative_config(drafter_dir, max(1, lengths[-1]), source, tlt.drafter.method)
+    if graph_rules.has_full_graphs(mode) and graph_rules.runner_for(_release()) == "V2":
         largest = int(user.get("max_num_seqs") or rollout.max_num_seqs)
         speculative["num_speculative_tokens_per_batch_size"] = graph_rules.draft_length_table(lengths, largest)
     return {
@@ -153,9 +143,9 @@ def engine_kwargs(
     }
 
 
-def engine_environment(source: str = "eagle", method: str = "eagle3") -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """Environment variables that choose the model runner which drafts the length it is asked for."""
-    return {graph_rules.V2_RUNNER: "0"} if graph_rules.runner_for(_release(), source, method) == "V1" else {}
+    return {graph_rules.V2_RUNNER: "0"} if graph_rules.runner_for(_release()) == "V1" else {}
 
 
 def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybrid: bool = False) -> Iterator[str]:
@@ -168,11 +158,8 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
         yield f"vLLM {installed('vllm')} cannot change the draft length per step: install 0.24 or later."
         return
     for key in user:
-        beginning = str(key).removeprefix("no_")
-        hides = any(name.startswith(beginning) for name in _IN_FULL if name != key)
-        if key == "config" or hides or not str(key).isidentifier():
-            advice = "write each as a key of its own, in full and with underscores"
-            yield f"{WHERE}.{key} hides arguments from verl-tlt; {advice}."
+        if key == "config" or not str(key).isidentifier():
+            yield f"{WHERE}.{key} hides arguments from verl-tlt; write each as a key of its own, with underscores."
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
             yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
@@ -186,18 +173,14 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
             yield f"{WHERE}.{key} {why}; remove it, or set tlt.speculation.enable=false."
     if user.get("kv_transfer_config"):
         yield f"{WHERE}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
-    if plugins := entry_points(group="vllm.logits_processors"):
+    if user.get("async_scheduling") and tlt.speculation.source == "ngram":
         yield (
-            f"The installed vLLM logits processor {next(iter(plugins)).value} would silently do nothing, because vLLM "
-            "leaves plugins out while a drafter is configured; uninstall it, or set tlt.speculation.enable=false."
-        )
-    if user.get("async_scheduling") and tlt.speculation.source != "eagle":
-        yield (
-            f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source={tlt.speculation.source}: "
+            f"{WHERE}.async_scheduling=True is not possible with tlt.speculation.source=ngram: "
             "n-grams are proposed by the scheduler, and with it no draft passes the scheduler."
         )
     if tlt.drafter.method == "mtp" and tlt.speculation.source == "ngram":
         yield "tlt.speculation.source=ngram drafts without a head: remove it, or tlt.drafter.method=mtp."
+    yield from _v2_problems(tlt, hybrid)
     if hybrid:
         yield from _hybrid_problems(tlt, user)
     _mapping(user, "additional_config")
@@ -207,16 +190,27 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
         yield f"tlt.speculation.fixed={fixed} is none of the engine's draft lengths {list(lengths)}."
 
 
+def _v2_problems(tlt: TLTConfig, hybrid: bool) -> Iterator[str]:
+    """What is drafted on vLLM's V1 model runner only, whose last release is 0.31."""
+    if _release() < graph_rules.V2_DRAFTS_FROM:
+        return
+    unsupported = {
+        "tlt.drafter.method=mtp": tlt.drafter.method == "mtp",
+        "tlt.speculation.source=ngram": tlt.speculation.source == "ngram",
+        "A hybrid policy (linear attention)": hybrid,
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            yield (
+                f"{what} does not speculate with vLLM {installed('vllm')}: "
+                "install vLLM 0.24 to 0.31, or set tlt.speculation.enable=false."
+            )
+
+
 def _hybrid_problems(tlt: TLTConfig, user: Mapping[str, Any]) -> Iterator[str]:
     """Further reasons with a policy that has recurrent states (`vllm_worker.hybrid_states`)."""
-    source = tlt.speculation.source
-    if _release() >= graph_rules.V2_DRAFTS_FROM:
-        yield (
-            f"vLLM {installed('vllm')} was not tested with drafts for a hybrid policy (linear attention): "
-            "install vLLM 0.24 to 0.31, or set tlt.speculation.enable=false."
-        )
-    if source != "eagle":
-        yield f"tlt.speculation.source={source} was not tested with a hybrid policy (linear attention): use eagle."
+    if tlt.speculation.source != "eagle":
+        yield "tlt.speculation.source=ngram was not tested with a hybrid policy (linear attention): use eagle."
     if user.get("async_scheduling"):
         yield (
             f"{WHERE}.async_scheduling=True is not possible with a hybrid policy (linear attention): how many drafts "

@@ -1,8 +1,7 @@
 """verl's vLLM server and replica with a drafter: the engine's settings, drafter reloads, leaving a rollout early.
 
-After every weight sync the drafter is loaded again from this node's staged file: vLLM's sleep level 2
-(verl's default) discards its weights, and verl sends only the policy's. An engine that does not start
-with its drafter, or dies of it when it is calibrated, is started once more as stock verl starts it.
+After every weight sync the drafter is loaded again from this node's staged file: vLLM's sleep level 2 (verl's default)
+discards its weights, and verl sends only the policy's.
 """
 
 import asyncio
@@ -12,9 +11,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import ray
+from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -30,7 +31,7 @@ from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, 
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
-from verl_tlt.speculation.graph_rules import V2_RUNNER, is_hybrid
+from verl_tlt.speculation.graph_rules import is_hybrid
 from verl_tlt.speculation.types import OFF
 
 logger = logging.getLogger(__name__)
@@ -54,75 +55,74 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_key: TableKey | None = None
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_moves = asyncio.Lock()  # the engine falls asleep or wakes up: one after the other
+        self._tlt_file = asyncio.Lock()  # the drafter's file is written or loaded: one after the other
         self._tlt_drafting_disabled = False
-        self._tlt_runner = os.environ.get(V2_RUNNER)  # the user's
-
-    @property
-    def _tlt_speculates(self) -> bool:
-        """Whether the engine has our scheduler and worker; one started without a drafter is stock verl's."""
-        return self.tlt.speculation.enable and not self._tlt_served.gave_up
 
     @property
     def _tlt_has_scheduler(self) -> bool:
-        return self._tlt_speculates and self.node_rank == 0  # of several nodes the first has the engine's core
+        """Whether this server's engine core has our scheduler; of several nodes the first has the core."""
+        return self.tlt.speculation.enable and self.node_rank == 0
 
     # ------------------------------------------------------------------ verl's hooks
 
     async def launch_server(self, *args: object, **kwargs: object) -> None:
-        """As verl's; an engine that does not start with a drafter is started once more without one."""
+        """As verl's; a `TLTError` that says what to do where the engine does not start with its drafter."""
         try:
-            await self._tlt_launch(*args, **kwargs)
-        except TLTError:  # the recipe's fault, and one sentence
+            await super().launch_server(*args, **kwargs)
+        except TLTError:
             raise
         except Exception as error:
-            if not self._tlt_speculates or self.nnodes > 1:  # verl's other nodes end themselves
+            if not self.tlt.speculation.enable:
                 raise
-            self._tlt_give_up(error, "does not start with its drafter")
-            await self._tlt_launch(*args, **kwargs)
-
-    async def _tlt_launch(self, *args: object, **kwargs: object) -> None:
-        await super().launch_server(*args, **kwargs)
+            raise TLTError(
+                f"The engine of replica {self.replica_rank} does not start with its drafter ({type(error).__name__}: "
+                f"{error}). tlt.speculation.enable=false starts it without one."
+            ) from error
         if self.node_rank == 0:
             self._tlt_watch = asyncio.create_task(fail_calls_when_dead(self.engine))
 
-    def _tlt_give_up(self, error: Exception, what: str) -> None:
-        failure = f"the engine {what} ({type(error).__name__}: {error})"
-        logger.error(
-            "replica %d: %s; it is started again without one, and drafts nothing for the rest of the run",
-            self.replica_rank, failure, exc_info=error,
-        )  # fmt: skip
-        self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=failure, gave_up=True)
-        os.environ.pop(V2_RUNNER, None)
-        if self._tlt_runner is not None:
-            os.environ[V2_RUNNER] = self._tlt_runner
-
     def _preprocess_engine_kwargs(self, kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(kwargs)
-        if not self._tlt_speculates:
+        if not self.tlt.speculation.enable:
             return
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
-        self.tlt_stage(ray.get(store.latest.remote(), timeout=STORE_S))
+        self._tlt_write(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         policy = read_model_config(self.model_config.local_path)
         facts: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, **facts))
         end_at_stop_strings(OutputProcessor)
+        for plugin in entry_points(group="vllm.logits_processors"):
+            logger.warning("vLLM does not apply the installed logits processor %s where it speculates", plugin.value)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
         own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
-        os.environ.update(own | engine_environment(self.tlt.speculation.source, self.tlt.drafter.method))
+        os.environ.update(own | engine_environment())
         if self.tlt.trace.dir:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
 
     def _get_worker_extension_cls(self) -> str:
-        if not self._tlt_speculates:
+        if not self.tlt.speculation.enable:
             return super()._get_worker_extension_cls()
         return "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        """As verl's; a `TLTError` where a request has a `thinking_token_budget`.
+
+        An engine that speculates forces other tokens for it than stock vLLM, also in steps without drafts.
+        """
+        if self.tlt.speculation.enable and sampling_params.get("thinking_token_budget") is not None:
+            raise TLTError(
+                "A request has a thinking_token_budget, for which vLLM forces other tokens where it speculates; "
+                "leave it out, or set tlt.speculation.enable=false."
+            )
+        return await super().generate(prompt_ids, sampling_params, *args, **kwargs)
 
     async def clear_kv_cache(self) -> None:
         """As verl's, which is the last call of every weight sync in every trainer mode; then reload the drafter."""
         await super().clear_kv_cache()
-        self._tlt_served = replace(self._tlt_served, weightless=False)
         await self._tlt_reload()
         if self._tlt_left and not self.config.free_cache_engine:  # then verl calls no `wake_up`
             await self._tlt_return()
@@ -210,8 +210,15 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ the drafter
 
-    def tlt_stage(self, drafter: DrafterFile) -> None:
-        """Write a published drafter to this node's private directory; it is loaded at the next reload."""
+    async def tlt_stage(self, drafter: DrafterFile) -> None:
+        """Write a published drafter to this node's private directory; it is loaded at the next reload.
+
+        A file of gigabytes is written by a thread, while the server answers other calls.
+        """
+        async with self._tlt_file:
+            await asyncio.to_thread(self._tlt_write, drafter)
+
+    def _tlt_write(self, drafter: DrafterFile) -> None:
         stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
         self._tlt_staged = drafter
 
@@ -220,11 +227,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         `EngineGone` where the engine died or hangs: the run ends with it, as stock verl's ends at a dead engine.
         """
-        start, staged = time.perf_counter(), self._tlt_staged
+        start = time.perf_counter()
+        staged = self._tlt_staged
         if not self._tlt_has_scheduler or staged is None:
             return
         try:
-            await self._tlt_serve(staged)
+            async with self._tlt_file:
+                await self._tlt_serve(staged)
         except EngineGone as error:
             logger.error("replica %d cannot go on: %s", self.replica_rank, error)
             raise
@@ -238,15 +247,15 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_serve(self, staged: DrafterFile) -> None:
-        source = self.tlt.speculation.source
-        if source != "eagle":
+        without_drafter = self.tlt.speculation.source == "ngram"
+        if without_drafter:
             try:
                 await ask_scheduler(self.engine, "policy_changed")
             except SchedulerCallError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
         mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
         sent = mtp is not None and mtp.enable and mtp.enable_train  # verl trains the head, and sends it with the policy
-        if source != "ngram" and not sent:
+        if not without_drafter and not sent:
             await self._tlt_load(staged)
             self._tlt_served = replace(self._tlt_served, acceptance=staged.acceptance)
         self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
@@ -262,43 +271,30 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_served = replace(self._tlt_served, reloads=self._tlt_served.reloads + 1)
         asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
         replies = [from_plain(LoadReply, reply) for reply in await answered(self.engine, "load its drafter", asked)]
-        graphs = next((reply.full_graphs for reply in replies if reply.full_graphs is not None), None)
-        self._tlt_served = replace(self._tlt_served, full_graphs=graphs)
         if bad := next((reply for reply in replies if not reply.ok), None):
             raise DrafterError(bad.error or "load failed")
 
     async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.
 
-        Where the pass still runs, or may, although it was to be off, the engine at least drafts nothing.
+        The scheduler asks for drafts only after every rank has been told to run the pass, and no longer before one is
+        told to leave it out. So where a call fails, the engine drafts nothing.
         """
+        told = {"drafting": drafting, "force_k": None if drafting else 0, "acceptance": list(acceptance)}
         try:
-            refusal = await self._tlt_switch_pass(drafting)
-            running, force_k = drafting or refusal is not None, None if drafting and refusal is None else 0
-            settings = {"drafting": running, "force_k": force_k, "acceptance": list(acceptance)}
-            await ask_scheduler(self.engine, "control", **settings)
-            self._tlt_served = replace(self._tlt_served, drafting=running)
-            if drafting and refusal is not None:
-                raise RuntimeError(refusal)
+            if not drafting:
+                await ask_scheduler(self.engine, "control", **told)
+            asked = self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
+            await answered(self.engine, "switch its drafter", asked)
+            if drafting:
+                await ask_scheduler(self.engine, "control", **told)
+            self._tlt_served = replace(self._tlt_served, drafting=drafting)
         except EngineGone:
             raise
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
-            self._tlt_served = replace(self._tlt_served, ok=False, error=f"{type(error).__name__}: {error}")
-
-    async def _tlt_switch_pass(self, on: bool) -> str | None:
-        """Have every rank run the drafter's own pass or leave it out; None, or why one of them does not."""
-        asked = self.engine.collective_rpc(method="tlt_set_drafting", args=(on,))
-        try:
-            refusals = await answered(self.engine, "switch its drafter", asked)
-        except EngineGone:
-            raise
-        except Exception as error:
-            refusals = [f"{type(error).__name__}: {error}"]
-        refusal: str | None = next(filter(None, refusals), None)
-        if refusal is not None:
-            logger.warning("replica %d: %s", self.replica_rank, refusal)
-        return refusal
+            failure = f"{type(error).__name__}: {error}"
+            self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=failure)
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
         """Decode without drafts, or with them, from the next weight sync on (`at_once`: now; the engine is idle)."""
@@ -311,8 +307,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def tlt_stats(self) -> EngineStats:
         """The scheduler's sums since the last call; all zero without speculation."""
-        if self._tlt_served.gave_up:  # what the rollout would have taken without drafts cannot be told
-            return EngineStats(failure="it runs without its drafter")
         if not self._tlt_has_scheduler:
             return EngineStats()
         await self._tlt_store()
@@ -329,22 +323,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         `known` is what another replica measured, used as it is. With `tlt.speculation.calibrate=false` a stored table
         is used and nothing measured. Empty where nothing is known: with n-grams alone, which would look free in random
-        prompts, or of an engine that dies of its first drafts and is started again without a drafter.
+        prompts.
         """
         if not self._tlt_has_scheduler or self.tlt.speculation.source == "ngram":
             return LatencyTable()
-        try:
-            return await self._tlt_measure(known)
-        except Exception as error:
-            if not (self.engine.errored or isinstance(error, EngineGone)) or self.nnodes > 1:
-                raise
-            self._tlt_give_up(error, "died of its drafter's first drafts")
-        # An engine in place of the dead one: it has no weights of the policy's before the next weight sync.
-        self._server_task.cancel()  # verl's HTTP server, which asks the dead one
-        await asyncio.to_thread(self.engine.shutdown)
-        await self._tlt_launch()
-        self._tlt_served = replace(self._tlt_served, weightless=True)
-        return LatencyTable()
+        return await self._tlt_measure(known)
 
     async def _tlt_measure(self, known: LatencyTable | None) -> LatencyTable:
         stored = await self._tlt_stored()
@@ -352,10 +335,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
         lengths = started_lengths(self.engine)
         measures = self.tlt.speculation.calibrate
-        can_be_off = measures and await draft_once(self.engine, lengths[-1], vocab_size)
+        if measures:
+            await draft_once(self.engine, lengths[-1], vocab_size)
         costs = stored.calibration().for_lengths(lengths)
         batches = plan_batches(most_requests(self.engine))
-        covered = costs.covers((OFF, *lengths) if can_be_off else lengths, max(batches))
+        covered = costs.covers((OFF, *lengths), max(batches))
         if known is not None and known.points:
             costs = known
         elif measures and not covered:

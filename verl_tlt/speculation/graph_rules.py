@@ -2,8 +2,8 @@
 
 A draft length without a captured graph looks more expensive than it is. vLLM's V1 model runner captures FULL graphs for
 batches in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for
-everything else, rounded up to multiples of 1 + K_max; beyond the largest a step runs eagerly. `vllm_worker.cuda_graphs`
-has FULL graphs captured for the other draft lengths too, and V2 captures those of `draft_length_table`.
+everything else, rounded up to multiples of 1 + K_max; beyond the largest a step runs eagerly. V2 captures FULL graphs
+for all lengths of `draft_length_table`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FULL_GRAPHS = "TLT_FULL_GRAPHS"
-"""Environment variable of driver and engines: 0 leaves FULL graphs to the longest draft length, as vLLM does."""
 GRAPH_LENGTHS = (0, 1, 3, 7)
 """Draft lengths offered where there are graphs: 1, 2 and 4 tokens a request divide every captured size."""
-LONGEST, LONGEST_WITHOUT_GRAPHS = 7, 3
-"""K_max by default, where all lengths have FULL graphs and where not: a longer one would have shorter drafts padded."""
+LONGEST = 7
+"""K_max by default where every draft length has a FULL graph."""
+LONGEST_WITHOUT_GRAPHS = 3
+"""K_max by default elsewhere: with a longer one vLLM pads the steps of shorter drafts to more tokens."""
 DRAFT_LOGITS_LIMIT = 2**30
 """Most bytes of draft logits (`draft_logits_bytes`) on each GPU by default: 1.3 % of 80 GB. An engine keeps them while
 it sleeps, so the trainer goes without them."""
@@ -34,10 +34,9 @@ _RECURRENT = ("linear_num_", "mamba_", "ssm_")
 """Beginnings of config fields that describe layers with a state instead of a KV cache."""
 
 
-def runner_for(release: tuple[int, int], source: str = "eagle", method: str = "eagle3") -> Literal["V1", "V2"]:
-    """The model runner for a `tlt.speculation.source` and `tlt.drafter.method`; n-grams and MTP heads have V1."""
-    drafts = source == "eagle" and method == "eagle3" and release >= V2_DRAFTS_FROM
-    return "V2" if drafts and os.environ.get(V2_RUNNER) != "0" else "V1"
+def runner_for(release: tuple[int, int]) -> Literal["V1", "V2"]:
+    """The model runner that speculates with this vLLM release, unless the environment asks for V1."""
+    return "V2" if release >= V2_DRAFTS_FROM and os.environ.get(V2_RUNNER) != "0" else "V1"
 
 
 def has_full_graphs(mode: str) -> bool:
@@ -53,27 +52,14 @@ def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: 
     return max_num_seqs * longest * vocab * number if runner == "V2" else 0
 
 
-def longest_draft(
-    runner: Literal["V1", "V2"], mode: str, plain: bool, every_length: bool = True, logits_bytes: int = 0
-) -> int:
+def longest_draft(runner: Literal["V1", "V2"], mode: str, logits_bytes: int = 0) -> int:
     """K_max where the user names none, for a runner and the `cudagraph_mode` that it will have.
 
-    Of policies that are not `plain_attention` V1 has a FULL graph for the longest draft alone; `every_length`: graphs
-    may be captured for each (`FULL_GRAPHS`). K_max is shorter where `logits_bytes`, of one draft token, would pass the
-    limit.
+    It is shorter where `logits_bytes`, of one draft token, would pass the limit.
     """
-    full = has_full_graphs(mode) and every_length and (plain or runner == "V2")
-    longest = LONGEST if full else LONGEST_WITHOUT_GRAPHS
+    longest = LONGEST if runner == "V2" and has_full_graphs(mode) else LONGEST_WITHOUT_GRAPHS
     lengths = [k for k in GRAPH_LENGTHS if 0 < k <= longest]
     return max((k for k in lengths if k * logits_bytes <= DRAFT_LOGITS_LIMIT), default=lengths[0])
-
-
-def plain_attention(config: Mapping[str, Any]) -> bool:
-    """Whether every layer is plain attention, by the Hugging Face config: no MLA, Mamba, linear attention.
-
-    For others vLLM's attention backends make more of a batch's shape than its tokens.
-    """
-    return (config.get("text_config") or config).get("kv_lora_rank") is None and not is_hybrid(config)
 
 
 def is_hybrid(config: Mapping[str, Any]) -> bool:

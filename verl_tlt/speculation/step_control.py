@@ -33,10 +33,12 @@ class Limits(NamedTuple):
         """Whether the longest context of a step, in tokens, is too near the drafter's end: then no request drafts."""
         return longest > self.context_limit
 
-    def fitting(self, wanted: int, batch: int, room: int) -> int:
-        """`wanted`, or the longest K below it of at most `room` tokens whose step still has a graph; 0 at least."""
+    def fitting(self, wanted: int, batch: int) -> int:
+        """`wanted`, or the longest K below it whose step still has a graph; 0 at least."""
         wanted = max(0, min(wanted, self.lengths[-1]))
-        most = min(room, self.token_limit // max(batch, 1) - 1) if self.token_limit else room
+        if not self.token_limit:
+            return wanted
+        most = self.token_limit // max(batch, 1) - 1
         return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
 
 
@@ -76,78 +78,54 @@ class StepTrace:
 
 
 class StepControl:
-    """Has the policy choose K within the engine's limits, and sums what came of it; `ranks`: of tensor parallelism."""
+    """Has the policy choose K within the engine's limits, and sums what came of it."""
 
-    def __init__(self, policy: Policy, limits: Limits, trace: StepTrace | None = None, ranks: int = 1) -> None:
+    def __init__(self, policy: Policy, limits: Limits, trace: StepTrace | None = None) -> None:
         self.policy = policy
         self.limits = limits
         self.trace = trace
-        self._ranks = ranks
         self.drafting = True
         self.force_k: int | None = None
-        self.policy_error: str | None = None
+        self.failure: str | None = None
+        """The exception that ended speculation in this engine: its caller draws no more drafts."""
         self._costs = LatencyTable()
         self._sums = StepSums()
 
-    def choose(self, load: Load, longest: int = 0, room: int = sys.maxsize) -> int:
+    def choose(self, load: Load, longest: int = 0) -> int:
         """K of the coming step, or OFF; an engine step waits for this. The policy is asked unless it is overruled.
 
-        `longest`: tokens of the longest context that the step may reach; `room`: no draft may be longer
-        (`StopBoundary`).
+        `longest`: tokens of the longest context that the step may reach.
         """
         if not self.drafting:
             return OFF
         wanted = self.force_k
-        try:
-            if wanted is None:
-                asks = load.batch > 0 and self.policy_error is None
-                wanted = self.policy.choose(load) if asks else 0
-            return 0 if self.limits.outgrown(longest) else self.limits.fitting(wanted, load.batch, room)
-        except Exception as error:
-            self._give_up(error)
-            return 0
+        if wanted is None:
+            wanted = self.policy.choose(load) if load.batch > 0 else 0
+        return 0 if self.limits.outgrown(longest) else self.limits.fitting(wanted, load.batch)
 
     def record(self, step: Step) -> None:
         self._sums.add(step)
         if self.trace is not None:
             self.trace.add(step)
-        if self.policy_error is not None:
-            return
-        try:
-            forced = self.force_k is not None  # as in a calibration: random prompts show costs, and no acceptance
-            self.policy.observe(replace(step, num_drafts=0) if forced else step)
-            if self.drafting and not forced:
-                self.policy.prepare(Load(step.batch, step.kv_tokens))
-        except Exception as error:
-            self._give_up(error)
+        forced = self.force_k is not None  # as in a calibration: random prompts show costs, and no acceptance
+        self.policy.observe(replace(step, num_drafts=0) if forced else step)
+        if self.drafting and not forced:
+            self.policy.prepare(Load(step.batch, step.kv_tokens))
 
-    def drafter_broke(self, dropped: int) -> None:
-        """The worker dropped this many draft tokens without a probability: none follow until the next `control`.
-
-        With several ranks the drafter's pass goes on (`BrokenDrafts`), so this is K=0; with one it is OFF.
-        """
-        if self.drafting and self.force_k != 0:
-            logger.error(
-                "The drafter's probabilities are not finite: %d draft tokens were dropped, and it is off.", dropped
-            )
-        if self._ranks == 1:
-            self.drafting = False
-        else:
-            self.force_k = 0
-        self._sums.drafts_broke(dropped)
+    def fail(self, error: Exception) -> None:
+        """Note the exception after which this engine drafts nothing any more."""
+        self.failure = f"{type(error).__name__}: {error}"
+        logger.error("verl-tlt failed in this engine, which decodes with K=0 from here on.", exc_info=error)
 
     def flush(self) -> None:
         if self.trace is not None:
             self.trace.flush()
 
-    def _give_up(self, error: Exception) -> None:
-        """A policy that raises costs speculation, never the rollout: K=0 from here on, said in every `stats`."""
-        self.policy_error = f"{type(error).__name__}: {error}"
-        logger.error("The speculation policy failed; this engine decodes with K=0 from here on.", exc_info=error)
-
     def stats(self, reset: bool = False) -> EngineStats:
+        if self.failure is not None:
+            return EngineStats(failure=self.failure)
         self.flush()
-        return self._sums.stats(reset, self.policy_error)
+        return self._sums.stats(reset)
 
     def control(self, **settings: Any) -> dict[str, Any]:
         """Overrule or inform the policy; ValueError for an unknown setting or a value that cannot be.

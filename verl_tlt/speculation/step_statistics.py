@@ -85,11 +85,8 @@ class StepSums:
             self._tokens_by_batch[step.batch] += step.num_decode_tokens
         self._responses.add(step)
 
-    def drafts_broke(self, dropped: int) -> None:
-        self._sums.num_broken_drafts += dropped
-
-    def stats(self, reset: bool = False, policy_error: str | None = None) -> EngineStats:
-        """The sums so far; `policy_error` is passed on."""
+    def stats(self, reset: bool = False) -> EngineStats:
+        """The sums so far."""
         stats = replace(
             self._sums,
             num_draft_tokens_per_pos=tuple(self._offered.values()),
@@ -99,7 +96,6 @@ class StepSums:
             load_intervals=self._intervals.rows(),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
             responses=self._responses.rows(reset),
-            policy_error=policy_error,
         )
         if reset:
             self._begin()

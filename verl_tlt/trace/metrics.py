@@ -109,7 +109,6 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
         metrics["tlt/ngram_accept_rate"] = sum(r.num_ngram_accepted for r in ngrams) / verified if verified else None
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
-    metrics["tlt/broken_drafts"] = sum(r.num_broken_drafts for r in replicas)
     return metrics
 
 
@@ -193,8 +192,6 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
         metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = publish.gain, publish.gain_low
     if observations.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in observations.reloads)
-    graphs = [len(r.full_graphs) for r in observations.reloads if r.full_graphs is not None]
-    metrics["tlt/full_graph_arms"] = min(graphs, default=None)
     return metrics
 
 

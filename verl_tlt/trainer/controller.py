@@ -68,7 +68,6 @@ class Controller:
         served = replace(facts.provenance, version=start.served.version, acceptance=start.served.acceptance)
         self.updates = DrafterUpdates(fleet, tlt, served, facts.dtype, self.log)
         self._updated = 0  # the last RL step with an update of the policy
-        self._undrafted = ""  # why no engine can draft in this run; empty: one can
         self.spot = False
         """Whether there are spot workers, and the actor is tapped."""
         self._start, self._pending_work = start, pending_work
@@ -128,25 +127,14 @@ class Controller:
                 with self.log.overhead("warm-up"):  # one that is late is replaced: it must have left the device
                     self.fleet.waits.answers("warm-up", self.fleet.warm_up(new), within_s, keep=True)
 
-    def after_first_sync(self, step: int) -> bool:
-        """Engines hold weights: learn what their steps cost. Returns whether some need another weight sync.
-
-        An engine that died of its drafter meanwhile was started again without one, and does not hold the policy.
-        """
-        again = False
+    def after_first_sync(self, step: int) -> None:
+        """Engines hold weights: learn what their steps cost."""
         if self.tlt.speculation.enable:
             with self.guard("calibration"):
                 self.speculation.calibrated(self.fleet.calibrate())
             self._choose_who_drafts(step + 1, at_once=True)
-            with self.guard("first drafter"):
-                statuses = self.fleet.drafter_statuses().values()
-                gave_up = [status.gave_up for status in statuses]
-                self.guard.count("engines without a drafter", sum(gave_up))
-                self._undrafted = "no engine runs with its drafter" if gave_up and all(gave_up) else ""
-                again = any(status.weightless for status in statuses)
         self.updates.since = step
         self.log.run_started(step + 1, self.tlt, self.fleet.replicas, self.facts)
-        return again
 
     def _choose_who_drafts(self, step: int, at_once: bool = False) -> None:
         """Tell the engines who decodes the rollout of `step` without drafts, from the weight sync on or at once."""
@@ -357,7 +345,7 @@ class Controller:
         given_up = "spot training is given up on every replica" if off >= len(self.fleet.workers()) else ""
         random = "the drafter is a random one" if self._start.untrained and not self.updates.served.version else ""
         untrained = self._untrained or given_up
-        undrafted = self._undrafted or self.speculation.undrafted_since or random
+        undrafted = self.speculation.undrafted_since or random
         if untrained and undrafted and not self._said_idle:
             self._said_idle = True
             logger.error("TLT does nothing for this run any more: %s, and %s", untrained, undrafted)

@@ -87,9 +87,7 @@ class TLTMixin(PPOTrainer):
         self.tlt = Controller(spot.config, facts, start, fleet, log, pending_work)
         self.tlt.before_first_sync(self.global_steps)
         super().on_init_end()
-        if self.tlt.after_first_sync(self.global_steps):
-            self.checkpoint_manager.sleep_replicas()  # as before every other sync: the trainer needs the memory
-            super().on_init_end()  # in every mode a weight sync, and nothing else
+        self.tlt.after_first_sync(self.global_steps)
 
     # ------------------------------------------------------------------ a step
 

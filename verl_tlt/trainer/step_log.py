@@ -163,9 +163,9 @@ class StepLog:
         self.trace.emit("stopped", step=step, replica=replica, cause="")
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
-        """The engines' sums of this rollout by replica; returns how many have none, or gave up policy or drafter."""
+        """The engines' sums of this rollout by replica; returns how many engines have none."""
         self.observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
-        return sum(bool(s.failure or s.policy_error or s.num_broken_drafts) for s in stats.values())
+        return sum(s.failure is not None for s in stats.values())
 
     def speculated(self, step: int, saved_s: float | None, disabled: str, off: str = "") -> None:
         """Seconds that TLT saved in this rollout, why speculation is disabled after it, and why nobody drafted in it.

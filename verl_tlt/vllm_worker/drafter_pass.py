@@ -1,13 +1,12 @@
 """OFF in a vLLM worker: a step that drafts nothing does without the drafter's own pass.
 
 Such a step then costs what it costs in an engine that has no drafter, and the drafter's KV cache has a hole: so switch
-only an engine without requests, and reset its prefix cache before it drafts again. Both of vLLM's model runners are
-known: V1, and V2, which verl-tlt leaves on from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
+only an engine without requests, and reset its prefix cache before it drafts again. vLLM has two model runners: V1, and
+V2, which serves from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-V2_RUNNER_SAYS = {
-    "execute_model": ("scheduler_output: SchedulerOutput",),
-    "sample_tokens": (
-        "draft_tokens = self.speculator.propose(",
-        "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens",
-    ),
-    "_dummy_run": ("self.speculator.propose(", "dummy_run=True"),
-}
-"""Code that methods of the V2 model runner must contain."""
-V2_PROPOSE_SAYS = ("dummy_run: bool = False", "num_reqs = input_batch.num_reqs", "return self.draft_tokens[:num_reqs]")
-"""Code that the V2 speculator's `propose` must contain."""
-
 
 class NoProposals:
     """The proposer of an engine that drafts n-grams alone: vLLM's `custom_class` proposer, which proposes nothing."""
@@ -47,20 +34,15 @@ class NoProposals:
 
 
 # Changes vllm: patches/README.md#no-drafter-pass-in-a-rollout-that-is-off
-def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> str | None:
-    """Run or skip the drafter's own pass in steps that draft nothing; returns why it cannot be skipped, or None."""
+def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> None:
+    """Run or skip the drafter's own pass in steps that draft nothing."""
     is_v2 = hasattr(runner, "speculator")
     proposer = runner.speculator if is_v2 else getattr(runner, "drafter", None)
     if proposer is None or isinstance(proposer, NoProposals):  # the former on a pipeline stage without the drafter
-        return None
+        return
     if not hasattr(proposer, "tlt_drafting"):
-        if enabled:
-            return None
-        if is_v2 and (reason := unknown_v2(type(runner), type(proposer))):
-            return f"{reason}, so the drafter's pass is not skipped; set VLLM_USE_V2_MODEL_RUNNER=0."
         (_make_v2_skippable if is_v2 else _make_v1_skippable)(runner, proposer)
     proposer.tlt_drafting = enabled
-    return None
 
 
 def _make_v1_skippable(runner: GPUModelRunner, proposer: SpecDecodeBaseProposer) -> None:
@@ -113,16 +95,3 @@ def _make_v2_skippable(runner: V2ModelRunner, speculator: EagleSpeculator) -> No
             return speculator.draft_tokens[: input_batch.num_reqs].zero_()
 
     runner.execute_model, speculator.propose = execute_model, run
-
-
-def unknown_v2(runner: type, speculator: type) -> str | None:
-    """Why `_make_v2_skippable` does not know these two classes, from their source; None: it does."""
-    parts = [(runner, name, code) for name, code in V2_RUNNER_SAYS.items()] + [(speculator, "propose", V2_PROPOSE_SAYS)]
-    for owner, name, code in parts:
-        try:
-            text = inspect.getsource(getattr(owner, name))
-        except (AttributeError, OSError, TypeError) as error:
-            return f"vLLM's V2 model runner is another one ({error})"
-        if any(line not in text for line in code):
-            return f"{owner.__name__}.{name} of vLLM's V2 model runner is not the one of 0.24 to 0.33"
-    return None

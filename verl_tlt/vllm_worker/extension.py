@@ -2,7 +2,7 @@
 
 vLLM mixes `TLTWorkerExtension` into its worker, so each method can be called with `collective_rpc`, which runs between
 two engine steps: a drafter is replaced without draining the engine. Draft KV computed before a swap goes stale, which
-costs acceptance, never a token. Methods return what went wrong instead of raising: an exception would end the engine.
+costs acceptance, never a token. A load returns what went wrong, of every rank, instead of raising.
 
 The drafter that a worker serves is an EAGLE-3 head, or the policy's own MTP head: of both vLLM's `load_weights` takes
 the names of a checkpoint.
@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -28,8 +27,7 @@ from verl_tlt.drafter.tensor_file import not_finite, read_file, stacked
 from verl_tlt.errors import DrafterError
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
-from verl_tlt.vllm_worker.cuda_graphs import captured_lengths, prepare_capture
-from verl_tlt.vllm_worker.draft_probabilities import BrokenDrafts, verify_as_certain
+from verl_tlt.vllm_worker.finite_logits import keep_logits_finite
 from verl_tlt.vllm_worker.hybrid_states import keep_states_right
 
 if TYPE_CHECKING:
@@ -285,8 +283,6 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
 
     tlt_drafter: LiveDrafter | None = None
-    tlt_broken: BrokenDrafts | None = None
-    tlt_lengths: tuple[int, ...] = ()
 
     # Changes vllm: patches/README.md#a-vllm-worker-is-prepared-between-model-load-and-graph-capture
     def __new__(cls, **kwargs: object) -> Self:
@@ -302,17 +298,12 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         return worker
 
     def tlt_prepare(self, vllm_config: VllmConfig) -> None:
-        """Put into the model runner what the settings in `additional_config["tlt"]` need there."""
-        runner, tlt = self.model_runner, (vllm_config.additional_config or {}).get("tlt", {})
-        if tlt.get("speculation", {}).get("source") == "both":
-            verify_as_certain(runner)
-        keep_states_right(runner, vllm_config)
-        if find_drafter(runner) is not None:
-            self.tlt_drafter = LiveDrafter(runner, vllm_config)
-            self.tlt_broken = BrokenDrafts(runner, partial(self.tlt_set_drafting, False))
-        if "arms" in tlt:
-            self.tlt_lengths = tuple(tlt["arms"])
-            prepare_capture(runner, vllm_config, self.tlt_lengths)
+        """Change what speculation needs in the model runner; an exception here keeps the engine from starting."""
+        keep_states_right(self.model_runner, vllm_config)
+        drafter = find_drafter(self.model_runner)
+        if drafter is not None:
+            self.tlt_drafter = LiveDrafter(self.model_runner, vllm_config)
+            keep_logits_finite(drafter)
 
     def tlt_load_drafter(self, path: str | None = None) -> dict[str, object]:
         """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
@@ -321,15 +312,11 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             return asdict(LoadReply(ok=True))
         try:
             self.tlt_drafter.load(Path(path) if path else None)
-            if self.tlt_broken is not None:
-                self.tlt_broken.drafter_loaded()
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
             text = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
             return asdict(LoadReply(ok=False, error=text))
-        seconds = time.perf_counter() - start
-        graphs = captured_lengths(self.model_runner, self.tlt_lengths)
-        return asdict(LoadReply(ok=True, seconds=seconds, full_graphs=graphs))
+        return asdict(LoadReply(ok=True, seconds=time.perf_counter() - start))
 
-    def tlt_set_drafting(self, enabled: bool) -> str | None:
-        return drafter_pass.set_drafting(self.model_runner, enabled)
+    def tlt_set_drafting(self, enabled: bool) -> None:
+        drafter_pass.set_drafting(self.model_runner, enabled)

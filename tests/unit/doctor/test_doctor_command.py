@@ -268,7 +268,7 @@ def test_a_count_that_is_none_is_named_by_its_key(verls, key):
 @pytest.mark.parametrize(
     ("rollout", "tlt", "longest"),
     [
-        ({}, {}, 7),
+        ({}, {}, 3),
         ({"enforce_eager": True}, {}, 3),
         ({"engine_kwargs": {"vllm": {"enforce_eager": True}}}, {}, 3),
         ({"enforce_eager": True, "engine_kwargs": {"vllm": {"enforce_eager": None}}}, {}, 3),  # verl leaves nulls out
@@ -293,27 +293,14 @@ def test_settings_default_without_a_tlt_node(recipe):
     assert read_settings(recipe) == replace(TLTConfig(), speculation=speculation)
 
 
-def test_without_graphs_for_every_arm_or_with_other_layers_the_longest_draft_is_shorter(recipe, tmp_path, monkeypatch):
-    monkeypatch.setenv("TLT_FULL_GRAPHS", "0")
-    assert read_settings(recipe).speculation.longest == 3
-    with open_dict(recipe):
-        recipe.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"TLT_FULL_GRAPHS": "1"}}}}
-    assert read_settings(recipe).speculation.longest == 7
-    for policy in (transformers.DeepseekV3Config(), transformers.Qwen3NextConfig()):
-        policy.save_pretrained(tmp_path / policy.model_type)
-        recipe.actor_rollout_ref.model.path = str(tmp_path / policy.model_type)
-        assert read_settings(recipe).speculation.longest == 3
-
-
 @pytest.mark.parametrize(
     ("release", "engine", "speculation", "longest", "said"),
     [
-        ("0.31.0", {"max_num_seqs": 1024}, {}, 7, []),  # the V1 runner keeps none
+        ("0.31.0", {"max_num_seqs": 1024}, {}, 3, []),  # the V1 runner keeps none
         ("0.32.0", {"max_num_seqs": 256}, {}, 7, ["ok 0.5 GB"]),
         ("0.32.0", {"max_num_seqs": 256, "dtype": "float"}, {}, 3, ["ok 0.5 GB"]),
         ("0.32.0", {"max_num_seqs": 1024}, {}, 3, ["ok 0.9 GB"]),
         ("0.32.0", {"max_num_seqs": 1024}, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
-        ("0.32.0", {"max_num_seqs": 1024}, {"source": "ngram"}, 7, []),
     ],
 )
 def test_draft_logits_that_an_engine_keeps_in_sleep_are_told_and_bound_the_longest_draft(

@@ -1,16 +1,12 @@
-"""The load of the coming step, and that around `min_tokens` no draft is so long that vLLM would count wrong."""
+"""The load of the coming step."""
 
 import itertools
 import random
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.engine_core.decode_load import OVERDUE, RECOUNT_EVERY, STEPS_IN_FLIGHT, DecodeLoad, StopBoundary
-from verl_tlt.engine_core.decode_load import room_before_stop as room_of
-from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.step_control import Limits, StepControl
+from verl_tlt.engine_core.decode_load import OVERDUE, RECOUNT_EVERY, DecodeLoad
 from verl_tlt.speculation.types import Load
 
 
@@ -123,89 +119,3 @@ def test_near_the_drafters_limit_the_longest_context_is_exact():
         running[1].num_computed_tokens = computed
         load.count(running, known=2, grown=1, draft_length=3)
         assert load.longest == computed + 4
-
-
-# ---------------------------------------------------------------- requests that must not stop yet
-
-
-ARMS = (0, 1, 2, 3)
-
-
-def bounded(min_tokens=10, stops=(2,), has=0, **changes):
-    params = SimpleNamespace(min_tokens=min_tokens, all_stop_token_ids=set(stops))
-    state = dict(
-        sampling_params=params, num_output_tokens=has, num_output_placeholders=0,
-        status=SimpleNamespace(name="RUNNING"), is_finished=lambda: False,
-    )  # fmt: skip
-    return SimpleNamespace(**(state | changes))
-
-
-def miscounted(least, in_flight, limited, steps=200, seed=0):
-    """Tokens of one request whose stop tokens vLLM 0.28 would hide, or not, against `least` (`min_tokens`).
-
-    `MinTokensLogitsProcessor.apply_with_spec_decode` counts on along the draft; `apply`, for the token behind it, does
-    not; neither hides anything once the request was removed. `in_flight` steps are scheduled before the result of the
-    first is known, as under async scheduling; `limited`: drafts are held to `room_before_stop`.
-    """
-    rng = random.Random(seed)
-    wrong = true = drafted = 0
-    known, removed, waiting = 0, False, []
-    for _ in range(steps):
-        verified, drafted = drafted, 0  # this step verifies what the last one drafted
-        most = known + sum(1 + d for _, d in waiting) + 1 + verified
-        room = room_of(least, known, most) if limited else sys.maxsize
-        drafted = StepControl(FixedPolicy(rng.choice(ARMS)), Limits(ARMS)).choose(Load(1, 0), room=room)
-        # The worker takes all drafts that it has no answer for as accepted.
-        optimistic = known + sum(1 + d for _, d in waiting)
-        removed = removed or optimistic >= least
-        accepted = rng.randint(0, verified)
-        for i in range(accepted + 1):
-            hidden = not removed and optimistic + (i if i < verified else 0) < least
-            wrong += hidden != (true + i < least)
-        true += accepted + 1
-        waiting.append((accepted, verified))
-        if len(waiting) >= in_flight:
-            known += 1 + waiting.pop(0)[0]
-    return wrong
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, STEPS_IN_FLIGHT])
-@pytest.mark.parametrize("least", [1, 2, 3, 4, 7, 20, 100])
-def test_no_token_is_judged_by_a_wrong_count(least, in_flight):
-    assert not any(miscounted(least, in_flight, limited=True, seed=seed) for seed in range(20))
-    if least > 1:  # the first token comes without a draft
-        assert any(miscounted(least, in_flight, limited=False, seed=seed) for seed in range(20))
-
-
-def test_far_from_the_boundary_drafts_are_as_long_as_wanted():
-    assert room_of(1000, has=10, most=14) > 900
-    assert room_of(10, has=10, most=14) == sys.maxsize
-    assert room_of(10, has=9, most=11) == 0
-
-
-def test_the_request_that_bears_least_decides_until_it_may_stop():
-    boundary, near, far = StopBoundary(), bounded(has=4), bounded(min_tokens=100)
-    assert boundary.room([], 3) == sys.maxsize
-    assert boundary.room([far], 0) == 100 - 1 - STEPS_IN_FLIGHT
-    assert boundary.room([near], 0) == 10 - (4 + 1) - STEPS_IN_FLIGHT
-    near.num_output_placeholders = 2
-    assert boundary.room([], 2) == 0
-    near.num_output_tokens, near.num_output_placeholders = 10, 0
-    assert boundary.room([], 2) == 100 - 3 - STEPS_IN_FLIGHT
-    far.is_finished = lambda: True
-    assert boundary.room([], 2) == sys.maxsize
-
-
-def test_only_requests_that_something_could_stop_count():
-    boundary = StopBoundary()
-    harmless = [bounded(min_tokens=0), bounded(stops=()), bounded(has=10), bounded(sampling_params=None)]
-    assert boundary.room(harmless, 3) == sys.maxsize
-
-
-def test_one_that_is_preempted_waits_for_its_return():
-    boundary, one = StopBoundary(), bounded(has=8)
-    assert boundary.room([one], 0) == 0
-    one.status.name = "PREEMPTED"
-    assert boundary.room([], 0) == sys.maxsize
-    one.status.name = "RUNNING"
-    assert boundary.room([one], 0) == 0

@@ -42,8 +42,8 @@ def make_server(engine=None, settings=None, **attributes):
     server = object.__new__(TLTvLLMHttpServer)
     server.tlt, server.engine = TLTConfig.from_dict(settings or {}), engine or Engine()
     server.node_rank = server.replica_rank = server._admitting = 0
-    server._resume_event, server._tlt_moves = asyncio.Event(), asyncio.Lock()
+    server._resume_event, server._tlt_moves, server._tlt_file = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
     server._tlt_key, server._tlt_staged, server._tlt_served = None, None, DrafterStatus()
-    server._tlt_dir, server._tlt_drafting_disabled, server._tlt_runner = Path("nowhere"), False, None
+    server._tlt_dir, server._tlt_drafting_disabled = Path("nowhere"), False
     vars(server).update(attributes)
     return server

@@ -11,8 +11,8 @@ from verl_tlt.speculation.types import OFF
 class MadeEngine:
     """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers what vLLM's client and the scheduler are asked."""
 
-    def __init__(self, can_switch_off=True):
-        self.can_switch_off, self.engine_core, self.errored = can_switch_off, self, False
+    def __init__(self):
+        self.engine_core, self.errored = self, False
         self.drafting, self.force_k = True, None
         self.running, self.latency, self.tokens = 0, {}, 0
 
@@ -28,8 +28,6 @@ class MadeEngine:
         return 0.010 + 0.001 * batch + (0 if arm == OFF else 0.002 + 0.003 * arm)
 
     async def collective_rpc(self, method, args):
-        if not args[0] and not self.can_switch_off:
-            return ["it cannot"]
         self.drafting = args[0]
         return [None]
 
@@ -69,15 +67,10 @@ def test_where_off_always_stalled_it_costs_what_k_0_costs():
     assert dict(table.by_batch(OFF))[4] == pytest.approx(usual(OFF, 4))
 
 
-def test_an_engine_that_cannot_switch_its_drafter_off_has_no_off_arm():
-    assert run(MadeEngine(can_switch_off=False)).lengths() == (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize("can_switch_off", [True, False])
-async def test_the_first_drafts_show_whether_the_drafter_can_be_switched_off(can_switch_off):
-    engine = MadeEngine(can_switch_off)
-    assert await draft_once(engine, 3, 100) == can_switch_off
-    assert engine.tokens and engine.drafting and engine.force_k is None, "left as it was found"
+async def test_the_first_drafts_leave_the_engine_as_it_was():
+    engine = MadeEngine()
+    await draft_once(engine, 3, 100)
+    assert engine.tokens and engine.drafting and engine.force_k is None
 
 
 def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():

@@ -72,17 +72,15 @@ def test_an_argument_that_is_no_mapping_is_named(key, value):
         list(problems(tlt(), {key: value}, enforce_eager=False))
 
 
-def test_the_v2_runner_is_told_every_arm_and_no_other_runner_is(vllm_is, monkeypatch):
+def test_the_v2_runner_is_told_every_arm_and_no_other_runner_is(vllm_is):
     def table(version, rollout=GRAPHS, **speculation):
         vllm_is(version)
         config = tlt(max_draft_length=7, **speculation)
         return kwargs(config, rollout, on_cpu=False)["speculative_config"].get("num_speculative_tokens_per_batch_size")
 
     assert table("0.32.0") == table("0.33.0") == [[1, 1, 0], [2, 2, 1], [3, 3, 3], [4, 64, 7]]
-    assert table("0.31.0") is None and table("0.33.0", source="both") is None, "V1 would capture no FULL graphs at all"
+    assert table("0.31.0") is None, "V1 would capture no FULL graphs at all"
     assert table("0.33.0", EAGER) is None
-    monkeypatch.setenv("TLT_FULL_GRAPHS", "0")
-    assert table("0.33.0") is None
 
 
 def test_the_engine_drafts_sampled_tokens_no_longer_than_its_longest_arm():
@@ -124,8 +122,7 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
     [
         ({"data_parallel_size": 2}, "vllm.data_parallel_size must be 1"),
         ({"logits_processors": ["a:B"]}, "vllm.logits_processors cannot be used with a drafter"),
-        ({"reasoning_parser": "qwen3"}, "vllm.reasoning_parser lets requests ask for thinking_token_budget"),
-        ({"reasoning_config": {"reasoning_start_str": "<t>"}}, "vllm.reasoning_config lets requests ask for"),
+        ({"reasoning_config": {"reasoning_start_str": "<t>"}}, "vllm.reasoning_config is for thinking_token_budget"),
         ({"return_sampling_mask": True}, "vllm.return_sampling_mask cannot be used with a drafter"),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "vllm.kv_transfer_config"),
         ({"scheduler_cls": "a.B"}, "vllm.scheduler_cls is set by verl-tlt itself"),
@@ -133,13 +130,15 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
         ({"spec_tokens": 3}, "vllm.spec_tokens is set by verl-tlt itself"),
         ({"async-scheduling": True}, "vllm.async-scheduling hides arguments from verl-tlt; write each as a key of"),
         ({"config": "vllm.yaml"}, "vllm.config hides arguments from verl-tlt"),
-        ({"spec_tok": 3}, "vllm.spec_tok hides arguments from verl-tlt; write each as a key of its own, in full and"),
-        ({"no_async_scheduling": True}, "vllm.no_async_scheduling hides arguments from verl-tlt"),
     ],
 )
 def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
     with pytest.raises(TLTConfigError, match=sentence):
         kwargs(user=user)
+
+
+def test_a_reasoning_parser_goes_with_a_drafter():
+    assert kwargs(user={"reasoning_parser": "qwen3"})["speculative_config"]
 
 
 @pytest.mark.parametrize("release", ["0.30.0", "0.31.0", "0.32.0", "0.33.0"])
@@ -158,24 +157,28 @@ def test_vllms_adaptive_verification_cannot_be_switched_on_beside_ours(vllm_is, 
     ("method", "source", "speculative"),
     [
         ("eagle3", "ngram", {"method": "custom_class", "model": f"{WORKER}.drafter_pass.NoProposals"}),
-        ("eagle3", "both", SPECULATIVE),
         ("mtp", "eagle", {k: v for k, v in SPECULATIVE.items() if k != "model"} | {"method": "mtp"}),
-        ("mtp", "both", {k: v for k, v in SPECULATIVE.items() if k != "model"} | {"method": "mtp"}),
     ],
 )
-def test_ngrams_and_mtp_heads_draft_on_v1_and_what_passes_the_scheduler_is_synchronous(
+def test_ngrams_and_mtp_heads_draft_on_v1_alone_and_what_passes_the_scheduler_is_synchronous(
     vllm_is, method, source, speculative
 ):
-    vllm_is("0.32.0")
+    vllm_is("0.31.0")
     config = TLTConfig.from_dict({"drafter": {"method": method}, "speculation": {"source": source}})
     ours = kwargs(config, GRAPHS, on_cpu=False)
     assert ours["speculative_config"] == {**speculative, "num_speculative_tokens": 3}
     assert ours["async_scheduling"] == (source == "eagle")
     assert ours["scheduler_cls"].endswith(".TLTAsyncScheduler" if source == "eagle" else ".TLTScheduler")
-    assert engine_environment(source, method) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert engine_environment() == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     if source != "eagle":
         with pytest.raises(TLTConfigError, match=f"async_scheduling=True is not possible .*source={source}"):
             kwargs(config, user={"async_scheduling": True}, on_cpu=False)
+    vllm_is("0.32.0")
+    what = "source=ngram" if source == "ngram" else "method=mtp"
+    with pytest.raises(
+        TLTConfigError, match=rf"{what} does not speculate with vLLM 0\.32\.0: install vLLM 0\.24 to 0\.31"
+    ):
+        kwargs(config, GRAPHS, on_cpu=False)
 
 
 def test_ngrams_alone_need_no_mtp_head():
@@ -193,9 +196,8 @@ def test_a_hybrid_policys_engine_schedules_synchronously_and_caches_no_prefixes(
 @pytest.mark.parametrize(
     ("version", "speculation", "user", "said"),
     [
-        ("0.32.0", {}, {}, "was not tested with drafts for a hybrid policy"),
+        ("0.32.0", {}, {}, "hybrid policy .* does not speculate with vLLM 0.32.0"),
         ("0.31.0", {"source": "ngram"}, {}, "source=ngram was not tested with a hybrid policy"),
-        ("0.31.0", {"source": "both"}, {}, "source=both was not tested with a hybrid policy"),
         ("0.24.0", {}, {"async_scheduling": True}, "async_scheduling=True is not possible with a hybrid policy"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import os
+import threading
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -12,22 +12,21 @@ from made_server import Engine, make_server
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
-from verl_tlt.server.engine_arguments import engine_environment
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table
 from verl_tlt.speculation.types import OFF
 
 BOUND_S, LATE_S = 0.2, 8.0
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @pytest.fixture
 def server():
-    return make_server(settings={"speculation": {"source": "both", "costs_dir": None}})
+    return make_server(settings={"speculation": {"source": "ngram", "costs_dir": None}})
 
 
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset(server):
@@ -51,26 +50,39 @@ async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
     assert not status.ok and "refused 'control'" in status.error, "counted in tlt/reload_failures"
 
 
-@pytest.mark.parametrize("own", [None, "1"])
-async def test_an_engine_that_is_started_without_its_drafter_has_the_users_model_runner(monkeypatch, tmp_path, own):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv(RUNNER, own or "")
-    if own is None:
-        monkeypatch.delenv(RUNNER)
-    found = []
-
+async def test_an_engine_that_does_not_start_with_its_drafter_says_how_it_starts_without(monkeypatch):
     async def launch(_):
-        found.append(os.environ.get(RUNNER))
-        if len(found) == 1:
-            os.environ.update(engine_environment())  # as `_preprocess_engine_kwargs`, which verl's launch calls
-            raise RuntimeError("no such drafter")
+        raise RuntimeError("no such drafter")
 
-    monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda *_: None)
     monkeypatch.setattr(vLLMHttpServer, "launch_server", launch)
-    server = make_server(config=SimpleNamespace(custom={"tlt": {}}), nnodes=1, node_rank=1)
-    server._post_init("")
-    await server.launch_server()
-    assert found == [own, own] and (await server.tlt_status()).gave_up
+    with pytest.raises(TLTError, match=r"replica 0 does not start with its drafter .*no such drafter.*enable=false"):
+        await make_server().launch_server()
+    with pytest.raises(RuntimeError, match="no such drafter"):
+        await make_server(settings={"speculation": {"enable": False}}).launch_server()
+
+
+async def test_other_calls_are_answered_while_a_drafter_is_written(server, monkeypatch):
+    written = threading.Event()
+    monkeypatch.setattr(module, "stage", lambda *_: written.wait(LATE_S))
+    staging = asyncio.create_task(server.tlt_stage(DrafterFile(3, "{}", b"")))
+    assert await asyncio.wait_for(server.tlt_status(), BOUND_S) == DrafterStatus()
+    await asyncio.sleep(0.05)
+    assert not staging.done() and server._tlt_staged is None, "nobody may load what is half written"
+    written.set()
+    await staging
+    assert server._tlt_staged.version == 3
+
+
+async def test_a_request_with_a_thinking_budget_is_refused_where_the_engine_speculates(monkeypatch):
+    async def generate(_, prompt_ids, sampling_params, request_id):
+        return request_id
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    budget, stock = {"thinking_token_budget": 9}, make_server(settings={"speculation": {"enable": False}})
+    assert await stock.generate([1], budget, request_id="a") == "a"
+    assert await make_server().generate([1], {"temperature": 1.0}, "a") == "a"
+    with pytest.raises(TLTError, match=r"thinking_token_budget.*tlt\.speculation\.enable=false"):
+        await make_server().generate([1], budget, "a")
 
 
 async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
@@ -157,18 +169,11 @@ async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_dec
 
 
 @pytest.mark.parametrize(
-    ("requests", "can_be_off", "stored", "batches"),
-    [
-        (8, True, (OFF, 0, 2), None),
-        (64, True, (OFF, 0, 2), [1, 32, 16, 8, 4, 2]),
-        (8, True, (0, 2), [1, 8, 4, 2]),
-        (8, False, (0, 2), None),
-        (64, False, (0, 2), [1, 32, 16, 8, 4, 2]),
-        (8, False, (OFF, 2), [1, 8, 4, 2]),
-    ],
+    ("requests", "stored", "batches"),
+    [(8, (OFF, 0, 2), None), (64, (OFF, 0, 2), [1, 32, 16, 8, 4, 2]), (8, (0, 2), [1, 8, 4, 2])],
 )
 async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
-    server, measured, monkeypatch, requests, can_be_off, stored, batches
+    server, measured, monkeypatch, requests, stored, batches
 ):
     costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
@@ -177,7 +182,7 @@ async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
         asked.append(batches)
         return costs
 
-    monkeypatch.setattr(module, "draft_once", lambda *_: asyncio.sleep(0, can_be_off))
+    monkeypatch.setattr(module, "draft_once", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(module, "calibrate", calibrate)
     kept = LatencyTable.calibrated({k: [(1, 0.03), (8, 0.04)] for k in stored})
     engine = measured([0, 2], kept, requests)
@@ -262,7 +267,7 @@ def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stoc
     stand_in_for_ray(monkeypatch, lambda *_, **__: None)
     monkeypatch.setattr(module, "engine_kwargs", lambda *_, **__: {})
     monkeypatch.setattr(module, "read_model_config", lambda _: {})
-    monkeypatch.setattr(TLTvLLMHttpServer, "tlt_stage", lambda *_: None)
+    monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_write", lambda *_: None)
     server.tlt = TLTConfig.from_dict({"speculation": {"enable": speculates}})
     server.config = SimpleNamespace(checkpoint_engine=None)
     server.model_config = SimpleNamespace(local_path="nowhere")

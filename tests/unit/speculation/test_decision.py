@@ -117,7 +117,7 @@ def test_a_drafter_must_promise_more_while_none_has_been_tried():
     assert made.drafts(SOME)
 
 
-@pytest.mark.parametrize(("policy", "source"), [("fixed", "eagle"), ("goodput", "both"), ("table", "ngram")])
+@pytest.mark.parametrize(("policy", "source"), [("fixed", "eagle"), ("goodput", "ngram"), ("table", "ngram")])
 def test_what_was_ordered_and_what_needs_no_drafter_is_never_off(policy, source):
     made = decision(policy, source)
     made.learn(rollout({8: 100}), -0.9)

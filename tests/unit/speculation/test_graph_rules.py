@@ -12,50 +12,40 @@ from verl_tlt.speculation import graph_rules
 @pytest.mark.parametrize(("release", "runner"), [((0, 24), "V1"), ((0, 31), "V1"), ((0, 32), "V2"), ((1, 0), "V2")])
 def test_the_runner_is_one_that_drafts_what_it_is_asked_for(monkeypatch, release, runner):
     assert graph_rules.runner_for(release) == runner
-    assert graph_rules.runner_for(release, "ngram") == graph_rules.runner_for(release, "both") == "V1"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert graph_rules.runner_for(release) == "V1", "vLLM would give up FULL graphs for a table of draft lengths"
 
 
 @pytest.mark.parametrize(
-    ("runner", "mode", "plain", "every_length", "longest"),
-    [
-        ("V1", "FULL_AND_PIECEWISE", True, True, 7), ("V1", "FULL_AND_PIECEWISE", False, True, 3),
-        ("V2", "FULL_AND_PIECEWISE", False, True, 7), ("V1", "FULL_AND_PIECEWISE", True, False, 3),
-        ("V1", "PIECEWISE", True, True, 3), ("V2", "NONE", True, True, 3),
-    ],
-)  # fmt: skip
-def test_the_longest_draft_is_longer_where_every_arm_has_its_graph(runner, mode, plain, every_length, longest):
-    """For MLA and hybrids (not plain) vLLM has no further graphs captured; V2 captures them by itself."""
-    assert graph_rules.longest_draft(runner, mode, plain, every_length) == longest
+    ("runner", "mode", "longest"),
+    [("V1", "FULL_AND_PIECEWISE", 3), ("V1", "NONE", 3), ("V2", "FULL_AND_PIECEWISE", 7), ("V2", "NONE", 3)],
+)
+def test_the_longest_draft_is_longer_where_every_length_has_its_graph(runner, mode, longest):
+    assert graph_rules.longest_draft(runner, mode) == longest
 
 
 @pytest.mark.parametrize(
     ("runner", "requests", "gigabytes", "longest"),
-    [("V2", 256, 0.5, 7), ("V2", 1024, 2.2, 3), ("V2", 2048, 4.4, 1), ("V2", 16384, 34.9, 1), ("V1", 16384, 0.0, 7)],
+    [("V2", 256, 0.5, 7), ("V2", 1024, 2.2, 3), ("V2", 2048, 4.4, 1), ("V2", 16384, 34.9, 1), ("V1", 16384, 0.0, 3)],
 )
 def test_where_draft_logits_would_take_much_the_longest_draft_is_shorter(runner, requests, gigabytes, longest):
     vocab, bfloat16 = 151_936, 2
     assert round(graph_rules.draft_logits_bytes(runner, 7, requests, vocab, bfloat16) / 1e9, 1) == gigabytes
     each = graph_rules.draft_logits_bytes(runner, 1, requests, vocab, bfloat16)
-    assert graph_rules.longest_draft(runner, "FULL_AND_PIECEWISE", True, logits_bytes=each) == longest
+    assert graph_rules.longest_draft(runner, "FULL_AND_PIECEWISE", each) == longest
 
 
 @pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        ("Qwen3", True), ("Llama", True), ("Phi3", True), ("Ernie4_5", True), ("Qwen2_5_VL", True), ("Gemma3", True),
-        ("DeepseekV2", False), ("DeepseekV3", False), ("Qwen3Next", False), ("Jamba", False),
-    ],
-)  # fmt: skip
-def test_a_policy_is_plain_attention_or_not_by_its_config(name, plain):
-    assert graph_rules.plain_attention(getattr(transformers, f"{name}Config")().to_dict()) == plain
+    ("name", "hybrid"),
+    [("Qwen3", False), ("Gemma3", False), ("DeepseekV3", False), ("Qwen3Next", True), ("Jamba", True)],
+)
+def test_a_policy_is_hybrid_or_not_by_its_config(name, hybrid):
+    assert graph_rules.is_hybrid(getattr(transformers, f"{name}Config")().to_dict()) == hybrid
 
 
 def test_a_policy_is_hybrid_by_the_fields_that_it_was_published_with():
     published = {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_key_heads": 16}
-    assert not graph_rules.plain_attention(published) and not graph_rules.plain_attention({"text_config": published})
-    assert graph_rules.is_hybrid(published)
+    assert graph_rules.is_hybrid(published) and graph_rules.is_hybrid({"text_config": published})
     assert not graph_rules.is_hybrid({"model_type": "deepseek_v3", "kv_lora_rank": 512})
 
 

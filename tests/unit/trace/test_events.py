@@ -20,7 +20,7 @@ PHASE = {"step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
 
 def test_a_record_is_written_and_read_as_it_is(tmp_path):
     session = Session(**vars(SessionResult("stopped", steps=3)), t=1.0, step=1, replica="a", start=0.0, end=1.0)
-    status = DrafterStatus(version=2, ok=True, full_graphs=(1, 3), acceptance=(0.5, 0.25))
+    status = DrafterStatus(version=2, ok=True, acceptance=(0.5, 0.25))
     reload = Reload(**vars(status), t=2.0, step=1, replica="a")
     writer = TraceWriter(tmp_path, "trainer")
     writer.add(session)

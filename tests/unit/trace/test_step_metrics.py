@@ -119,12 +119,11 @@ TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
 def test_publication(decision, nbytes, skipped, tau):
     publish = Publish(t=0.0, step=4, version=3, decision=decision, tau=TAU, seconds=0.02, gain=0.1, gain_low=-0.02)
     publish.bytes = nbytes
-    reload = Reload(t=0.0, step=4, replica="a", version=2, ok=False, full_graphs=(3,))
+    reload = Reload(t=0.0, step=4, replica="a", version=2, ok=False)
     served = {"step": 9, "served_since": 4, "published_version": 3, "served_version": 2}
     assert_has(of(publish=publish, reloads=[reload], **served), {
         "publish_skipped": skipped, "drafter_sim_accept_length": tau, "gate_gain": 0.1, "gate_gain_low": -0.02,
         "drafter_staleness": 5, "drafter_version_published": 3, "drafter_version": 2, "reload_failures": 1,
-        "full_graph_arms": 1,
     })  # fmt: skip
 
 
@@ -171,7 +170,7 @@ def test_every_metric_is_documented():
         stop_latency_s={"a": 0.02}, sessions=[session(loss=2.0)], overhead={"tap": 0.1}, step=9, served_since=4,
         publish=Publish(t=0.0, step=4, version=3, decision="kept", tau=TAU, gain=0.1, gain_low=0.0),
         published_version=3, served_version=2,
-        reloads=[Reload(t=0.0, step=4, replica="a", version=2, ok=True, full_graphs=(0, 3))],
+        reloads=[Reload(t=0.0, step=4, replica="a", version=2, ok=True)],
         spot_failures=0, spot_off_replicas=1, errors={"end of sampling": 2},
         saved_s=1.0, speculation_disabled=False,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from fake_fleet import FakeCall, ended
 from rl_steps import LOOKS_S, STOP_S, merged, rest_of_step, rl_step, sampled, sampling, train, trained_step, training
 
 from verl_tlt.idle.failure_budget import MAX_FAILURES
-from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.trainer import controller, waits, watch
 from verl_tlt.trainer.waits import CallFailed
 
@@ -243,13 +242,3 @@ def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, un
     keep_failing(controller, fleet, range(2, 12))
     line = "any more: spot training is given up on every replica, and the drafter is a random one"
     assert said.text.count(line) == said.text.count("TLT does nothing") == untrained
-
-
-@pytest.mark.parametrize(("untapped", "gave_up"), [("it has no tap.", True), ("it has no tap.", False), (None, True)])
-def test_engines_without_a_drafter_and_no_tap_are_said_together(run, said, untapped, gave_up):
-    statuses = dict.fromkeys("ab", DrafterStatus(gave_up=gave_up))
-    controller, _ = run(of_fleet={"untapped": untapped, "drafter_statuses": lambda: statuses})
-    for step in (1, 2):
-        controller.metrics(step, {})
-    expected = bool(untapped and gave_up)
-    assert said.text.count("TLT does nothing for this run any more: it has no tap., and no engine") == expected

@@ -10,7 +10,7 @@ from rl_steps import LOOKS_S, merged, rest_of_step, rl_step, sampled, sampling, 
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.messages.rollout import DrafterStatus, EngineStats, LoadInterval
+from verl_tlt.messages.rollout import EngineStats, LoadInterval
 from verl_tlt.messages.training import SessionResult
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -34,14 +34,6 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(fil
     assert metrics["tlt/bubble_s"] > 0 and metrics["tlt/errors"] == 0
     assert fleet.balancer == {"a", "b"}
     assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
-
-
-def test_an_engine_that_lost_the_policy_with_its_drafter_gets_it_again_and_is_counted(run):
-    controller, fleet = run()
-    assert not controller.after_first_sync(0), "one weight sync is enough"
-    fleet.drafter_statuses = lambda: {name: DrafterStatus(gave_up=True, weightless=name == "b") for name in "ab"}
-    assert controller.after_first_sync(0)
-    assert rl_step(controller, fleet, 1)["tlt/errors_engines_without_a_drafter"] == 2
 
 
 def test_a_resumed_drafter_has_its_version_and_is_served_since_the_resumption(run):

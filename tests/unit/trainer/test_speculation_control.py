@@ -71,10 +71,9 @@ def test_responses_that_outgrow_what_was_measured_are_measured_soon(tmp_path):
     assert controlled == [9, 18, 27] and saved_s == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("source", ["eagle", "both"])
-def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, said, source):
+def test_speculation_is_disabled_where_it_loses_and_enabled_by_a_probe(tmp_path, said):
     """Rollouts that decode at half the speed of decoding without drafts, then a probe at twice that speed."""
-    live = control(source=source)
+    live = control()
     live.calibrated(LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]}))
     for step, drafting in enumerate((REPLICAS, ["b"], ["a"])):
         assert live.undrafted(step, UNKNOWN) == [name for name in REPLICAS if name not in drafting]

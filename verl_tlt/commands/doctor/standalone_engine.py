@@ -154,8 +154,7 @@ async def start(
 
     before = dict(os.environ)
     if drafting:
-        source, method = setup.tlt.speculation.source, setup.tlt.drafter.method
-        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment(source, method))
+        os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment())
     extension = "verl_tlt.vllm_worker.extension.TLTWorkerExtension" if drafting else None
     llm = await Launch(setup.rollout, setup.model, arguments, extension).launched()
     watch = asyncio.create_task(fail_calls_when_dead(llm))

@@ -1,0 +1,91 @@
+"""An exception in our own code inside the engine core ends speculation, not the engine, and changes no token."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from verl_tlt.engine_core import scheduler as module
+from verl_tlt.engine_core.ngram_drafts import NgramDrafts
+from verl_tlt.messages import from_plain
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.ngram_index import NgramIndex
+
+pytestmark = pytest.mark.engine
+
+TOKENS, REQUESTS, GOOD_CALLS = 96, 8, 5
+CALLS = {
+    "a request arrives": (lambda _: module, "verified_inexactly"),
+    "before a step is scheduled": (lambda s: s.tlt_stands_in, "is_finished"),
+    "the load of a step": (lambda s: s._tlt_load, "count"),
+    "the policy's choice": (lambda s: s.tlt.policy, "choose"),
+    "after a step was scheduled": (lambda _: module, "EngineStep"),
+    "n-grams": (lambda s: s.tlt_ngram, "propose"),
+    "while the model runs": (lambda s: s._tlt_load, "refresh"),
+    "what was sampled": (lambda s: s, "_tlt_step_of"),
+    "a request ends": (lambda s: s._tlt_ended, "append"),
+    "what vLLM made of a step": (lambda s: s, "_tlt_finish"),
+    "what the policy learns": (lambda s: s.tlt.policy, "observe"),
+    "the statistics": (lambda s: s.tlt._sums, "add"),
+    "the trace": (lambda s: s.tlt.trace, "add"),
+}
+"""By part of our code: (what has, in a scheduler, the function that raises, its name)."""
+
+
+class Ends(list):
+    """Requests that ended, in a list whose methods can be replaced."""
+
+
+def equipped(engine):
+    """Give the scheduler what only some engines have: n-grams, a trace, a request that is verified inexactly."""
+    scheduler = engine.scheduler
+    scheduler.tlt_stands_in = SimpleNamespace(is_finished=lambda: True)
+    engine.patch.setattr(scheduler, "_tlt_inexact", [scheduler.tlt_stands_in])
+    engine.patch.setattr(scheduler, "_tlt_ended", Ends())
+    engine.patch.setattr(scheduler, "tlt_ngram", NgramDrafts(NgramIndex(1 << 20)))
+    engine.patch.setattr(scheduler.tlt, "trace", SimpleNamespace(add=lambda _: None, flush=lambda: None))
+    return scheduler
+
+
+def break_after(owner, name, calls, patch):
+    """Have this function raise from so many calls on."""
+    original, seen = getattr(owner, name), []
+
+    def broken(*args, **kwargs):
+        seen.append(1)
+        if len(seen) > calls:
+            raise ArithmeticError("broken by a test")
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize("part", CALLS)
+def test_the_engine_decodes_on_as_stock(engine_of, stock_tokens, caplog, part):
+    logger = logging.getLogger("verl_tlt.speculation.step_control")
+    with engine_of("good", policy="policies:rand") as engine:
+        scheduler = equipped(engine)
+        owner, name = CALLS[part]
+        break_after(owner(scheduler), name, 0 if name == "is_finished" else GOOD_CALLS, engine.patch)
+        logger.addHandler(caplog.handler)
+        try:
+            assert engine.generate(REQUESTS, TOKENS) == stock_tokens["qwen3"]
+        finally:
+            logger.removeHandler(caplog.handler)
+        stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))
+        assert stats.failure == "ArithmeticError: broken by a test" and not stats.num_steps
+
+        before = engine.counters()
+        assert engine.generate(REQUESTS, TOKENS) == stock_tokens["qwen3"]
+        assert engine.counters() == before, "something was drafted"
+        engine.core.tlt_call("control", {"drafting": True, "force_k": None, "acceptance": [0.5]})
+    said = {id(record): record for record in caplog.records if "decodes with K=0 from here on" in record.getMessage()}
+    assert [record.exc_info is not None for record in said.values()] == [True]
+
+
+def test_a_call_that_raises_is_answered_with_what_it_raised(engine_of, stock_tokens):
+    with engine_of("good", policy="policies:rand") as engine:
+        with pytest.raises(ValueError, match="force_k must be"):
+            engine.core.tlt_call("control", {"force_k": 99})
+        assert engine.generate(REQUESTS, TOKENS) == stock_tokens["qwen3"]
+        assert engine.scheduler.tlt.stats().num_drafts > 0
