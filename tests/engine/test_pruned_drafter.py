@@ -30,7 +30,7 @@ def first(models, tmp_path_factory):
     """What a run starts with, but for a drafter that knows the present token: its tokens are not chosen yet."""
     models["first"] = path = tmp_path_factory.mktemp("staged") / "first"
     build_drafter_dir(path, models["target"], informed=True, draft_ids=SIZE)
-    return DrafterFile(0, (path / "config.json").read_text(), (path / "model.safetensors").read_bytes(), "unknown")
+    return DrafterFile(0, (path / "config.json").read_text(), (path / "model.safetensors").read_bytes())
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 
 ray = pytest.importorskip("ray")
 
-FIRST = DrafterFile(0, '{"version": 0}', b"first" * 1000, "f0")
+FIRST = DrafterFile(0, '{"version": 0}', b"first" * 1000)
 NODES = ("one", "two")
 
 
@@ -97,7 +97,7 @@ def everywhere(fleet):
 def test_every_server_on_every_node_stages_what_is_published(fleet, cluster):
     _, _, folders = cluster
     assert {(version, weights) for *_, version, _, weights in everywhere(fleet)} == {(0, FIRST.weights)}
-    published = DrafterFile(7, '{"version": 7}', os.urandom(3_000_000), "f7")
+    published = DrafterFile(7, '{"version": 7}', os.urandom(3_000_000))
     fleet.stage(published)
     found = everywhere(fleet)
     assert [row[2:] for row in found] == [(0o600, 7, published.config, published.weights)] * 4
@@ -110,6 +110,6 @@ def test_every_server_on_every_node_stages_what_is_published(fleet, cluster):
 
 def test_a_server_that_starts_later_finds_what_was_published_last(fleet, cluster):
     serve, _, _ = cluster
-    fleet.stage(DrafterFile(8, '{"version": 8}', b"late" * 1000, "f8"))
+    fleet.stage(DrafterFile(8, '{"version": 8}', b"late" * 1000))
     *_, version, config, weights = ray.get(serve("two").staged.remote(), timeout=120)
     assert (version, config, weights) == (8, '{"version": 8}', b"late" * 1000)

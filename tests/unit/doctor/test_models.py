@@ -178,7 +178,6 @@ def test_links_in_a_circle_and_deep_files_are_findings(policy, tmp_path):
         file.symlink_to(file)
         found = judged(policy, config.parent)
         assert found.level == "refuse" and "\n" not in found.sentence
-        assert "Too many levels of symbolic links" in found.sentence or "which does not exist" in found.sentence
     Path(policy, "config.json").write_text('{"model_type": ' + "[" * 100_000 + "]" * 100_000 + "}")
     said = check_policy(policy).sentence
     assert "is not readable JSON" in said

@@ -56,7 +56,7 @@ def run(tmp_path, clock):
             rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
             provenance=DrafterProvenance("policy", "data", "hass", 1.0), gpus=2, shared=shared, rotates=rotates,
         )  # fmt: skip
-        file = DrafterFile(0, "{}", b"", "f0", (0.0, 0.0, 0.0))
+        file = DrafterFile(0, "{}", b"", (0.0, 0.0, 0.0))
         first = FirstDrafter(file, file, (2, 4, 6), "a test", **start or {})
         log = StepLog(TraceWriter(str(tmp_path / "trace"), "trainer", clock.time), clock)
         controller = Controller(tlt, facts, first, fleet, log, PendingWork)

@@ -228,7 +228,7 @@ class FakeFleet:
 
     def export(self, version, dtype, acceptance):
         self._call("export", version)
-        return None if self.overflows else DrafterFile(version, "{}", b"", "f", tuple(acceptance))
+        return None if self.overflows else DrafterFile(version, "{}", b"", tuple(acceptance))
 
     def save(self, directory, provenance, *places):
         self._call("save", directory)
