@@ -15,6 +15,8 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from verl_cpu.placement import device, use_device
+
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """Stands in for device calls that have no meaning on a CPU."""
@@ -35,13 +37,15 @@ def _device_module() -> types.ModuleType:
     module = types.ModuleType("torch_cpu_as_accelerator")
     for name in (
         "empty_cache", "init", "ipc_collect", "manual_seed", "manual_seed_all", "reset_peak_memory_stats",
-        "set_device", "set_per_process_memory_fraction", "synchronize",
+        "set_per_process_memory_fraction", "synchronize",
     ):  # fmt: skip
         setattr(module, name, _nothing)
     for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
         setattr(module, name, _resident_bytes)
     values: dict[str, Any] = {
         "__getattr__": lambda name: getattr(torch.cpu, name),  # streams and events come from torch.cpu
+        "device": device,
+        "set_device": use_device,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -92,7 +96,8 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
+    def set_device(self, device_index: int) -> None:
+        use_device(device_index)
 
     def synchronize(self, device_index: int | None = None) -> None: ...
 

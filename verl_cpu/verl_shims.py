@@ -8,6 +8,7 @@ import functools
 import inspect
 from typing import Any
 
+from verl_cpu.placement import use_named_device
 from verl_tlt.upstream.import_hooks import when_imported
 
 
@@ -109,8 +110,22 @@ def megatron_in_float32(module: Any) -> None:
     module.McoreEngineConfig.__post_init__ = __post_init__
 
 
+# Changes verl: patches/README.md#a-rank-runs-on-the-core-of-its-device
+def place_ranks(module: Any) -> None:
+    """Run a process with a device, an actor's or a critic's rank, on the core that is this device."""
+    original = module.Worker.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        use_named_device()
+
+    module.Worker.__init__ = __init__
+
+
 def register() -> None:
     """Arm every shim in this process."""
+    when_imported("verl.single_controller.base.worker", place_ranks)
     when_imported("torch.distributed", name_devices_once)
     when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
     when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)

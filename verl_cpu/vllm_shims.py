@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from verl_cpu.placement import use_named_device
 from verl_tlt.upstream.import_hooks import when_imported
 
 if TYPE_CHECKING:
@@ -190,6 +191,19 @@ def sleep_as_on_a_gpu(module: Any) -> None:
     module.CPUWorker._maybe_get_memory_pool_context = memory_pool
 
 
+# Changes vllm: patches/README.md#an-engine-runs-on-the-core-of-its-replica
+def place_workers(module: Any) -> None:
+    """Run a worker of one of verl's engines on the core that is its device."""
+    original = module.CPUWorker.init_device
+
+    @functools.wraps(original)
+    def init_device(self: Any) -> None:
+        use_named_device(self.local_rank)
+        original(self)
+
+    module.CPUWorker.init_device = init_device
+
+
 # Changes vllm: patches/README.md#linear-attention-verifies-drafts-of-any-length
 def convolve_any_draft(module: Any) -> None:
     """Let a layer of linear attention verify drafts of any length.
@@ -242,3 +256,4 @@ def register() -> None:
     when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)
     when_imported("vllm.platforms.cpu", sleep_is_available)
     when_imported("vllm.v1.worker.cpu_worker", sleep_as_on_a_gpu)
+    when_imported("vllm.v1.worker.cpu_worker", place_workers)

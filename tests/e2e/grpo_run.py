@@ -4,15 +4,18 @@ Response lengths are forced, so that a replica runs dry long before another. Dra
 measured from the first step on.
 """
 
+import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 
 from benchmarks.toy_job import CONSTANT
@@ -27,6 +30,9 @@ LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: a hang ends here, with everybody's stack in the log."""
 
 
+Cores = Mapping[int, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run."""
@@ -38,6 +44,13 @@ class Run:
     log: str
     left: list[str]
     """Processes that were still there some seconds after the run, and had to be ended."""
+    cores: Cores
+    """Cores on which each process could run when it was last seen, by process id."""
+
+    def cores_of(self, name: str) -> list[tuple[int, ...]]:
+        """Those of each process whose lines in the log begin with this name, sorted."""
+        said = re.findall(rf"\({name} pid=(\d+)", re.sub(r"\x1b\[[0-9;]*m", "", self.log))
+        return sorted(self.cores[pid] for pid in set(map(int, said)))
 
 
 def skew(path: Path, long: Callable[[int], bool], longest: int) -> None:
@@ -54,16 +67,19 @@ def skew(path: Path, long: Callable[[int], bool], longest: int) -> None:
 
 
 @interruptible()  # a time limit on the tests ends them with SIGTERM
-def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -> list[str]:
-    """Run a command to its end, or fail with the last lines of its log; returns what outlived it.
+def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -> tuple[list[str], Cores]:
+    """Run a command to its end, or fail with the last lines of its log; returns what outlived it, and `Run.cores`.
 
     One that takes too long is asked where it stands (faulthandler, into the log) before it is ended.
     """
     tree = ProcessTree(command, env=env | {"PYTHONFAULTHANDLER": "1"}, log=log, cwd=log.parent)
+    cores: dict[int, tuple[int, ...]] = {}
     try:
         deadline = time.time() + timeout
         while tree.process.poll() is None and time.time() < deadline:
-            tree.alive()
+            for process in tree.alive():
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    cores[process.pid] = tuple(process.cpu_affinity())
             time.sleep(1)
         if tree.process.poll() is None:
             for process in tree.alive():
@@ -78,7 +94,7 @@ def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -
         tree.stop()
     last = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
     assert tree.process.returncode == 0, f"ended with {tree.process.returncode} (limit {timeout} s):\n{last}"
-    return left
+    return left, cores
 
 
 def grpo(
@@ -120,10 +136,10 @@ def grpo(
         *overrides,
     ]
     log = out.with_name(f"{out.name}.log")
-    left = finish(command, env, log, LIMIT_S)
+    left, cores = finish(command, env, log, LIMIT_S)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     trace = read_trace(out / "trace") if env.get("TLT") != "0" else RunTrace(out / "trace")
-    return Run(out, {line["step"]: line["data"] for line in lines}, trace, log.read_text(), left)
+    return Run(out, {line["step"]: line["data"] for line in lines}, trace, log.read_text(), left, cores)
 
 
 TLT = (

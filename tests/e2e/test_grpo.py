@@ -1,6 +1,7 @@
 """What the whole loop promises, read off a real run (see conftest.py)."""
 
 import json
+import os
 import re
 
 import pytest
@@ -25,6 +26,15 @@ LITTLE_TIME = (
 
 def cold_starts(run):
     return [phase for phase in run.trace.phases if phase.name == "cold_start"]
+
+
+def test_a_replicas_engine_and_rank_run_on_its_core(run):
+    """verl's driver, rollout servers and agent loops run on any core."""
+    every = tuple(sorted(os.sched_getaffinity(0)))
+    of_replicas = sorted((every[i % len(every)],) for i in range(2))
+    assert run.cores_of("Worker") == run.cores_of("WorkerDict") == of_replicas
+    for floating in ("TaskRunnerV1", "TLTvLLMHttpServer", "AgentLoopWorkerTQ"):
+        assert set(run.cores_of(floating)) == {every}, floating
 
 
 def test_an_idle_replica_trained_inside_its_bubble(run):
