@@ -1,11 +1,15 @@
 """A head for the real policy, made by `verl-tlt warmup`, and what it reached after how much text and computing.
 
     export $(python -m verl_cpu.environment)
-    python -m benchmarks.real_policy.head .cache/real --prompts 1500 --out benchmarks/results/real_policy.json
+    python -m benchmarks.real_policy.head .cache/real --out benchmarks/results/real_policy.json
 
-It drafts 8,192 of 49,152 tokens. The policy wrote far fewer in all of these responses, and each drafted token reads
-every row of the head: of the whole vocabulary three times as much as the layer has. The prompts are others than those
-of runs. A call with more prompts goes on from the head before.
+It takes 15 to 20 minutes on one core with bfloat16 products: responses to the first `PROMPTS` prompts of the warm-up's
+side, and at most `MINUTES` of training, half of both and then the other half. A head is kept after each. A call with
+more prompts continues from the last one. The accept length at each K of `LENGTHS` is measured on prompts of runs, which
+share no step of a chain with those of the warm-up.
+
+The head drafts 8,192 of 49,152 tokens. The policy uses far fewer, and each drafted token reads every row of the head:
+for the whole vocabulary three times as much as the layer has.
 """
 
 import argparse
@@ -27,14 +31,19 @@ from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.drafter import files_digest, provenance
 
-DRAFT_LENGTH, DRAFT_VOCAB = 5, 8192
-COMMON = ("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH), "--device", "cpu")
-PROMPTS = 1500
-WARM_SEED = 1
-"""Of the prompts that it learns from."""
+LENGTHS = (3, 5, 7)
+DRAFT_LENGTH, DRAFT_VOCAB = LENGTHS[-1], 8192
+PROMPTS, MINUTES, JUDGED = 512, 12.0, 48
+"""Prompts and minutes of the warm-up, and prompts of runs on which the head is measured."""
+COMMON = (
+    *("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH), "--device", "cpu"),
+    *("--max-minutes", str(MINUTES / 2)),
+)
 RECORD = "made.json"
 """Beside the head: a row of `GROWTH` for each call that went on with it."""
 GROWTH = "growth"
+HALF = "half"
+"""Folder of the head after half of the prompts and minutes, which training along starts from."""
 
 
 def real_head(folder: Path) -> Head:
@@ -73,7 +82,7 @@ def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
 
 def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], from_it: bool) -> dict[str, Any]:
     """Run the command as a user of the recipe does, from a random head or `from_it`; what it was asked, and took."""
-    assets, fresh = real_assets(folder, WARM_SEED), folder / "fresh"
+    assets, fresh = real_assets(folder, "warm-up"), folder / "fresh"
     recipe = [word for one in (RECIPE, *real_overrides(assets)) for word in ("--recipe", str(one))]
     start = ("--drafter", str(drafter)) if from_it else ("--draft-vocab", str(DRAFT_VOCAB))
     asked = [*start, *COMMON, "--limit", str(prompts), *options]
@@ -86,16 +95,20 @@ def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], f
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """What the head says of itself, and its accept length on held-out prompts: simulated, and served by stock vLLM."""
-    made, how = provenance(folder / "drafter"), {"draft_length": DRAFT_LENGTH, "response_length": LONGEST_RESPONSE}
-    found = evaluated(folder, make_policy(folder), prompts=None, limit=24, **how)
+    """What the head says of itself, and its accept length on prompts of runs: simulated, and served by stock vLLM."""
+    made, policy, prompts = provenance(folder / "drafter"), make_policy(folder), [real_assets(folder).train]
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
+    simulated, served = {}, {}
+    for k in LENGTHS:
+        asked = {"prompts": prompts, "limit": JUDGED, "draft_length": k, "response_length": LONGEST_RESPONSE}
+        found = evaluated(folder, policy, **asked)
+        simulated[k], served[k] = (round(one.accept_length, 4) for one in (found.simulated, found.served))
     return {
         "prompts": made["prompts_limit"],
         **{name: made[name] for name in said},
         "accept_length": made["tau_sim"],
-        "accept_length_simulated": round(found.simulated.accept_length, 4),
-        "accept_length_served": round(found.served.accept_length, 4),
+        "accept_length_simulated": simulated,
+        "accept_length_served": served,
     }
 
 
@@ -106,6 +119,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options, more = parser.parse_known_args()  # more: of the command
     folder = options.folder.resolve()
+    make(folder, options.prompts // 2, more)
+    if not (folder / HALF).exists():
+        shutil.copytree(folder / "drafter", folder / HALF)
     make(folder, options.prompts, more)
     facts = real_head(folder).facts
     print(json.dumps(facts, indent=1))

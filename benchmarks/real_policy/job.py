@@ -3,26 +3,27 @@
 from functools import partial
 from pathlib import Path
 
-from benchmarks.real_policy import problems
+from benchmarks.real_policy import collatz
+from benchmarks.real_policy.collatz import Side, prompt_row
 from benchmarks.real_policy.policy import make_policy
 from demo.toy.assets import Assets, ensure, write_rows
 
 PLACE = Path(__file__).parents[2] / ".cache" / "real"
-LONGEST_PROMPT, LONGEST_RESPONSE = 256, 480
+LONGEST_PROMPT, LONGEST_RESPONSE = 48, 1000
 AUX_LAYERS = (2, 15, 27)
 """What `verl-tlt warmup` takes by itself for 30 layers."""
 ROWS = {"train": 2048, "val": 64}
 
 
-def real_assets(folder: Path, seed: int = 0) -> Assets:
-    """Policy and prompts below `folder`, made unless they are there."""
+def real_assets(folder: Path, side: Side = "run") -> Assets:
+    """Policy and prompts of this side below `folder`, made unless they are there."""
     folder = folder.resolve()
-    policy, source = make_policy(folder), Path(problems.__file__).read_text()
-    files = {split: folder / f"{split}-{seed}.parquet" for split in ROWS}
+    policy, source = make_policy(folder), Path(collatz.__file__).read_text()
+    files = {split: folder / f"{side}-{split}.parquet" for split in ROWS}
     for split, count in ROWS.items():
-        write = partial(write_rows, split=split, count=count, seed=seed, row=problems.prompt_row)
+        write = partial(write_rows, split=split, count=count, seed=0, row=partial(prompt_row, side=side))
         ensure(files[split], f"{source} {count}", write)
-    return Assets(policy, files["train"], files["val"], AUX_LAYERS, reward=f"pkg://{problems.__name__}")
+    return Assets(policy, files["train"], files["val"], AUX_LAYERS, reward=f"pkg://{collatz.__name__}")
 
 
 def real_overrides(assets: Assets) -> tuple[str, ...]:

