@@ -1,4 +1,4 @@
-"""A drain, what it is expected to take by draft length, and the rule that a race of draft lengths is judged by.
+"""A drain, what each arm is expected to take for it, and the rule by which a race of draft lengths is judged.
 
 A drain is a batch of requests that begin together. Most responses are short and some are long, so the batch shrinks.
 Numbers only.
@@ -6,137 +6,134 @@ Numbers only.
 
 from __future__ import annotations
 
-import random
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from benchmarks.control.engine import VLLM
-from benchmarks.simulate.hardware import TableCost, steady
+from benchmarks.simulate.hardware import TableCost
 from verl_tlt.commands.advise.simulation import EngineSpec, decode
 from verl_tlt.commands.compare.result import ratio
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.types import OFF
 
-FIXED = (1, 2, 3, 5)
+FIXED = (1, 2, 3, 5, 7)
 """Draft lengths that vLLM's own scheduler keeps, an arm each."""
 LONGEST = FIXED[-1]
-NONE, ADAPTIVE = "off", ("table", "goodput")
-ARMS = (NONE, *(f"{VLLM}{k}" for k in FIXED), *ADAPTIVE)
+NONE, TABLE, OURS = "off", "table", "goodput"
+ADAPTIVE = (TABLE, OURS)
+OF_FIXED = tuple(f"{VLLM}{k}" for k in FIXED)
+ARMS = (NONE, *OF_FIXED, *ADAPTIVE)
+NEAR, FAR = 32, 800
+"""Tokens of context at which step costs are measured: at every batch, and at the batches of a tail."""
 LEAST, FEWEST = 1.05, 8
-CLAIM = "adaptive beats a fixed K"
+CLAIM = "a chosen K beats every fixed K"
 RULE = (
-    f'"{CLAIM}" is said of a load only if the lower end of the 95 % interval of the fastest fixed K\'s seconds over '
-    f"goodput's, {FEWEST} rounds at least and all of them pooled, is above {LEAST}; else nowhere. "
-    "Seconds are divided by what the arm's responses would take without drafts, by the calibration: arms that sample "
-    "write other lengths."
+    f'"{CLAIM}" is claimed of a load only if, over {FEWEST} rounds or more, the lower end of the 95 % interval of '
+    f"every fixed K's adjusted seconds over {OURS}'s is above {LEAST}; otherwise the claim appears nowhere. "
+    "Adjusted: an arm's measured seconds over those predicted for the lengths that it sampled, times those predicted "
+    "for the lengths of all arms."
 )
+Round = Mapping[str, Mapping[str, Any]]
+"""By arm its `seconds`, and the `lengths` of its responses."""
 
 
 @dataclass(frozen=True)
 class Drain:
-    """Requests that begin together, and between what their responses' lengths are drawn, in tokens."""
+    """Requests that begin together: of short and of long chains, or as many equal ones as a negative control."""
 
-    requests: int
-    short: tuple[int, int]
-    long: int = 0
-    """How many of the requests have a long response."""
-    tail: tuple[int, int] = (1, 1)
-    """Between what the lengths of those are drawn."""
-    own: int = 0
-    """Above 0: each response is sampled until the policy ends it; so many tokens at most."""
+    short: int
+    long: int
+    longest: int
+    """Tokens of a response at most."""
+    equal: bool = False
+    """Whether each response has `longest` tokens; otherwise the policy ends it."""
 
     @classmethod
     def parse(cls, text: str) -> Drain:
-        """`REQUESTS:SHORT` or `REQUESTS:SHORT:NxLONG`, a length being a number or a range: `64:20-60:1x400-600`.
-
-        `REQUESTS:own-MOST`: responses that end by themselves, after so many tokens at most: `64:own-480`.
-        """
+        """`SHORT+LONG@MOST`, as in `192+4@1000`; or `REQUESTSxTOKENS`, as in `4x400`."""
         number = r"([1-9]\d{0,5})"
-        if own := re.fullmatch(rf"{number}:own-{number}", text):
-            return cls(int(own[1]), (1, 1), own=int(own[2]))
-        found = re.fullmatch(rf"{number}:{number}(?:-{number})?(?::{number}x{number}(?:-{number})?)?", text)
-        if found is None:
-            raise ArgumentTypeError(
-                f"{text!r} is not REQUESTS:SHORT, REQUESTS:SHORT:NxLONG or REQUESTS:own-MOST, as in 64:20-60:1x400"
-            )
-        requests, low, high, long, tail, end = (int(part) if part else 0 for part in found.groups())
-        drain = cls(requests, (low, high or low), long, (tail or 1, end or tail or 1))
-        if drain.long > drain.requests or any(low > high for low, high in (drain.short, drain.tail)):
-            raise ArgumentTypeError(
-                f"{text!r} has more long responses than requests, or a range that ends below its start"
-            )
-        return drain
+        if found := re.fullmatch(rf"{number}\+{number}@{number}", text):
+            return cls(*map(int, found.groups()))
+        if found := re.fullmatch(rf"{number}x{number}", text):
+            return cls(int(found[1]), 0, int(found[2]), equal=True)
+        raise ArgumentTypeError(f"{text!r} is not SHORT+LONG@MOST, as in 192+4@1000, or REQUESTSxTOKENS, as in 4x400")
 
     def __str__(self) -> str:
-        if self.own:
-            return f"{self.requests}:own-{self.own}"
-        short, tail = ("-".join(map(str, sorted({*ends}))) for ends in (self.short, self.tail))
-        return f"{self.requests}:{short}" + (f":{self.long}x{tail}" if self.long else "")
+        return f"{self.short}x{self.longest}" if self.equal else f"{self.short}+{self.long}@{self.longest}"
 
     @property
-    def longest(self) -> int:
-        """Tokens that no response has more of."""
-        return self.own or max(self.short[1], self.tail[1])
-
-    def lengths(self, turn: int) -> list[int]:
-        """Tokens of every response in that round, the same for every arm, where lengths are drawn."""
-        rng = random.Random(f"{self} {turn}")
-        ends = [self.tail] * self.long + [self.short] * (self.requests - self.long)
-        return [rng.randint(*end) for end in ends]
+    def requests(self) -> int:
+        return self.short + self.long
 
 
-LOADS = (Drain.parse("64:own-480"), Drain.parse("4:40"))
-"""A drain with the policy's own tail; and as a negative control one whose batch stays the same to its end."""
+LOADS = tuple(map(Drain.parse, ("192+4@1000", "144+2@1000", "44+4@1000", "11+1@1000", "4x400")))
+"""Two wide starts with a long tail, two narrower ones, and a batch that stays the same to its end."""
 
 
-def predict(
-    table: LatencyTable,
-    acceptance: Sequence[float],
-    rounds: Sequence[Sequence[int]],
-    prompt: int,
-    arms: Sequence[str] = ARMS,
-) -> dict[str, float]:
-    """Seconds that a drain is expected to take by each arm, the mean of these rounds' lengths.
+class StepCosts:
+    """Seconds of a step by batch, tokens of context and K, from tables that were measured at `NEAR` and `FAR` tokens.
 
-    Computed from measured step costs and the drafter's held-out acceptance: no luck, no learning, no cost of context
-    beyond what it was at the calibration. `prompt`: tokens of each, at what a token of the largest step costs.
+    A token of context costs as much at any batch as at the nearest one that was measured at `FAR`.
     """
-    batch, seconds = table.by_batch(OFF)[-1]
+
+    def __init__(self, near: LatencyTable, far: LatencyTable) -> None:
+        self._near, self._far = TableCost(near), TableCost(far)
+        self._widest_far = far.by_batch(0)[-1][0]
+        widest, seconds = near.by_batch(OFF)[-1]
+        self.prefill_token_s = seconds / widest
+        """A token of a prompt costs as much as one in the largest step."""
+
+    def __call__(self, batch: int, kv_tokens: int, k: int) -> float:
+        at = min(batch, self._widest_far)
+        extra = self._far.seconds(at, 0, max(k, 0), k) - self._near.seconds(at, 0, max(k, 0), k)
+        token = max(0.0, extra) / (at * (FAR - NEAR))
+        return self._near.seconds(batch, 0, max(k, 0), k) + token * max(0, kv_tokens - NEAR * batch)
+
+
+def predict(costs: StepCosts, acceptance: Sequence[float], lengths: Sequence[int], prompt: int, arm: str) -> float:
+    """Seconds that an arm is expected to take for responses of these lengths, after prompts of `prompt` tokens.
+
+    Computed from measured step costs and the drafter's held-out acceptance, without luck or learning. An adaptive arm
+    takes the best K in every step.
+    """
+    chosen = (int(arm.removeprefix(VLLM)),) if arm.startswith(VLLM) else tuple(range(LONGEST + 1))
+    spec = EngineSpec(costs, chosen, prefill_token_s=costs.prefill_token_s)
     tau = np.array(expected_accept_lengths(acceptance, LONGEST))
-    lengths = {
-        arm: (int(arm.removeprefix(VLLM)),) if arm.startswith(VLLM) else tuple(range(LONGEST + 1)) for arm in arms
-    }
-    found = {}
-    for arm, chosen in lengths.items():
-        spec = EngineSpec(steady(TableCost(table)), chosen, prefill_token_s=seconds / batch)
-        gains = [None if arm == NONE else np.tile(tau, (len(tokens), 1)) for tokens in rounds]
-        drained = [decode(spec, np.array(tokens), prompt, gain) for tokens, gain in zip(rounds, gains, strict=True)]
-        found[arm] = round(float(np.mean([drain.seconds for drain in drained])), 3)
-    return found
+    gains = None if arm == NONE else np.tile(tau, (len(lengths), 1))
+    return decode(spec, np.array(lengths), prompt, gains).seconds
 
 
-def over_goodput(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, list[float]]:
-    """Each other arm's seconds over those of `goodput`, all rounds pooled: [ratio, low, high] (95 %).
-
-    A round has `seconds` by arm, and `undrafted`: what the arm's responses would take without drafts, which each side
-    is divided by.
-    """
-    found = {}
-    for arm in (arm for arm in ARMS if arm != ADAPTIVE[-1]):
-        theirs, ours = ([(each["seconds"][of], each["undrafted"][of]) for each in rounds] for of in (arm, ADAPTIVE[-1]))
-        pooled = ratio([*zip(theirs, ours, strict=True)], lambda side: side[0], lambda side: side[1])
-        found[arm] = [pooled["pooled"], pooled["low"], pooled["high"]]
+def over_ours(
+    rounds: Sequence[Round], costs: StepCosts, acceptance: Sequence[float], prompt: int
+) -> dict[str, dict[str, list[float]]]:
+    """Each other arm's seconds over ours, all rounds pooled, as [ratio, low, high] (95 %): `plain` and `adjusted`."""
+    drains = [each[arm]["lengths"] for each in rounds for arm in ARMS]
+    expected = {arm: sum(predict(costs, acceptance, lengths, prompt, arm) for lengths in drains) for arm in ARMS}
+    own = [{arm: predict(costs, acceptance, each[arm]["lengths"], prompt, arm) for arm in ARMS} for each in rounds]
+    found: dict[str, dict[str, list[float]]] = {"plain": {}, "adjusted": {}}
+    for arm in (arm for arm in ARMS if arm != OURS):
+        pairs = [
+            tuple((each[of]["seconds"], predicted[of]) for of in (arm, OURS))
+            for each, predicted in zip(rounds, own, strict=True)
+        ]
+        plain = ratio(pairs, lambda side: side[0], lambda _: 1.0)
+        found["plain"][arm] = [plain[end] for end in ("pooled", "low", "high")]
+        adjusted, scale = ratio(pairs, lambda side: side[0], lambda side: side[1]), expected[arm] / expected[OURS]
+        found["adjusted"][arm] = [round(scale * adjusted[end], 4) for end in ("pooled", "low", "high")]
     return found
 
 
 def verdict(over: Mapping[str, Sequence[float]], rounds: int) -> str:
-    """What the rule says of a load, a sentence."""
-    best = min((arm for arm in over if arm.startswith(VLLM)), key=lambda arm: over[arm][0])
+    """What the rule says of a load by its adjusted ratios, a sentence."""
+    fixed = [arm for arm in over if arm.startswith(VLLM)]
+    best = min(fixed, key=lambda arm: over[arm][0])
     shown = "{:.2f}x ({:.2f} to {:.2f})".format(*over[best])
-    said = f"{CLAIM} here" if over[best][1] > LEAST and rounds >= FEWEST else f"by the rule it is not said that {CLAIM}"
-    return f"In {rounds} rounds goodput is {shown} as fast as K={best.removeprefix(VLLM)}, the fastest fixed K: {said}."
+    holds = all(over[arm][1] > LEAST for arm in fixed) and rounds >= FEWEST
+    said = f"{CLAIM} here" if holds else f"by the rule it is not claimed that {CLAIM}"
+    return f"In {rounds} rounds {OURS} is {shown} as fast as K={best.removeprefix(VLLM)}, the fastest fixed K: {said}."

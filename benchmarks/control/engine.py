@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from benchmarks.control.policies import named
 from demo.machine import find_dtype
@@ -24,6 +25,8 @@ from verl_tlt.speculation.types import Load, Policy
 
 ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Set it before torch and vLLM are imported."""
+GENERATED = 32
+"""About so many tokens are decoded by a probe of a calibration."""
 VLLM = "vllm-k"
 """Before a draft length: an arm under vLLM's own scheduler."""
 
@@ -172,13 +175,15 @@ class Engine:
     def set_drafting(self, enabled: bool) -> None:
         self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))
 
-    def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = ()) -> LatencyTable:
-        """What a run measures at its start, at these batches or at a run's."""
-        from verl_tlt.server.calibration import calibrate, plan_batches
+    def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = (), context: int = 32) -> LatencyTable:
+        """What a run measures at its start: at these batches, or at a run's; with so many tokens of context."""
+        from verl_tlt.server import calibration
 
         engine: Any = _AsyncView(self)
-        loads, vocabulary = batches or plan_batches(self.models.batch), self.llm.model_config.get_vocab_size()
-        return asyncio.run(calibrate(engine, self.models.lengths, loads, vocabulary, budget_s))
+        loads = batches or calibration.plan_batches(self.models.batch)
+        vocabulary = self.llm.model_config.get_vocab_size()
+        with mock.patch.object(calibration, "PROMPT_TOKENS", context - GENERATED // 2):
+            return asyncio.run(calibration.calibrate(engine, self.models.lengths, loads, vocabulary, budget_s))
 
     def add_arm(self, name: str, known: LatencyTable) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.

@@ -1,94 +1,142 @@
-"""Adaptive draft lengths against vLLM's own fixed K and against no drafts, in drains of one real vLLM engine.
+"""A chosen draft length against vLLM's own fixed K, its own table and no drafts, in drains of one real vLLM engine.
 
-The engine's step costs are calibrated first, up to the largest batch. From them and the drafter's acceptance follows
-what each arm is expected to take, which is printed before anything runs, after the rule of the verdict (`drains.py`).
-All arms share the engine and take turns drain by drain, in another order each round, on the same prompts: whole runs
-minutes apart differ by what the machine does meanwhile. Where lengths are drawn, all arms write the same text greedily,
-but for ties that kernels break otherwise. Where responses end by themselves, each arm samples its own at temperature 1,
-as in RL. Their lengths differ, so an arm's seconds are divided by what its own would take without drafts.
-`table` and `goodput` are told the calibration and the drafter's held-out acceptance; what `goodput` learns it keeps for
-the load. Rounds are kept in a folder, and a command that was killed goes on after them.
+The policy is the real one, its prompts are those of runs. Step costs are measured first, at two contexts. From them and
+the head's acceptance follows what each arm is expected to take, which is printed before the first round, after the rule
+of the verdict (`drains.py`). All arms share the engine and take turns drain by drain, in another order each round, on
+the same prompts: whole runs minutes apart differ by what the machine does meanwhile. Each arm samples its own responses
+at temperature 1, as in RL. The adaptive arms are told the costs at the near context and the head's held-out acceptance;
+what ours learns it keeps for the load. Each round is kept in a folder, and a command that was killed goes on after it.
 """
 
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.drains import ADAPTIVE, ARMS, LONGEST, NONE, RULE, Drain, over_goodput, predict, verdict
-from benchmarks.control.engine import Engine, Models
+from benchmarks.control.drains import (
+    ADAPTIVE,
+    ARMS,
+    FAR,
+    LONGEST,
+    NEAR,
+    NONE,
+    OURS,
+    RULE,
+    Drain,
+    StepCosts,
+    over_ours,
+    predict,
+    verdict,
+)
+from benchmarks.control.engine import VLLM, Engine, Models
 from benchmarks.gpu.parts import machine
+from benchmarks.real_policy.collatz import chat, draw
 from demo.machine import find_dtype
-from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.commands.warmup.prompts import load_tokenizer
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
 from verl_tlt.files.disk import replacing
 from verl_tlt.speculation.costs.tables import LatencyTable
 
-CALIBRATION_S = 600.0
+CALIBRATION_S = 900.0
+NEAR_BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)
+"""Batches besides 1 and the largest that are measured at the near context."""
+FAR_BATCHES = (1, 4, 2)
 BLOCK = 16
 """Tokens of a block of the prefix cache, the fewest that vLLM takes on a CPU. A round's prompts are computed before its
 first drain: to read them takes all arms equally long, and would hide what is compared."""
 Prompts = Sequence[list[int]]
 """Token ids."""
+Ask = Callable[[Drain, int], Prompts]
+"""The prompts of a drain in the round of that number."""
 Found = dict[str, Any]
 Say = Callable[[str], None]
 
 
-def given_models(policy: Path, drafter: Path, prompts: Path) -> tuple[Models, Prompts]:
-    """Any policy and EAGLE-3 head that vLLM can serve, and the prompts of a file."""
-    acceptance = provenance(drafter).get("acceptance")
-    if not acceptance:
-        raise DrafterError(f"--drafter {drafter} does not say its acceptance, as a head of `verl-tlt warmup` does.")
+def real_models(folder: Path) -> tuple[Models, Ask]:
+    """The real policy and its head below `folder`, and what their drains ask."""
+    policy, drafter = folder / "policy", folder / "drafter"
+    for made, command in (
+        (policy, "python -m benchmarks.real_policy"),
+        (drafter, "python -m benchmarks.real_policy.head"),
+    ):
+        if not made.exists():
+            raise DrafterError(f"{made} is missing: `{command}` makes it.")
     tokenizer = load_tokenizer(policy)
-    read = read_prompts([prompts], tokenizer, sys.maxsize, least=1)
-    return Models(policy, drafter, list(acceptance), end=tokenizer.eos_token_id), [list(ids) for ids in read.tokens]
+
+    def ask(drain: Drain, turn: int) -> Prompts:
+        rng = random.Random(f"{drain} {turn}")
+        kinds = [drain.equal] * drain.short + [True] * drain.long  # equal responses are cut off before a chain's end
+        asked = [chat(draw(rng, many, "run")[0]) for many in kinds]
+        template = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+        return [list(tokenizer.apply_chat_template(one, **template)) for one in asked]
+
+    acceptance = list(provenance(drafter)["acceptance"])
+    return Models(policy, drafter, acceptance, end=tokenizer.eos_token_id), ask
 
 
 def against_fixed(
-    models: Models, prompts: Prompts, drains: Sequence[Drain], rounds: int, seconds: float, work: Path, say: Say
+    models: Models, ask: Ask, drains: Sequence[Drain], rounds: int, seconds: float, work: Path, say: Say
 ) -> Found:
     """Race every arm in all drains, so many rounds of each, and begin none after so many seconds.
 
     `work` is the folder that keeps the rounds; `say` is called with a line for each. Returns the record as it is
-    published: `loads` by name, each with what was `predicted`, its `rounds`, and the `verdict`.
+    published: `loads` by name, each with what was `predicted`, its `rounds`, the ratios and the `verdict`.
     """
-    models = sized(models, prompts, drains)
+    models = sized(models, ask, drains)
     file, record = open_record(work, models)
     say(f"Rule: {RULE}")
     if missing(record, drains, rounds):
         until, engine = time.monotonic() + seconds, Engine(models)
-        _foresee(engine, record, prompts, drains, rounds, say)
+        measure_costs(engine, record)
         _keep(file, record)
+        for drain in drains:
+            foresee(engine, record, drain, ask, say)
+            _keep(file, record)
         for turn, drain in missing(record, drains, rounds):
             if time.monotonic() > until:
                 break
-            found = _round(engine, drain, turn, prompts, LatencyTable.from_list(record["costs"]))
+            found = _round(engine, drain, ask(drain, turn), random.Random(f"order {drain} {turn}"))
             record["loads"][str(drain)]["rounds"].append(found)
             _keep(file, record)
-            say(f"{drain}, {turn + 1}: " + ", ".join(f"{arm} {s:.1f}" for arm, s in found["seconds"].items()))
+            shown = ", ".join(f"{arm} {one['seconds']:.1f} ({max(one['lengths'])})" for arm, one in found.items())
+            say(f"{drain}, {turn + 1}: seconds (longest response): {shown}")
     return published(record)
 
 
-def sized(models: Models, prompts: Prompts, drains: Sequence[Drain]) -> Models:
-    """The models with an engine as large as these drains need."""
-    context = max(map(len, prompts)) + max(drain.longest for drain in drains) + 4 * LONGEST
+def sized(models: Models, ask: Ask, drains: Sequence[Drain]) -> Models:
+    """The models with an engine as large as these drains and the far calibration need."""
+    prompt = max(len(tokens) for drain in drains for tokens in ask(drain, 0))
+    context = max(prompt + max(drain.longest for drain in drains), FAR) + 16 + 4 * LONGEST
     return replace(models, longest=LONGEST, batch=max(drain.requests for drain in drains), context=context, block=BLOCK)
 
 
 def open_record(work: Path, models: Models) -> tuple[Path, Found]:
     """The file of a race of these models, and what it holds: an earlier, unfinished race, or nothing yet."""
-    weights = [file for folder in (models.policy, models.drafter) for file in sorted(folder.glob("*.safetensors"))]
-    file = work / f"{files_digest([models.policy / 'config.json', *weights])}-{models.batch}.json"
+    file = work / f"{_digest(models)}-{models.batch}.json"
     if file.exists():
         return file, dict(json.loads(file.read_text()))
     shape = policy_shape(models.policy)
     policy = {"parameters": shape.parameters[0], "layers": shape.num_layers, "vocabulary": shape.vocab_size}
     told = {"policy": policy, "acceptance": models.acceptance, "dtype": find_dtype(), "rule": RULE}
-    return file, {"machine": machine(), **told, "costs": [], "loads": {}}
+    return file, {"machine": machine(), **told, "prompt_tokens": 0, "near": [], "far": [], "loads": {}}
+
+
+def _digest(models: Models) -> str:
+    weights = [file for folder in (models.policy, models.drafter) for file in sorted(folder.glob("*.safetensors"))]
+    return files_digest([models.policy / "config.json", *weights])
+
+
+def recorded_costs(work: Path, models: Models) -> tuple[StepCosts, int]:
+    """Step costs, and the tokens of a prompt, of the widest race of these models that `work` has."""
+    digest = _digest(models)
+    files = sorted(work.glob(f"{digest}-*.json"), key=lambda file: int(file.stem.rpartition("-")[2]))
+    if not files:
+        raise DrafterError(f"{work} has no race of these models: run `python -m benchmarks.control --fixed` first.")
+    record = json.loads(files[-1].read_text())
+    return _costs(record), int(record["prompt_tokens"])
 
 
 def missing(record: Found, drains: Sequence[Drain], rounds: int) -> list[tuple[int, Drain]]:
@@ -99,13 +147,16 @@ def missing(record: Found, drains: Sequence[Drain], rounds: int) -> list[tuple[i
 
 def published(record: Found) -> Found:
     """The record with what follows from it: ratios and verdicts of the loads that have rounds, costs in short."""
-    costs, loads = LatencyTable.from_list(record["costs"]), {}
+    loads = {}
     for name, load in record["loads"].items():
-        if load["rounds"]:
-            over = over_goodput(load["rounds"])
-            loads[name] = {**load, "over": over, "verdict": verdict(over, len(load["rounds"]))}
-    ms = {k: {batch: round(1000 * s, 1) for batch, s in costs.by_batch(k)} for k in costs.lengths()}
-    return {**record, "costs": ms, "loads": loads}
+        if rounds := load["rounds"]:
+            over = over_ours(rounds, _costs(record), record["acceptance"], _read_again(record))
+            loads[name] = {**load, "over": over, "verdict": verdict(over["adjusted"], len(rounds))}
+    ms: dict[str, Any] = {}
+    for where in ("near", "far"):
+        table = LatencyTable.from_list(record[where])
+        ms[where] = {k: {batch: round(1000 * s, 1) for batch, s in table.by_batch(k)} for k in table.lengths()}
+    return {**record, **ms, "loads": loads}
 
 
 def _keep(file: Path, record: Found) -> None:
@@ -114,68 +165,67 @@ def _keep(file: Path, record: Found) -> None:
         whole.write(json.dumps(record, indent=1).encode())
 
 
-def _foresee(engine: Engine, record: Found, prompts: Prompts, drains: Sequence[Drain], rounds: int, say: Say) -> None:
-    """Calibrate unless an earlier call did, and say what each drain is expected to take before its first round."""
-    models = engine.models
-    if not record["costs"]:
-        batches = [1, models.batch, *(b for b in (256, 128, 64, 32, 16, 8, 4, 2) if b < models.batch)]
-        record["costs"] = engine.calibrate(CALIBRATION_S, batches).to_list()
-    table = LatencyTable.from_list(record["costs"])
-    for drain in drains:
-        if str(drain) not in record["loads"]:
-            lengths: list[Sequence[int]] = [drain.lengths(turn) for turn in range(rounds)]
-            if drain.own:  # of one round: to know them takes a drain
-                lengths = [engine.sample(_asked(drain, 0, prompts), drain.own).lengths]
-            predicted = predict(table, models.acceptance, lengths, _read_again(prompts))
-            record["loads"][str(drain)] = {"predicted": predicted, "rounds": []}
-        load = record["loads"][str(drain)]
-        least = load["predicted"]["goodput"]
-        shown = ", ".join(f"{arm} {s:.1f} ({s / least:.2f}x)" for arm, s in load["predicted"].items())
-        say(f"{drain}: predicted seconds, and over goodput: {shown}")
-        for arm in ADAPTIVE:
-            engine.add_arm(f"{arm}/{drain}", table)
-    engine.add_arm("off", table)
+def measure_costs(engine: Engine, record: Found) -> None:
+    """Measure step costs at both contexts, unless an earlier call did."""
+    most = engine.models.batch
+    batches = {"near": [1, most, *(b for b in NEAR_BATCHES if b < most)], "far": [b for b in FAR_BATCHES if b <= most]}
+    for where, context in (("near", NEAR), ("far", FAR)):
+        if not record[where]:
+            record[where] = engine.calibrate(CALIBRATION_S, batches[where], context).to_list()
 
 
-def _read_again(prompts: Prompts) -> int:
-    """Tokens of a prompt that are computed though the prefix cache has it, their mean."""
-    return sum(min(len(prompt), BLOCK * 3 // 2) for prompt in prompts) // len(prompts)
+def foresee(engine: Engine, record: Found, drain: Drain, ask: Ask, say: Say) -> None:
+    """Say how long each arm is expected to take for a drain, unless an earlier call did, and make its adaptive arms.
 
-
-def _asked(drain: Drain, turn: int, prompts: Prompts) -> Prompts:
-    """The prompts of that round."""
-    rng = random.Random(turn)
-    return [prompts[i % len(prompts)] for i in rng.sample(range(max(len(prompts), drain.requests)), drain.requests)]
-
-
-def _round(engine: Engine, drain: Drain, turn: int, prompts: Prompts, table: LatencyTable) -> Found:
-    """Seconds of each arm, in another order each round, and what the adaptive ones chose.
-
-    `undrafted` is what `table` says that each arm's responses take without drafts.
+    The lengths are those of one drain without drafts, on prompts that no round has.
     """
-    chosen, rng = _asked(drain, turn, prompts), random.Random(f"order {turn}")
-    seconds: dict[str, float] = {}
-    decoded: dict[str, tuple[int, ...]] = {}
-    told: Found = {}
-    engine.remember(chosen)
+    near = LatencyTable.from_list(record["near"])
+    engine.add_arm(NONE, near)
+    if str(drain) not in record["loads"]:
+        prompts = ask(drain, -1)
+        record["prompt_tokens"] = record["prompt_tokens"] or max(map(len, prompts))
+        engine.use(NONE)
+        lengths = _decode(engine, drain, prompts).lengths
+        costs, again = _costs(record), _read_again(record)
+        predicted = {arm: predict(costs, engine.models.acceptance, lengths, again, arm) for arm in ARMS}
+        record["loads"][str(drain)] = {"predicted": predicted, "predicted_from": list(lengths), "rounds": []}
+    predicted = record["loads"][str(drain)]["predicted"]
+    shown = ", ".join(f"{arm} {s:.1f} ({s / predicted[OURS]:.2f}x)" for arm, s in predicted.items())
+    say(f"{drain}: predicted seconds, and over {OURS}: {shown}")
+    for arm in ADAPTIVE:
+        engine.add_arm(f"{arm}/{drain}", near)
+
+
+def _costs(record: Found) -> StepCosts:
+    return StepCosts(LatencyTable.from_list(record["near"]), LatencyTable.from_list(record["far"]))
+
+
+def _read_again(record: Found) -> int:
+    """Tokens of a prompt that are computed though the prefix cache has it, about."""
+    return min(int(record["prompt_tokens"]), BLOCK * 3 // 2)
+
+
+def _decode(engine: Engine, drain: Drain, prompts: Prompts) -> Any:
+    """The drain under the arm in use."""
+    if drain.equal:
+        return engine.decode([(prompt, drain.longest) for prompt in prompts])
+    return engine.sample(prompts, drain.longest)
+
+
+def _round(engine: Engine, drain: Drain, prompts: Prompts, rng: random.Random) -> Found:
+    """By arm, in another order each round: seconds, the responses' lengths, and what the adaptive ones chose."""
+    found: Found = {}
+    engine.remember(prompts)
     for arm in rng.sample(ARMS, len(ARMS)):
         name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
         engine.use(name)
-        if drain.own:
-            done = engine.sample(chosen, drain.own)
-        else:
-            lengths = drain.lengths(turn)
-            done = engine.decode(list(zip(chosen, lengths, strict=True)), greedy=True)
-            if list(done.lengths) != lengths:
-                raise RuntimeError(f"{arm} decoded {sum(done.lengths)} tokens of {sum(lengths)}.")
-        seconds[arm], decoded[arm] = round(done.seconds, 3), done.lengths
-        if arm in ADAPTIVE:
+        if not arm.startswith(VLLM):
+            engine.stats(name)  # of this drain alone
+        done = _decode(engine, drain, prompts)
+        found[arm] = {"seconds": round(done.seconds, 3), "lengths": list(done.lengths)}
+        if not arm.startswith(VLLM):
             stats = engine.stats(name)
-            accepted = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
             steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
-            told[arm] = {"steps_by_draft_length": steps, "tokens_a_pass": round(accepted, 3)}
-    tokens, longest = ({arm: what(decoded[arm]) for arm in ARMS} for what in (sum, max))
-    again = _read_again(prompts)
-    undrafted = {arm: predict(table, (), [decoded[arm]], again, (NONE,))[NONE] for arm in ARMS}
-    ordered = {arm: seconds[arm] for arm in ARMS}
-    return {"seconds": ordered, "undrafted": undrafted, "chose": told, "tokens": tokens, "longest": longest}
+            tokens = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
+            found[arm] |= {"steps_by_draft_length": steps, "tokens_a_pass": round(tokens, 3)}
+    return {arm: found[arm] for arm in ARMS}
