@@ -4,21 +4,22 @@
     python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
     python -m benchmarks.e2e --forced --load large --control-every 0 --rounds 1 --steps 13 --arms tlt-fresh tlt
-    python -m benchmarks.e2e --policy real --cold-start 300 --work demo-out/real --out FILE
+    python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out FILE
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
 The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`); what making it took is in the result.
 Step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`. `--load large` has four times
-as many responses in a step.
+as many responses in a step, `--load wide` eight times.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
 arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
 rollouts, decoded without drafts, unless `--control-every` says otherwise: an arm is faster than its ratio here.
 
 The last command but one shows what a cold start costs and when it has paid for itself (`lead` in the result). The last
-one has a real language model in the toy's place (`benchmarks.real_policy`), and fewer arms.
+one has a real language model in the toy's place (`benchmarks.real_policy`), fewer arms, and ratios that are adjusted
+for the lengths that each arm sampled (`lengths.py`): `benchmarks.control --fixed` comes before it.
 """
 
 import argparse
@@ -32,29 +33,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control.engine import VllmTable
+from benchmarks.control.fixed import real_models, recorded_costs
 from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Heads, Load, arms
 from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, Head, home_of, prepare
+from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
-from benchmarks.real_policy.job import real_assets, real_overrides
+from benchmarks.real_policy.job import LONGEST_RESPONSE, real_assets, real_overrides
 from benchmarks.toy_job import CONSTANT, FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare.command import report, take_turns
-from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan
+from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan, quoted
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.script.reader import read_script
+from verl_tlt.commands.warmup.prompts import load_tokenizer
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs.tables import LatencyTable
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 900.0
-REAL_ARMS = ("vllm-3", "vllm-3-lost", "tlt-fresh", TLT)
+REAL_ARMS = (TLT, "vllm-3", "vllm-7", "vllm-3-lost", "tlt-fresh")
+RACE = ROOT / ".cache" / "race"
+"""Where `benchmarks.control --fixed` keeps the step costs by which ratios are adjusted."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Subject:
     """Draft length."""
     arms: tuple[str, ...] = ()
     """Those that there are beside stock; none named: all."""
+    predicted: Predict | None = None
+    """Seconds of a rollout, by which ratios are adjusted; None: they are not."""
 
 
 def toy(folder: Path, work: Path) -> Subject:
@@ -86,7 +94,10 @@ def real(folder: Path) -> Subject:
     assets, warm = real_assets(folder), real_head(folder)
     overrides = (*toy_overrides(assets), *real_overrides(assets))
     shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}",)
-    return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS)
+    models, _ = real_models(folder)
+    costs, prompt = recorded_costs(RACE, models)
+    predicted = rollouts(costs, warm.acceptance, prompt)
+    return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS, predicted)
 
 
 def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
@@ -138,6 +149,29 @@ def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dic
     }
 
 
+def keeping_responses(arm: Arm, work: Path) -> Arm:
+    """The arm with verl writing the responses of each step."""
+    folder = f"trainer.rollout_data_dir={quoted(responses_of(arm, work))}"
+    return replace(arm, overrides=(*arm.overrides, folder))
+
+
+def responses_of(arm: Arm, work: Path) -> Path:
+    return work / arm.name / "responses"
+
+
+def adjusted_ratios(subject: Subject, arms: Sequence[Arm], record: Record, work: Path) -> dict[str, Any]:
+    """By arm its ratios over stock, adjusted for the lengths that each sampled; empty where none are predicted."""
+    if subject.predicted is None or not record.steps(STOCK):
+        return {}
+    tokenizer = load_tokenizer(subject.assets.policy)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    found = {a.name: sampled(record.steps(a.name), responses_of(a, work), count, LONGEST_RESPONSE) for a in arms}
+    return {"adjusted": adjusted({name: steps for name, steps in found.items() if steps}, subject.predicted)}
+
+
 def portable(found: Mapping[str, Any], folders: Mapping[str, Path]) -> str:
     """A result as it is kept: JSON, with a name in place of each folder of this machine, inner folders before outer."""
     text = json.dumps(found, indent=1)
@@ -151,7 +185,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of every arm; 0: report what was measured")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, of which the first is left out")
     parser.add_argument("--arms", nargs="+", help="only these, beside stock")
-    parser.add_argument("--load", choices=LOADS, default="small", help="24 responses a step, or 96")
+    parser.add_argument("--load", choices=LOADS, default="small", help="24, 96 or 192 responses a step")
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
     parser.add_argument("--control-every", type=int, help="of TLT's arms with --forced; default: half of --steps")
     parser.add_argument("--cold-start", default=COLD_START_S, help="tlt.spot.cold_start_s of tlt-fresh; null: its rule")
@@ -180,6 +214,8 @@ def main() -> None:
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
+    if subject.predicted is not None:
+        chosen = [keeping_responses(arm, work) for arm in chosen]
     if options.forced:  # so that a turn has steps without drafts to compare with; a long run has them anyway
         every_steps = options.steps // 2 if options.control_every is None else options.control_every
         control = f"{CONSTANT}.speculation.control_every={every_steps}"
@@ -191,7 +227,8 @@ def main() -> None:
 
     def keep() -> None:
         if options.out:
-            found = {**result(chosen, record, plan, options.forced), **known}
+            ratios = adjusted_ratios(subject, chosen, record, work)
+            found = {**result(chosen, record, plan, options.forced), **ratios, **known}
             options.out.write_text(portable(found, {"WORK": work, "TOY": kept, "CLONE": ROOT}))
 
     try:

@@ -1,4 +1,4 @@
-"""What the toy's benchmark compares: stock verl, vLLM's own speculation, and TLT with and without its parts.
+"""What the benchmark compares: stock verl, vLLM's own speculation, and TLT with and without its parts.
 
 Those of vLLM take the drafter that `tlt` starts from unless their name says otherwise, and `vllm-table` the draft
 lengths that are best by the same measured step costs.
@@ -50,8 +50,12 @@ class Load:
         )
 
 
-LOADS = {"small": Load(prompts=6, requests=32), "large": Load(prompts=24, requests=64)}
-"""`small` begins with 12 responses an engine, `large` with 48, where drafts pay less."""
+LOADS = {
+    "small": Load(prompts=6, requests=32),
+    "large": Load(prompts=24, requests=64),
+    "wide": Load(prompts=48, requests=128),
+}
+"""An engine begins with 12, 48 or 96 responses: the more there are, the less drafts pay."""
 
 
 @dataclass(frozen=True)
