@@ -266,10 +266,10 @@ def scoring(bench: Bench) -> dict[str, Any]:
 
 
 PARTS = {
-    "numerics": Part(numerics, 30),
+    "numerics": Part(numerics, 30, most_s=120),
     "speed": Part(speed, 60, environment=TUNED),
     "residency_7b": Part(lambda bench: residency(bench, "7b"), 40),
-    "stop": Part(stop, 90, environment=TUNED),
+    "stop": Part(stop, 90, most_s=190, environment=TUNED),
     "successor": Part(successor, 90, environment=TUNED),
     "scoring": Part(scoring, 40),
     "residency_32b": Part(lambda bench: residency(bench, "32b"), 90),

@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -26,19 +27,37 @@ from verl_tlt.speculation.types import OFF
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-K_MAX = 3
+K_MAX = 7
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """The latter lets functions of this file be sent to vLLM's workers (`in_worker`)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What an engine takes of a device. vLLM measures free memory at its start and refuses where another process gives
+    memory back meanwhile, so engines side by side are told the size of their KV cache.
+    """
+
+    utilization: float
+    kv_gib: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Those of `actor_rollout_ref.rollout`."""
+        cache = {} if self.kv_gib is None else {"engine_kwargs.vllm.kv_cache_memory_bytes": int(self.kv_gib * 2**30)}
+        return {"gpu_memory_utilization": self.utilization, **cache}
+
+
+LITTLE, MOST = Share(0.2, 4.0), Share(0.7)
 
 
 def tiny_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[StandaloneEngine]:
     """A tiny policy with a drafter that knows it: what it samples and accepts can be judged.
 
     The drafter's longest context is not the policy's, so it has a table of rotary positions of its own. `vllm` are
-    further arguments of the engine.
+    further arguments of the engine. It leaves most of the device to others.
     """
     policy, drafter = _tiny(bench)
-    return start(_setup(bench, policy, drafter, context=256, batch=64, more=vllm), bench.directory)
+    return start(_setup(bench, policy, drafter, context=256, batch=64, share=LITTLE, more=vllm), bench.directory)
 
 
 def _tiny(bench: Bench) -> tuple[Path, Path]:
@@ -67,18 +86,20 @@ def shaped_engine(bench: Bench, *, drafting: bool = True) -> AbstractAsyncContex
     """A 7B policy's shape with made-up weights and a random drafter: what it costs is real, what it writes is noise."""
     policy = shape_of(bench, "7b").write(bench.directory.parent / "policy-7b")
     context, batch = (256, 4) if bench.tiny else (4096, 256)
-    return start(_setup(bench, policy, None, context, batch, more={"load_format": "dummy"}), bench.directory, drafting)
+    setup = _setup(bench, policy, None, context, batch, share=MOST, more={"load_format": "dummy"})
+    return start(setup, bench.directory, drafting)
 
 
 def _setup(
-    bench: Bench, policy: Path, drafter: Path | None, context: int, batch: int, more: Mapping[str, Any] | None = None
+    bench: Bench, policy: Path, drafter: Path | None, context: int, batch: int, share: Share, more: Mapping[str, Any]
 ) -> Setup:
     """`more` are further arguments of vLLM's."""
     rollout = {
         "dtype": "float32" if bench.tiny else "bfloat16", "max_num_seqs": batch, "enforce_eager": bench.tiny,
-        "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.6, "tensor_model_parallel_size": 1,
+        "max_num_batched_tokens": 8192, "tensor_model_parallel_size": 1,
         "max_model_len": context, "name": "vllm", "seed": 0, "enable_prefix_caching": False,
-        **{f"engine_kwargs.vllm.{key}": value for key, value in (more or {}).items()},
+        **{f"engine_kwargs.vllm.{key}": value for key, value in more.items()},
+        **({"gpu_memory_utilization": 0.2} if bench.tiny else share.settings()),
     }  # fmt: skip
     speculation = {"max_draft_length": K_MAX, "policy": "fixed"}
     changes: dict[str, Any] = {f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}

@@ -1,10 +1,10 @@
 """Whole verl jobs of the toy on GPUs: what only Ray, CUDA IPC and several processes on one device can show.
 
-    python -m benchmarks.gpu.job --out FILE --budget 700
+    python -m benchmarks.gpu.job --out FILE --budget 560
 
-* sync: two GRPO steps with engines two GPUs wide, the policy sent to them by CUDA IPC, replicas that sleep while it
-  is trained, and spot workers beside them; of four GPUs two replicas are made, of which one may train while the other
-  decodes.
+* sync: two GRPO steps with the policy sent to the engines by CUDA IPC, replicas that sleep while it is trained, and
+  spot training beside them. One GPU is enough; with two or more an engine is two GPUs wide, and of four GPUs two
+  replicas are made, of which one may train while the other decodes.
 * nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
   cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
 * cold_start: four steps, on one GPU to a replica. In the third all GPUs train a drafter before RL goes on.
@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.faults.plan import NAN_LIVE
 from benchmarks.faults.run import TLT, arm
+from benchmarks.gpu.engines import LITTLE
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
 from verl_tlt.commands.compare.job import read_rows
@@ -68,7 +69,7 @@ def job(
         bench.directory / "job",
         assets,
         steps,
-        [*_sizes(), *TLT, *overrides],
+        [*_sizes(bench), *TLT, *overrides],
         **shape,
         DTYPE="bfloat16" if bench.cuda else "float32",
         **environment,
@@ -88,12 +89,14 @@ def job(
     return {"replicas": replicas, "tensor_parallel": wide, "memory_gib": by_device, **_written(run.out)}
 
 
-def _sizes() -> Sequence[str]:
+def _sizes(bench: Bench) -> Sequence[str]:
     rollout = "actor_rollout_ref.rollout"
+    share = LITTLE.settings() if bench.cuda else {}  # another part's engine may be beside it
     return (
         FORCED, f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
         f"data.max_response_length={LONG + 40}", f"{rollout}.max_model_len={LONG + 120}",
         f"{rollout}.max_num_seqs={BATCH * SAMPLES}",
+        *(f"++{rollout}.{key}={value}" for key, value in share.items()),
     )  # fmt: skip
 
 
@@ -111,7 +114,7 @@ def _chosen(facts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: facts[name] for name in names if name in facts}
 
 
-PARTS = {"sync": Part(sync, 220), "nan": Part(nan, 220), "cold_start": Part(cold_start, 220)}
+PARTS = {"sync": Part(sync, 110, most_s=290), "nan": Part(nan, 220), "cold_start": Part(cold_start, 220)}
 """In the order of what a user meets first."""
 
 if __name__ == "__main__":

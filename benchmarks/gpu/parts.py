@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import os
 import platform
 import shutil
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 NEEDS_CUDA = "needs CUDA"
 """Stands for a figure, or for a whole part, that no other device can give."""
+FINDINGS = "findings.json"
 PACKAGES = ("verl-tlt", "torch", "triton", "transformers", "speculators", "vllm", "verl", "ray")
 SHOWN_FLAGS = ("avx", "amx", "sve", "bf16")
 """Beginnings of the CPU's flags that matter to matrix products."""
@@ -43,6 +45,8 @@ class Bench:
     """Toy sizes on the CPU."""
     directory: Path
     """For what it writes; models that parts share lie in the directory above."""
+    until: float = math.inf
+    """When the part is ended, by `time.time`."""
 
     @property
     def device(self) -> str:
@@ -56,6 +60,17 @@ class Bench:
         """GiB in use on each device."""
         return device_memory() if self.cuda else NEEDS_CUDA
 
+    def left(self) -> float:
+        """Seconds until the part is ended."""
+        return self.until - time.time()
+
+    def note(self, **findings: Any) -> None:
+        """Keep what a part has found so far: it is in the report even if the part fails later or takes too long."""
+        file = self.directory / FINDINGS
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        (partial := file.with_suffix(".partial")).write_text(json.dumps(kept | findings))
+        partial.replace(file)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -63,6 +78,8 @@ class Part:
     """What it finds out: a dict that JSON takes, or a coroutine of one."""
     least_s: float
     """It is not begun with less time left."""
+    most_s: float = math.inf
+    """It is ended after so long."""
     cuda_only: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of its process."""
@@ -88,17 +105,28 @@ def main(module: str, parts: Mapping[str, Part], description: str) -> None:
 
 
 def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse.Namespace) -> None:
-    """Run the parts, print what each found, and keep the report."""
+    """Run the parts, print what each found, and keep the report after every finding."""
     begin = time.monotonic()
     found: dict[str, Any] = {}
     report = {"benchmark": module, "tiny": options.tiny, "machine": machine(), "parts": found}
+
+    def keep() -> None:
+        if options.out:
+            (partial := options.out.with_suffix(".partial")).write_text(json.dumps(report, indent=1) + "\n")
+            partial.replace(options.out)
+
     for name, part in parts.items():
-        start = time.monotonic()
-        found[name] = attempt(module, name, part, options.tiny, scratch, options.budget - (start - begin))
+        start, noted = time.monotonic(), scratch / name / FINDINGS
+
+        def tell(name: str = name, start: float = start, noted: Path = noted) -> None:
+            if noted.exists():
+                found[name] = {"found": json.loads(noted.read_text()), "seconds": round(time.monotonic() - start, 1)}
+                keep()
+
+        found[name] = attempt(module, name, part, options.tiny, scratch, options.budget - (start - begin), tell)
         found[name]["seconds"] = round(time.monotonic() - start, 1)
         print(f"{name}: {json.dumps(found[name])}", flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+        keep()
 
 
 def attempt(
@@ -110,17 +138,20 @@ def attempt(
     left_s: float,
     tell: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """What a part found, under `found`; or why there is nothing, under `needs`, `skipped` or `error`."""
+    """What a part found, under `found`; or why there is nothing or not all, under `needs`, `skipped` or `error`."""
     if part.cuda_only and tiny:
         return {"needs": "CUDA"}
     if left_s < part.least_s:
         return {"skipped": f"{left_s:.0f} s of the budget were left, and it takes {part.least_s:.0f} s or more"}
     environment = {**(CPU_ENGINE if tiny else {}), **part.environment}
-    job = {"module": module, "part": name, "tiny": tiny}
+    limit_s, directory = min(left_s, part.most_s), scratch / name
+    job = {"module": module, "part": name, "tiny": tiny, "until": time.time() + limit_s}
+    (noted := directory / FINDINGS).unlink(missing_ok=True)
     try:
-        return {"found": run_job("benchmarks.gpu.parts", job, scratch / name, environment, left_s, tell)}
+        return {"found": run_job("benchmarks.gpu.parts", job, directory, environment, limit_s, tell)}
     except ChildEngineError as error:
-        return {"error": str(error)}
+        found = {"found": json.loads(noted.read_text())} if noted.exists() else {}
+        return {**found, "error": str(error)}
 
 
 # ---------------------------------------------------------------------- the machine
@@ -204,7 +235,7 @@ def planned_gib(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0
 def _work(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The process of one part."""
     part: Part = importlib.import_module(asked["module"]).PARTS[asked["part"]]
-    answer = part.work(Bench(asked["tiny"], directory))
+    answer = part.work(Bench(asked["tiny"], directory, asked["until"]))
     return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
 
 

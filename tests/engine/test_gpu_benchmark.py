@@ -25,6 +25,39 @@ def run(name, tmp_path):
     return json.loads(out.read_text())
 
 
+def judge_small(small):
+    sleep, nan, distribution = small["sleep"], small["nan"], small["distribution"]
+    assert sleep["memory_gib"]["asleep"] == "needs CUDA" and sleep["lost"] and sleep["reload_is_exact"]
+    assert sleep["accepted_after"][0] == pytest.approx(sleep["accepted_before"][0], abs=0.1)
+    assert nan["drafts_verified"] > 0
+    assert nan["token_0_share_with_nan_drafter"] == pytest.approx(nan["token_0_share_without_drafter"], abs=0.1)
+    samples = ("drafted_against_plain", "drawn_against_plain", "plain_against_plain")
+    assert all(distribution[which]["p"] > 1e-5 for which in samples)
+    assert len(distribution["steps_by_drawn_length"]) > 2, "lengths were to vary"
+
+
+def judge_race(race):
+    (one,) = race["rounds"]
+    assert {*one["good"]} == {*one["fair"]} == {*(f"vllm-k{k}" for k in range(1, 8)), "goodput"}
+    assert not one["synthetic"], "the CPU's sampler accepts by the policy alone"
+    assert all("In 1 rounds" in said and "not claimed" in said for said in race["verdict"].values())
+    assert {*race["costs_ms"]} == {"-1", *map(str, range(8))} and race["costs"]
+    assert race["sleep_7b"]["lost"] and race["sleep_7b"]["reload_is_exact"]
+
+
+def test_the_quarter_of_an_hour_ends_with_a_report_of_each_part(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--minutes", "25", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    reports = {name: file["parts"][name] for name, file in files.items()}
+    assert {*reports} == {"numerics", "stop", "small", "sync", "race"} <= {*done.stdout.split()}
+    assert all("error" not in report for report in reports.values()), reports
+    judge_small(reports["small"]["found"])
+    judge_race(reports["race"]["found"])
+    assert len(reports["sync"]["found"]["steps"]) == 2
+
+
 def test_the_drafters_parts(tmp_path):
     report = run("drafter", tmp_path)
     parts = ["numerics", "speed", "residency_7b", "stop", "successor", "scoring", "residency_32b"]
@@ -49,23 +82,15 @@ def test_the_drafters_parts(tmp_path):
 
 def test_the_engines_parts(tmp_path):
     report = run("engine", tmp_path)
-    sleep = found(report, "sleep")
-    assert sleep["memory_gib"]["asleep"] == "needs CUDA" and sleep["lost"] and sleep["reload_is_exact"]
-    assert sleep["accepted_after"][0] == pytest.approx(sleep["accepted_before"][0], abs=0.1)
-    nan = found(report, "nan")
-    assert nan["drafts_verified"] > 0
-    assert nan["token_0_share_with_nan_drafter"] == pytest.approx(nan["token_0_share_without_drafter"], abs=0.1)
-    distribution = found(report, "distribution")
-    samples = ("drafted_against_plain", "drawn_against_plain", "plain_against_plain")
-    assert all(distribution[which]["p"] > 1e-5 for which in samples)
-    assert len(distribution["steps_by_drawn_length"]) > 2, "lengths were to vary"
+    judge_small(found(report, "small"))
     lora = found(report, "lora")
     assert lora["reload_error"] is None and lora["drafted_against_plain"]["p"] > 1e-5
     assert lora["accepted_after"][0] == pytest.approx(lora["accepted_before"][0], abs=0.1) and lora["accepted_after"][0]
     tlt = found(report, "costs_tlt")
-    assert set(tlt["wall_ms"]) == {"off", "K=0"} and set(tlt["engine_ms"]) == {"off", "K=0", "K=1", "K=2", "K=3"}
+    assert set(tlt["wall_ms"]) == {"off", "K=0"} and set(tlt["engine_ms"]) == {"off", *(f"K={k}" for k in range(8))}
     assert set(found(report, "costs_stock_v1")["wall_ms"]["stock"]) == {"1", "2"}
-    assert all(report["parts"][part]["needs"] == "CUDA" for part in ("costs_stock_v2", "costs_tlt_longest_graphs"))
+    assert report["parts"]["costs_stock_v2"]["needs"] == "CUDA"
+    judge_race(found(report, "race"))
     beside = found(report, "beside")
     assert beside["decodes_afterwards"] and beside["memory_gib"]["awake"] == "needs CUDA"
     assert all(s["outcome"] == "stopped" for s in beside["session"]["found"]["sessions"])

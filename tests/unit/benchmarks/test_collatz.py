@@ -19,7 +19,9 @@ def test_a_solution_says_every_number_and_count_by_turns_and_is_rewarded(side, m
         numbers = chain(next(int(n) for n in re.findall(r"\d+", asked) if int(n) != LIMIT))
         assert len(numbers) - 1 == answer and steps[0] <= answer <= steps[1]
         assert numbers[-1] < LIMIT <= min(numbers[:-1])
-        found = [int(n) for n in re.findall(r"\d+", re.sub("(?i)(plus|times) [13]", "", solved).replace("Below 100", ""))]
+        found = [
+            int(n) for n in re.findall(r"\d+", re.sub("(?i)(plus|times) [13]", "", solved).replace("Below 100", ""))
+        ]
         said = [{found[2 * i], found[2 * i + 1]} for i in range(answer)]
         assert said == [{i, number} for i, number in enumerate(numbers[1:], start=1)]
         assert compute_score(collatz.DATA_SOURCE, solved, str(answer)) == 1.0

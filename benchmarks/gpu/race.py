@@ -1,0 +1,167 @@
+"""A chosen K against every fixed K and no drafts, on an engine of a 7B policy's shape, in drains from many requests to
+one.
+
+The weights are random, so vLLM accepts drafts by chance, as often as it is told: its synthetic acceptance, of the V1
+runner. Response lengths are drawn once for all arms of a round. First come the calibration as in a run, the costs of
+OFF and of each K at batches up to the largest, and last a sleep with a policy of real size. The costs are in the report
+in the form that the replays read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.control.drains import NONE, OURS, RULE, verdict
+from benchmarks.control.engine import VLLM
+from benchmarks.gpu.engines import in_worker, live_digest, shaped_engine, stats
+from benchmarks.gpu.parts import Bench
+from verl_tlt.commands.compare.result import ratio
+from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
+from verl_tlt.server import calibration
+from verl_tlt.server.engine_arguments import most_requests, started_lengths
+from verl_tlt.server.engine_calls import ask_scheduler
+from verl_tlt.speculation.costs.tables import LatencyTable
+
+PROFILES = {
+    "good": (0.80, 0.78, 0.76, 0.75, 0.74, 0.73, 0.72),
+    "fair": (0.62, 0.58, 0.56, 0.55, 0.54, 0.53, 0.52),
+}
+"""P(draft token i is accepted | those before it were): accept lengths of 2.9 and 2.2 at K=3."""
+BATCHES = (1, 256, 128, 64, 32, 16, 8, 4, 2)
+CALIBRATION_S, COSTS_S, SLEEP_S = 20.0, 45.0, 20.0
+MOST_ROUNDS, LONGEST = 12, 600
+Drained = dict[str, Any]
+
+
+async def race(bench: Bench) -> dict[str, Any]:
+    """Rounds until the part's time is over; what is known so far is noted after each."""
+    found: dict[str, Any] = {"rule": RULE}
+    began = time.monotonic()
+    async with shaped_engine(bench) as engine:
+        captured = str(engine.llm.vllm_config.compilation_config.cudagraph_capture_sizes)
+        lengths = started_lengths(engine.llm)
+        found |= {"engine_start_s": round(time.monotonic() - began, 1), "lengths": list(lengths), "captured": captured}
+        table = await _costs(bench, engine, lengths, found)
+        bench.note(**found)
+        await _rounds(bench, engine, table, [k for k in lengths if k], found)
+        await in_worker(engine, synthetic, None)
+        if bench.left() > SLEEP_S:
+            found["sleep_7b"] = await _sleep(bench, engine)
+    return found
+
+
+def synthetic(worker: Any, rates: Sequence[float] | None) -> bool:
+    """Have vLLM accept drafts by chance at these rates from here on, or by the policy again; whether it can."""
+    import torch
+
+    sampler = worker.model_runner.rejection_sampler
+    if rates is not None and worker.device.type == "cpu":
+        return False  # its kernel has no such mode
+    sampler.synthetic_mode = rates is not None
+    told = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=worker.device)
+    sampler.synthetic_conditional_rates = told
+    return True
+
+
+async def _costs(bench: Bench, engine: StandaloneEngine, lengths: Sequence[int], found: dict[str, Any]) -> LatencyTable:
+    """Seconds of the calibration as in a run; then the costs at every batch."""
+    start = time.monotonic()
+    await engine.measure_costs(CALIBRATION_S)
+    found["calibration_as_in_a_run_s"] = round(time.monotonic() - start, 1)
+    batches = [batch for batch in BATCHES if batch <= most_requests(engine.llm)]
+    table = await calibration.calibrate(engine.llm, lengths, batches, engine.vocab_size, budget_s=COSTS_S)
+    found["costs_ms"] = {k: [(b, round(1e3 * s, 3)) for b, s in table.by_batch(k)] for k in table.lengths()}
+    found["costs"] = table.to_list()
+    return table
+
+
+async def _rounds(
+    bench: Bench, engine: StandaloneEngine, table: LatencyTable, fixed: Sequence[int], found: dict[str, Any]
+) -> None:
+    """As many rounds as there is time for, each of all arms at both acceptances, in another order each time."""
+    rounds: list[dict[str, Any]] = []
+    took = 0.0
+    arms = [*(f"{VLLM}{k}" for k in fixed), OURS]
+    requests = most_requests(engine.llm)
+    found |= {"requests": requests, "rounds": rounds}
+    for rates in PROFILES.values():  # what is used first compiles
+        await in_worker(engine, synthetic, list(rates))
+        await _drain(engine, OURS, table, rates, [8] * requests)
+    while len(rounds) < (1 if bench.tiny else MOST_ROUNDS) and bench.left() > SLEEP_S + 1.2 * took:
+        start, rng = time.monotonic(), random.Random(len(rounds))
+        lengths = [draw_length(bench, rng) for _ in range(requests)]
+        each: dict[str, Any] = {"lengths": lengths, NONE: await _drain(engine, NONE, table, (), lengths)}
+        for name in rng.sample(sorted(PROFILES), len(PROFILES)):
+            rates = PROFILES[name]
+            each["synthetic"] = await in_worker(engine, synthetic, list(rates))
+            each[name] = {arm: await _drain(engine, arm, table, rates, lengths) for arm in rng.sample(arms, len(arms))}
+        rounds.append(each)
+        took = time.monotonic() - start
+        found["over"] = {name: over_ours(rounds, name) for name in PROFILES}
+        found["verdict"] = {name: verdict(over, len(rounds)) for name, over in found["over"].items()}
+        bench.note(**found)
+
+
+def draw_length(bench: Bench, rng: random.Random) -> int:
+    """Tokens of a response: most are short, some are long, as where a policy ends its responses."""
+    return rng.randint(4, 24) if bench.tiny else min(LONGEST, max(16, int(rng.lognormvariate(4.6, 0.75))))
+
+
+async def _drain(
+    engine: StandaloneEngine, arm: str, table: LatencyTable, rates: Sequence[float], lengths: Sequence[int]
+) -> Drained:
+    drafting = arm != NONE
+    await engine.rpc("tlt_set_drafting", drafting)
+    await engine.llm.reset_prefix_cache()
+    told: dict[str, Any] = {"points": table.to_list(), "acceptance": list(rates)} if arm == OURS else {}
+    held = {NONE: 0, OURS: None}.get(arm, int(arm.removeprefix(VLLM)) if arm.startswith(VLLM) else None)
+    await ask_scheduler(engine.llm, "control", drafting=drafting, force_k=held, **told)
+    await stats(engine)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(engine.vocab_size) for _ in range(16)] for _ in lengths]
+    start = time.perf_counter()
+    await asyncio.gather(*(engine.generate(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)))
+    seconds, done = time.perf_counter() - start, await stats(engine)
+    accept_length = 1 + sum(done.num_accepted_tokens_per_pos) / max(1, done.num_drafts)
+    steps = {str(k): n for k, n in done.steps_by_draft_length.items()}
+    return {"seconds": round(seconds, 4), "steps": steps, "accept_length": round(accept_length, 3)}
+
+
+def over_ours(rounds: Sequence[Mapping[str, Any]], profile: str) -> dict[str, list[float]]:
+    """Each other arm's seconds over ours, all rounds pooled: [ratio, low, high] (95 %)."""
+    found = {}
+    for arm in [NONE, *(arm for arm in rounds[0][profile] if arm != OURS)]:
+        pairs = [(each[NONE] if arm == NONE else each[profile][arm], each[profile][OURS]) for each in rounds]
+        over = ratio(pairs, lambda side: side["seconds"], lambda _: 1.0)
+        found[arm] = [over[end] for end in ("pooled", "low", "high")]
+    return found
+
+
+async def _sleep(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]:
+    """Sleep at level 2 and wake up: seconds and memory of each stage, and whether the drafter is whole after."""
+    assert engine.drafter is not None
+    await ask_scheduler(engine.llm, "control", drafting=True, force_k=None)
+    before, memory, took = await in_worker(engine, live_digest), {"awake": bench.memory()}, {}
+    start = time.monotonic()
+    await engine.llm.sleep(level=2)
+    took["sleep"], memory["asleep"] = time.monotonic() - start, bench.memory()
+    start = time.monotonic()
+    await engine.llm.wake_up(tags=["weights"])
+    took["wake weights"] = time.monotonic() - start
+    lost = await in_worker(engine, live_digest) != before
+    start = time.monotonic()
+    reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
+    took["reload"] = time.monotonic() - start
+    await engine.llm.wake_up(tags=["kv_cache"])
+    memory["awake again"] = bench.memory()
+    return {
+        "seconds": {stage: round(seconds, 3) for stage, seconds in took.items()},
+        "memory_gib": memory,
+        "lost": lost,
+        "reload_ok": reply["ok"],
+        "reload_is_exact": await in_worker(engine, live_digest) == before,
+    }
