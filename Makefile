@@ -23,10 +23,10 @@ help:
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
-	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; some 20 minutes)"
+	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; an hour, the policy's fine-tuning included)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, thirteen arms in turns (some three hours)"
 	@echo "make bench-control  draft-length policies against oracles, and what control adds to an engine step"
-	@echo "make bench-real     a head for a real language model, and the comparison on it (a night; goes on after a kill)"
+	@echo "make bench-real     a real language model: policy, head, race of draft lengths, whole runs (nights; goes on after a kill)"
 	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"
 	@echo "make clean          remove what runs left behind; make distclean removes the environment too"
@@ -107,11 +107,14 @@ bench: $(STAMP)
 bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control
 
+# Each line goes on where it was killed. Nothing else may run beside it.
 bench-real: $(STAMP)
 	$(BIN)/python -m benchmarks.real_policy
-	$(BIN)/python -m benchmarks.real_policy.head
-	$(BIN)/python -m benchmarks.control --fixed --policy .cache/real/policy --drafter .cache/real/drafter --prompts .cache/real/train-0.parquet --out demo-out
+	$(BIN)/python -m benchmarks.real_policy.head --out demo-out/real_policy.json
+	$(BIN)/python -m benchmarks.control --fixed --out demo-out
 	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out demo-out/real.json
+	$(BIN)/python -m benchmarks.e2e --policy real --load wide --cold-start 300 --rounds 3 --steps 5 --work demo-out/real-wide --out demo-out/real_wide.json
+	$(BIN)/python -m benchmarks.e2e.along --work demo-out/along --out demo-out/along.json
 
 clean:
 	rm -rf demo-out outputs .cache build dist *.egg-info verl_cpu/build verl_cpu/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,5 @@
 """A head for the real policy, made by `verl-tlt warmup`, and what it reached after how much text and computing.
 
-    export $(python -m verl_cpu.environment)
     python -m benchmarks.real_policy.head .cache/real --out benchmarks/results/real_policy.json
 
 It takes 15 to 20 minutes on one core with bfloat16 products: responses to the first `PROMPTS` prompts of the warm-up's
@@ -33,7 +32,7 @@ from verl_tlt.drafter import files_digest, provenance
 
 LENGTHS = (3, 5, 7)
 DRAFT_LENGTH, DRAFT_VOCAB = LENGTHS[-1], 8192
-PROMPTS, MINUTES, JUDGED = 512, 12.0, 48
+PROMPTS, MINUTES, JUDGED = 384, 12.0, 48
 """Prompts and minutes of the warm-up, and prompts of runs on which the head is measured."""
 COMMON = (
     *("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH), "--device", "cpu"),
@@ -118,9 +117,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="the first so many, a response each")
     parser.add_argument("--out", type=Path)
     options, more = parser.parse_known_args()  # more: of the command
+    os.environ.update(CPU_ENGINE)
     folder = options.folder.resolve()
     make(folder, options.prompts // 2, more)
-    if not (folder / HALF).exists():
+    if len(made_so_far(folder)) == 1:  # also where a call ended before this
+        shutil.rmtree(folder / HALF, ignore_errors=True)
         shutil.copytree(folder / "drafter", folder / HALF)
     make(folder, options.prompts, more)
     facts = real_head(folder).facts
