@@ -59,7 +59,8 @@ class Drain:
         """`SHORT+LONG@MOST`, as in `192+4@1000`; or `REQUESTSxTOKENS`, as in `4x400`."""
         number = r"([1-9]\d{0,5})"
         if found := re.fullmatch(rf"{number}\+{number}@{number}", text):
-            return cls(*map(int, found.groups()))
+            short, long, longest = map(int, found.groups())
+            return cls(short, long, longest)
         if found := re.fullmatch(rf"{number}x{number}", text):
             return cls(int(found[1]), 0, int(found[2]), equal=True)
         raise ArgumentTypeError(f"{text!r} is not SHORT+LONG@MOST, as in 192+4@1000, or REQUESTSxTOKENS, as in 4x400")
@@ -118,10 +119,11 @@ def over_ours(
     own = [{arm: predict(costs, acceptance, each[arm]["lengths"], prompt, arm) for arm in ARMS} for each in rounds]
     found: dict[str, dict[str, list[float]]] = {"plain": {}, "adjusted": {}}
     for arm in (arm for arm in ARMS if arm != OURS):
-        pairs = [
-            tuple((each[of]["seconds"], predicted[of]) for of in (arm, OURS))
-            for each, predicted in zip(rounds, own, strict=True)
-        ]
+        theirs, ours = (
+            [(float(each[of]["seconds"]), predicted[of]) for each, predicted in zip(rounds, own, strict=True)]
+            for of in (arm, OURS)
+        )
+        pairs = list(zip(theirs, ours, strict=True))
         plain = ratio(pairs, lambda side: side[0], lambda _: 1.0)
         found["plain"][arm] = [plain[end] for end in ("pooled", "low", "high")]
         adjusted, scale = ratio(pairs, lambda side: side[0], lambda side: side[1]), expected[arm] / expected[OURS]

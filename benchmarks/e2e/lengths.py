@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -92,7 +93,7 @@ def adjusted(arms: Mapping[str, Sequence[Sampled]], predicted: Predict) -> dict[
     for name in (name for name in arms if name != STOCK):
         both = [(*rows[STOCK][at], *rows[name][at]) for at in rows[STOCK] if at in rows[name]]
 
-        def speedup(sums: Floats, whole: bool, name: str = name) -> Floats:
+        def speedup(sums: Floats, *, whole: bool, name: str = name) -> Floats:
             def seconds(of: str, first: int) -> Floats:
                 rollout, expected, rest, written = sums[:, first : first + 4].T
                 other: Any = tokens * rest / written if whole else 0.0
@@ -103,7 +104,7 @@ def adjusted(arms: Mapping[str, Sequence[Sampled]], predicted: Predict) -> dict[
 
         if both:
             found[name] = {
-                what: [round(value, 4) for value in pooled(both, lambda sums, whole=whole: speedup(sums, whole))]
+                what: [round(value, 4) for value in pooled(both, partial(speedup, whole=whole))]
                 for what, whole in (("rollout", False), ("step", True))
             }
     return found
