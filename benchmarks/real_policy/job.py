@@ -29,19 +29,19 @@ def real_assets(folder: Path, side: Side = "run") -> Assets:
 def real_overrides(assets: Assets) -> tuple[str, ...]:
     """What is changed in the demo's recipe.
 
-    A rank's rows have 49,152 logits each, so fewer are computed at once. The embedding, 113 MB in float32, must fit
-    into the memory through which verl sends weights.
+    A row of a rank has 49,152 logits, so no more rows are computed at once than the longest sequence has. verl sends
+    weights through a piece of memory into which the embedding, 113 MB in float32, must fit.
     """
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    actor, rollout, longest = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", LONGEST_PROMPT + LONGEST_RESPONSE
     return (
         f"data.train_files={assets.train}",
         f"data.val_files={assets.val}",
         f"data.max_prompt_length={LONGEST_PROMPT}",
         f"data.max_response_length={LONGEST_RESPONSE}",
-        f"{rollout}.max_model_len={LONGEST_PROMPT + LONGEST_RESPONSE}",
+        f"{rollout}.max_model_len={longest}",
         f"{rollout}.max_num_batched_tokens=1024",
-        f"{rollout}.log_prob_max_token_len_per_gpu=1024",
+        f"{rollout}.log_prob_max_token_len_per_gpu={longest}",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=256",
-        f"{actor}.ppo_max_token_len_per_gpu=1024",
+        f"{actor}.ppo_max_token_len_per_gpu={longest}",
         f"reward.custom_reward_function.path={assets.reward}",
     )

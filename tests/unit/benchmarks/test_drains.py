@@ -226,6 +226,17 @@ def test_other_weights_have_a_race_of_their_own(models):
     assert len(made) == 2 and "calibrate" in made[1].called
 
 
+def test_whole_runs_find_the_costs_of_the_widest_race_of_their_models(models):
+    work = models.policy.parent / "work"
+    with pytest.raises(
+        DrafterError, match=r"no race of these models: run `python -m benchmarks\.control --fixed` first"
+    ):
+        fixed.recorded_costs(work, models)
+    race(models, 1)
+    costs, prompt = fixed.recorded_costs(work, models)
+    assert prompt == 4 and costs(1, NEAR, OFF) == pytest.approx(table(0.001).by_batch(OFF)[0][1])
+
+
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path):
     with pytest.raises(DrafterError, match=r"policy is missing: `python -m benchmarks\.real_policy` makes it"):
         fixed.real_models(tmp_path)
