@@ -201,7 +201,7 @@ def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, policy, t
         code, output = call(*words)
     finally:
         look_first_in([])
-    assert code == 1 and "verl 0.8.0 is installed, and verl-tlt needs" in output
+    assert code == 1 and "verl 0.8.0 is installed, and verl-tlt was tested with verl 0.9.1" in output
     assert f"verl is read in {clone}, which hides that in" in output
     assert output.splitlines()[-1].startswith("TLT cannot run here: verl 0.8.0")
 
