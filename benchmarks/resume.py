@@ -3,10 +3,10 @@
     python -m benchmarks.resume --resumptions 20 --out benchmarks/results/resume.json
 
 One chain: the toy's GRPO job with two replicas saves every step; all its processes get SIGKILL at a random moment of a
-phase that is drawn in turn, and it is started again with verl's `resume_mode=auto`. What the new job holds in memory
-(its spot workers log checksums, its engines tell versions) is compared with the checkpoint's files, and these with what
-the trace of the killed jobs says of that step: the version that the engines served, optimizer steps that were trained.
-All of it must be of the step that verl resumes.
+phase that is drawn in turn, and it is started again with verl's `resume_mode=auto`. What the new job goes on with (its
+spot trainer logs its steps, its engines tell versions) is compared with the checkpoint's files, and these with what
+the trace of the killed jobs says of that step: the version that the engines served, and optimizer steps that were
+trained. All of it must be of the step that verl resumes.
 
 The work folder keeps the chain: called again, the command goes on with it.
 """
@@ -17,13 +17,10 @@ import math
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import load_file
 
 from benchmarks.stored import store
 from benchmarks.toy_job import CONSTANT, FORCED, QUICK_TO_LEARN, Job, make_assets
@@ -31,9 +28,6 @@ from demo.toy.assets import Assets
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.drafter import load_training_state
-from verl_tlt.drafter.train import AVERAGE
-from verl_tlt.messages.training import Resumed
-from verl_tlt.spot_worker.merge import INITIAL, checksum, moments
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted
 from verl_tlt.trainer.checkpoints import CHECKPOINT
 
@@ -47,18 +41,18 @@ OVERRIDES = (
     *QUICK_TO_LEARN,
     f"{CONSTANT}.speculation.calibrate=false",
     f"{CONSTANT}.speculation.costs_dir=null",
-    f"{CONSTANT}.gate.min_tokens=64",
 )
-PHASES = ("save", "session", "merge", "publish", "start", "save", "rollout", "sync", "session", "update")
+PHASES = ("save", "session", "judged", "publish", "start", "save", "rollout", "sync", "session", "update")
 """Drawn in turn; `start` is a resumption that is killed itself."""
 LENGTHS_S = {
-    "start": 15.0, "rollout": 2.0, "session": 2.0, "merge": 0.4, "update": 1.0, "save": 0.4, "publish": 0.3, "sync": 1.0
+    "start": 15.0, "rollout": 2.0, "session": 2.0, "judged": 0.4, "update": 1.0, "save": 0.4, "publish": 0.3,
+    "sync": 1.0,
 }  # fmt: skip
 """Longest delay after a phase's mark, seconds: about as long as the phase is on two cores."""
 LATEST = 3
 """How many steps after its first a job is killed, at most: what is published in one step is saved in the next."""
 LIMIT_S = 900.0
-WENT_ON = re.compile(r"spot worker \S+ goes on from \S+: Resumed\((.*?)\)")
+WENT_ON = re.compile(r"the spot trainer goes on from \S+ after (\d+) optimizer steps")
 STARTS = "TLT starts from"
 
 
@@ -83,7 +77,7 @@ class Target:
                 self.trained |= dry
                 return self.phase == "rollout" or (self.phase == "session" and dry)
             case Phase(name="rollout"):
-                return self.phase == "merge" and self.trained
+                return self.phase == "judged" and self.trained
             case Phase(name="old_log_prob"):
                 return self.phase == "update"
             case Phase(name="update_actor"):
@@ -106,8 +100,8 @@ class Saved:
     step: int
     version: int
     policy_step: int
-    holds: Resumed
-    """What spot workers must hold."""
+    optimizer_steps: int
+    """Behind the moments."""
 
 
 def saved(checkpoints: Path) -> Saved | None:
@@ -117,17 +111,9 @@ def saved(checkpoints: Path) -> Saved | None:
     if not directory.is_dir():
         return None
     facts = json.loads((directory / "provenance.json").read_text())
-    state, tensors = load_training_state(directory), load_file(directory / "model.safetensors")
-    served = {name: tensors[name] for name in state["parameters"]}
-    initial = state.get(INITIAL, served)
-    holds = Resumed(
-        steps=state["steps"],
-        candidate=checksum(state[AVERAGE]),
-        served=checksum(served),
-        initial=checksum(initial),
-        moments=moments(state["optimizer"]),
-    )
-    return Saved(step, facts["version"], facts["policy_step"], holds)
+    state = load_training_state(directory)
+    assert state is not None
+    return Saved(step, facts["version"], facts["policy_step"], state["steps"])
 
 
 def history(trace: RunTrace, step: int) -> dict[str, Any]:
@@ -140,38 +126,30 @@ def history(trace: RunTrace, step: int) -> dict[str, Any]:
         return event.step < kept + any(phase.start <= event.t <= phase.end for phase in cold_starts)
 
     def trained(job: RunStarted) -> int:
-        """Steps of the worker that trained the longest in a job: it writes the checkpoint, and all go on from there."""
+        """Optimizer steps of a job until `step`."""
         until = min((run.t for run in trace.runs if run.t > job.t), default=math.inf)
-        steps = Counter[str]()
-        for session in trace.sessions:
-            if session.step <= step and job.t <= session.start < until:
-                steps[session.replica] += session.steps
-        return max(steps.values(), default=0)
+        return sum(s.steps for s in trace.sessions if s.step <= step and job.t <= s.start < until)
 
     version = next((p.version for p in reversed(trace.publishes) if lasted(p)), 0)
     steps = sum(trained(job) for job in trace.runs)
     return {"version": version, "steps": steps}
 
 
-def judge(want: Saved, past: dict[str, Any], step0: int, held: list[Resumed], reloads: list[Reload]) -> dict[str, Any]:
+def judge(want: Saved, past: dict[str, Any], step0: int, held: list[int], reloads: list[Reload]) -> dict[str, Any]:
     """Each thing that must be of one and the same step -> whether it is; None: the job was killed before it said so."""
     first = [r.version == want.version for r in reloads if r.step == step0]
     return {
         "step": step0 == want.step + 1 and want.policy_step == want.step,
         "version": want.version == past["version"],
-        "drafter": all(h.served == want.holds.served for h in held),
         "engines": all(first) if first else None,
-        "candidate": all(h.candidate == want.holds.candidate for h in held),
-        "optimizer": all((h.moments, h.steps) == (want.holds.moments, want.holds.steps) for h in held),
-        "optimizer_steps": want.holds.steps == past["steps"],
-        "gate_initial": all(h.initial == want.holds.initial for h in held),
-        "all_workers_said": len(held) == 2,
+        "optimizer": held == [want.optimizer_steps],
+        "optimizer_steps": want.optimizer_steps == past["steps"],
     }  # fmt: skip
 
 
-def held_by(said: str) -> list[Resumed]:
-    found = [dict(re.findall(r"(\w+)='?([0-9a-f]+)'?", fields)) for fields in WENT_ON.findall(said)]
-    return [Resumed(**{**one, "steps": int(one["steps"])}) for one in found]
+def held_by(said: str) -> list[int]:
+    """Optimizer steps that a job's spot trainer went on with."""
+    return [int(steps) for steps in WENT_ON.findall(said)]
 
 
 class Chain:
@@ -224,7 +202,7 @@ class Chain:
                 reloads = [event for event in seen if isinstance(event, Reload)]
                 found["checks"] = judge(want, past, run.step0, held_by(said), reloads)
                 found["version"] = want.version
-                found["optimizer_steps"] = want.holds.steps
+                found["optimizer_steps"] = want.optimizer_steps
             found["equal"] = all(value is not False for value in found["checks"].values())
         self.links.append(found)
         self.file.write_text(json.dumps(self.links, indent=1))

@@ -34,9 +34,8 @@ QUICK_TO_LEARN = (
     f"{CONSTANT}.drafter.warmup_steps=5",
     f"{CONSTANT}.drafter.batch_tokens=512",
     f"{CONSTANT}.buffer.min_tokens=300",
-    f"{CONSTANT}.spot.min_merge_steps=2",
 )
-"""Overrides of TLT by which something is trained and merged in nearly every step of a small job."""
+"""Overrides of TLT by which something is trained in nearly every step of a small job."""
 NO_CLUSTER = "+ray_kwargs.ray_init.address=local"
 """Override by which a job starts a Ray of its own, whatever cluster there is."""
 

@@ -65,20 +65,16 @@ NOTES = {
         "`policy=fixed` drafts however little is accepted: for tests and comparisons.",
     ],
     "spot": [
-        "`cold_start_s` counts training, scores, merges and publication. A resumed run with a drafter has no"
+        "`cold_start_s` counts training, scores and publication. A resumed run with a drafter has no"
         " [cold start](how-it-works.md#a-cold-start), nor has `separate_async`.",
-        "After a failed session its replica pauses for 1, 2, then 8, 16, 32, ... RL steps.",
+        "After three failures in a row nothing is trained any more in this run; the drafter is still written.",
     ],
     "buffer": [
         "One token takes 8 bytes per unit of the policy's hidden size, 32 KiB at 4096; an MTP head's takes 2 bytes.",
-        "`max_mb` and `tokens_per_step` are per spot worker.",
-        "`tlt/tap_tokens` logs what `tokens_per_step` has become.",
-        "A prompt's responses are held out on all workers or on none.",
     ],
     "gate": [
         "*Surely* means at a level of 1 %. In doubt the served drafter stays, and the candidate trains on.",
-        "With fewer than 512 positions, or fewer than 7 prompts, it is held, unless what is served is"
-        " useless or the candidate is far better.",
+        "With fewer than 512 positions, or fewer than 7 prompts, it stays, too, unless what is served is useless.",
     ],
     "trace": ["What the files hold: [metrics](metrics.md). `verl-tlt report DIR` reads them."],
 }

@@ -78,10 +78,9 @@ CONSTANT = "++actor_rollout_ref.rollout.custom.tlt"
 """Where an override of a small run changes what is no setting (`verl_tlt.config.constant`)."""
 TLT = (
     "tlt.speculation.policy=fixed", "tlt.speculation.fixed=2", f"{CONSTANT}.speculation.calibrate=false",
-    f"{CONSTANT}.drafter.batch_tokens=256", f"{CONSTANT}.buffer.min_tokens=200", f"{CONSTANT}.spot.settle_s=0.05",
-    f"{CONSTANT}.spot.min_merge_steps=1",
+    f"{CONSTANT}.drafter.batch_tokens=256", f"{CONSTANT}.buffer.min_tokens=200",
 )  # fmt: skip
-"""TLT, so that in two steps it drafts, trains, merges and publishes."""
+"""TLT, so that in two steps it drafts and trains."""
 
 SHORT = (f"{ROLLOUT}.n=4",)
 """Groups of four."""

@@ -44,7 +44,7 @@ REMOVED = {
     "spot": {
         "poll_s": "it needs no setting",
         "settle_s": "it needs no setting",
-        "min_merge_steps": "it needs no setting",
+        "min_merge_steps": "nothing is merged any more",
     },
     "buffer": {
         "keep_steps": "set tlt.buffer.max_mb to bound what is kept",
@@ -63,8 +63,6 @@ BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
 """The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
 COSTS_DIR = "~/.cache/verl-tlt/costs"
 """Where measured step costs are kept unless a run says otherwise."""
-TOKENS_PER_STEP = 8192
-"""First `buffer.tokens_per_step`: a session needs some thousand tokens, and no bubble has been seen yet."""
 
 
 def dtype_name(name: object) -> str:
@@ -177,19 +175,13 @@ class SpotConfig:
 
     enable: bool = True
     """False: the drafter stays as it was loaded."""
-    poll_s: Positive = constant(0.05)
-    """Seconds between two looks at the replicas' load: a fraction of an engine's sleep."""
-    settle_s: NotNegative = constant(0.1)
-    """Seconds for which a replica must have been empty before it leaves: longer than a request is on its way."""
     stop_timeout_s: Positive = 5.0
-    """A spot worker that has not stopped by then is killed and restarted; RL does not wait longer."""
+    """A spot trainer that has not stopped by then is killed and replaced; RL does not wait longer."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
     """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
-    min_merge_steps: Count = constant(8)
-    """Fewer optimizer steps than this are kept for later: AdamW's first steps are sign-like."""
     cold_start_s: NotNegative | None = None
-    """Seconds for which a run without a drafter may stop, once, to train one on all devices; 0: never. Null: 1 % of the
-    run that is left, up to 300 seconds; never where that is less than 10, or more than a good drafter would save."""
+    """Seconds for which a run without a drafter stops, once in its third step, to train one; 0: never. Null: 30 seconds
+    on GPUs, less than one RL step of a run that lasts hundreds, and never on the CPU."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -197,48 +189,27 @@ class BufferConfig:
     """The hidden states of recent rollouts, kept on the node that made them."""
 
     max_mb: Count | None = None
-    """Bytes of hidden states per spot worker, in MiB; the oldest step is evicted first. Null: 2048, or on
-    accelerators what is left to it of 15 % of a node's memory among its workers, where that is more."""
+    """Bytes of hidden states that the spot trainer keeps, in MiB; the oldest step goes first. Null: 2048, or on GPUs
+    what drafter and optimizer leave of 15 % of a node's memory, where that is more."""
     keep_steps: Count = constant(8)
     """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)
     """Tokens below which no session starts: a replica does not leave for less than a few optimizer steps."""
     tokens_per_step: Count | None = None
-    """Tokens captured per worker and RL step; each length gets its share of the tokens. Null: 8192, or 32,768 where a
-    cold start is to come; doubled after every step in which most sessions used up their epochs with a fifth of the
-    bubble left, until two steps fill the buffer or capturing twice as many would take 0.5 % of a step; halved where it
-    does."""
+    """Tokens whose hidden states are captured in an RL step of the run; each length gets its share of them. Null:
+    65,536, which is 2 GB for a 7B policy and 4 GB for a 70B one."""
     window: Count = constant(4096)
     """Longest stretch kept of one sequence, at its true positions: it bounds the memory of one micro-batch."""
     held_out: Annotated[float, Field(gt=0, lt=0.9)] | None = constant(None)
     """Share of prompts whose responses only the publish gate sees; null: `trainer.run_setup` computes it."""
 
-    @property
-    def first_tokens(self) -> int:
-        """`tokens_per_step`, or what it is before a bubble was seen."""
-        return self.tokens_per_step or TOKENS_PER_STEP
-
-    @property
-    def held_out_share(self) -> float:
-        """`held_out`, or what it is where nothing is known of the run."""
-        return self.held_out or HELD_OUT
-
-    @property
-    def max_bytes(self) -> int:
-        """`max_mb` in bytes, or what it is where nothing is known of the node."""
-        return (self.max_mb or BUFFER_MB) << 20
-
 
 @dataclass(frozen=True, config=STRICT)
 class GateConfig:
-    """Whether a merged drafter is served."""
+    """Whether a trained drafter is served."""
 
     enable: bool = True
-    """False: every merged drafter is published."""
-    margin: Share = constant(0.0025)
-    """Share of the accept length by which a candidate may be worse than the served drafter and still be published."""
-    min_tokens: Index = constant(512)
-    """Held-out positions needed to judge: with fewer the interval is wider than what training gains."""
+    """False: the drafter is published after every training session, unscored."""
 
 
 @dataclass(frozen=True, config=STRICT)

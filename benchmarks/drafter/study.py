@@ -5,10 +5,9 @@
     python -m benchmarks.drafter.serve --out study           # what vLLM accepts of each, and how fast it is with it
 
 The variants of a seed share its recorded trajectory (speculation is lossless: they would have written the same text).
-The online drafter goes through what a run does at every RL step: a session on the steps before, of as many tokens as a
-bubble gives, this step's capture into the buffer, merge, and the gate. Learner, buffer, merge and gate are the
-plugin's own. What would be served is written down every `SERVED_EVERY` steps, with the acceptance that the run would
-have told its engines then.
+The online drafter goes through what a run does at every RL step: a session on the steps before, of as many tokens as
+idle time gives, and this step's capture into the buffer. Spot trainer, buffer and gate are the plugin's own. What would
+be served is written down every `SERVED_EVERY` steps, with the acceptance that the run would have told its engines then.
 
 Starts, each warmed up anew for each seed: `random` is an untrained head; `in_domain` learned on responses of the start
 policy; `generic` from the same policy's hidden states on text of another kind, short additions without the re-checks
@@ -66,11 +65,8 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.evaluate import combined_score
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import DrafterProvenance, HeldOutScores, MergeFacts, RolloutSampling, VerifierArrays
-from verl_tlt.spot_worker.buffer import FEWEST_PROMPTS, HELD_OUT_TOKENS, score_versions
-from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.merge import average_slice
-from verl_tlt.trainer.drafter_update import decide
+from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, SpotPlan, VerifierArrays
+from verl_tlt.spot_trainer.trainer import SpotTrainer
 
 STARTS = ("random", "generic", "in_domain")
 K = 3
@@ -93,35 +89,6 @@ CONFIG = TLTConfig.from_dict(
 )
 """The defaults, with the demo recipe's learning rate, micro-batches small enough for `SESSION_STEPS` of them, and half
 as many texts for the gate: judging is most of what a step of the study costs."""
-
-
-# ---------------------------------------------------------------------- learners without a run
-
-
-def merge(learners: Sequence[SpotLearner], trained: Sequence[SpotLearner] | None = None) -> MergeFacts:
-    """Merge what some of them trained (None: all), as spot workers do after their sessions."""
-    merged = average_slice([learner.hand_in(1)[0] for learner in trained or learners], last=True)
-    for learner in learners:
-        learner.adopt(merged)
-    return merged.facts
-
-
-def score(
-    learner: SpotLearner, sequences: list[TrainingSequence], which: Sequence[str], max_draft: int
-) -> dict[str, list[SequenceScore]]:
-    versions = {one: learner.versions.of(one) for one in which}
-    found = score_versions(
-        learner.trainer, versions, sequences, learner.sampling, max_draft, learner.whole_head, lambda: False
-    )
-    assert found is not None
-    return found
-
-
-def score_for_gate(learner: SpotLearner, sequences: list[TrainingSequence], max_draft: int) -> HeldOutScores:
-    """What the gate would be told of its candidate."""
-    found = learner._score_held_out(sequences, max_draft, lambda: False)
-    assert found is not None
-    return found
 
 
 # ---------------------------------------------------------------------- the drafters that runs start from
@@ -210,61 +177,48 @@ class Variant:
     """The online drafter of one start and seed, on a recorded trajectory."""
 
     def __init__(self, out: Path, start: str, seed: int) -> None:
-        self.out, self.seed, self.version = out, seed, 0
+        self.out, self.seed = out, seed
         self.steps, self.drafters = lines_of(file_of(out, seed)), out / "variants" / f"{start}-{seed}"
         begun = make_start(out, start, seed)
         config, weights = to_drafter_file(load_drafter(begun, SHIPPED_POLICY), "float32")
         self.begun = DrafterFile(0, config, weights, tuple(provenance(begun)["acceptance"]))
-        sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-        self.learner = SpotLearner(f"{start}-{seed}", CONFIG, str(SHIPPED_POLICY), self.begun, sampling, "cpu")
+        plan = SpotPlan(
+            policy_dir=str(SHIPPED_POLICY), drafter=self.begun, dtype="float32",
+            sampling=RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1), learning_rate=2e-3, batch_tokens=256,
+            min_tokens=1000, held_out=0.05, max_draft=K, seed=seed,
+        )  # fmt: skip
+        self.spot = SpotTrainer(plan)
 
     def advance(self, step: int) -> dict[str, Any]:
-        learner, policy = self.learner, policy_of(self.out, self.seed, step)
+        spot, policy = self.spot, policy_of(self.out, self.seed, step)
         parts = VerifierWeights.from_policy_dir(policy)
         weights = VerifierArrays(to_numpy16(parts.embed), to_numpy16(parts.lm_head), to_numpy16(parts.norm))
-        learner.add(step, [], weights)
-        row: dict[str, Any] = {"step": step, "version": self.version}
+        spot.add(step, [], weights)
+        row: dict[str, Any] = {"step": step, "version": spot.version}
         if step % SERVED_EVERY == 0:
             row["told"] = self._told()
-            learner.save(str(self.drafters / f"step-{step:03d}"), self._provenance(step, row["told"]))
-        first = learner.trainer.steps
-        session = learner.train(lambda: learner.trainer.steps - first >= SESSION_STEPS)
-        learner.add(step, captured(policy, texts_of(self.steps[step])), None)
+            spot.save(str(self.drafters / f"step-{step:03d}"), self._provenance(step, row["told"]))
+        first = spot.trainer.steps
+        session = spot.train(0, lambda: spot.trainer.steps - first >= SESSION_STEPS)
+        if session.verdict is not None:
+            row["decision"] = session.verdict.decision
+            if session.verdict.publishes:
+                spot.export()
+        spot.add(step, captured(policy, texts_of(self.steps[step])), weights)
         row["trained_tokens"] = session.tokens
-        if session.steps:
-            row["decision"] = self._learn()
         return row
-
-    def _learn(self) -> str:
-        """Merge, judge, and publish, hold or revert, by the trainer's rules, but without its delay."""
-        learner = self.learner
-        if not merge([learner]).included:
-            return "waits"
-        held_out = learner.buffer.held_out(HELD_OUT_TOKENS, FEWEST_PROMPTS)
-        if not held_out:
-            return "hold"
-        scores = score_for_gate(learner, held_out, K)
-        decision = decide(scores, CONFIG.gate, seed=self.version).action
-        if decision == "publish":
-            learner.mark_published()
-            self.version += 1
-        elif decision != "hold":
-            learner.revert(decision.removeprefix("revert_"))
-            if decision == "revert_initial":
-                learner.mark_published()
-                self.version += 1
-        return decision
 
     def _told(self) -> list[float]:
         """The served drafter's acceptance on what the run has held out."""
-        if self.version == 0:
+        if self.spot.version == 0:
             return list(self.begun.acceptance)
-        held_out = self.learner.buffer.held_out()
-        return told(score(self.learner, held_out, ["served"], TOLD)["served"])
+        with self.spot.trainer.holding(self.spot.served):
+            held_out = self.spot.buffer.held_out()
+            return told(acceptance(self.spot.model, held_out, temperature=1.0, max_draft=TOLD))
 
     def _provenance(self, step: int, told: list[float]) -> DrafterProvenance:
         return DrafterProvenance(
-            version=self.version,
+            version=self.spot.version,
             policy_step=step,
             policy=str(SHIPPED_POLICY),
             data=str(policy_of(self.out, self.seed, step)),

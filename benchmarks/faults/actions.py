@@ -4,7 +4,6 @@ Runs in whichever process is concerned, so everything is imported late.
 """
 
 import contextlib
-import dataclasses
 import errno
 import os
 import signal
@@ -77,12 +76,11 @@ def nan_gradient(original: Original, trainer: Any, fed: Any) -> Any:
         del trainer._forward
 
 
-def nan_parameter(original: Original, learner: Any, *args: Any, **kwargs: Any) -> Any:
-    """The version that all agreed on holds a NaN when it is to be published."""
-    broken = {name: value.copy() for name, value in learner.versions.candidate.items()}
-    next(iter(broken.values())).flat[0] = float("nan")
-    learner.versions = dataclasses.replace(learner.versions, candidate=broken)
-    return original(learner, *args, **kwargs)
+def nan_parameter(original: Original, spot: Any) -> Any:
+    """What is to be published holds a NaN."""
+    spot._approved = {name: value.copy() for name, value in spot._approved.items()}
+    next(iter(spot._approved.values())).flat[0] = float("nan")
+    return original(spot)
 
 
 def nan_weights(original: Original, server: Any, drafter: Any) -> Any:
@@ -130,14 +128,14 @@ def full_disk(original: Original, *args: Any, **kwargs: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def room_for_the_policy(original: Original, checkpoint: Path, drafter: str, needed: int, *_leaves: Any) -> Any:
+def room_for_the_policy(original: Original, step: Path, needed: int, keeps: int) -> Any:
     """The disk could take the drafter, or the policy's next checkpoint, and not both."""
     import shutil
 
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=needed)
     try:
-        return original(checkpoint, drafter, needed)
+        return original(step, needed, 0)
     finally:
         shutil.disk_usage = usage
 
@@ -155,11 +153,12 @@ def lose_replica(original: Original, watch: Any) -> Any:
     """The balancer forgets a replica while requests are on it."""
     import ray
 
-    ray.get(watch.fleet.balancer.remove_servers.remote([next(iter(watch.fleet.replicas))]), timeout=30)
+    servers = watch._servers
+    ray.get(servers.balancer.remove_servers.remote([next(iter(servers.replicas))]), timeout=30)
     return original(watch)
 
 
-def late_request(original: Original, fleet: Any, name: str) -> Any:
+def late_request(original: Original, servers: Any, name: str) -> Any:
     """A request is handed to a replica that has just been found idle and is about to be removed."""
     import asyncio
     import threading
@@ -183,7 +182,7 @@ def late_request(original: Original, fleet: Any, name: str) -> Any:
         from omegaconf import OmegaConf
 
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}})
-        client = Late(config, load_balancer_handle=fleet.balancer)
+        client = Late(config, load_balancer_handle=servers.balancer)
         sampling = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True, "logprobs": True}
         said = "failed"
         with contextlib.suppress(Exception):
@@ -194,6 +193,6 @@ def late_request(original: Original, fleet: Any, name: str) -> Any:
     threading.Thread(target=send, daemon=True).start()
     acquired.wait(30)
     try:
-        return original(fleet, name)
+        return original(servers, name)
     finally:
         threading.Timer(0.5, removed.set).start()  # by then the server has been asked whether it may sleep

@@ -53,8 +53,6 @@ def wrong(fault: Fault, line: Mapping[str, Any], seen: Evidence) -> list[str]:
     found = []
     if not struck(fault, seen):
         found.append("it never struck")
-    if not waited(fault, seen):
-        found.append(f"tlt/overhead_s does not have its {fault.waits} seconds")
     found += [key for key in ("survived", "policy_updates_equal", "recovered") if not line[key]]
     if fault.counter and not line["counter"]:
         found.append(f"{fault.counter} did not count it")
@@ -95,15 +93,6 @@ def counter(fault: Fault, seen: Evidence) -> str | None:
 def falls_back(fault: Fault, seen: Evidence) -> bool:
     """Engines whose drafter is not to be trusted drafted nothing in the next rollout."""
     return not fault.fallback or _value(seen.steps, fault.step + 1, fault.fallback) > 0
-
-
-def waited(fault: Fault, seen: Evidence) -> bool:
-    """What the trainer waited for whom the fault struck was charged, and no more than a step can bear."""
-    if fault.waits is None:
-        return True
-    least, most = fault.waits
-    step = struck_in(fault, seen)
-    return least <= max(_value(seen.steps, n, "tlt/overhead_s") for n in (step, step + 1)) <= most
 
 
 def _value(steps: Steps, step: int, key: str) -> float:

@@ -1,7 +1,7 @@
 """The faults: what fails, where and in which RL step, and what must be seen of it. Standard library only.
 
 One long run holds most of them, one to four a step. Two replicas take turns at being idle (`run.py`): the first in
-even steps, the second in odd ones. A spot worker that failed pauses for a step: in its next idle step it trains again.
+even steps, the second in odd ones. A spot trainer that failed is replaced, and trains again once it has hidden states.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,12 @@ STEPS = 72
 SAVE_EVERY = 10
 BOUNDS = {
     "verl_tlt.trainer.servers:CALL_S": 30.0,
-    "verl_tlt.trainer.spot_workers:CALL_S": 30.0,
+    "verl_tlt.trainer.spot:CALL_S": 30.0,
     "verl_tlt.trainer.servers:SLEEP_S": 10.0,
 }
 """Bounds of the trainer that are minutes for real machines; here steps take seconds."""
 
-LEARNER = "verl_tlt.spot_worker.learner"
+SPOT = "verl_tlt.spot_trainer.trainer"
 SERVER = "verl_tlt.server.server:TLTvLLMHttpServer"
 MICRO_BATCH = "verl_tlt.drafter.train:DrafterTrainer.step_on"
 
@@ -54,8 +54,6 @@ class Fault:
     holds_up: bool = True
     """Where it strikes late, so do those after it. A checkpoint's does not: the next checkpoint is `SAVE_EVERY` steps
     away."""
-    waits: tuple[float, float] | None = None
-    """Seconds that the step, or the next, waits at least and at most; `tlt/overhead_s` has them."""
 
     def note(self, target: str) -> str:
         """Name of the file that says whom the fault struck in this function."""
@@ -66,39 +64,39 @@ class Fault:
 FAULTS = (
     Fault("a server raising in tlt_calibrate", 0, (f"{SERVER}.tlt_calibrate",), "fail",
           "tlt/errors_calibration", "calibration failed", "drafts"),
-    Fault("spot worker killed (SIGKILL) in mid-session", 3, (MICRO_BATCH,), "kill",
-          "tlt/spot_failures", "spot training on", "trains", first=3),
+    Fault("spot trainer killed (SIGKILL) in mid-session", 3, (MICRO_BATCH,), "kill",
+          "tlt/spot_failures", "the spot trainer failed (session)", "trains", first=3),
     Fault("drafter file truncated between staging and load", 4, (f"{SERVER}._tlt_load",), "truncate",
           "tlt/reload_failures", "is not a complete safetensors file", "serves", fallback="tlt/drafter_off_frac"),
     Fault("NaN in the gradient", 5, (MICRO_BATCH,), "nan_gradient",
-          "tlt/spot_skipped_steps", "were left out: not finite", "trains", times=2),
-    Fault("spot worker raising", 6, (MICRO_BATCH,), "fail",
+          "tlt/skipped_steps", "were left out: not finite", "trains", times=2),
+    Fault("spot trainer raising", 6, (MICRO_BATCH,), "fail",
           "tlt/spot_failures", "a fault was injected", "trains", first=3),
     Fault("the balancer losing a replica", 8, ("verl_tlt.trainer.watch:SamplingWatch._look",), "lose_replica",
           "tlt/errors_lost_replica", "the load balancer had lost replica", "joins", first=6),
-    Fault("spot worker stopped (SIGSTOP) past its bound", 9, (MICRO_BATCH,), "stop",
+    Fault("spot trainer stopped (SIGSTOP) past its bound", 9, (MICRO_BATCH,), "stop",
           "tlt/spot_failures", "did not stop within", "trains", first=3),
     Fault("object store full when a drafter is published", 10, ("verl_tlt.trainer.servers:Servers.stage",),
           "full_store", "tlt/errors_publish", "ObjectStoreFullError", "publishes"),
-    Fault("disk full while checkpointing", 10, ("verl_tlt.spot_worker.learner:save_drafter",), "full_disk",
+    Fault("disk full while checkpointing", 10, (f"{SPOT}:save_drafter",), "full_disk",
           "tlt/errors_save", "No space left on device", "saves", holds_up=False),
     Fault("a request acquired between the idle reading and the removal", 11,
           ("verl_tlt.trainer.servers:Servers.leave",), "late_request", "", "", "served_late"),
-    Fault("spot worker exhausting its memory", 12, (MICRO_BATCH,), "exhaust_memory",
+    Fault("spot trainer exhausting its memory", 12, (MICRO_BATCH,), "exhaust_memory",
           "tlt/spot_failures", "can't allocate memory", "trains", first=3),
-    Fault("tap raising", 13, ("verl_tlt.actor.tap:_MicroBatch.slice",), "fail",
-          "tlt/errors_tap", "the tap could not keep the hidden states", "trains", times=1000, everywhere=True),
-    Fault("a merge that hangs", 14, (f"{LEARNER}:hand_in",), "hang",
-          "tlt/errors_publish", "no answer within 30 s", "publishes"),
+    Fault("the capture of hidden states raising", 13, ("verl_tlt.actor.tap:_MicroBatch.slice",), "fail",
+          "tlt/errors_hidden_states", "could not be captured", "trains", times=1000, everywhere=True),
+    Fault("an export that hangs", 14, (f"{SPOT}:SpotTrainer.export",), "hang",
+          "tlt/spot_failures", "the spot trainer failed", "publishes"),
     Fault("NaN in the published weights", 19, (f"{SERVER}.tlt_stage",), "nan_weights",
           "tlt/reload_failures", "holds numbers that are not finite", "serves", fallback="tlt/drafter_off_frac"),
-    Fault("a disk with room for the policy alone", 20, (f"{LEARNER}:check_room",), "room_for_the_policy",
+    Fault("a disk with room for the policy alone", 20, (f"{SPOT}:check_room",), "room_for_the_policy",
           "tlt/errors_save", "gets no drafter", "saves", holds_up=False),
     Fault("object store full when hidden states are handed over", 20,
           ("verl_tlt.actor.worker:TLTActorWorker.tlt_take",), "full_store",
-          "tlt/errors_tap", "ObjectStoreFullError", "trains"),
+          "tlt/errors_hidden_states", "ObjectStoreFullError", "trains"),
     Fault("a server raising in tlt_try_sleep", 21, (f"{SERVER}.tlt_try_sleep",), "fail",
-          "tlt/spot_failures", "did not answer whether it may sleep", "trains"),
+          "tlt/errors_leaving", "did not say whether it sleeps", "trains"),
     Fault("a server raising while it loads the drafter", 21, (f"{SERVER}._tlt_load",), "fail",
           "tlt/reload_failures", "cannot use drafter", "serves", fallback="tlt/drafter_off_frac"),
     Fault("a server raising in tlt_stage", 24, (f"{SERVER}.tlt_stage",), "fail",
@@ -109,18 +107,19 @@ FAULTS = (
           "tlt/errors_rejoin", "rejoin failed", "serves"),
     Fault("a server raising in tlt_disable_drafting", 24, (f"{SERVER}.tlt_disable_drafting",), "fail",
           "tlt/errors_speculation_control", "speculation control failed", "drafts"),
-    Fault("NaN in the merged drafter", 26, (f"{LEARNER}:SpotLearner.export",), "nan_parameter",
-          "tlt/publish_skipped", "numbers that are not finite", "publishes"),
-    Fault("spot worker stopped (SIGSTOP) while it scores", 28, (f"{LEARNER}:SpotLearner._score_held_out",), "stop",
+    Fault("NaN in the drafter that is exported", 26, (f"{SPOT}:SpotTrainer.export",), "nan_parameter",
+          "", "numbers that are not finite", "publishes"),
+    Fault("spot trainer stopped (SIGSTOP) while it scores", 28, (f"{SPOT}:SpotTrainer._judge",), "stop",
           "tlt/spot_failures", "did not stop within", "trains"),
-    Fault("an idle spot worker is stopped (SIGSTOP)", 31, (f"{LEARNER}:SpotLearner.add",), "stop",
-          "tlt/spot_failures", "the spot worker of", "trains", waits=(1.5, 4.0)),
+    Fault("spot trainer killed (SIGKILL) while it takes hidden states", 31, (f"{SPOT}:SpotTrainer.add",), "kill",
+          "tlt/spot_failures", "the spot trainer failed (hidden states)", "trains"),
     Fault("a process with a sick device", 33, (MICRO_BATCH,), "sicken",
-          "tlt/spot_failures", "can use its device no more", "trains", first=3),
+          "tlt/spot_failures", "device-side assert triggered", "trains", first=3),
     Fault("tlt_try_sleep slower than its bound", 36, (f"{SERVER}.tlt_try_sleep",), "answer_late",
-          "tlt/spot_failures", "no answer within 10 s", "trains"),
-    Fault("a worker slower than its stop bound in three sessions", 39, (MICRO_BATCH,), "hang",
-          "tlt/spot_off_replicas", "is given up for 8 steps", "trains", first=3, sessions=3, takes=18),
+          "tlt/errors_leaving", "no answer within 10 s", "trains"),
+    Fault("a spot trainer slower than its stop bound in three sessions", 39, (MICRO_BATCH,), "hang",
+          "tlt/spot_off", "the drafter is not trained in this run any more", "drafts", first=3, sessions=3,
+          takes=18),
 )  # fmt: skip
 """Of the long run, by step."""
 

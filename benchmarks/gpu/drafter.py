@@ -28,18 +28,17 @@ from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Batch, DrafterMemory, DrafterTrainer, default_attention, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
-from verl_tlt.messages.training import RolloutSampling, VerifierArrays
-from verl_tlt.spot_worker.buffer import score_versions
-from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.worker import KEEP_TUNED
+from verl_tlt.messages.training import RolloutSampling, SpotPlan, VerifierArrays
+from verl_tlt.spot_trainer.scoring import Scoring
+from verl_tlt.spot_trainer.trainer import SpotTrainer
 from verl_tlt.trainer.run_setup import first_drafter
 
 PASSES = 3
 SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
 STARTED_S = 300.0
 """Seconds for a learner's process to come up and take its first steps."""
-TUNED = {KEEP_TUNED: "1"}
-"""As in a spot worker."""
+TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
+"""As in the spot trainer."""
 
 
 # ---------------------------------------------------------------------- numerics
@@ -167,7 +166,7 @@ def stop(bench: Bench) -> dict[str, Any]:
         if bench.cuda:
             found["sessions"][-1]["left_on_device_mib"] = torch.cuda.memory_reserved() >> 20
     found |= {"rows": rows_of(bench), "peak_gib": peak_gib(bench.device)}
-    planned = planned_gib(learner.model, rows_of(bench), PASSES, learner.config.buffer.window)
+    planned = planned_gib(learner.model, rows_of(bench), PASSES, learner.plan.window)
     return {**found, "planned_gib": planned}
 
 
@@ -197,37 +196,38 @@ def successor(bench: Bench) -> dict[str, Any]:
 def _train_for_ever(bench: Bench, trains: Event) -> None:
     """A process of its own: a warm-up, and a session without an end; says when it has taken its third step."""
     learner = _learner(bench)
-    learner.warm_up()
+    learner.rehearse()
 
     def look() -> bool:
         if learner.trainer.steps >= 3:
             trains.set()
         return False
 
-    learner.train(look)
+    learner.train(0, look)
 
 
-def _learner(bench: Bench) -> SpotLearner:
+def _learner(bench: Bench) -> SpotTrainer:
     """One that has the policy's weights, its draft vocabulary, and something to train on."""
     shape, rows = shape_of(bench, "7b"), rows_of(bench)
-    config = TLTConfig.from_dict(
-        {"buffer": {"min_tokens": rows, "held_out": 0.1}, "spot": {"max_epochs": 1e4},
-         "drafter": {"batch_tokens": rows, "vocab": draft_vocab_of(bench)}}
-    )  # fmt: skip
+    config = TLTConfig.from_dict({"drafter": {"vocab": draft_vocab_of(bench)}})
     policy = str(shape.write(bench.directory / "policy"))
     start = first_drafter(config, policy, "bfloat16", 4096, None)
-    learner = SpotLearner("a", config, policy, start.trainable, SAMPLING, bench.device)
+    plan = SpotPlan(
+        policy_dir=policy, drafter=start.trainable, sampling=SAMPLING, dtype="bfloat16", device=bench.device,
+        batch_tokens=rows, min_tokens=rows, max_epochs=1e4,
+    )  # fmt: skip
+    learner = SpotTrainer(plan)
     weights = verifier_weights(shape)
     arrays = VerifierArrays(to_numpy16(weights.embed), to_numpy16(weights.lm_head), to_numpy16(weights.norm))
     learner.add(1, texts(shape, [rows + 100] * 12), arrays, np.arange(draft_vocab_of(bench)))
     return learner
 
 
-def _warm_up(bench: Bench, learner: SpotLearner) -> float:
-    return seconds(bench.device, [learner.warm_up])[0]
+def _warm_up(bench: Bench, learner: SpotTrainer) -> float:
+    return seconds(bench.device, [learner.rehearse])[0]
 
 
-def _stopped_session(learner: SpotLearner, wait: float) -> dict[str, Any]:
+def _stopped_session(learner: SpotTrainer, wait: float) -> dict[str, Any]:
     told, at = threading.Event(), [0.0]
 
     def tell() -> None:
@@ -236,7 +236,7 @@ def _stopped_session(learner: SpotLearner, wait: float) -> dict[str, Any]:
 
     timer = threading.Timer(wait, tell)
     timer.start()
-    result = learner.train(told.is_set)
+    result = learner.train(0, told.is_set)
     end = time.perf_counter()
     timer.cancel()
     latency = round(end - at[0], 4) if told.is_set() else None
@@ -249,13 +249,14 @@ def scoring(bench: Bench) -> dict[str, Any]:
     shape, rows = shape_of(bench, "7b"), rows_of(bench)
     sequences = texts(shape, [rows + 1] * 8, seed=3)
     trainer = DrafterTrainer(drafter(shape, bench.device, draft_vocab=draft_vocab_of(bench)), ttt_steps=PASSES)
-    versions = {"candidate": trainer.parameters_numpy()}
+    own = trainer.parameters_numpy()
     device = TrainingDevice(bench.device)
     head = device.hold(verifier_weights(shape).lm_head)
 
     def score() -> None:
         there = head.to(device.device, non_blocking=True)
-        score_versions(trainer, versions, sequences, SAMPLING, PASSES, there, lambda: False, rows)
+        scoring = Scoring({"candidate": own, "served": own, "initial": own}, SAMPLING, PASSES, list(sequences))
+        scoring.run(trainer, rows, there, lambda: False)
 
     with device.resident(trainer, rows, rows, trains=False):
         peak_gib(bench.device)

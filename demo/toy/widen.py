@@ -50,7 +50,7 @@ def widen(source: Path, target: Path, mlp_width: int = MLP_WIDTH) -> Widened:
     if mlp_width < config["intermediate_size"]:
         raise ValueError(f"mlp_width={mlp_width} is below the policy's own {config['intermediate_size']}.")
     if depth < 3:
-        raise ValueError(f"{source} has {depth} layers: a drafter needs three outputs to tap.")
+        raise ValueError(f"{source} has {depth} layers: a drafter needs three layers whose hidden states are captured.")
     wide = dict(_wide_weights(load_file(source / "model.safetensors"), mlp_width))
     target.mkdir(parents=True)
     save_file(wide, target / "model.safetensors", metadata={"format": "pt"})

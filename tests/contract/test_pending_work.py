@@ -11,7 +11,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from demo.toy.assets import Assets
 from verl_tlt.checks.recipe import compose
-from verl_tlt.trainer.watch import BufferWatch, takes_turns
+from verl_tlt.trainer.pending_work import BufferWatch, takes_turns
 
 LOOPS, DEFAULT = f"agent.agent_loop_config_path={Assets.agent_loop}", "agent.default_agent_loop"
 

@@ -150,11 +150,7 @@ TLT = (
     f"{CONSTANT}.drafter.batch_tokens=512",
     f"{CONSTANT}.buffer.min_tokens=100",
     "tlt.spot.max_epochs=24",
-    f"{CONSTANT}.spot.min_merge_steps=2",
-    # By two steps' held-out prompts the gate judges. Three steps of a toy hold out few positions, so it asks for fewer
-    # than in a run, and has a wide margin.
+    # By two steps' held-out prompts the gate judges.
     f"{CONSTANT}.buffer.held_out=0.45",
     f"{CONSTANT}.buffer.window=256",
-    f"{CONSTANT}.gate.margin=0.1",
-    f"{CONSTANT}.gate.min_tokens=256",
 )

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import pytest
 from struck import STRUCK
@@ -12,16 +11,9 @@ from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
 from verl_tlt.commands.report.steps import rl_steps
-from verl_tlt.trainer.cold_start import PORTIONS, STEPS
+from verl_tlt.trainer.controller import COLD_START_STEPS
 
 pytestmark = pytest.mark.e2e
-
-
-LITTLE_TIME = (
-    "its time is over", "no spot worker could train", "a merge is late",
-    "nothing was trained and merged in two portions",
-)  # fmt: skip
-"""How a cold start ends that did not come as far as a verdict."""
 
 
 def cold_starts(run):
@@ -37,7 +29,7 @@ def test_a_replicas_engine_and_rank_run_on_its_core(run):
         assert set(run.cores_of(floating)) == {every}, floating
 
 
-def test_an_idle_replica_trained_inside_its_bubble(run):
+def test_an_idle_replica_trained_while_the_other_one_decoded(run):
     (cold,) = cold_starts(run)
     sessions = [s for s in run.trace.sessions if s.steps > 0 and not cold.start <= s.start <= cold.end]
     assert sessions, "no spot training happened"
@@ -51,37 +43,30 @@ def test_an_idle_replica_trained_inside_its_bubble(run):
         assert others or not busy
 
 
-def test_a_run_without_a_drafter_trains_one_once_on_all_devices_before_rl_goes_on(run):
+def test_a_run_without_a_drafter_trains_one_once_before_rl_goes_on(run):
     """How far it comes depends on the machine's pace; where it stands in the step, and what it is charged, do not."""
     (cold,) = cold_starts(run)
-    assert cold.step == STEPS + 1
+    assert cold.step == COLD_START_STEPS + 1
     rolled_out = rl_steps(run.trace)[cold.step].end
     assert rolled_out <= cold.start, "the rollout is over, and its engines sleep"
     (log_probs,) = [p for p in run.trace.phases if p.step == cold.step and p.name == "old_log_prob"]
     assert cold.end <= log_probs.start, "the actor has not begun"
     sessions = [s for s in run.trace.sessions if cold.start <= s.start <= cold.end]
-    assert {s.replica for s in sessions} == set(run.trace.run.replicas)
-    assert max(s.end for s in sessions) <= cold.end
-    charged, late_s = run.steps[cold.step]["tlt/overhead_cold_start_s"], 20 / PORTIONS + 5
-    assert cold.end - cold.start <= charged <= 20 + 2 * late_s, "its bounds"
-    assert charged <= cold.end - rolled_out + 0.5, "with the wait for what this rollout's sessions taught"
+    assert len(sessions) == 2 and max(s.end for s in sessions) <= cold.end
+    charged = run.steps[cold.step]["tlt/overhead_cold_start_s"]
+    assert cold.end - cold.start <= charged <= 20 + 5, "its bound, and a stop"
     served = {r.version for r in run.trace.reloads if r.step == cold.step}
     assert served == {max([p.version for p in run.trace.publishes if p.step <= cold.step], default=0)}
-    judged = [p for p in run.trace.publishes if cold.start <= p.t <= cold.end and p.tau]
-    (why,) = re.findall(r"the cold start is over: (.*)", run.log)
-    assert judged or why in LITTLE_TIME, "where it is said to have learned something, the gate has seen it"
-    better = [p for p in judged if p.decision == "published" and p.tau["candidate"] > 1.3]
-    assert not better or run.steps[cold.step + 1]["tlt/accept_length"] > run.steps[cold.step]["tlt/accept_length"]
 
 
 def test_a_resumed_run_has_no_other_cold_start(resumed):
     assert not cold_starts(resumed) and not any("tlt/overhead_cold_start_s" in m for m in resumed.steps.values())
 
 
-def test_most_of_the_bubble_was_used_once_the_buffer_was_worth_it(run):
-    later = [m for step, m in run.steps.items() if step >= 3 and m["tlt/bubble_s"] > 1.0]
+def test_most_of_the_idle_time_was_used_once_the_buffer_was_worth_it(run):
+    later = [m for step, m in run.steps.items() if step >= 3 and m["tlt/idle_s"] > 1.0]
     assert later
-    assert sum(m["tlt/bubble_trained_s"] for m in later) >= 0.5 * sum(m["tlt/bubble_s"] for m in later)
+    assert sum(m["tlt/trained_s"] for m in later) >= 0.5 * sum(m["tlt/idle_s"] for m in later)
 
 
 def test_the_published_version_is_the_one_that_is_served(run):
@@ -143,9 +128,7 @@ def test_resume_continues_the_drafter(run, resumed):
     first = min(resumed.trace.reloads, key=lambda r: r.t)
     held = saved(run.out / "checkpoints")
     assert first.version == facts["version"]
-    assert held_by(resumed.log) == [held.holds] * 2, (
-        "each spot worker: candidate, moments, steps, the gate's references"
-    )
+    assert held_by(resumed.log)[0] == held.optimizer_steps > 0
     tau = next(p.tau for p in run.trace.publishes if (p.decision, p.version) == ("published", facts["version"]))
     # A fresh random head would be as the run's first one in the first resumed step.
     assert resumed.steps[5]["tlt/accept_length"] > (tau["initial"] + tau["candidate"]) / 2

@@ -1,4 +1,4 @@
-"""A GRPO run of a hybrid policy with a drafter: tap, training in bubbles, weight sync, reload, decoding."""
+"""A GRPO run of a hybrid policy with a drafter: capture, training in idle time, weight sync, reload, decoding."""
 
 import shutil
 import sys

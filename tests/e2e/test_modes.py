@@ -13,7 +13,7 @@ from verl_tlt.trace.events import TRAINER_DEVICE
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 LONGEST = 320
-"""Tokens of a long response: a bubble of several seconds beside those of 40 to 85."""
+"""Tokens of a long response: idle time of several seconds beside those of 40 to 85."""
 
 ASYNC = (
     "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
@@ -109,7 +109,7 @@ def test_separate(separate):
 def test_separate_trained_on_the_trainers_device_alone(separate):
     trained = {s.replica for s in separate.trace.sessions if s.steps > 0}
     served = {name for load in separate.trace.loads for name, n in load.inflight.items() if n}
-    assert len(trained) == 1 and served - trained, "the standalone replica has no spot worker"
+    assert len(trained) == 1 and served - trained, "nobody trains on the standalone replica"
 
 
 def test_separate_with_no_engine_on_the_trainers_device(apart):

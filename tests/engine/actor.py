@@ -16,7 +16,7 @@ from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.actor.tap import digest_of
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import HiddenStateShard
-from verl_tlt.spot_worker import worker as spot_worker
+from verl_tlt.spot_trainer import sequences
 
 LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
@@ -99,8 +99,8 @@ def wanted(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> list[str
 
 
 def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[TrainingSequence]:
-    """What a spot worker makes of the shards that the ranks of one group sent; every sequence must be complete."""
-    found, missing = spot_worker.whole_sequences(shard for shards in ranks for shard in shards)
+    """What the spot trainer makes of the shards that the ranks of one group sent; every sequence must be complete."""
+    found, missing = sequences.whole_sequences(shard for shards in ranks for shard in shards)
     assert not missing, f"{missing} sequences are incomplete"
     return found
 

@@ -126,10 +126,9 @@ def look_at(actor: Any, case: Case) -> dict[Any, Any]:
     found["log-probs"] = None if output is None else [row.clone() for row in output["log_probs"].unbind()]
     stored: list[Any] = []
     capture = VerifierCapture(torch.bfloat16, stored.append, actor.model_config.hf_config.tie_word_embeddings)
-    capture.armed = True
     params, _ = actor.engine.get_per_tensor_param()
     found["weights"] = {name: tensor.detach().clone() for name, tensor in capture.tee(params)}
-    capture.finish(None)
+    capture.finish()
     found["captured"] = (capture.take().errors, stored)
     return found
 

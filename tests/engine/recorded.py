@@ -1,4 +1,4 @@
-"""Ray, rollouts of the toy's task with the policy's hidden states, and spot workers to learn from them."""
+"""Ray, rollouts of the toy's task with the policy's hidden states, and a spot trainer to learn from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from demo.toy import task
 from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence, VerifierWeights, to_numpy16
-from verl_tlt.messages.training import HeldOutScores, HiddenStateShard, RolloutSampling, SessionResult, VerifierArrays
-from verl_tlt.spot_worker.learner import SpotLearner
-from verl_tlt.spot_worker.worker import SpotWorker
+from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, SpotPlan, VerifierArrays
+from verl_tlt.spot_trainer.worker import SpotTrainerWorker
 from verl_tlt.trainer.run_setup import first_drafter
 
 LAYERS = AUX_LAYERS["small"]
@@ -36,15 +35,7 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",  # a worker process per CPU would start at once
     "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ['PYTHONPATH']}",  # workers import this module
 }
-CONFIG = TLTConfig.from_dict(
-    {
-        "drafter": {"batch_tokens": 384, "learning_rate": 2e-3, "warmup_steps": 5},
-        "buffer": {"min_tokens": 300, "held_out": 0.25},
-        "spot": {"min_merge_steps": 3},
-        "speculation": {"max_draft_length": 3},
-        "gate": {"min_tokens": 64},
-    }
-)
+CONFIG = TLTConfig.from_dict({"buffer": {"tokens_per_step": 8192}})
 
 
 @contextmanager
@@ -111,106 +102,47 @@ def as_shards(sequences: list[TrainingSequence]) -> list[HiddenStateShard]:
     ]  # fmt: skip
 
 
-def worker_arguments(resume_from: Path | None = None, config: TLTConfig = CONFIG) -> dict[str, Any]:
-    """What the trainer gives every spot worker."""
-    return {
-        "config": config,
-        "policy_dir": str(SHIPPED_POLICY),
-        "drafter": first_drafter(config, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from).trainable,
-        "sampling": RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1),
-        "device": "cpu",
-    }
+def plan_of(resume_from: Path | None = None, config: TLTConfig = CONFIG, **changed: Any) -> SpotPlan:
+    """What the RL trainer gives the spot trainer."""
+    start = first_drafter(config, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from)
+    plan = SpotPlan(
+        policy_dir=str(SHIPPED_POLICY), drafter=start.trainable, dtype="bfloat16",
+        sampling=RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1), learning_rate=2e-3, warmup_steps=5,
+        batch_tokens=384, min_tokens=300, held_out=0.25, max_epochs=2.5, window=1024,
+        checkpoint=str(start.checkpoint) if start.checkpoint else None,
+    )  # fmt: skip
+    return dataclasses.replace(plan, **changed)
 
 
-def begin_anew(worker: SpotWorker) -> None:
-    """Everything but the buffer as after the start; sessions of one pass."""
-    begin_learner_anew(worker.learner)
-    set_epochs(worker, 1.0)
-
-
-def begin_learner_anew(learner: SpotLearner) -> None:
-    """Parameters, optimizer and random numbers as after the start, these the same for everybody."""
-    learner.revert("initial")
-    learner.mark_published()
-    learner.trainer.start_over()
-    learner.rng = random.Random(0)
-
-
-def set_epochs(worker: SpotWorker, epochs: float) -> None:
+def set_epochs(worker: SpotTrainerWorker, epochs: float) -> None:
     """How long a session lasts where nobody stops it."""
-    config = worker.learner.config
-    worker.learner.config = dataclasses.replace(config, spot=dataclasses.replace(config.spot, max_epochs=epochs))
+    worker.trainer.plan = dataclasses.replace(worker.trainer.plan, max_epochs=epochs)
 
 
-def score_for_gate(learner: SpotLearner, sequences: list[TrainingSequence]) -> HeldOutScores:
-    """What the gate would be told of the learner's candidate."""
-    found = learner._score_held_out(sequences, 3, lambda: False)
-    assert found is not None
-    return found
-
-
-def score(worker: SpotWorker) -> HeldOutScores:
-    """The same, on what the worker has held out."""
-    return score_for_gate(worker.learner, worker.learner.buffer.held_out())
-
-
-def drafted(worker: SpotWorker) -> list[int]:
-    """The tokens that its drafter drafts."""
-    return worker.learner.model.t2d.nonzero()[:, 0].tolist()
-
-
-def score_alone(worker: SpotWorker) -> None:
-    """The next session scores the candidate, and has nothing to train on."""
-    worker.learner.versions = dataclasses.replace(worker.learner.versions, to_judge=True)
-    set_epochs(worker, 1e-12)
-
-
-def steps_taken(worker: SpotWorker) -> int:
+def steps_taken(worker: SpotTrainerWorker) -> int:
     """Optimizer steps so far, also during a session."""
-    return worker.learner.trainer.steps
+    return worker.trainer.trainer.steps
 
 
-def unmerged(worker: SpotWorker) -> tuple[int, int, dict[str, Any]]:
-    """(optimizer steps, tokens, change of each parameter) since its last merge."""
-    learner = worker.learner
-    candidate = learner.versions.candidate
-    change = {name: value.numpy() - candidate[name] for name, value in learner.trainer.averages().items()}
-    return learner.unmerged_steps, learner.unmerged_tokens, change
-
-
-def optimizer_steps(worker: SpotWorker) -> tuple[int, float]:
-    """(steps taken, sum of the first moments' magnitudes)."""
-    moments = worker.learner.trainer.optimizer.state.values()
-    return worker.learner.trainer.steps, sum(float(m["exp_avg"].abs().sum()) for m in moments)
-
-
-def assertion(_batch: object) -> None:
-    """What every further call of a process says of a device on which an assertion failed."""
-    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-
-class Odd(SpotWorker):
-    """A real spot worker that misbehaves in the way it is told."""
+class Odd(SpotTrainerWorker):
+    """A real spot trainer that misbehaves in the way it is told."""
 
     fault = ""
 
     async def be(self, fault: str) -> None:
-        """Misbehave in the coming sessions: "deaf" to stops, "broken", "dying", "sick" as its device is, or not at all
-        ("")."""
+        """Misbehave from now on: "deaf" to stops, "broken", "dying", or not at all ("")."""
         self.fault = fault
-        if fault == "sick":
-            self.learner.trainer.step_on = assertion
 
     async def stop(self) -> None:
         """Not heard."""
         if self.fault != "deaf":
             await super().stop()
 
-    async def train(self) -> SessionResult:
+    async def train(self, device: int) -> SessionResult:
         """As told."""
         if self.fault == "broken":
             raise RuntimeError("out of luck")
         if self.fault == "dying":
             threading.Timer(0.2, os._exit, (1,)).start()
             await asyncio.sleep(60)
-        return await super().train()
+        return await super().train(device)

@@ -1,4 +1,4 @@
-"""From the tap to the buffer through verl's worker group and Ray: what a rank hands over, what a spot worker gets."""
+"""From the actor to the buffer, through verl's worker group and Ray: what a rank hands over, and what arrives."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from actor import LAYERS, build_actor, free_port, make_batch, make_rows
-from recorded import CONFIG, ray_cluster, worker_arguments
+from recorded import CONFIG, plan_of, ray_cluster
 
 from verl_tlt.actor.worker import TLTActorWorker
 from verl_tlt.drafter import VerifierWeights
@@ -30,7 +30,7 @@ class Worker(TLTActorWorker):
         """An old-log-prob forward after a weight sync."""
         for _ in self._tlt_capture.tee(self.actor.engine.get_per_tensor_param()[0]):
             pass
-        self._tlt_capture.finish(None)
+        self._tlt_capture.finish()
         self.actor.infer_batch(make_batch(make_rows(LENGTHS), 60, compute_loss=False))
 
 
@@ -43,26 +43,25 @@ def group():
         yield RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Worker)))
 
 
-def test_what_the_tap_takes_fills_a_spot_workers_buffer(group):
-    from verl_tlt.spot_worker.worker import SpotWorker
+def test_what_the_actor_captures_fills_the_spot_trainers_buffer(group):
+    from verl_tlt.spot_trainer.worker import SpotTrainerWorker
 
-    (ready,) = ray.get(group.tlt_setup(CONFIG, list(LAYERS), {0}, True))
-    assert (ready.group, ready.untapped) == (0, None)
+    (ready,) = ray.get(group.tlt_setup(CONFIG, list(LAYERS), True))
+    assert (ready.group, ready.refusal) == (0, None) and ready.node == ray.get_runtime_context().get_node_id()
     group.execute_all_sync("compute")
-    (taken,) = ray.get(group.tlt_take((2,), set(), 8192))
+    (taken,) = ray.get(group.tlt_take())
     assert taken.errors == 0 and taken.seconds > 0 and taken.sync_seconds > 0
-    wanted = VerifierWeights.from_policy_dir(worker_arguments()["policy_dir"])
+    wanted = VerifierWeights.from_policy_dir(plan_of().policy_dir)
     for name, array in vars(ray.get(taken.verifier_weights)).items():
         assert array.nbytes == 2 * getattr(wanted, name).numel(), f"{name} in 16 bits"
     said = torch.cat([ids[p:] for ids, p in make_rows(LENGTHS)])
     assert np.array_equal(taken.token_counts, torch.bincount(said, minlength=len(wanted.embed)).numpy())
-    rows = [[shard.row for shard in ray.get(share)] for share in taken.shards]
-    assert rows == [[0, 2, 4], [1, 3, 5]]
-    worker = ray.remote(SpotWorker).options(num_cpus=0).remote("a", **worker_arguments())
-    stats = ray.get(worker.add.remote(1, [[share] for share in taken.shards], taken.verifier_weights), timeout=300)
+    assert [shard.row for shard in ray.get(taken.shards)] == [0, 1, 2, 3, 4, 5]
+    spot = ray.remote(SpotTrainerWorker).options(num_cpus=0).remote(plan_of(), {})
+    stats = ray.get(spot.add.remote(1, [[taken.shards]], taken.verifier_weights, None), timeout=300)
     assert (stats.sequences, stats.tokens, stats.incomplete) == (6, sum(p + r for p, r in LENGTHS), 0)
-    head = ray.get(worker.__ray_call__.remote(lambda one: one.learner.model.verifier_lm_head.weight.detach().clone()))
+    head = ray.get(spot.__ray_call__.remote(lambda one: one.trainer.model.verifier_lm_head.weight.detach().clone()))
     torch.testing.assert_close(head, wanted.lm_head.bfloat16().to(head.dtype), rtol=0, atol=0)
-    (again,) = ray.get(group.tlt_take((1,), set(), 8192))
-    assert (ray.get(again.shards[0]), again.verifier_weights) == ([], None), "nothing is handed over twice"
+    (again,) = ray.get(group.tlt_take())
+    assert (ray.get(again.shards), again.verifier_weights) == ([], None), "nothing is handed over twice"
     assert again.token_counts is None

@@ -13,12 +13,11 @@ from tiny_engine import run_script
 
 from benchmarks.lossless.judged import FAILS
 from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
-from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import VerifierWeights, most_frequent, to_numpy16
 from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import RolloutSampling, VerifierArrays
-from verl_tlt.spot_worker.learner import SpotLearner
+from verl_tlt.messages.training import RolloutSampling, SpotPlan, VerifierArrays
+from verl_tlt.spot_trainer.trainer import SpotTrainer
 
 pytestmark = pytest.mark.engine
 
@@ -35,16 +34,17 @@ def first(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published(models, first, stock_tokens, tmp_path_factory):
-    """(the tokens of the first rollout, the file that a learner publishes after it)."""
+    """(the tokens of the first rollout, the file that the spot trainer publishes after it)."""
     said = np.concatenate(stock_tokens["qwen3"])
     ids = most_frequent(np.bincount(said, minlength=V), SIZE).numpy()
     assert np.isin(said, ids).mean() > 0.9
     sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-    learner = SpotLearner("a", TLTConfig(), str(models["target"]), first, sampling, "cpu")
+    spot = SpotTrainer(SpotPlan(policy_dir=str(models["target"]), drafter=first, sampling=sampling, dtype="float32"))
     parts = VerifierWeights.from_policy_dir(models["target"])
     arrays = VerifierArrays(*(to_numpy16(part.bfloat16()) for part in (parts.embed, parts.lm_head, parts.norm)))
-    learner.add(1, [], arrays, ids)
-    file = learner.export(1, "float32", [])
+    spot.add(1, [], arrays, ids)
+    spot._approved = spot.candidate
+    file = spot.export()
     directory = tmp_path_factory.mktemp("published")
     stage(file.config, file.weights, directory)
     return ids, directory / "model.safetensors", file
@@ -74,7 +74,7 @@ def test_what_the_first_rollout_chose_is_drafted_once_it_is_published(engine, fi
 
 
 def test_its_head_follows_every_weight_sync_whatever_rows_the_file_has(engine, published, tmp_path):
-    """The file's rows are those of the policy that the learner knew, in 16 bits: they are not even read."""
+    """The file's rows are those of the policy that the spot trainer knew, in 16 bits: they are not even read."""
     ids, file, _ = published
     head, own = engine.runner.get_model().lm_head.weight, engine.runner.drafter.model.lm_head.weight
     assert own.shape[0] < head.shape[0]

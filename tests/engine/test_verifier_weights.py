@@ -50,14 +50,11 @@ def sync(root):
         worker.layered_summon, worker.base_sync_done = False, loaded
         worker._tlt_capture = capture = VerifierCapture(torch.bfloat16, copied)
         taken = []
-        for armed in (True, True, False):
-            capture.armed = armed
+        for _ in range(2):
             asyncio.run(worker.update_weights(global_steps=0))
             assert "get_per_tensor_param" not in vars(actor.engine)
             taken.append(capture.take())
-        first, second, unasked = (found.reference for found in taken)
-        assert unasked is (first if second is first else None), "nobody asked for it"
-        return taken[:2], worker.rollout.names
+        return taken, worker.rollout.names
 
     yield run
     if torch.distributed.is_initialized():
@@ -83,19 +80,21 @@ LORA = {"lora_rank": 4, "lora_alpha": 8}
     ("loaded", "model", "syncs"),
     [
         pytest.param(False, {}, 2, id="no lora"),
-        pytest.param(False, LORA, 1, id="lora, base sent once"),
-        pytest.param(True, LORA, 1, id="lora, base loaded by the rollout"),
+        pytest.param(False, LORA, 0, id="lora, base sent once"),
+        pytest.param(True, LORA, 0, id="lora, base loaded by the rollout"),
         pytest.param(False, {**LORA, "lora": {"merge": True}}, 2, id="lora merged"),
     ],
 )
 def test_verifier_weights_are_the_policys(sync, root, loaded, model, syncs):
+    """Adapters alone do not change them: the spot trainer then reads them from the policy's files."""
     taken, names = sync(loaded, **model)
-    weights = [found.reference for found in taken]
-    assert (weights[1] is weights[0]) == (syncs == 1), "parts that do not change are copied once"
-    assert all(weights), "and handed over in every step, for workers that replace others"
+    weights = [found.reference for found in taken if found.reference is not None]
+    assert len(weights) == syncs and all(found.errors == 0 for found in taken)
+    if loaded:
+        assert all("lora_" in name for name in names[0]), "the base was not meant to be sent"
+    if not syncs:
+        return
     wanted = VerifierWeights.from_policy_dir(root / "qwen3")
     for part in VERIFIER_PARTS:
         torch.testing.assert_close(weights[0][part], getattr(wanted, part).bfloat16(), rtol=0, atol=0)
-    assert all(found.errors == 0 for found in taken) and taken[0].seconds > 0
-    if loaded:
-        assert all("lora_" in name for name in names[0]), "the base was not meant to be sent"
+    assert taken[0].seconds > 0

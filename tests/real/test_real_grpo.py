@@ -26,7 +26,6 @@ OVERRIDES = (
     "tlt.drafter.vocab=8192",
     f"{CONSTANT}.buffer.min_tokens=100",
     "tlt.gate.enable=false",  # so few prompts: none of them is held out
-    f"{CONSTANT}.spot.min_merge_steps=1",
     "tlt.spot.cold_start_s=0",
 )
 

@@ -104,7 +104,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         if sessions:
             version, published = version + 1, step
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
-            driver.emit("publish", step=step, version=version, decision="published", tau=tau, seconds=0.02, bytes=2**20)
+            driver.emit("publish", step=step, version=version, decision="published", tau=tau, bytes=2**20)
         for r in names:
             driver.emit("reload", step=step, replica=r, version=version, ok=True, seconds=0.01)
         clock.now += 0.2
@@ -113,8 +113,8 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         made.saved_s[step] = max(start + sum(map(stock_s, rows)) for rows in decoded.values()) - end
         stats = {r: _stats(decoded[r]) for r in names}
         observations = StepObservations(
-            step=step, rollout_s=end - start, replicas=stats, bubble_s={r: end - t for r, t in idle_from.items()},
-            bubble_trained_s={r: end - t for r, t in sessions.items()}, stop_latency_s=dict.fromkeys(sessions, 0.05),
+            step=step, rollout_s=end - start, replicas=stats, idle_s={r: end - t for r, t in idle_from.items()},
+            trained_s=sum(end - t for t in sessions.values()), stop_s=0.05 if sessions else None,
             overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
             served_since=published, spot_failures=0, saved_s=made.saved_s[step],
         )  # fmt: skip

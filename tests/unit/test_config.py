@@ -47,8 +47,8 @@ def test_null_may_be_spelled_as_python_does(null):
 
 
 def test_plain_values_come_back_as_the_same_settings():
-    settings = TLTConfig.from_dict({"speculation": {"arms": [0, 2], "max_draft_length": 2}, "spot": {"poll_s": 1}})
-    assert settings.speculation.arms == (0, 2) and settings.spot.poll_s == 1.0
+    settings = TLTConfig.from_dict({"speculation": {"arms": [0, 2], "max_draft_length": 2}, "spot": {"max_epochs": 1}})
+    assert settings.speculation.arms == (0, 2) and settings.spot.max_epochs == 1.0
     assert TLTConfig.from_dict(settings.to_dict()) == settings
     assert TLTConfig.from_dict(None) == TLTConfig()
 
@@ -60,8 +60,8 @@ def test_plain_values_come_back_as_the_same_settings():
         ({"spot": {"wibble": 1}}, "tlt.spot.wibble is not a setting of verl-tlt. Known keys: enable, stop_timeout_s,"),
         ({"spot": 3}, "tlt.spot must be a mapping"),
         ({"spot": {"enable": 1}}, "tlt.spot.enable must be a valid boolean, not 1"),
-        ({"spot": {"min_merge_steps": True}}, "tlt.spot.min_merge_steps must be a valid integer, not True"),
-        ({"spot": {"poll_s": "fast"}}, "tlt.spot.poll_s must be a valid number, not 'fast'"),
+        ({"buffer": {"keep_steps": True}}, "tlt.buffer.keep_steps must be a valid integer, not True"),
+        ({"spot": {"max_epochs": "fast"}}, "tlt.spot.max_epochs must be a valid number, not 'fast'"),
         ({"drafter": {"vocab": 1}}, "tlt.drafter.vocab must be greater than or equal to 2 or 'full', not 1."),
         ({"drafter": {"vocab": "ful"}}, "tlt.drafter.vocab must be a valid integer or 'full', not 'ful'."),
         ({"drafter": {"path": 3}}, "tlt.drafter.path must be a valid string, not 3."),

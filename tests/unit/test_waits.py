@@ -11,19 +11,9 @@ import pytest
 import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parent
-ROOMS = ("actor", "server", "spot_worker", "trainer")
+ROOMS = ("actor", "server", "spot_trainer", "trainer")
 WAITS = ("acquire", "get", "join", "recv", "result", "wait")
 """Of futures, threads, locks, events, Ray and processes; `get` is Ray's, since dictionaries have one too."""
-WITHOUT_A_BOUND = {
-    "trainer/drafter_update.py": {"done.result()"},  # asked for when it is done
-}
-ANSWERS = {
-    "trainer/drafter_update.py": {"done.result()"},
-    "trainer/spot_workers.py": {"call.result(CALL_S)"},  # the merge
-    "trainer/waits.py": {"call.result(deadline.left())"},
-    "trainer/watch.py": {"call.result(ANSWER_S)"},  # a session that has ended
-}
-"""Where answers of other processes are taken: `Waits` counts and replaces who fails, but for a session and a merge."""
 HIT_IN = {
     "actor/tap.py:PUT_S": "unit/actor/test_verifier_capture.py",
     "server/engine_calls.py:ANSWER_S": "unit/server/test_server_bounds.py",
@@ -31,19 +21,14 @@ HIT_IN = {
     "server/engine_calls.py:SCHEDULER_S": "unit/server/test_server_bounds.py",
     "server/server.py:ADMISSION_TIMEOUT_S": "unit/server/test_server_bounds.py",
     "server/server.py:STORE_S": "unit/server/test_server_bounds.py",
-    "trainer/cold_start.py:LONGEST_S": "unit/trainer/test_cold_start_rule.py",
-    "trainer/cold_start.py:SHORTEST_S": "unit/trainer/test_cold_start_rule.py",
-    "trainer/controller.py:SAVE_S": "unit/trainer/test_bounds.py",
-    "trainer/controller.py:WARM_AGAIN_S": "unit/trainer/test_shared_device.py",
-    "trainer/controller.py:WARM_UP_S": "unit/trainer/test_shared_device.py",
-    "trainer/waits.py:ASK_S": "engine/test_fleet_bounds.py",
+    "trainer/controller.py:WARM_UP_S": "unit/trainer/test_controller.py",
     "trainer/servers.py:CALIBRATION_S": "engine/test_fleet_bounds.py",
-    "trainer/waits.py:CALL_S": "engine/test_fleet_bounds.py",
     "trainer/servers.py:SLEEP_S": "engine/test_fleet_bounds.py",
-    "trainer/spot_workers.py:START_S": "engine/test_fleet_bounds.py",
-    "trainer/waits.py:SILENT_S": "unit/trainer/test_bounds.py",
-    "trainer/watch.py:ANSWER_S": "unit/trainer/test_bounds.py",
-    "trainer/watch.py:LOOK_S": "unit/trainer/test_bounds.py",
+    "trainer/spot.py:MEMORY_S": "engine/test_spot_trainer.py",
+    "trainer/spot.py:SAVE_S": "engine/test_spot_trainer.py",
+    "trainer/spot.py:START_S": "engine/test_spot_trainer.py",
+    "trainer/waits.py:CALL_S": "engine/test_fleet_bounds.py",
+    "trainer/watch.py:LOOK_S": "unit/trainer/test_controller.py",
 }
 """The test in which each bound is reached, and named. `tlt.spot.stop_timeout_s` is a setting, reached there, too."""
 
@@ -66,16 +51,7 @@ def unbounded(source):
     "path", [p for room in ROOMS for p in sorted((ROOT / room).glob("*.py"))], ids=lambda p: p.name
 )
 def test_every_wait_has_a_bound(path):
-    assert set(unbounded(path.read_text())) == WITHOUT_A_BOUND.get(str(path.relative_to(ROOT)), set())
-
-
-def test_the_answers_of_spot_workers_are_awaited_in_one_place():
-    found = {}
-    for path in sorted((ROOT / "trainer").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "result":
-                found.setdefault(str(path.relative_to(ROOT)), set()).add(ast.unparse(node))
-    assert found == ANSWERS
+    assert set(unbounded(path.read_text())) == set()
 
 
 def bounds():
@@ -88,7 +64,12 @@ def bounds():
 
 
 def test_every_bound_is_reached_in_a_test():
-    pauses = {"server/client.py:RETRY_PAUSE_S", "trainer/watch.py:LOAD_LINE_S"}  # nobody's answer is awaited
+    pauses = {
+        "server/client.py:RETRY_PAUSE_S",
+        "trainer/run_setup.py:COLD_START_S",
+        "trainer/watch.py:POLL_S",
+        "trainer/watch.py:SETTLE_S",
+    }  # nobody's answer is awaited
     assert set(bounds()) - pauses == HIT_IN.keys()
     for bound, test in HIT_IN.items():
         assert bound.partition(":")[2] in (ROOT.parent / "tests" / test).read_text(), bound

@@ -43,7 +43,7 @@ def adapt(engine: BaseEngine) -> EngineAdapter:
         return FSDPAdapter(engine)
     if strategy == "megatron":
         return MegatronAdapter(engine)
-    raise DrafterError(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state tap.")
+    raise DrafterError(f"actor_rollout_ref.actor.strategy={strategy} has no hidden-state capture.")
 
 
 class FSDPAdapter:
@@ -96,7 +96,7 @@ class FSDPAdapter:
 class MegatronAdapter:
     """verl's Megatron engine: megatron-core GPT models, whose tokens and layers are split over ranks in three ways.
 
-    Layouts that no tap can follow end spot training before a worker is made (`checks.rules.untapped`).
+    Layouts whose hidden states cannot be captured are known before the spot trainer starts (`checks.rules.untapped`).
 
     Pipeline parallelism splits layers; the last stage has the final norm. Context parallelism gives a rank two chunks
     of every sequence. Sequence parallelism slices what is left; without it the first rank of a tensor-parallel group

@@ -2,12 +2,11 @@
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm (EAGLE-3;
 TLT section 5). In the old-log-prob forward, hooks on each rank copy the chosen tokens of the layers it has;
-`spot_worker.worker` joins them. States are heavy, so few sequences are chosen, and long ones are cut to a window.
+the spot trainer joins them. States are heavy, so few sequences are chosen, and long ones are cut to a window.
 
 Embedding, head and final norm are copied while a weight sync streams by. Everybody waits for the sync, and these parts
-are large (2.2 GB for a 7B policy). So one rank of each node copies them to page-locked memory, when the drafter will be
-trained. A thread puts them into the object store during the next rollout. A failure costs the drafter its newest
-weights, not the sync.
+are large (2.2 GB for a 7B policy). So the first rank alone copies them to page-locked memory, and a thread puts them
+into the object store during the next rollout. A failure costs the drafter its newest weights, not the sync.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class HiddenStateTap:
             self._open = None
             self.errors += 1
             log = logger.exception if self.errors == 1 else logger.debug
-            log("the tap could not keep the hidden states of a micro-batch: %s", error)
+            log("the hidden states of a micro-batch could not be captured: %s", error)
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -250,11 +249,6 @@ def choose_window(length: int, prompt_len: int, window: int, rng: random.Random)
     return start, min(length, start + window)
 
 
-def shards_by_worker(shards: Sequence[HiddenStateShard], workers: int) -> list[list[HiddenStateShard]]:
-    """Shards for each spot worker, by row: every rank of a group splits the same rows in the same way."""
-    return [[shard for shard in shards if shard.row % workers == worker] for worker in range(workers)]
-
-
 # ---------------------------------------------------------------------- verifier weights
 
 VERIFIER_PARTS = ("embed", "lm_head", "norm")
@@ -270,7 +264,7 @@ class Captured:
     """What this rank copied since the last `take`."""
 
     reference: ObjectRef | None = None
-    """What `put` made of the `VerifierArrays`, under LoRA also of an earlier sync's; None: nothing new was copied."""
+    """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
     seconds: float = 0.0  # time that the weight sync, or the caller of `take`, waited for it
     errors: int = 0
 
@@ -288,15 +282,12 @@ class VerifierCapture:
         tied: bool = False,
         norm_offset: float = 0.0,
     ) -> None:
-        self.armed = False
-        """The coming weight sync is copied from."""
         self._dtype, self._put, self._norm_offset = dtype, put, norm_offset
         self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
         self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
         self._arrived: set[str] = set()
-        self._adapter_alone = False  # in the last sync, as in all of a LoRA run
-        self._lasting: ObjectRef | None = None  # then: what was put, which workers that replace others need, too
+        self._failed = False  # copying from the present sync
         self._putting: Future[ObjectRef] | None = None
         self._thread = ThreadPoolExecutor(1, "tlt-verifier")
         self._seconds, self._errors = 0.0, 0
@@ -305,35 +296,33 @@ class VerifierCapture:
         """Hand `params` on as they are; what the drafter shares is copied on the way."""
         for name, tensor in params:
             part = policy_part(name)
-            if self.armed and part is not None and part in self._wanted:
+            if part is not None and part in self._wanted and not self._failed:
                 with self._contained():
                     self._keep(part, tensor.float() + self._norm_offset if part == "norm" else tensor)
             yield name, tensor
 
-    def finish(self, base: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
-        """Put what arrived into the object store, in the background; `base` reads the parts if only LoRA was synced."""
+    def finish(self) -> None:
+        """Put what arrived into the object store, in the background; nothing where the sync brought none of it."""
         with self._contained():
-            self._adapter_alone = base is not None
-            if self.armed and base is not None and self._lasting is None and not self._arrived:
-                for part, tensor in base().items():
-                    if part in self._wanted:
-                        self._keep(part, tensor)
-            if self.armed and self._arrived:
+            if self._arrived and not self._failed:
                 if missing := [part for part in self._wanted if part not in self._arrived]:
                     raise RuntimeError(f"{' and '.join(missing)} did not arrive with the weight sync")
                 arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
                 arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
                 self._putting = self._thread.submit(self._put, VerifierArrays(**arrays))
-        self.armed, self._arrived = False, set()
+        self._failed = False
+        self._arrived = set()
 
     def take(self) -> Captured:
         """What was copied since the last call."""
-        reference, putting, self._putting = self._lasting, self._putting, None
+        reference: ObjectRef | None = None
+        putting, self._putting = self._putting, None
         with self._contained():
-            reference = putting.result(PUT_S) if putting else reference
-        self._lasting = reference if self._adapter_alone else None
+            reference = putting.result(PUT_S) if putting else None
         captured = Captured(reference, self._seconds, self._errors)
-        self._seconds, self._errors = 0.0, 0
+        self._failed = False
+        self._seconds = 0.0
+        self._errors = 0
         return captured
 
     def _keep(self, part: str, tensor: torch.Tensor) -> None:
@@ -355,7 +344,8 @@ class VerifierCapture:
         try:
             yield
         except Exception as error:
-            self.armed, self._putting = False, None
+            self._failed = True
+            self._putting = None
             self._errors += 1
             logger.warning("the policy's embedding, head and norm could not be copied for the drafter: %r", error)
         finally:

@@ -1,13 +1,13 @@
-"""verl's actor worker with a tap: hidden states from old-log-prob, verifier weights from the weight sync.
+"""verl's actor worker with hidden-state capture in old-log-prob, and verifier weights from the weight sync.
 
-The tap is in a subclass of the worker, which the TLT trainer alone installs; an engine registered under a vendor key
-would replace the engine in every process, with the flag or without.
+The capture is in a subclass of the worker, which the TLT trainer alone installs. An engine registered under a vendor
+key would replace the engine in every process, with the flag or without.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import ray
@@ -20,28 +20,28 @@ from verl.workers.engine_workers import TrainingWorker
 from verl_tlt.actor.adapters import adapt
 from verl_tlt.actor.tap import (
     ROW,
+    Captured,
     HiddenStateTap,
     VerifierCapture,
     choose_window,
     response_lengths,
     select_for_tap,
-    shards_by_worker,
 )
 from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter import VerifierWeights, policy_shape
+from verl_tlt.drafter import policy_shape
 from verl_tlt.errors import DrafterError
-from verl_tlt.messages.training import TappedStates, TapReady
+from verl_tlt.messages.training import CapturedStates, CaptureReady
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
 class TLTTrainingWorker(TrainingWorker):
-    """The actor's training worker: chooses sequences before the old-log-prob forward and has the tap copy them."""
+    """The actor's training worker: has hidden states of sequences copied that it chooses before the forward."""
 
     tap: HiddenStateTap | None = None
     tap_budget = 0
-    """Tokens to capture of the next batch for each rank that computes it, and so for each spot worker."""
+    """Tokens to capture of each batch that this rank computes."""
     tap_window = 0
     batches_tapped = 0
 
@@ -54,13 +54,12 @@ class TLTTrainingWorker(TrainingWorker):
         return super().infer_batch(data)
 
     def _choose(self, data: TensorDict, tap: HiddenStateTap) -> None:
-        """Have the tap record some rows of this batch, the same on every rank that computes it."""
+        """Record some rows of this batch, the same on every rank that computes it."""
         lengths = data["input_ids"].offsets().diff().tolist()
         rng = random.Random(self.batches_tapped)
         self.batches_tapped += 1
-        budget = self.tap_budget * (self.world_size // self.engine.get_data_parallel_size())
-        window = min(self.tap_window, budget)
-        rows = select_for_tap(lengths, budget, rng, window)
+        window = min(self.tap_window, self.tap_budget)
+        rows = select_for_tap(lengths, self.tap_budget, rng, window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         tap.arm({row: choose_window(lengths[row], prompts[row], window, rng) for row in rows})
@@ -78,41 +77,36 @@ class TLTActorWorker(DetachActorWorker):
     _tlt_capture: VerifierCapture | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_setup(
-        self, config: TLTConfig, aux_layers: list[int], capture_ranks: Collection[int], counts_tokens: bool = False
-    ) -> TapReady:
-        """Install the tap on this rank's engine; `capture_ranks` copy the verifier weights of the coming sync."""
+    def tlt_setup(self, config: TLTConfig, aux_layers: list[int], counts_tokens: bool = False) -> CaptureReady:
+        """Capture hidden states on this rank from now on; the first rank copies the verifier weights in every sync."""
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
+        context = ray.get_runtime_context()
+        place = {"node": context.get_node_id(), "device": next(iter(context.get_accelerator_ids().get("GPU", ())), "")}
         try:
             adapter = adapt(self.actor.engine)
         except DrafterError as why:
-            return TapReady(group=0, untapped=str(why))
+            return CaptureReady(group=0, refusal=str(why), **place)
+        engine = self.actor.engine
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
-        self.actor.tap_budget = config.buffer.first_tokens
+        self.actor.tap_budget = (config.buffer.tokens_per_step or 0) // engine.get_data_parallel_size()
         self.actor.tap_window = config.buffer.window
-        policy = policy_shape(self.actor.engine.model_config.local_path)
+        policy = policy_shape(engine.model_config.local_path)
         self.actor.tap.counts_tokens = policy.vocab_size if counts_tokens else 0
-        self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied, policy.norm_offset)
-        self._tlt_capture.armed = self.rank in capture_ranks
-        return TapReady(self.actor.engine.get_data_parallel_rank())
+        if self.rank == 0:
+            self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied, policy.norm_offset)
+        return CaptureReady(engine.get_data_parallel_rank(), **place)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self, shares: Sequence[int], capture_ranks: Collection[int], tokens: int) -> TappedStates:
-        """Hand over the last old-log-prob forward's hidden states, and the verifier weights of a sync before it.
-
-        `shares`: spot workers that each rank shares its sequences among; `capture_ranks` are of the next weight sync,
-        `tokens` those to capture for each worker in the next forward.
-        """
-        self.actor.tap_budget = tokens
-        tap, capture = self.actor.tap, self._tlt_capture
-        assert tap is not None and capture is not None
+    def tlt_take(self) -> CapturedStates:
+        """Hand over the last old-log-prob forward's hidden states, and the verifier weights of the sync before it."""
+        tap = self.actor.tap
+        assert tap is not None
         taken = tap.take()
         errors, tap.errors = tap.errors, 0
         counts, tap.token_counts = tap.token_counts, None
-        captured = capture.take()
-        capture.armed |= self.rank in capture_ranks
-        return TappedStates(
-            shards=tuple(ray.put(share) for share in shards_by_worker(taken, shares[self.rank])),
+        captured = Captured() if self._tlt_capture is None else self._tlt_capture.take()
+        return CapturedStates(
+            shards=ray.put(taken),
             verifier_weights=captured.reference,
             seconds=tap.seconds,
             errors=errors + captured.errors,
@@ -123,18 +117,17 @@ class TLTActorWorker(DetachActorWorker):
     # Changes verl: patches/README.md#what-policy-and-drafter-share-is-copied-while-weights-are-synced
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> object:
-        """As verl's; the parts the drafter shares are copied as they stream past, where that was asked for."""
+        """As verl's; on the first rank the parts that the drafter shares are copied as they stream past."""
         capture = self._tlt_capture
-        if capture is None or not capture.armed:
+        if capture is None:
             return await super().update_weights(global_steps=global_steps, mode=mode)
         engine = self.actor.engine
-        adapter_alone = False
         original = engine.get_per_tensor_param
 
         def captured(*args: object, **kwargs: object) -> tuple[Iterator[tuple[str, torch.Tensor]], object]:
-            nonlocal adapter_alone
             params, peft = original(*args, **kwargs)
-            adapter_alone = peft is not None
+            if peft is not None:  # LoRA: the sync brings the adapter alone, and the policy's parts do not change
+                return params, peft
             return capture.tee(params), peft
 
         engine.get_per_tensor_param = captured
@@ -142,5 +135,4 @@ class TLTActorWorker(DetachActorWorker):
             return await super().update_weights(global_steps=global_steps, mode=mode)
         finally:
             del engine.get_per_tensor_param  # the instance attribute; the class's method shows again
-            path = engine.model_config.local_path
-            capture.finish((lambda: vars(VerifierWeights.from_policy_dir(path))) if adapter_alone else None)
+            capture.finish()

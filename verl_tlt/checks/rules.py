@@ -28,7 +28,7 @@ from verl_tlt.checks.recipe import (
 )
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.files.disk import matching
-from verl_tlt.idle.replica_idle import MODE_RULES
+from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
 from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, installed, release

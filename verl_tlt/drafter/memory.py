@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_tlt.drafter.data import Batch, TrainingSequence, pack
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
 from verl_tlt.drafter.train import STATE, DrafterTrainer
 from verl_tlt.errors import TLTError
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSIONS_HELD = 3
-"""Copies of the trained parameters beside the model's own: candidate, served and initial drafter."""
+VERSIONS_HELD = 4
+"""Copies of the trained parameters beside the model's own: initial and served drafter, the candidate, and for moments
+the one before it, which is being published."""
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
 BLOCK = 1 << 27
@@ -37,6 +39,8 @@ MARGIN = 0.03
 FEWEST_ROWS = 256
 """Fewest rows of a micro-batch: with fewer, a step's fixed costs would take most of its time."""
 GIB = 2**30
+PORTABLE = 1
+"""cudaHostRegisterPortable: the memory is page-locked for every device of the process."""
 
 
 # ------------------------------------------------------------------ how much, by arithmetic
@@ -87,7 +91,7 @@ def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:
-    """Host memory of a spot worker beside its buffer, in bytes, where it trains on an accelerator: 10 GB for 7B."""
+    """Host memory of the spot trainer beside its buffer, in bytes, with an accelerator: 11 GB for an 8B policy."""
     trained, frozen = _bytes(model)
     whole_head = 2 * model.verifier_vocab_size * model.hidden_size if model.use_draft_vocab else 0
     return (1 + len(STATE) + VERSIONS_HELD) * trained + frozen + whole_head
@@ -114,7 +118,7 @@ def page_locked(nbytes: int) -> torch.Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8)
     if torch.cuda.is_available() and nbytes:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(cuda.cudaHostRegister(block.data_ptr(), nbytes, 0))
+        error = int(cuda.cudaHostRegister(block.data_ptr(), nbytes, PORTABLE))
         if error:
             _forget_refusal()
             logger.warning("%d MiB could not be page-locked (CUDA error %d): copies are slower", nbytes >> 20, error)
@@ -222,17 +226,34 @@ def check_room(needed: int, free: int, total: int) -> None:
 
 
 class TrainingDevice:
-    """The device on which a learner trains; `name` is torch's, "cuda" or "cpu".
+    """The device on which a drafter trains: `kind` is "cuda" or "cpu", and which GPU it is may change by session.
 
     An accelerator belongs to the actor and the engine, which count on its memory: running out of it there ends the run.
     So a session begins with a check of the free memory, and leaves nothing on the device.
     """
 
-    def __init__(self, name: str) -> None:
-        self.device = torch.device(name)
+    def __init__(self, kind: str) -> None:
+        self.device = torch.device(kind)
         self.is_accelerator = self.device.type != "cpu"
         self._memory: DrafterMemory | None = None
         self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[None]:
+        """Have the GPU of this number be the device, also for kernels of this thread, inside the block."""
+        if not self.is_accelerator:
+            yield
+            return
+        self.device = torch.device(self.device.type, index)
+        with torch.cuda.device(self.device):
+            yield
+
+    def packed(self, sequences: list[TrainingSequence]) -> Batch:
+        """One batch of these sequences, in page-locked memory for an accelerator; called from any thread."""
+        if not self.is_accelerator:
+            return pack(sequences)
+        with torch.cuda.device(self.device):  # or locking would open a context on the first GPU, which may decode
+            return pack(sequences, pinned=True)
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of an accelerator."""

@@ -56,7 +56,6 @@ class StepResult:
     """[passes of the step]: share of rows whose argmax at draft position k is the policy's, given that those before
     were."""
     skipped: bool  # the loss or a gradient was not finite and nothing was changed
-    rate: float = 0.0  # learning rate of the step relative to that after the warm-up; 0 when skipped
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class TrainSummary:
     steps: int  # optimizer steps taken
     batches: int  # micro-batches it used; one more may have been drawn
     tokens: int  # rows learned from
-    weighted_tokens: float  # the same, each times the `rate` of its step: how far they moved the drafter
     skipped: int  # micro-batches left out because they were not finite
     stopped: bool  # the stop flag ended it, and neither tokens nor data ran out
     loss: float  # mean over the steps; NaN without any
@@ -74,7 +72,7 @@ class TrainSummary:
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """What is trained, merged and published, by name: everything but the policy's embedding, head and norm."""
+    """What is trained and published, by name: everything but the policy's embedding, head and norm."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -168,7 +166,7 @@ class DrafterTrainer:
             if self._accuracy > _REACHED and self.passes < self.ttt_steps:
                 self.passes, self._accuracy = self.passes + 1, 0.0
             self._average()
-        return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped), rate=0.0 if skipped else rate)
+        return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped))
 
     def _average(self) -> None:
         reach = AVERAGED_STEPS if self._trained else min(AVERAGED_STEPS, 1 + self.steps / 9)
@@ -246,18 +244,10 @@ class DrafterTrainer:
         return {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
 
     def load_parameters(self, parameters: Mapping[str, np.ndarray]) -> None:
-        """Take over weights, as their own average; the optimizer's moments stay, as local SGD keeps them."""
+        """Take over weights, as their own average; the optimizer's moments stay."""
         self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
         for name, average in self.averages().items():
             average.copy_(self.parameters[name].detach())
-
-    def move_average(self, to: Mapping[str, np.ndarray]) -> None:
-        """Take over an average (a merge); the weights keep their distance from it, and the moments stay."""
-        with torch.no_grad():
-            for name, average in self.averages().items():
-                new = torch.from_numpy(to[name])
-                self.parameters[name].sub_(average).add_(new)
-                average.copy_(new)
 
     @contextmanager
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
@@ -331,7 +321,6 @@ def train_until(
         steps=trainer.steps - first,
         batches=drawn,
         tokens=tokens,
-        weighted_tokens=sum(step.rate * step.tokens for step in results),
         skipped=trainer.skipped - skipped,
         stopped=stopped,
         loss=float(np.mean([step.loss for step in results])) if results else math.nan,

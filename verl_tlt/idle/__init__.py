@@ -1,1 +1,1 @@
-"""PURE. Whose idle time may train the drafter: planners, failure budget, and the rules of verl's trainer modes."""
+"""PURE. When idle devices may train the drafter: planners, and the rules of verl's trainer modes."""

@@ -1,32 +1,26 @@
-"""Between the actor's workers, the spot workers and the trainer. Arrays are numpy: every process has it."""
+"""Records between the actor's workers, the spot trainer and the RL trainer. Arrays are numpy: every process has it."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from verl_tlt.messages.rollout import DrafterFile
+
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-Parameters = Mapping[str, np.ndarray]
-"""Trainable parameters of a drafter by name, float32."""
 
-VERSIONS = ("candidate", "served", "initial")
-"""The versions of a drafter that the gate compares: the newest merged one, the one that engines draft with, and the one
-that the run started with (`spot_worker.merge`)."""
-
-
-# ---------------------------------------------------------------------- actor worker -> trainer -> spot worker
+# ---------------------------------------------------------------------- actor worker -> RL trainer -> spot trainer
 
 
 @dataclass(frozen=True)
 class HiddenStateShard:
-    """What one rank holds of the captured window of one sequence: the tap's own copy, which travels as it is."""
+    """What one rank holds of the captured window of one sequence: a copy of its own, which travels as it is."""
 
     row: int  # number of the sequence in its group's batch
     tokens: np.ndarray  # int64 [L], the whole window's on every rank
@@ -36,8 +30,8 @@ class HiddenStateShard:
     stretches: tuple[tuple[int, int], ...]
     """Tokens [begin, end) of the window that this rank holds, n in all, in the order of the states' rows."""
     wanted: tuple[int, ...]
-    """Layers whose inputs make the sequence whole, ascending; the last one is the policy's number of layers, under
-    which goes the input of the final norm."""
+    """Layers whose inputs make the sequence whole, ascending. The last one is the policy's number of layers, which
+    stands for the input of the final norm."""
     layers: tuple[int, ...]  # those of `wanted` that are here
     states: np.ndarray  # 16 bits [len(layers), n, H] (see `drafter.to_numpy16`)
 
@@ -52,28 +46,30 @@ class VerifierArrays:
 
 
 @dataclass(frozen=True)
-class TapReady:
+class CaptureReady:
     """One rank's answer to `tlt_setup`."""
 
-    group: int  # the data-parallel rank, which is the same on all ranks that compute the same sequences
-    untapped: str | None = None  # why this engine has no tap, in one sentence; None: it has one
+    group: int  # data-parallel rank: the same on all ranks that compute the same sequences
+    node: str = ""  # Ray's id of the rank's node
+    device: str = ""  # Ray's id of the rank's accelerator
+    refusal: str | None = None  # why hidden states cannot be captured here, in one sentence; None: they can
 
 
 @dataclass(frozen=True)
-class TappedStates:
-    """What one rank's tap took from the last old-log-prob forward. The arrays stay in the object store of its node."""
+class CapturedStates:
+    """What one rank captured in the last old-log-prob forward. The arrays stay in the object store of its node."""
 
-    shards: tuple[ObjectRef, ...]  # for each share of the sequences a list of `HiddenStateShard`
+    shards: ObjectRef  # a list of `HiddenStateShard`
     verifier_weights: ObjectRef | None
-    """`VerifierArrays` out of the last weight sync, or under LoRA the first; None: as they were, or another rank's."""
-    seconds: float  # what the tap cost
-    errors: int  # micro-batches it could not keep, and verifier weights that could not be copied
-    sync_seconds: float = 0.0  # what copying the verifier weights cost the last weight sync
+    """`VerifierArrays` out of the last weight sync; None: another rank copies them, or the sync brought none (LoRA)."""
+    seconds: float  # what capturing took
+    errors: int  # micro-batches that were not captured, and verifier weights that were not copied
+    sync_seconds: float = 0.0  # what copying the verifier weights added to the last weight sync
     token_counts: np.ndarray | None = None
     """int64 [V]: how often each token is in the responses of a batch, once in a run where it was asked for."""
 
 
-# ---------------------------------------------------------------------- spot worker -> trainer
+# ---------------------------------------------------------------------- RL trainer -> spot trainer
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,41 @@ class RolloutSampling:
     top_k: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpotPlan:
+    """What the spot trainer is made of: at the start of a run, and again for one that replaces another."""
+
+    policy_dir: str  # visible on its node
+    drafter: DrafterFile  # the run's first drafter, float32
+    sampling: RolloutSampling
+    dtype: str  # of the rollout, in which drafters are published
+    device: str = "cpu"  # torch's device type: "cuda" or "cpu"
+    checkpoint: str | None = None  # directory of the drafter's checkpoint that the run goes on from
+    # training
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    passes: int = 3
+    loss: str = "kl_div"
+    seed: int = 0
+    batch_tokens: int = 1024
+    max_epochs: float = 3.0
+    # buffer
+    buffer_bytes: int = 2 << 30
+    keep_steps: int = 8
+    min_tokens: int = 2000
+    held_out: float = 0.1  # share of prompts
+    window: int = 4096
+    # gate
+    gate: bool = True  # False: every trained candidate is published
+    max_draft: int = 3  # K up to which drafts are scored
+
+
+# ---------------------------------------------------------------------- spot trainer -> RL trainer
+
+
 @dataclass(frozen=True)
 class BufferStats:
-    """What a spot worker's buffer holds after it took over a step's sequences."""
+    """What the spot trainer's buffer holds after it took over a step's sequences."""
 
     sequences: int
     tokens: int
@@ -98,11 +126,32 @@ class BufferStats:
     """Response tokens of this step's sequences; 0 where the drafter has the policy's whole vocabulary."""
     draftable: int = 0  # those of them that are in the draft vocabulary
 
-    @classmethod
-    def combined(cls, stats: Sequence[BufferStats]) -> BufferStats:
-        """What a replica's workers hold; `train_tokens` is what the fullest has, for one that can train is enough."""
-        sums = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)}
-        return replace(cls(**sums), train_tokens=max(s.train_tokens for s in stats))
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What becomes of the candidate, and why."""
+
+    decision: Literal["published", "kept", "reverted"] = "kept"
+    """Kept: the served drafter stays and the candidate trains on. Reverted: the candidate is given up."""
+    reason: str = ""  # in words
+    gain: float | None = None
+    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
+    gain_low: float | None = None  # lower end of the gate's interval around `gain`
+    tau: Mapping[str, float] = field(default_factory=dict)
+    """Held-out accept length of `candidate`, `served` and `initial`; empty: not scored."""
+    acceptance: tuple[float, ...] = ()
+    """Conditional acceptance by draft position of the drafter that is served from now on; empty: not scored."""
+    publishes: bool = False
+    """The spot trainer has a drafter to publish (`export`)."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A drafter that is ready to be published."""
+
+    version: int
+    bytes: int  # of its weights
+    acceptance: tuple[float, ...]  # conditional acceptance by draft position; empty: not scored
 
 
 @dataclass(frozen=True)
@@ -110,133 +159,16 @@ class SessionResult:
     """One training session."""
 
     outcome: Literal["stopped", "exhausted", "failed"]
-    """Stopped by the trainer, its epochs over the buffer are used up, or it raised."""
+    """It was stopped by the RL trainer, its epochs over the buffer are used up, or it failed."""
     steps: int = 0  # optimizer steps
     tokens: int = 0
     epochs: float = 0.0
     skipped: int = 0  # micro-batches with a non-finite loss or gradient
     seconds: float = 0.0
     loss: float = math.nan  # mean over the session's steps
-    scores: HeldOutScores | None = None
-    """Scores of the candidate merged before this session; None: it was judged already, or not to the end."""
-    judged_s: float = 0.0  # the part of `seconds` that went into the scores, before it trained
-    slowest_s: float = 0.0  # its longest micro-batch: what a stop may have to wait for
-    devices: float = 1.0  # mean number of devices that trained during `seconds`
-
-    @classmethod
-    def combined(cls, results: Sequence[SessionResult]) -> SessionResult:
-        """The sessions that a replica's workers had at the same time, as one."""
-        longest = max(r.seconds for r in results)
-        trained = [r for r in results if r.tokens and math.isfinite(r.loss)]
-        learned = sum(r.tokens for r in trained)
-        return cls(
-            outcome="stopped" if any(r.outcome == "stopped" for r in results) else "exhausted",
-            steps=sum(r.steps for r in results),
-            tokens=sum(r.tokens for r in results),
-            epochs=max(r.epochs for r in results),
-            skipped=sum(r.skipped for r in results),
-            seconds=longest,
-            loss=sum(r.loss * r.tokens for r in trained) / learned if trained else math.nan,
-            scores=HeldOutScores.combined([r.scores for r in results if r.scores is not None]),
-            judged_s=max(r.judged_s for r in results),
-            slowest_s=max(r.slowest_s for r in results),
-            devices=sum(r.seconds for r in results) / longest if longest else 0.0,
-        )
-
-
-@dataclass(kw_only=True)
-class MergeVerdict:
-    """What becomes of the drafter that was merged last, and why."""
-
-    decision: Literal["published", "kept", "reverted"] = "kept"
-    """Kept: the served drafter stays and the candidate trains on."""
-    reason: str = ""  # the gate's verdict in words, or why it did not judge
-    gain: float | None = None
-    """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
-    gain_low: float | None = None  # lower end of the gate's interval around `gain`
-    tau: Mapping[str, float] = field(default_factory=dict)
-    """Held-out accept length of `candidate`, `served` and `initial`; empty: not judged."""
-    seconds: float = 0.0  # what judging, merging and exporting took
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a spot worker holds after it resumed from a checkpoint: checksums, to compare with those of its files."""
-
-    steps: int
-    candidate: str
-    served: str
-    initial: str
-    moments: str  # Adam's
-
-
-@dataclass(frozen=True)
-class MergeFacts:
-    """Workers and tokens behind an average, final or partial."""
-
-    tokens: int
-    included: tuple[str, ...]  # workers in it, in order; empty: all were excluded
-    excluded: dict[str, str] = field(default_factory=dict)  # worker -> why it is not in it
-    longest: int = 0  # tokens of its longest session
-    squares: int = 0  # sum of the sessions' squared tokens
-
-
-@dataclass(frozen=True)
-class MergedSlice:
-    """One slice of an average on its way between workers: number i is `values[i]` times the scale of its block."""
-
-    facts: MergeFacts
-    values: np.ndarray  # int16 [n]; empty when everything was excluded
-    scales: np.ndarray  # float32 [blocks]
-    lengths: tuple[int, ...]  # numbers in each block, n in all
-
-
-@dataclass(frozen=True)
-class HeldOutScores:
-    """Held-out acceptance of three drafters at the same positions, by sequence.
-
-    Counts are float64 [S, 1+K], `SequenceScore.drafts` and `.accepted`: the drafts expected over the sequence (drafters
-    differ in how many they need), then those of them whose first 1, 2, ..., K tokens are all accepted.
-    """
-
-    prompts: np.ndarray  # number of each sequence's prompt, uint64 [S]: responses to one prompt resemble each other
-    positions: np.ndarray  # positions judged in each sequence, int [S]
-    candidate: np.ndarray
-    served: np.ndarray
-    initial: np.ndarray
-
-    def __post_init__(self) -> None:
-        """Refuse counts that no drafter can have; a candidate may: the gate then reverts it."""
-        for name in ("served", "initial"):
-            counts = self.of(name)
-            # Counts are expectations over one text: they need not fall along the draft in every sequence.
-            if not np.isfinite(counts).all() or (counts < 0).any():
-                raise ValueError(f"The {name} drafter's counts must be finite and not negative.")
-
-    @classmethod
-    def combined(cls, parts: Sequence[HeldOutScores]) -> HeldOutScores | None:
-        """The scores of several workers as one; None where none has scored."""
-        if not parts:
-            return None
-        parts = [part for part in parts if len(part.positions)] or parts[:1]  # one without sequences knows no K
-        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
-
-    def of(self, which: str) -> np.ndarray:
-        """The counts of one version, [S, 1+K]."""
-        return {name: getattr(self, name) for name in VERSIONS}[which]
-
-    def accept_length(self, which: str) -> float:
-        """Tokens per draft of K tokens, over all sequences: 1 + those accepted; 1 where nothing was judged."""
-        counts = self.of(which).sum(axis=0)
-        return float(counts.sum() / counts[0]) if counts[0] else 1.0
-
-    def taus(self) -> dict[str, float]:
-        return {which: self.accept_length(which) for which in VERSIONS}
-
-    def conditional(self, which: str) -> list[float]:
-        """Chance, for each of the K draft positions, that it is accepted given that those before it were."""
-        counts = self.of(which).sum(axis=0).tolist()
-        return [min(1.0, b / a) if a > 0 else 0.0 for a, b in itertools.pairwise(counts)]
+    judged_s: float = 0.0  # the part of `seconds` that scoring took
+    slowest_s: float = 0.0  # the longest micro-batch, which a stop may have to wait for
+    verdict: Verdict | None = None  # on the candidate of the sessions before; None: it is not scored yet
 
 
 @dataclass(frozen=True)
@@ -250,4 +182,4 @@ class DrafterProvenance:
     version: int = 0  # publications before it
     policy_step: int = 0  # RL step of the policy it was saved with
     acceptance: Sequence[float] = ()  # conditional acceptance by draft position on held-out sequences; empty: unknown
-    tokens_trained: int = 0  # by all spot workers in this run, before and after it was resumed
+    tokens_trained: int = 0  # in this run, before and after it was resumed

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic_core import to_json
 
 from verl_tlt.messages.rollout import DrafterStatus
-from verl_tlt.messages.training import MergeVerdict, SessionResult
+from verl_tlt.messages.training import SessionResult, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class LoadSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """A bubble: the replica had nothing to decode from `start` until the rollout ended."""
+    """Idle time: the replica had nothing to decode from `start` until the rollout ended."""
 
     kind: ClassVar[str] = "idle"
     t: float
@@ -102,15 +102,13 @@ class Session(SessionResult):
     start: float
     end: float
     stop_latency_s: float | None = None
-    """Seconds from the stop request to the worker's answer."""
+    """Seconds from the stop request to the spot trainer's answer."""
     error: str | None = None
-    scores: Any = None
-    """For the gate; the trace holds none."""
 
 
-@dataclass(kw_only=True)
-class Publish(MergeVerdict):
-    """What became of the drafter that was merged last."""
+@dataclass(frozen=True, kw_only=True)
+class Publish(Verdict):
+    """What became of the candidate."""
 
     kind: ClassVar[str] = "publish"
     t: float

@@ -25,18 +25,17 @@ class StepObservations:
     rollout_s: float | None = None
     """Seconds in which the engines of `replicas` decoded."""
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
-    bubble_s: dict[str, float] = field(default_factory=dict)
+    idle_s: dict[str, float] = field(default_factory=dict)
     """Seconds in which a replica had nothing to decode while another still decoded."""
-    bubble_trained_s: dict[str, float] = field(default_factory=dict)
-    """The part of `bubble_s` in which the replica trained the drafter."""
-    devices: Mapping[str, int] = field(default_factory=dict)
-    """Number of devices; 1 for a replica that is not listed."""
-    stop_latency_s: dict[str, float] = field(default_factory=dict)
+    trained_s: float | None = None
+    """Seconds of idle time in which the spot trainer trained the drafter; one replica at a time lends its device."""
+    stop_s: float | None = None
+    """Seconds that the end of sampling waited for a training session to stop."""
     sessions: list[Session] = field(default_factory=list)
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
     overhead: dict[str, float] = field(default_factory=dict)
-    """Seconds of TLT's own work and waits on the critical path, by part: stop, tap, publish, reload, ..."""
+    """Seconds of TLT's own work and waits on the critical path, by part: stop, capture, publish, reload, ..."""
     published_version: int | None = None
     """Drafter version that the engines were asked to serve."""
     served_version: int | None = None
@@ -45,9 +44,11 @@ class StepObservations:
     """RL step that published `served_version`."""
     step: int | None = None
     spot_failures: int | None = None
-    """Sessions that raised or were killed, and spot workers that died or were silent outside one."""
-    spot_off_replicas: int | None = None
-    """Replicas whose spot training is given up; None: nobody trains in this run."""
+    """Times that the spot trainer failed and was replaced."""
+    spot_off: bool | None = None
+    """Whether the drafter is not trained any more; None: the settings turn training off."""
+    buffer: BufferStats | None = None
+    """What the spot trainer's buffer held; None: nothing yet."""
     saved_s: float | None = None
     """Seconds by which the rollout ended earlier than without drafts (`speculation.savings`); None: unknown."""
     speculation_disabled: bool | None = None
@@ -64,7 +65,7 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
     """The `tlt/*` metrics of one RL step; all are finite."""
     metrics: Metrics = {
         **_speculation_metrics(list(observations.replicas.values()), observations.rollout_s),
-        **_bubble_metrics(observations),
+        **_idle_metrics(observations),
         **_spot_metrics(observations),
         **_drafter_metrics(observations),
         "tlt/saved_s": observations.saved_s,
@@ -130,15 +131,10 @@ def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
-def _bubble_metrics(observations: StepObservations) -> Metrics:
-    metrics: Metrics = {"tlt/stop_latency_s": max(observations.stop_latency_s.values(), default=None)}
-    bubble_s, trained_s = observations.bubble_s, observations.bubble_trained_s
-    if bubble_s:
-        idle = sum(seconds * observations.devices.get(name, 1) for name, seconds in bubble_s.items())
-        used = sum(seconds * _devices_trained(observations.sessions, name) for name, seconds in trained_s.items())
-        metrics["tlt/bubble_s"] = sum(bubble_s.values())
-        metrics["tlt/bubble_trained_s"] = sum(trained_s.values())
-        metrics["tlt/bubble_used_frac"] = used / idle if idle > 0 else None
+def _idle_metrics(observations: StepObservations) -> Metrics:
+    metrics: Metrics = {"tlt/stop_s": observations.stop_s, "tlt/trained_s": observations.trained_s}
+    if observations.idle_s:
+        metrics["tlt/idle_s"] = sum(observations.idle_s.values())
     overhead = dict(observations.overhead)
     if control_s := max((r.control_s for r in observations.replicas.values()), default=0.0):
         overhead["control"] = control_s
@@ -152,26 +148,22 @@ def _key(words: str) -> str:
     return re.sub("[ -]", "_", words)
 
 
-def _devices_trained(sessions: Iterable[Session], replica: str) -> float:
-    """Mean number of devices on which a replica's sessions trained."""
-    own = [(s.seconds, s.devices) for s in sessions if s.replica == replica and s.seconds > 0]
-    return sum(s * devices for s, devices in own) / sum(s for s, _ in own) if own else 1.0
-
-
 def _spot_metrics(observations: StepObservations) -> Metrics:
     metrics: Metrics = {
         "tlt/spot_failures": observations.spot_failures,
-        "tlt/spot_off_replicas": observations.spot_off_replicas,
+        "tlt/spot_off": observations.spot_off,
     }
     trained = [s for s in observations.sessions if s.steps > 0 and s.outcome != "failed"]
     if observations.sessions:
-        metrics["tlt/spot_steps"] = sum(s.steps for s in trained)
-        metrics["tlt/spot_tokens"] = sum(s.tokens for s in trained)
-        metrics["tlt/spot_judged_s"] = sum(s.judged_s for s in observations.sessions)
-        metrics["tlt/spot_skipped_steps"] = sum(s.skipped for s in observations.sessions)
+        metrics["tlt/trained_tokens"] = sum(s.tokens for s in trained)
+        metrics["tlt/skipped_steps"] = sum(s.skipped for s in observations.sessions)
     losses = [(s.loss, s.tokens) for s in trained if math.isfinite(s.loss)]
     if weight := sum(tokens for _, tokens in losses):
         metrics["tlt/drafter_loss"] = sum(loss * tokens for loss, tokens in losses) / weight
+    if (buffer := observations.buffer) is not None:
+        metrics["tlt/buffer_tokens"] = buffer.tokens
+        if buffer.responses:
+            metrics["tlt/draft_vocab_coverage"] = buffer.draftable / buffer.responses
     return metrics
 
 
@@ -183,13 +175,8 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
     if observations.step is not None and observations.served_since is not None:
         metrics["tlt/drafter_staleness"] = observations.step - observations.served_since
     if (publish := observations.publish) is not None:
-        metrics["tlt/publish_s"] = publish.seconds
-        # The engines get the initial drafter again where both it and the served one are better than the candidate.
-        metrics["tlt/publish_skipped"] = 0.0 if publish.decision == "published" or publish.bytes else 1.0
-        among = {"published": ("candidate",), "kept": ("served",)}.get(publish.decision, ("served", "initial"))
-        held_out = [publish.tau[version] for version in among if version in publish.tau]
-        metrics["tlt/drafter_sim_accept_length"] = max(held_out, default=None)
-        metrics["tlt/gate_gain"], metrics["tlt/gate_gain_low"] = publish.gain, publish.gain_low
+        metrics["tlt/held_out_accept_length_candidate"] = publish.tau.get("candidate")
+        metrics["tlt/held_out_accept_length_served"] = publish.tau.get("served")
     if observations.reloads:
         metrics["tlt/reload_failures"] = sum(not r.ok for r in observations.reloads)
     return metrics
@@ -200,25 +187,10 @@ def counted_savings(metrics: Mapping[str, float]) -> float | None:
     return metrics.get("tlt/saved_s") if metrics.get("tlt/draft_length_mean", 0.0) > 0 else None
 
 
-def buffer_metrics(stats: Iterable[BufferStats], tap_tokens: int) -> dict[str, float]:
-    """What the spot workers' buffers hold, and the tokens each gets in the next step; empty while all are empty."""
-    filled = [s for s in stats if s.bytes]
-    if not filled:
-        return {}
-    sequences, nbytes = sum(s.sequences for s in filled), sum(s.bytes for s in filled)
-    responses = sum(s.responses for s in filled)
-    coverage = {"tlt/draft_vocab_coverage": sum(s.draftable for s in filled) / responses} if responses else {}
-    return coverage | {
-        "tlt/buffer_tokens": sum(s.tokens for s in filled),
-        "tlt/tap_tokens": tap_tokens,
-        "tlt/buffer_sequences_per_gb": sequences * 1e9 / nbytes,
-    }
-
-
 def step_line(metrics: Mapping[str, float], step: int, total: int | None = None) -> str:
     """Summarise a step's metrics (verl's and `tlt/*`): "step  3/10 | reward 0.50 | ..."; unmeasured: left out."""
     width = len(str(total or step))
-    bubble = _part(metrics, "tlt/bubble_s", "bubble {:.1f} s")
+    idle = _part(metrics, "tlt/idle_s", "idle {:.1f} s")
     saved_s = counted_savings(metrics)
     parts = [
         f"step {step:>{width}}" + (f"/{total}" if total else ""),
@@ -227,7 +199,7 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
         _part(metrics, "tlt/rollout_tok_per_s", "{:.0f} tokens/s"),
         _part(metrics, "tlt/accept_length", "accept {:.2f}"),
         _draft_lengths(metrics),
-        bubble + (bubble and _part(metrics, "tlt/bubble_trained_s", " ({:.1f} trained)")),
+        idle + (idle and _part(metrics, "tlt/trained_s", ", of which {:.1f} s trained the drafter")),
         _part(metrics, "tlt/drafter_version", "drafter v{:.0f}"),
         "" if saved_s is None else f"{'saved' if saved_s >= 0 else 'lost'} {abs(saved_s):.1f} s",
     ]

@@ -49,7 +49,7 @@ def _number(step: Path) -> float:
 
 
 def remove_halves(step: Path) -> None:
-    """Remove what a worker that failed or was killed has written of a drafter in the directory of a step."""
+    """Remove what a spot trainer that failed or was killed has written of a drafter in the directory of a step."""
     for half in step.glob(f".{CHECKPOINT}.*"):
         shutil.rmtree(half, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """The TLT trainers, which verl knows as `tlt_<mode>`: verl's hooks, each of which calls the `Controller`.
 
-Imported once verl's own trainers are. How the modes differ for TLT is in `idle.replica_idle.MODE_RULES`.
+Imported once verl's own trainers are. How the modes differ for TLT is in `idle.planner.MODE_RULES`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from verl_tlt.server.client import TLTFullyAsyncLLMServerClient, TLTLLMServerCli
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.checkpoints import followed
 from verl_tlt.trainer.controller import Controller
+from verl_tlt.trainer.pending_work import BufferWatch, takes_turns
 from verl_tlt.trainer.run_setup import prepare
-from verl_tlt.trainer.servers import DrafterStore
-from verl_tlt.trainer.spot_workers import Fleet
+from verl_tlt.trainer.servers import DrafterStore, Servers
+from verl_tlt.trainer.spot import HiddenStates, SpotTrainerHandle
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.watch import BufferWatch, takes_turns
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -69,22 +69,23 @@ class TLTMixin(PPOTrainer):
 
     def _setup(self) -> None:
         self._tlt_run = prepare(self.config, self.tlt_base_mode)
-        _, start, _ = self._tlt_run
+        start = self._tlt_run[2]
         name = store_name(ray.get_runtime_context().get_job_id())
         # Each server asks for it while it starts.
         self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
         super()._setup()
 
     def on_init_end(self) -> None:
-        (facts, start, spot), config = self._tlt_run, self.config
-        pool = self.resource_pool_manager.resource_pool_dict["global_pool"]
+        tlt, facts, start, plan = self._tlt_run
         standalone = getattr(self, "standalone_server_manager", None)
-        fleet = Fleet(self.llm_server_manager, self.actor_rollout_wg, self._tlt_store, pool, spot, standalone)
-        multi_turn = takes_turns(config, self.train_dataset)
-        wanted = config.data.train_batch_size // self.parameter_sync_step
+        actor = self.actor_rollout_wg
+        servers = Servers(self.llm_server_manager, standalone, actor.world_size, self._tlt_store)
+        multi_turn = takes_turns(self.config, self.train_dataset)
+        wanted = self.config.data.train_batch_size // self.parameter_sync_step
         pending_work = BufferWatch(self.replay_buffer, multi_turn=multi_turn, wanted=wanted)
-        log = StepLog(TraceWriter(str(spot.config.trace.dir), "trainer"))
-        self.tlt = Controller(spot.config, facts, start, fleet, log, pending_work)
+        log = StepLog(TraceWriter(str(tlt.trace.dir), "trainer"))
+        spot = SpotTrainerHandle(plan)
+        self.tlt = Controller(tlt, facts, start, servers, HiddenStates(actor), spot, log, pending_work)
         self.tlt.before_first_sync(self.global_steps)
         super().on_init_end()
         self.tlt.after_first_sync(self.global_steps)
@@ -110,8 +111,7 @@ class TLTMixin(PPOTrainer):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: object) -> KVBatchMeta:
         # The engines sleep, the actor has not begun, and none of verl's timers of a phase runs.
-        self.tlt.warm_up(self.global_steps)
-        self.tlt.cold_start(self.global_steps, self.total_training_steps - self.global_steps)
+        self.tlt.cold_start(self.global_steps)
         return super()._balance_batch(batch, metrics, **kwargs)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:

@@ -1,7 +1,7 @@
 """What a TLT run is made of, read from verl's composed config once, on the driver, before any worker exists.
 
 The drafter that a run starts with is resumed, given, or random. It is built here and handed to servers, which need it
-before the first weight sync, and to spot workers, so that both hold the same one.
+before the first weight sync, and to the spot trainer, so that both hold the same one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import ray
 from omegaconf import OmegaConf
 
-from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, BufferConfig, TLTConfig, dtype_name
+from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, TLTConfig, dtype_name
 from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
 from verl_tlt.errors import TLTError
-from verl_tlt.idle.replica_idle import MODE_RULES, ModeRule
-from verl_tlt.idle.tap_budget import STEP_SHARE
+from verl_tlt.idle.planner import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import DrafterProvenance, RolloutSampling
+from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, SpotPlan
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 if TYPE_CHECKING:
@@ -32,9 +31,17 @@ MOST_BATCH_TOKENS = 4096
 """Largest default micro-batch, in tokens: a longer one would delay stops and gain nothing."""
 LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 """Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
+TOKENS_PER_STEP = 65_536
+"""Default of `tlt.buffer.tokens_per_step`. Three passes over eight steps of them take an H100 about 10 s per billion
+operations of a row (40 s for the head of an 8B policy), which is as much as the idle time of most steps."""
 MEMORY_SHARE = 0.15
-"""Part of a node's memory that its spot workers take together: buffers, drafters and optimizers, and what the actor's
-ranks hold for them while they hand over a step's hidden states."""
+"""Part of a node's memory that spot training takes together: drafter and optimizer, the buffer, and the copies of a
+step's hidden states that are on their way to it."""
+LEAST_BUFFER = BUFFER_MB << 20
+"""Smallest default buffer, in bytes; with less a node's memory is too small for spot training anyway."""
+COLD_START_S = 30.0
+"""Default of `tlt.spot.cold_start_s` on an accelerator: three passes over two steps' tokens take an H100 10 s for the
+head of an 8B policy, and 30 s for that of a 70B one, less than one RL step of a run that lasts hundreds."""
 FEW_HELD_OUT, MOST_HELD_OUT = 12, 0.25
 """Prompts to hold out of the first two steps, and the largest share of prompts to hold out for that: with fewer than
 seven the gate judges nothing, and what is held out is not trained on."""
@@ -42,27 +49,17 @@ seven the gate judges nothing, and what is held out is not trained on."""
 
 @dataclass(frozen=True)
 class FirstDrafter:
-    trainable: DrafterFile  # float32, for spot workers
+    trainable: DrafterFile  # float32, for the spot trainer
     served: DrafterFile  # in the rollout's dtype, for engines
     aux_layers: tuple[int, ...]
     origin: str  # one phrase for the log: where it came from
-    tokens_trained: int = 0  # tokens that spot workers of this run trained on before it was resumed
-    worker_bytes: int = 0  # host memory of a spot worker on an accelerator, beside its buffer
+    tokens_trained: int = 0  # tokens that this run's drafter was trained on before it was resumed
+    host_bytes: int = 0  # host memory of the spot trainer with an accelerator, beside its buffer
+    token_bytes: int = 0  # of one token's hidden states
     draft_vocab: int = 0
     chosen: bool = True  # which tokens the draft vocabulary has is settled; False: the first rollout is to choose them
     untrained: bool = False  # the drafter is new: a random head
     checkpoint: Path | None = None  # directory of the drafter's checkpoint that the run goes on from
-
-
-@dataclass(frozen=True)
-class SpotPlan:
-    """How spot workers are made: once at the start, and again for one that died."""
-
-    config: TLTConfig
-    policy_dir: str  # visible on every node
-    drafter: DrafterFile  # the run's first drafter, float32
-    sampling: RolloutSampling
-    device: str
 
 
 @dataclass(frozen=True)
@@ -76,41 +73,57 @@ class RunFacts:
     prunes: bool  # whether verl removes the policies of old checkpoints there
     provenance: DrafterProvenance  # where this run's drafters come from; complete but for what training adds
     gpus: int  # number of the trainer's GPUs
-    rotates: int = 0  # with so many policies of this run there verl removes the oldest before it writes the next one
+    keeps: int = 0  # with so many policies there verl removes the oldest before it writes the next one; 0: never
+    cold_start_s: float = 0.0
     shared: bool = False  # the replicas share a machine's processors, so that the work of one slows the others
     active_share: float = 1.0  # share of the policy's weights that one token uses
     name: str = ""
     hardware: str = ""
 
 
-def prepare(config: DictConfig, base_mode: str) -> tuple[RunFacts, FirstDrafter, SpotPlan]:
-    """Build or load the first drafter (`first_drafter`), and gather what controller and fleet have to know."""
+def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, FirstDrafter, SpotPlan]:
+    """Build or load the first drafter, and gather what controller and spot trainer have to know."""
     from verl.utils.fs import copy_to_local
 
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     tlt = TLTConfig.from_dict(OmegaConf.to_container(rollout.custom.tlt, resolve=True))
+    tlt = replace(tlt, buffer=replace(tlt.buffer, tokens_per_step=tlt.buffer.tokens_per_step or TOKENS_PER_STEP))
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
-    accelerator, workers = config.trainer.device == "cuda", config.trainer.n_gpus_per_node
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-    # As far as Ray may use it; spot workers are on nodes with GPUs, a small head node may have none.
-    node_bytes = min((node.get("memory", 0.0) for node in nodes if node.get("GPU")), default=0.0)
-    # The stages of a pipeline, on as many nodes, hold unlike parts of what is captured: one may hold most of it.
-    stages = (config.actor_rollout_ref.actor.get("megatron") or {}).get("pipeline_model_parallel_size", 1)
-    spread = min(stages, config.trainer.nnodes)
-    tlt = with_sizes(tlt, start.draft_vocab, accelerator, node_bytes, workers, start.worker_bytes, spread)
-    buffer = replace(tlt.buffer, window=min(tlt.buffer.window, context))
-    share = held_out_share(buffer, config.data.train_batch_size, workers * config.trainer.nnodes)
-    spot = SpotPlan(
-        config=replace(tlt, buffer=replace(buffer, held_out=share)),
+    accelerator = config.trainer.device == "cuda"
+    window = min(tlt.buffer.window, context)
+    tokens = int(tlt.buffer.tokens_per_step or TOKENS_PER_STEP)
+    plan = SpotPlan(
         policy_dir=policy_dir,
         drafter=start.trainable,
         sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
+        dtype=dtype,
         device="cuda" if accelerator else "cpu",
+        checkpoint=str(start.checkpoint) if start.checkpoint else None,
+        learning_rate=tlt.drafter.learning_rate,
+        warmup_steps=tlt.drafter.warmup_steps,
+        passes=tlt.drafter.passes,
+        loss=tlt.drafter.loss,
+        seed=tlt.drafter.seed,
+        batch_tokens=tlt.drafter.batch_tokens or batch_tokens(start.draft_vocab, accelerator),
+        max_epochs=tlt.spot.max_epochs,
+        buffer_bytes=buffer_bytes(tlt, start, node_bytes(), tokens, accelerator),
+        keep_steps=tlt.buffer.keep_steps,
+        min_tokens=tlt.buffer.min_tokens,
+        held_out=tlt.buffer.held_out or held_out_share(config.data.train_batch_size, tokens, window),
+        window=window,
+        gate=tlt.gate.enable,
+        max_draft=tlt.speculation.longest,
     )
-    return _facts(config, tlt, MODE_RULES[base_mode], active_share(policy_dir)), start, spot
+    return tlt, _facts(config, tlt, MODE_RULES[base_mode], active_share(policy_dir)), start, plan
+
+
+def node_bytes() -> float:
+    """Memory of the smallest node with GPUs, as far as Ray may use it; 0: unknown."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    return min((node.get("memory", 0.0) for node in nodes if node.get("GPU")), default=0.0)
 
 
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: float) -> RunFacts:
@@ -130,7 +143,8 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: flo
         dtype=dtype_name(rollout.dtype),
         checkpoints=Path(config.trainer.default_local_dir),
         prunes=bool(keeps or one),
-        rotates=0 if last else keeps or 0,
+        keeps=0 if last else keeps or 0,
+        cold_start_s=_cold_start_s(tlt, config.trainer.device == "cuda"),
         provenance=provenance,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         shared=config.trainer.device == "cpu",
@@ -175,7 +189,8 @@ def first_drafter(
         aux_layers=tuple(model.target_layer_ids),
         origin=origin,
         tokens_trained=int(resumed.get("tokens_trained", 0)),
-        worker_bytes=host_bytes(model),
+        host_bytes=host_bytes(model),
+        token_bytes=(len(model.target_layer_ids) + 1) * model.hidden_size * 2,
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
         untrained=not resumed and trainable.untrained,
@@ -216,34 +231,40 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
     )
 
 
-def with_sizes(
-    tlt: TLTConfig, draft_vocab: int, accelerator: bool, node_bytes: float, workers: int, worker_bytes: int,
-    spread: int = 1,
-) -> TLTConfig:  # fmt: skip
-    """The settings with `tlt.drafter.batch_tokens` and `tlt.buffer.max_mb` filled in where the user left them open.
+def _cold_start_s(tlt: TLTConfig, accelerator: bool) -> float:
+    seconds = tlt.spot.cold_start_s
+    if seconds is None:
+        return COLD_START_S if accelerator else 0.0
+    return seconds
 
-    `node_bytes` is the memory of the smallest node (0: unknown), `workers` the spot workers on a node, each of which
-    takes `worker_bytes` beside its buffer; `accelerator`: drafters train on one, not on the host's processor. Most of
-    what the actor hands over to the workers of `spread` nodes may be on one.
+
+def batch_tokens(draft_vocab: int, accelerator: bool) -> int:
+    """Tokens of a micro-batch where the user sets none: as many as their logits leave room for on an accelerator."""
+    rows = BATCH_TOKENS
+    while accelerator and rows < MOST_BATCH_TOKENS and 2 * rows * draft_vocab * LOGIT_BYTES <= MOST_LOGIT_BYTES:
+        rows *= 2
+    return rows
+
+
+def buffer_bytes(tlt: TLTConfig, start: FirstDrafter, memory: float, tokens: int, accelerator: bool) -> int:
+    """Bound of the spot trainer's buffer: the user's, or what is left to it of `MEMORY_SHARE` of a node's `memory`.
+
+    A step's `tokens` are there twice more while they are handed over: page-locked, and in Ray's object store.
     """
-    rows, mb = BATCH_TOKENS, BUFFER_MB
-    if accelerator:
-        while rows < MOST_BATCH_TOKENS and 2 * rows * draft_vocab * LOGIT_BYTES <= MOST_LOGIT_BYTES:
-            rows *= 2
-        share = MEMORY_SHARE * node_bytes / max(1, workers) - worker_bytes
-        mb = max(mb, int(share / (1 + spread * STEP_SHARE)) >> 20)
-    drafter = replace(tlt.drafter, batch_tokens=tlt.drafter.batch_tokens or rows)
-    return replace(tlt, drafter=drafter, buffer=replace(tlt.buffer, max_mb=tlt.buffer.max_mb or mb))
+    if tlt.buffer.max_mb:
+        return tlt.buffer.max_mb << 20
+    if not accelerator:
+        return LEAST_BUFFER
+    return max(LEAST_BUFFER, int(MEMORY_SHARE * memory) - start.host_bytes - 2 * tokens * start.token_bytes)
 
 
-def held_out_share(buffer: BufferConfig, prompts: int, workers: int) -> float:
-    """Share of prompts held out in a whole run: the user's, or else larger the fewer prompts are captured.
+def held_out_share(prompts: int, tokens: int, window: int) -> float:
+    """Share of prompts held out in a whole run: larger the fewer prompts are captured.
 
-    A step has so many `prompts`. How many of them are captured depends on the `workers` of all nodes, each of which
-    takes `tokens_per_step` of sequences of up to `window` tokens.
+    A step has so many `prompts`, and `tokens` of sequences of up to `window` tokens are captured of it.
     """
-    captured = max(1, min(prompts, workers * max(1, buffer.first_tokens // buffer.window)))
-    return buffer.held_out or min(max(FEW_HELD_OUT / 2 / captured, HELD_OUT), MOST_HELD_OUT)
+    captured = max(1, min(prompts, tokens // window))
+    return min(max(FEW_HELD_OUT / 2 / captured, HELD_OUT), MOST_HELD_OUT)
 
 
 def _resume_dir(trainer: DictConfig) -> Path | None:

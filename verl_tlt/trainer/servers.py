@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import ray
-
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.trainer.waits import CALL_S, CallFailed, answer, ask
@@ -72,7 +70,7 @@ class Servers:
         self.replicas = {replica.name: replica for replica in made}
         self.balancer, self.store = (standalone or manager).global_load_balancer, store
         self.published: ObjectRef | None = None
-        """The drafter that was published last; the driver owns the copy."""
+        """The drafter that was published last, a `DrafterFile`; None: none in this run."""
 
     def inflight(self) -> dict[str, int]:
         """Requests in flight by replica, of those that are in the load balancer."""
@@ -106,18 +104,17 @@ class Servers:
         servers = {name: r.server for name, r in self.replicas.items()}
         ask([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
-    def stage(self, drafter: DrafterFile) -> None:
+    def stage(self, drafter: ObjectRef) -> None:
         """Hand a published drafter to every server on every node, and to servers that start later."""
-        reference = ray.put(drafter)
         try:
-            ask([server.tlt_stage.remote(reference) for server in self._everywhere()], CALL_S)
+            ask([server.tlt_stage.remote(drafter) for server in self._everywhere()], CALL_S)
         except CallFailed:
             before = self.published or self.store.latest.remote()  # those that have taken it go back to that
             for server in self._everywhere():
                 server.tlt_stage.remote(before)
             raise
-        self.published = reference
-        self.store.put.remote(reference)
+        self.published = drafter
+        self.store.put.remote(drafter)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
         return self._of_each("tlt_status")

@@ -4,14 +4,13 @@ import dataclasses
 import importlib.metadata
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.failure_budget import MAX_FAILURES
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
-from verl_tlt.messages.training import MergeVerdict, TappedStates
+from verl_tlt.messages.training import CapturedStates, Exported, Verdict
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
 from verl_tlt.trainer.run_setup import RunFacts
@@ -67,12 +66,11 @@ class StepLog:
         self.trace, self.clock, self.guard = trace, clock, Guard()
         self._rollout = "timing_s/gen"  # verl's name of the time in which engines decode
         self._disabled = ""
-        self._begin({})
+        self._begin()
 
-    def _begin(self, devices: Mapping[str, int]) -> None:
-        self.observed = StepObservations(errors=self.guard.counts, devices=devices)
+    def _begin(self) -> None:
+        self.observed = StepObservations(errors=self.guard.counts)
         self._off = ""
-        self.exhausted: dict[str, bool] = {}  # by replica that trained in a bubble: its last session was
         self.reloads: dict[str, Reload] = {}  # by replica
 
     def _charge(self, part: str, seconds: float) -> None:
@@ -91,7 +89,6 @@ class StepLog:
         self.observed.overhead.clear()
         if facts.rule.idle == "trainer":  # which waits for samples in `gen`, while engines decode all the time
             self._rollout = "timing_s/step"
-        self.observed.devices = {name: max(1, len(info.ranks)) for name, info in replicas.items()}
         standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
         for name in DISTRIBUTIONS:
@@ -128,39 +125,28 @@ class StepLog:
 
     def sampled(self, step: int, report: PhaseReport) -> None:
         """A sampling phase is over; an asynchronous step may have several."""
-        account, observed = report.account, self.observed
-        _add(observed.bubble_s, account.bubble_s)
-        _add(observed.bubble_trained_s, account.used_s)
-        _add(observed.stop_latency_s, account.stop_s)
-        start = report.first_dispatch or account.end
-        self.trace.emit("phase", step=step, name="rollout", start=start, end=account.end)
-        for replica, seconds in account.bubble_s.items():
+        idle = report.idle
+        observed = self.observed
+        _add(observed.idle_s, idle.idle_s)
+        observed.trained_s = (observed.trained_s or 0.0) + idle.trained_s
+        if report.stop_s is not None:
+            observed.stop_s = max(observed.stop_s or 0.0, report.stop_s)
+        start = report.first_dispatch or report.end
+        self.trace.emit("phase", step=step, name="rollout", start=start, end=report.end)
+        for replica, seconds in idle.idle_s.items():
             if seconds > 0:
-                self.trace.emit("idle", step=step, replica=replica, start=account.end - seconds)
-        self.exhausted |= {session.replica: session.outcome == "exhausted" for session in report.sessions}
-        self.trained(step, report)
+                self.trace.emit("idle", step=step, replica=replica, start=report.end - seconds)
+        self.trained(step, report.sessions)
 
-    def trained(self, step: int, report: PhaseReport) -> None:
-        """The sessions of a phase are over, in bubbles or in a cold start."""
-        self.worker_failed(report.account.failures)
-        self.observed.sessions += report.sessions
-        for session in report.sessions:
-            self._event(Session, step, session, scores=None)
+    def trained(self, step: int, sessions: Sequence[Session]) -> None:
+        """Training sessions are over, in idle time or in a cold start."""
+        self.observed.spot_failures = self.observed.spot_failures or 0
+        self.observed.sessions += sessions
+        for session in sessions:
+            self._event(Session, step, session, verdict=None)
 
-    def worker_failed(self, times: int = 1) -> None:
-        self.observed.spot_failures = (self.observed.spot_failures or 0) + times
-
-    def given_up(self, step: int, replica: str, wait: int, cause: str) -> None:
-        """Spot training on a replica is given up for so many steps, after this last failure."""
-        logger.error(
-            "spot training on %s is given up for %d steps, after %d or more failures in a row; the last one: %s",
-            replica, wait, MAX_FAILURES, cause,
-        )  # fmt: skip
-        self.trace.emit("stopped", step=step, replica=replica, cause=cause)
-
-    def works_again(self, step: int, replica: str) -> None:
-        logger.warning("spot training on %s, which was given up, works again", replica)
-        self.trace.emit("stopped", step=step, replica=replica, cause="")
+    def spot_trainer_failed(self) -> None:
+        self.observed.spot_failures = (self.observed.spot_failures or 0) + 1
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
         """The engines' sums of this rollout by replica; returns how many engines have none."""
@@ -178,17 +164,17 @@ class StepLog:
             self.trace.emit("stopped", step=step, cause=disabled)
         self._disabled = disabled
 
-    def tapped(self, taken: list[TappedStates]) -> None:
-        """Charge what the tap's copies cost the log-prob forward and the last weight sync."""
-        self._charge("tap", max((t.seconds for t in taken), default=0.0))
-        self._charge("sync", max((t.sync_seconds for t in taken), default=0.0))
+    def captured(self, captured: Sequence[CapturedStates]) -> None:
+        """Charge what capturing hidden states added to the log-prob forward and to the last weight sync."""
+        self._charge("capture", max((c.seconds for c in captured), default=0.0))
+        self._charge("sync", max((c.sync_seconds for c in captured), default=0.0))
 
-    def published(self, step: int, learned: MergeVerdict, nbytes: int, version: int) -> None:
-        """An update arrived in time; `nbytes` of weights go to each engine, which serves `version`."""
-        publish = self._event(Publish, step, learned, version=version, bytes=nbytes)
-        before = self.observed.publish
-        if publish.decision == "published" or before is None or before.decision != "published":
-            self.observed.publish = publish  # of several (a cold start has them) the last one that is served
+    def judged(self, step: int, verdict: Verdict, exported: Exported | None, version: int) -> None:
+        """A verdict on the candidate is in; engines serve `version` from now on, perhaps what was just exported."""
+        nbytes = exported.bytes if exported else 0
+        self.observed.publish = self._event(Publish, step, verdict, version=version, bytes=nbytes)
+        lengths = ", ".join(f"{which} {tau:.2f}" for which, tau in verdict.tau.items()) or "unknown"
+        logger.info("drafter %s (%s); held-out accept length: %s", verdict.decision, verdict.reason, lengths)
 
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
         """Every engine has loaded a drafter again, and says which."""
@@ -205,7 +191,7 @@ class StepLog:
         tlt = step_metrics(self.observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything, off=self._off)
-        self._begin(self.observed.devices)
+        self._begin()
         with self.guard("step line"):  # a disk that is full
             print(step_line(everything, step), flush=True)
         return tlt

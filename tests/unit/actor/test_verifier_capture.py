@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl_tlt.actor import tap
 from verl_tlt.actor.tap import VerifierCapture
 from verl_tlt.drafter import from_numpy16
-from verl_tlt.trainer.spot_workers import capture_ranks
 
 VOCABULARY, HIDDEN = 200, 16
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -33,18 +32,17 @@ def stored(arrays):
     return {part: from_numpy16(getattr(arrays, part).copy()) for part in ("embed", "lm_head", "norm")}
 
 
-def sync(capture, params, armed=True):
-    """A weight sync in which the rank streams `params`, which arrive as they are. `armed` None: as it was left."""
-    capture.armed = capture.armed if armed is None else armed
+def sync(capture, params):
+    """A weight sync in which the rank streams `params`, which arrive as they are."""
     arrived = list(capture.tee(iter(params.items())))
     assert [name for name, _ in arrived] == list(params)
     assert all(tensor is params[name] for name, tensor in arrived), "the sync itself is as stock"
-    capture.finish(None)
+    capture.finish()
 
 
-def synced(capture, params, **how):
+def synced(capture, params):
     """What was captured of a weight sync."""
-    sync(capture, params, **how)
+    sync(capture, params)
     return capture.take()
 
 
@@ -69,25 +67,6 @@ def test_a_norm_that_adds_one_to_its_weight_arrives_as_what_it_multiplies_by():
     torch.testing.assert_close(arrived["embed"], params[EMBED].half())
 
 
-@pytest.mark.parametrize(
-    ("workers", "nodes", "copies"),
-    [
-        pytest.param(range(8), "nnnnmmmm", [0, 4], id="two nodes"),
-        pytest.param(range(8), "nnnnnnnn", [0], id="one node"),
-        pytest.param([1, 2], "nnmm", [1, 2], id="not on every rank"),
-    ],
-)
-def test_one_rank_of_a_node_copies_and_every_worker_has_a_source(workers, nodes, copies):
-    sources = capture_ranks({str(rank): rank for rank in workers}, nodes)
-    assert all(nodes[sources[str(rank)]] == nodes[rank] for rank in workers)
-    params, chosen = policy(), sources.values()
-    found = [synced(VerifierCapture(torch.bfloat16, stored), params, armed=r in chosen) for r in range(len(nodes))]
-    assert [rank for rank, captured in enumerate(found) if captured.reference is not None] == copies
-    for rank in copies:
-        for name, part in ((EMBED, "embed"), (NORM, "norm"), (HEAD, "lm_head")):
-            assert torch.equal(found[rank].reference[part], params[name].bfloat16())
-
-
 def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
     capture, places = VerifierCapture(torch.bfloat16, stored), []
     for seed in range(2):
@@ -98,7 +77,6 @@ def test_what_crosses_has_sixteen_bits_and_lands_in_memory_that_is_kept():
         places.append({part: tensor.data_ptr() for part, tensor in capture._host.items()})
     assert places[0] == places[1]
     assert capture.take().reference is None, "nothing is handed over twice"
-    assert synced(capture, policy(), armed=None).reference is None, "each sync is asked for anew"
 
 
 @pytest.mark.parametrize("streams", [1, 2], ids=["once", "under both names"])
@@ -143,29 +121,6 @@ def test_what_fails_costs_the_drafter_and_not_the_sync():
     found = synced(capture, policy())
     assert found.errors == 0 and found.seconds > 0
     assert torch.equal(found.reference["norm"], policy()[NORM].bfloat16())
-
-
-def test_under_lora_what_was_copied_once_is_handed_over_in_every_step_and_what_failed_is_read_again():
-    read = []
-
-    def base():
-        read.append(policy())
-        return {"embed": read[-1][EMBED], "lm_head": read[-1][HEAD], "norm": read[-1][NORM]}
-
-    def full(_arrays):
-        raise MemoryError("the object store is full")
-
-    def take():
-        capture.armed = True
-        capture.finish(base)
-        return capture.take()
-
-    capture = VerifierCapture(torch.bfloat16, full)
-    assert (take().reference, len(read)) == (None, 1)
-    capture._put = stored
-    first = take().reference
-    assert torch.equal(first["norm"], policy()[NORM].bfloat16())
-    assert take().reference is first and capture.take().reference is first and len(read) == 2
 
 
 def test_a_head_that_does_not_arrive_is_not_taken_to_be_the_embedding():

@@ -15,7 +15,7 @@ from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTCon
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.errors import TLTError
-from verl_tlt.idle.replica_idle import MODE_RULES
+from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.upstream.versions import SUPPORTED, installed
 

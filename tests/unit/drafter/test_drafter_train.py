@@ -112,9 +112,8 @@ def test_token_budget_and_end_of_data_end_a_session(drafter, sequences):
     trainer, batch = DrafterTrainer(drafter, ttt_steps=1, warmup_steps=4), pack(sequences)
     summary = train_until(trainer, itertools.repeat(batch), lambda: False, max_tokens=3 * batch.tokens)
     assert (summary.steps, summary.tokens, summary.stopped) == (3, 3 * batch.tokens, False)
-    assert summary.weighted_tokens == pytest.approx(batch.tokens * (0.25 + 0.5 + 0.75)), "as the learning rate rises"
     summary = train_until(trainer, [batch, batch], lambda: False)
-    assert (summary.steps, summary.stopped) == (2, False) and summary.weighted_tokens == summary.tokens
+    assert (summary.steps, summary.stopped) == (2, False)
     nothing = train_until(trainer, [], lambda: False)
     assert nothing.steps == 0 and math.isnan(nothing.loss)
 

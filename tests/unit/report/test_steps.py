@@ -62,10 +62,10 @@ def test_the_table_of_a_trace_fits_a_terminal_and_leaves_out_what_nothing_filled
         assert row["accept_length"] == pytest.approx(made_run.accept_length[step])
     assert rows[1]["bubble_trained_s"] == 0.0 and rows[6]["drafter_version_served"] == 5
     text = printed({1: step_row(VERL)}, tmp_path / "out")
-    assert "26.0" in text and "bubble" not in text and "served" not in text
+    assert "26.0" in text and "idle" not in text and "served" not in text
     text = printed(rows, tmp_path / "out")
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
-    assert all(wanted in text for wanted in ("reward", "rollout", "accept", "length", "bubble", "served", "13.3", "v5"))
+    assert all(wanted in text for wanted in ("reward", "rollout", "accept", "length", "idle", "served", "13.3", "v5"))
 
 
 def test_every_step_holds_what_is_its_own(made_run):

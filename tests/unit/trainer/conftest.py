@@ -1,19 +1,19 @@
-"""A controller with a fleet of plain objects and a clock of its own, at the end of its set-up."""
+"""A controller with plain objects around it and a clock of its own, at the end of its set-up."""
 
 import pytest
 from fake_clock import FakeClock
-from fake_fleet import FakeFleet
-from rl_steps import POLL_S, STOP_S, rl_step
+from fakes import FakeHiddenStates, FakeServers, FakeSpot
+from rl_steps import STOP_S, rl_step
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.replica_idle import MODE_RULES
+from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
+from verl_tlt.trainer.pending_work import PendingWork
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.step_log import StepLog
-from verl_tlt.trainer.watch import PendingWork
 
 
 @pytest.fixture
@@ -40,45 +40,37 @@ def log(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, clock):
-    """Build a controller with its fleet, whose attributes are `of_fleet`; both are at the end of their set-up."""
-    built = []
+    """Build a controller, at the end of its set-up; `before` is called with servers, hidden states and spot trainer."""
 
-    def build(
-        names="ab", mode="sync", standalone=(), kind=FakeFleet, of_fleet=None, start=None, prunes=False, shared=False,
-        rotates=0, cold_start_s=None, **speculation,
-    ):  # fmt: skip
-        spot = {"settle_s": 0.0, "poll_s": POLL_S, "stop_timeout_s": STOP_S, "cold_start_s": cold_start_s}
+    def build(names="ab", mode="sync", standalone=(), start=None, before=None, facts=None, **speculation):
         places = {"trace": {"dir": str(tmp_path / "trace")}, "drafter": {"save_dir": str(tmp_path / "drafter")}}
-        tlt = TLTConfig.from_dict(places | {"buffer": {"min_tokens": 100}, "spot": spot, "speculation": speculation})
-        fleet = kind(*names, standalone=standalone, clock=clock)
-        vars(fleet).update(of_fleet or {})
-        facts = RunFacts(
-            rule=MODE_RULES[mode], requests=8, dtype="bfloat16", checkpoints=tmp_path / "ckpt", prunes=prunes,
-            provenance=DrafterProvenance("policy", "data", "hass", 1.0), gpus=2, shared=shared, rotates=rotates,
-        )  # fmt: skip
+        tlt = TLTConfig.from_dict(places | {"spot": {"stop_timeout_s": STOP_S}, "speculation": speculation})
+        servers = FakeServers(names, clock, standalone)
+        hidden_states, spot = FakeHiddenStates(clock), FakeSpot(servers, clock)
+        if before is not None:
+            before(servers, hidden_states, spot)
+        of_run = {"prunes": False, "gpus": 2, "requests": 8, "dtype": "bfloat16", "checkpoints": tmp_path / "ckpt"}
+        provenance = DrafterProvenance("policy", "data", "hass", 1.0)
+        run_facts = RunFacts(rule=MODE_RULES[mode], provenance=provenance, **of_run | (facts or {}))
         file = DrafterFile(0, "{}", b"", (0.0, 0.0, 0.0))
         first = FirstDrafter(file, file, (2, 4, 6), "a test", **start or {})
         log = StepLog(TraceWriter(str(tmp_path / "trace"), "trainer", clock.time), clock)
-        controller = Controller(tlt, facts, first, fleet, log, PendingWork)
+        controller = Controller(tlt, run_facts, first, servers, hidden_states, spot, log, PendingWork)
         controller.before_first_sync(0)
-        fleet.sync()
+        servers.sync()
         controller.after_first_sync(0)
-        built.append((controller, fleet))
-        return controller, fleet
+        return controller
 
-    yield build
-    for controller, fleet in built:
-        fleet.merge_gate.set()
-        controller.updates._pool.shutdown(wait=True)
+    return build
 
 
 @pytest.fixture
 def filled(run):
-    """Build the same after a first RL step, whose hidden states are in the buffers."""
+    """Build the same after a first RL step, whose hidden states have arrived."""
 
     def build(*args, **settings):
-        controller, fleet = run(*args, **settings)
-        rl_step(controller, fleet, 1)
-        return controller, fleet
+        controller = run(*args, **settings)
+        rl_step(controller, 1)
+        return controller
 
     return build

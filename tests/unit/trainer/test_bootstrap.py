@@ -83,6 +83,7 @@ def checkpoints(tmp_path):
         (tmp_path / f"global_step_{step}").mkdir()
     for step in (8, 9):
         (tmp_path / f"global_step_{step}" / CHECKPOINT).mkdir()
+        (tmp_path / f"global_step_{step}" / CHECKPOINT / "config.json").touch()  # the last file to be written
     (tmp_path / "global_step_latest" / CHECKPOINT).mkdir(parents=True)
     return tmp_path
 

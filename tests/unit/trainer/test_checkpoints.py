@@ -4,7 +4,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from fake_fleet import FakeCall
 
 from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, followed, saved_drafter, tidy
 
@@ -49,28 +48,17 @@ def test_what_a_killed_save_left_goes_with_the_next_one(checkpoints):
 
 def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path):
     (tmp_path / "ckpt").symlink_to(checkpoints)
-    controller, _ = run(prunes=True)
+    controller = run(facts={"prunes": True})
     controller.save(5)
     assert drafters(checkpoints) == [1, 2, 3, 4, 5], "verl has not named the step"
     controller.saved(5)
     assert drafters(checkpoints) == [4, 5] and controller.guard.counts.total() == 0
 
 
-@pytest.mark.parametrize(("rotates", "leaves"), [(0, [None] * 4), (2, [None, 1, 2, 3]), (3, [None, None, 1, 2])])
-def test_a_save_knows_which_policy_verl_removes_before_it_writes_the_next(run, tmp_path, rotates, leaves):
-    """Of those that this run saved: verl knows of no others."""
-    controller, fleet = run(rotates=rotates)
-    for step in range(1, 5):
-        controller.save(step)
-    steps = [tmp_path / "ckpt" / f"global_step_{step}" for step in range(5)]
-    left = [() if step is None else (steps[step] / POLICY,) for step in leaves]
-    assert fleet.places == [(folder, *policy) for folder, policy in zip(steps[1:], left, strict=True)]
-
-
 def test_verl_names_the_step_only_after_the_drafter_is_written_and_that_after_the_policy(run):
-    controller, fleet = run()
-    writing, begun, order = FakeCall(), threading.Event(), []
-    fleet.save = lambda *args: (order.append("drafter"), begun.set(), {"a": writing})[-1]
+    controller = run()
+    written, begun, order = threading.Event(), threading.Event(), []
+    controller.spot.save = lambda *args: (order.append("drafter"), begun.set(), written.wait(30))
     policy = SimpleNamespace(save_checkpoint=lambda path: order.append(f"policy in {path}"))
 
     def verl():
@@ -83,7 +71,7 @@ def test_verl_names_the_step_only_after_the_drafter_is_written_and_that_after_th
     assert begun.wait(30)
     saving.join(0.2)
     assert order == ["policy in actor", "drafter"]
-    writing.end(None)
+    written.set()
     saving.join(30)
     assert order == ["policy in actor", "drafter", "named"]
 

@@ -1,357 +1,436 @@
-"""Whole RL steps with a fleet of plain objects: what the controller does at verl's hooks, and what failures cost."""
+"""Whole RL steps with plain objects: what the controller does at verl's hooks, and what failures cost."""
 
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import functools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rl_steps import LOOKS_S, merged, rest_of_step, rl_step, sampled, sampling, train, trained_step, training
+from fakes import KEEPS, PUBLISHES
+from rl_steps import LOOKS_S, STOP_S, rest_of_step, rl_step, sampling, training
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.config import TOKENS_PER_STEP
-from verl_tlt.messages.rollout import EngineStats, LoadInterval
-from verl_tlt.messages.training import SessionResult
-from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.types import OFF
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.trace.events import TRAINER_DEVICE
+from verl_tlt.trainer import watch
+from verl_tlt.trainer.controller import WARM_UP_S
 from verl_tlt.trainer.waits import CallFailed
 
-EXHAUSTED = SessionResult("exhausted", steps=20, tokens=5000, epochs=3.0)
-LATE = CallFailed("no answer within 120 s")
+LATE = CallFailed("no answer within 120 s", late=True)
+
+
+def trained_step(controller, step, verdict=PUBLISHES):
+    """One in whose sampling the drafter is trained, after this verdict. Returns the metrics."""
+    with training(controller, step):
+        controller.spot.verdict = verdict
+    assert controller.spot.session is None, "a guest is on the device when the actor comes"
+    return rest_of_step(controller, step)
+
+
+# ---------------------------------------------------------------------- the good case
 
 
 def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(filled):
-    controller, fleet = filled()
-    assert fleet.called("train") == [], "nothing to train on in the first step"
-    with training(controller, fleet, 2):
-        assert fleet.balancer == {"a"} and fleet.asleep == {"b": False}
-    metrics = rest_of_step(controller, fleet, 2)
-    assert fleet.called("train") == fleet.called("stop") == [("b",)] and fleet.called("merge") == [(("b",),)]
-    assert [d.version for d in fleet.staged] == [1] and fleet.called("keep_as_served") == [()]
+    controller = filled()
+    servers, spot = controller.servers, controller.spot
+    assert spot.called("train") == [], "nothing to train on in the first step"
+    with training(controller, 2):
+        assert servers.balancer == {"a"} and servers.asleep == {"b": False}
+        spot.verdict = PUBLISHES
+    metrics = rest_of_step(controller, 2)
+    assert spot.called("train") == [("b",)] and spot.called("stop") == spot.called("export") == [()]
+    assert servers.staged == [1], "the drafter itself goes from the spot trainer to the servers"
     assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"] == 1
-    assert metrics["tlt/drafter_staleness"] == 0
-    assert metrics["tlt/bubble_s"] > 0 and metrics["tlt/errors"] == 0
-    assert fleet.balancer == {"a", "b"}
-    assert fleet.staged[0].acceptance == pytest.approx((0.6,) * 3, abs=0.01)
+    assert metrics["tlt/drafter_staleness"] == 0 and metrics["tlt/errors"] == 0
+    assert metrics["tlt/idle_s"] > metrics["tlt/trained_s"] > 0 and metrics["tlt/trained_tokens"] == 5000
+    assert metrics["tlt/held_out_accept_length_candidate"] == 2.2
+    assert metrics["tlt/held_out_accept_length_served"] == 2.0
+    assert servers.balancer == {"a", "b"} and controller.served.acceptance == (0.6, 0.6, 0.6)
+    written = read_trace(controller.tlt.trace.dir).steps[2]
+    assert {name for name in metrics if name.startswith("tlt/")} <= written.keys()
+
+
+def test_one_replica_trains_at_a_time_and_the_others_serve_on(filled):
+    controller = filled("abc")
+    with training(controller, 2):
+        controller.servers.load["a"] = 0
+        controller.servers.clock.sleep(LOOKS_S)
+        assert controller.servers.balancer == {"a", "c"}
+    assert controller.spot.called("train") == [("b",)]
+
+
+def test_a_verdict_that_keeps_what_is_served_brings_its_newer_acceptance(filled):
+    controller = filled()
+    metrics = trained_step(controller, 2, KEEPS)
+    assert controller.servers.staged == [] and metrics["tlt/drafter_version"] == 0
+    assert controller.served.acceptance == (0.5, 0.4, 0.3)
+
+
+def test_a_late_export_keeps_the_served_drafter_and_is_published_a_step_later(filled):
+    controller = filled()
+    controller.spot.late = True
+    assert trained_step(controller, 2)["tlt/drafter_version"] == 0
+    controller.spot.late = False
+    assert rl_step(controller, 3)["tlt/drafter_version"] == 1
+
+
+def test_a_publication_that_fails_is_tried_again(filled):
+    controller = filled()
+    controller.servers.broken["stage"] = LATE
+    assert trained_step(controller, 2)["tlt/errors_publish"] == 1
+    controller.servers.broken.clear()
+    metrics = rl_step(controller, 3)
+    assert metrics["tlt/drafter_version"] == 1 and metrics["tlt/errors"] == 1
+
+
+def test_a_drafter_that_could_not_be_exported_is_no_publication(filled):
+    controller = filled()
+    controller.spot.broken["exporting"] = True
+    metrics = trained_step(controller, 2)
+    assert metrics["tlt/drafter_version"] == 0 and controller.servers.staged == []
+    assert metrics["tlt/spot_failures"] == 1
+    (publish,) = read_trace(controller.tlt.trace.dir).publishes
+    assert publish.decision == "reverted" and "could not be exported" in publish.reason
 
 
 def test_a_resumed_drafter_has_its_version_and_is_served_since_the_resumption(run):
-    controller, fleet = run(enable=False)
-    controller.updates.served = replace(controller.updates.served, version=7)
+    controller = run(enable=False)
+    controller.served = replace(controller.served, version=7)
     controller.after_first_sync(100)
-    metrics = rl_step(controller, fleet, 101)
+    metrics = rl_step(controller, 101)
     assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_staleness"]) == (7, 1)
+
+
+def test_the_kernels_of_a_session_are_tuned_before_the_first_step(run):
+    """Nothing of it is left to delay a stop."""
+    assert run().spot.called("rehearse") == [(WARM_UP_S,)]
 
 
 # ---------------------------------------------------------------------- hidden states
 
 
-@pytest.mark.parametrize(("take_s", "factors"), [(0.0, [1, 2, 2]), (1.0, [1, 2, 1])])
-def test_a_session_that_ran_out_of_data_gets_more_of_the_next_step_unless_the_tap_takes_long(filled, take_s, factors):
-    """In a step of some seconds; what the object store takes for it is part of the tap's limit."""
-    controller, fleet = filled()
-    fleet.slow["take"] = take_s
-    for step in (2, 3):
-        with training(controller, fleet, step):
-            if step == 2 or take_s:  # else the session lasts as long as its bubble
-                fleet.sessions["b"].end(EXHAUSTED)
-            fleet.clock.sleep(1.5)
-        metrics = rest_of_step(controller, fleet, step)
-    assert fleet.tap_tokens == [n * TOKENS_PER_STEP for n in factors]
-    assert metrics["tlt/tap_tokens"] == fleet.tap_tokens[-1]
-    written = read_trace(controller.tlt.trace.dir).steps[3]
-    assert {n for n in metrics if n.startswith("tlt/")} <= written.keys(), "the trace has what verl's logger has"
+def test_where_hidden_states_cannot_be_captured_nothing_is_trained_and_speculation_goes_on(filled):
+    def refuse(_servers, hidden_states, _spot):
+        hidden_states.refusal = "veomni has no hidden-state capture."
 
-
-def test_several_samplings_of_one_step_are_merged_once_and_double_the_captured_tokens_once(run):
-    controller, fleet = run(["a", "far"], mode="separate_async", standalone={"far"})
-    controller.log_probs_done(0)
-    for last in (False, True):
-        controller.sample_begin(1)
-        fleet.clock.until(lambda: controller._watch.running)
-        fleet.sessions["a"].end(EXHAUSTED)
-        fleet.clock.sleep(1.5)
-        controller.sample_end(1, last=last)
-        assert (controller.updates.under_way is not None) is last
-        controller.log_probs_done(1)
-    merged(controller)
-    assert fleet.called("merge") == [(("a",),)] and len(fleet.called("train")) == 2
-    assert fleet.tap_tokens == [TOKENS_PER_STEP, TOKENS_PER_STEP, 2 * TOKENS_PER_STEP]
-
-
-def test_one_that_is_replaced_trains_when_it_has_been_given_something(filled):
-    controller, fleet = filled()
-    train(controller, fleet, 2)
-    give = fleet.hand_over
-    fleet.hand_over = lambda step, taken: {"a": give(step, taken)["a"]}
-    rest_of_step(controller, fleet, 2)
-    with sampling(controller, fleet, 3):
-        assert len(fleet.called("train")) == 1
-    fleet.hand_over = give
-    rest_of_step(controller, fleet, 3)
-    train(controller, fleet, 4)
-
-
-def test_without_a_tap_nothing_is_trained_and_speculation_goes_on(filled):
-    controller, fleet = filled(of_fleet={"untapped": "veomni has no hidden-state tap."})
-    assert not controller.spot and fleet.called("take") == []
-    assert controller.guard.counts.total() == 0
+    controller = filled(before=refuse)
+    assert controller.spot.called("start") == controller.hidden_states.called("take") == []
+    assert controller.guard.counts.total() == 0 and controller.spot.off == "veomni has no hidden-state capture."
 
 
 def test_the_first_rollout_chooses_the_tokens_that_are_drafted(filled):
     """Of all ranks' counts together, once; the tie of tokens that nobody said goes to the lowest ids."""
-    controller, fleet = filled(start={"draft_vocab": 3, "chosen": False})
-    assert fleet.called("start_spot") == [((2, 4, 6), None, True)]
-    assert fleet.called("choose_tokens") == [], "nothing was counted"
-    fleet.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
+    controller = filled(start={"draft_vocab": 3, "chosen": False})
+    assert controller.hidden_states.called("set_up") == [((2, 4, 6), True)]
+    assert controller.spot.called("choose_tokens") == [], "nothing was counted"
+    controller.hidden_states.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
     for step in (2, 3):
-        rl_step(controller, fleet, step)
-    ((ids,),) = fleet.called("choose_tokens")
+        rl_step(controller, step)
+    ((ids,),) = controller.spot.called("choose_tokens")
     assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
 
 
-def test_a_weight_sync_is_copied_from_only_when_the_drafter_will_be_trained(filled):
-    controller, fleet = filled()
-    assert fleet.called("take") == [(True,)], "the first session needs them"
-
-    def copies(step, bubble):
-        (train if bubble else lambda controller, fleet, step: sampled(controller, step))(controller, fleet, step)
-        rest_of_step(controller, fleet, step)
-        return fleet.called("take")[-1] == (True,)
-
-    assert copies(2, bubble=True)
-    assert not copies(3, bubble=False), "workers were ready, and there was no bubble"
-    assert copies(4, bubble=True)
+def test_nobody_leaves_before_hidden_states_have_arrived(filled):
+    controller = filled()
+    controller.spot.supplied = False
+    with sampling(controller, 2):
+        assert controller.servers.called("leave") == []
+    rest_of_step(controller, 2)
+    controller.spot.supplied = True
+    trained_step(controller, 3)
 
 
-# ---------------------------------------------------------------------- merges and publications
+# ---------------------------------------------------------------------- the cold start
 
 
-def test_a_late_merge_keeps_the_served_drafter_and_is_published_a_step_later(filled):
-    controller, fleet = filled()
-    fleet.merge_gate.clear()
-    train(controller, fleet, 2)
-    metrics = rest_of_step(controller, fleet, 2, wait=False)
-    assert fleet.staged == [] and metrics["tlt/drafter_version"] == 0
-    with sampling(controller, fleet, 3):
-        fleet.clock.sleep(0.1)
-    assert fleet.called("train") == [("b",)], "the weights that are being merged are not trained meanwhile"
-    fleet.merge_gate.set()
-    assert rest_of_step(controller, fleet, 3)["tlt/drafter_version"] == 1
-    train(controller, fleet, 4)
+RANDOM = {"start": {"untrained": True}, "facts": {"cold_start_s": 8.0}}
 
 
-@pytest.mark.parametrize(("acceptance", "overflows"), [(0.4, False), (0.6, True)])
-def test_a_candidate_that_is_worse_or_no_engine_would_take_is_not_served(filled, acceptance, overflows):
-    controller, fleet = filled()
-    fleet.candidate_acceptance, fleet.overflows = acceptance, overflows
-    metrics = trained_step(controller, fleet, 2)
-    assert fleet.staged == [] and fleet.called("revert") == [("served",)]
-    assert metrics["tlt/drafter_version"] == 0 and metrics["tlt/publish_skipped"] == 1 and metrics["tlt/errors"] == 0
+def test_a_run_without_a_drafter_stops_once_and_trains_one(filled, took, clock):
+    controller = filled(**RANDOM)
+    controller.cold_start(2)
+    assert controller.spot.called("train") == [], "two steps' hidden states are needed"
+    rl_step(controller, 2)
+    trained = len(controller.spot.called("train"))
+    controller.spot.verdict = PUBLISHES
+    assert took(controller.cold_start, 3) == pytest.approx(8.0, abs=0.1)
+    assert len(controller.spot.called("train")) == trained + 2, "the second session judges what the first one taught"
+    metrics = rest_of_step(controller, 3)
+    assert metrics["tlt/overhead_cold_start_s"] == pytest.approx(8.0, abs=0.1)
+    assert metrics["tlt/drafter_version"] == 1
+    assert took(controller.cold_start, 4) == 0.0, "once"
 
 
-@pytest.mark.parametrize(("method", "versions"), [("stage", [0, 1]), ("export", [0, 1]), ("merge", [1, 1, 2])])
-def test_a_publication_or_merge_that_fails_costs_itself_and_nothing_else(filled, method, versions):
-    """Without its merge an update publishes what it exported; what the next step merges is judged a step later."""
-    controller, fleet = filled()
-    fleet.broken[method] = LATE
-    for step, version in enumerate(versions, 2):
-        assert trained_step(controller, fleet, step)["tlt/drafter_version"] == version
-        assert fleet.called("merge")[-1] == (("b",),) and controller.guard.counts == {"publish": 1}
-        assert controller.updates.served.acceptance == pytest.approx((0.6,) * 3, abs=0.01) or not version
-        fleet.broken.clear()
+def test_a_cold_start_ends_when_its_data_is_used_up(filled, took, clock):
+    controller = filled(**RANDOM)
+    rl_step(controller, 2)
+    begin = controller.spot.train
+
+    def train(replica):
+        begin(replica)
+        controller.spot.end_in(0.5)
+
+    controller.spot.train = train
+    assert took(controller.cold_start, 3) == pytest.approx(1.0, abs=0.1)
 
 
-def test_an_update_that_cannot_begin_costs_itself(filled, monkeypatch):
-    controller, fleet = filled()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"start": {"untrained": False}, "facts": {"cold_start_s": 8.0}},
+        {"start": {"untrained": True}, "facts": {"cold_start_s": 0.0}},
+        RANDOM | {"policy": "off"},
+        RANDOM | {"enable": False},
+    ],
+)
+def test_there_is_no_cold_start_where_nobody_needs_one(filled, took, settings):
+    controller = filled(**settings)
+    rl_step(controller, 2)
+    trained = len(controller.spot.called("train"))
+    assert took(controller.cold_start, 3) == 0.0 and len(controller.spot.called("train")) == trained
 
-    def submit(*_):
-        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
-    assert trained_step(controller, fleet, 2)["tlt/errors_end_of_sampling"] == 1
+# ---------------------------------------------------------------------- bounds and failures
 
 
-# ---------------------------------------------------------------------- calls that fail
+def test_a_session_that_does_not_stop_is_over_after_its_bound(filled, took):
+    controller = filled()
+    controller.spot.deaf = True
+    stack = contextlib.ExitStack()
+    stack.enter_context(training(controller, 2))
+    assert took(stack.close) == pytest.approx(STOP_S, abs=0.01)
+    metrics = rest_of_step(controller, 2)
+    assert metrics["tlt/spot_failures"] == 1 and metrics["tlt/overhead_stop_s"] == pytest.approx(STOP_S, abs=0.01)
+    (session,) = read_trace(controller.tlt.trace.dir).sessions
+    assert session.outcome == "failed" and "did not stop within" in session.error
+
+
+def test_a_run_that_fails_while_it_samples_stops_its_session_before_it_saves(filled):
+    controller = filled()
+    with pytest.raises(ZeroDivisionError), training(controller, 2):
+        raise ZeroDivisionError
+    controller.finish()
+    assert [call[0] for call in controller.spot.calls][-3:] == ["stop", "save", "close"]
+    assert controller.servers.called("close") == [()]
+
+
+@pytest.mark.parametrize("hook", ["more_prompts", "sample_end"])
+def test_a_hook_waits_for_a_look_that_hangs_no_longer_than_its_bound(filled, clock, took, hook):
+    controller = filled(mode="colocate_async" if hook == "more_prompts" else "sync")
+    answered = clock.event()
+    controller.servers.try_sleep = lambda name, keep_weights: answered.wait(3600.0)
+    phase = contextlib.ExitStack()
+    phase.enter_context(sampling(controller, 2))
+    hangs = controller.more_prompts if hook == "more_prompts" else phase.close
+    assert took(hangs) == pytest.approx(watch.LOOK_S, abs=1.0)
+    answered.set()
+    phase.close()
+    rest_of_step(controller, 2)
+    assert controller.servers.balancer == {"a", "b"}
+    assert controller.guard.counts["recall" if hook == "more_prompts" else "watch"] == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_one_that_does_not_say_whether_it_sleeps_gets_no_requests_before_the_weight_sync(filled, mode):
+    controller = filled(mode=mode)
+    servers = controller.servers
+    servers.broken["try_sleep"] = CallFailed("no answer within 30 s", late=True)
+    with sampling(controller, 2):
+        assert servers.called("try_sleep")
+        for _ in range(3):
+            servers.clock.sleep(LOOKS_S)
+            controller.more_prompts()
+            assert servers.balancer == {"a"}, "what is sent there may be rejected"
+    servers.broken.clear()
+    assert rest_of_step(controller, 2)["tlt/errors_leaving"] == 1 and servers.called("wake_up") == []
+    assert controller.spot.called("train") == [] and servers.balancer == {"a", "b"}
+    trained_step(controller, 3)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "kind"),
+    [
+        ("hidden_states", "take", "hidden states"), ("spot", "add", "hidden states"),
+        ("servers", "engine_stats", "end of sampling"), ("servers", "drafter_statuses", "rejoin"),
+        ("servers", "disable_drafting", "speculation control"),
+    ],
+)  # fmt: skip
+def test_a_call_that_fails_is_counted_and_the_step_goes_on(run, owner, method, kind):
+    controller = run()
+    getattr(controller, owner).broken[method] = LATE
+    metrics = rl_step(controller, 1)
+    assert controller.guard.counts == {kind: 1} and metrics["tlt/errors"] == 1
+    assert controller.servers.balancer == {"a", "b"}
+
+
+def test_a_balancer_that_fails_ends_the_watch_and_not_the_phase(run):
+    controller = run()
+    controller.sample_begin(1)
+    controller.servers.broken["inflight"] = CallFailed("gone")
+    controller.servers.clock.sleep(LOOKS_S)
+    controller.sample_end(1, last=True)
+    assert controller.guard.counts == {"watch": 1}
+
+
+def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(filled):
+    controller = filled()
+    controller.sample_begin(2)
+    controller.servers.load = {"a": 4, "b": 4}
+    controller.servers.clock.sleep(LOOKS_S)
+    controller.servers.balancer.discard("b")
+    controller.servers.clock.until(lambda: controller.servers.balancer == {"a", "b"})
+    controller.sample_end(2, last=True)
+    assert controller.servers.called("leave") == [] and controller.guard.counts == {"lost replica": 1}
 
 
 def test_lines_that_the_trace_loses_are_counted(filled, tmp_path):
     (tmp_path / "trace").write_text("a file, where the trace's directory would be")
-    controller, fleet = filled()
-    lost = rl_step(controller, fleet, 2, LOOKS_S)["tlt/errors_trace"]
-    assert rl_step(controller, fleet, 3, LOOKS_S)["tlt/errors_trace"] > lost > 1
+    controller = filled()
+    lost = rl_step(controller, 2, LOOKS_S)["tlt/errors_trace"]
+    assert rl_step(controller, 3, LOOKS_S)["tlt/errors_trace"] > lost > 1
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [("take", "tap"), ("hand_over", "tap"), ("engine_stats", "end of sampling"), ("drafter_statuses", "rejoin"),
-     ("disable_drafting", "speculation control")],
+WAITED_FOR = {
+    ("servers", "rejoin"): "rejoin", ("servers", "engine_stats"): "statistics", ("servers", "stage"): "publish",
+    ("servers", "disable_drafting"): "speculation_control", ("hidden_states", "take"): "hidden_states",
+    ("servers", "drafter_statuses"): "rejoin", ("servers", "wake_up"): "recall", ("spot", "save"): "save",
+}  # fmt: skip
+"""What a step waits for, and the part of the overhead that has its seconds."""
+HOOKS = (
+    "sample_begin", "more_prompts", "sample_end", "save", "saved", "log_probs_done", "before_sync", "after_sync",
+    "validated",
 )  # fmt: skip
-def test_a_call_that_fails_is_counted_and_the_step_goes_on(run, method, kind):
-    controller, fleet = run()
-    fleet.broken[method] = LATE
-    metrics = rl_step(controller, fleet, 1)
-    assert controller.guard.counts == {kind: 1} and metrics["tlt/errors"] == 1
-    assert fleet.balancer == {"a", "b"}
+SLOW_S = 0.25
 
 
-def test_a_balancer_that_fails_ends_the_watch_and_not_the_phase(run):
-    controller, fleet = run()
-    controller.sample_begin(1)
-    fleet.broken["inflight"] = CallFailed("gone")
-    fleet.clock.until(lambda: controller._watch.report.error)
-    controller.sample_end(1, last=True)
-    assert controller._watch is None and controller.guard.counts == {"watch": 1}
+@pytest.mark.parametrize(("call", "part"), WAITED_FOR.items(), ids=lambda value: "-".join(value))
+def test_every_second_that_a_step_waits_is_charged_by_name(filled, took, monkeypatch, call, part):
+    controller = filled(mode="colocate_async" if part == "recall" else "sync")
+    controller.metrics(1, {})
+    owner, method = getattr(controller, call[0]), call[1]
+    owner.slow, waited = {method: SLOW_S}, []
+
+    def timed(hook, *args, **named):
+        waited.append(took(hook, *args, **named))
+
+    for name in HOOKS:
+        monkeypatch.setattr(controller, name, functools.partial(timed, getattr(controller, name)))
+    asked = len(owner.called(method))
+    with training(controller, 2):
+        controller.spot.verdict = PUBLISHES
+        controller.more_prompts()
+    controller.save(2)
+    controller.saved(2)
+    controller.log_probs_done(2)
+    controller.before_sync(2)
+    controller.servers.sync()
+    controller.after_sync(2, colocated_asleep=False)
+    controller.validated(2, colocated_asleep=False)
+    metrics = controller.metrics(2, {})
+    assert len(owner.called(method)) > asked, "it was not asked"
+    assert metrics[f"tlt/overhead_{part}_s"] >= SLOW_S
+    assert metrics["tlt/overhead_s"] == pytest.approx(sum(waited))
 
 
-def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(filled):
-    controller, fleet = filled()
-    controller.sample_begin(2)
-    fleet.load = {"a": 4, "b": 4}
-    fleet.clock.sleep(LOOKS_S)
-    fleet.balancer.discard("b")
-    fleet.clock.until(lambda: fleet.balancer == {"a", "b"})
-    controller.sample_end(2, last=True)
-    assert fleet.called("leave") == [] and controller.guard.counts == {"lost replica": 1}
-    assert rest_of_step(controller, fleet, 2)["tlt/errors_lost_replica"] == 1
+@pytest.mark.parametrize("untrained", [True, False])
+def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, untrained):
+    controller = filled(start={"untrained": untrained})
+    controller.spot.off = "the spot trainer failed 3 times in a row"
+    for step in (2, 3):
+        assert rl_step(controller, step)["tlt/spot_off"] == 1.0
+    assert controller.spot.called("train") == []
+    assert said.text.count("TLT does nothing for this run any more: the spot trainer failed") == untrained
 
 
 # ---------------------------------------------------------------------- asynchronous modes
 
 
 def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
-    controller, fleet = filled(mode="colocate_async")
-    with training(controller, fleet, 2):
-        assert fleet.asleep == {"b": True}, "it keeps its weights"
+    controller = filled(mode="colocate_async")
+    servers = controller.servers
+    with training(controller, 2):
+        assert servers.asleep == {"b": True}, "it keeps its weights"
         controller.more_prompts()
-        assert fleet.balancer == {"a", "b"} and fleet.asleep == {}
-        assert fleet.called("stop") == fleet.called("wake_up") == [("b",)]
+        assert servers.balancer == {"a", "b"} and servers.asleep == {}
+        assert servers.called("wake_up") == [("b",)] and controller.spot.called("stop") == [()]
     assert controller.guard.counts.total() == 0
-    assert rest_of_step(controller, fleet, 2)["tlt/drafter_version"] == 1
-
-
-@pytest.mark.parametrize(("colocated", "trained"), [("ab", {"a", "b"}), ("", {f"{TRAINER_DEVICE} 0"})])
-def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated, trained):
-    """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""
-    controller, fleet = run([*colocated, "far"], mode="separate_async", standalone={"far"})
-    controller.log_probs_done(0)
-    controller.sample_begin(1)
-    fleet.clock.until(lambda: len(fleet.called("train")) == len(trained))
-    controller.sample_end(1, last=True)
-    assert {name for (name,) in fleet.called("stop")} == trained and fleet.called("leave") == []
-    merged(controller)
-    controller.before_sync(1)
-    fleet.loaded["far"] = 1
-    controller.after_sync(1, colocated_asleep=True)
-    metrics = controller.metrics(1, {})
-    assert metrics["tlt/drafter_version"] == 1, "those that sleep are not asked"
-    assert metrics["tlt/reload_failures"] == 0
 
 
 @pytest.mark.parametrize("colocated", ["ab", ""])
-def test_replicas_on_the_trainers_devices_get_no_requests_although_nobody_trains_there(run, clock, colocated):
-    """verl has taken them out of the balancer: they sleep, and reject what they are sent."""
-    names, no_tap = [*colocated, "far"], {"untapped": "it has no tap"}
-    controller, fleet = run(names, mode="separate_async", standalone={"far"}, of_fleet=no_tap)
-    fleet.balancer = {"far"}
-    controller.sample_begin(1)
-    fleet.load["far"] = 4
-    clock.sleep(LOOKS_S)
-    assert fleet.balancer == {"far"}
-    controller.sample_end(1, last=True)
-    metrics = rest_of_step(controller, fleet, 1)
-    assert metrics["tlt/errors"] == 0
-    assert metrics.get("tlt/bubble_s", 0.0) == pytest.approx((len(colocated) or 1) * LOOKS_S), "of the wait for samples"
+def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated):
+    """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""
+    controller = run([*colocated, "far"], mode="separate_async", standalone={"far"})
+    controller.log_probs_done(0)
+    controller.servers.balancer = {"far"}
+    for last in (False, True):  # two samplings of one step
+        controller.sample_begin(1)
+        controller.servers.load["far"] = 4
+        controller.servers.clock.sleep(LOOKS_S)
+        assert controller.spot.session == (colocated[0] if colocated else f"{TRAINER_DEVICE} 0")
+        controller.spot.verdict = PUBLISHES if last else None
+        controller.sample_end(1, last=last)
+    assert len(controller.spot.called("train")) == 2 and controller.servers.called("leave") == []
+    assert controller.servers.balancer == {"far"}, "verl has taken the others out"
+    controller.before_sync(1)
+    controller.servers.loaded["far"] = 1
+    controller.after_sync(1, colocated_asleep=True)
+    metrics = controller.metrics(1, {})
+    assert metrics["tlt/drafter_version"] == 1, "those that sleep are not asked"
+    assert metrics["tlt/reload_failures"] == metrics["tlt/errors"] == 0
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [("sync", 1.0), ("colocate_async", 1.0), ("separate_async", 2.0)])
 def test_tokens_a_second_are_of_the_time_in_which_engines_decode(run, mode, seconds):
-    controller, fleet = run("abc", mode=mode, standalone="c" if mode == "separate_async" else "")
-    fleet.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
-    assert rl_step(controller, fleet, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
+    controller = run("abc", mode=mode, standalone="c" if mode == "separate_async" else "")
+    controller.servers.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
+    assert rl_step(controller, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
 def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tmp_path):
-    controller, fleet = filled()
+    controller = filled(facts={"keeps": 3})
     controller.save(1)
-    assert [directory for directory, _ in fleet.saved] == [tmp_path / "ckpt" / "global_step_1" / "tlt_drafter"]
-    trained_step(controller, fleet, 2)
+    step = tmp_path / "ckpt" / "global_step_1"
+    assert [save[0] for save in controller.spot.saved] == [step / "tlt_drafter"]
+    assert controller.spot.saved[0][2:] == (step, 3), "what a disk's room is judged by"
+    trained_step(controller, 2)
     controller.finish()
-    assert fleet.called("close") == [()]
-    directory, provenance = fleet.saved[-1]
+    directory, provenance, *_ = controller.spot.saved[-1]
     assert directory == tmp_path / "drafter"
     assert (provenance.version, provenance.policy_step, provenance.tokens_trained) == (1, 2, 5000)
-    assert tuple(provenance.acceptance) == fleet.staged[0].acceptance
+    assert tuple(provenance.acceptance) == (0.6, 0.6, 0.6)
 
 
-@pytest.mark.parametrize("method", ["save", "writing"])
-def test_a_checkpoint_that_fails_does_not_fail_the_policys(run, method):
-    controller, fleet = run()
-    fleet.broken[method] = CallFailed("No space left on device")
+def test_the_drafter_is_written_although_nothing_is_trained_any_more(filled, tmp_path):
+    controller = filled()
+    controller.spot.off = "the spot trainer failed 3 times in a row"
+    controller.finish()
+    assert controller.spot.saved[-1][0] == Path(tmp_path / "drafter")
+
+
+def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
+    controller = run()
+    controller.spot.broken["save"] = CallFailed("No space left on device")
     controller.save(1)
     controller.saved(1)
     controller.finish()
     assert controller.guard.counts == {"save": 1, "final drafter": 1}
 
 
-def test_a_resumed_run_continues_the_workers(run):
-    _, fleet = run(start={"checkpoint": Path("somewhere")})
-    assert fleet.called("start_spot") == [((2, 4, 6), Path("somewhere"), False)]
-
-
-# ---------------------------------------------------------------------- who drafts, and what it saved
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_control_rollout_is_decoded_without_drafts(run, shared):
-    """On a shared machine by all replicas, and nobody trains beside it."""
-    controller, fleet = run(control_every=2, shared=shared, policy="fixed")
-    fleet.stats = {"a": EngineStats(num_steps=1)}
-    for step in 1, 2, 3, 4:
-        controlled, trained = step % 2 == 0, len(fleet.called("train"))
-        assert len(fleet.disabled) == (0 if not controlled else 2 if shared else 1)
-        with sampling(controller, fleet, step):
-            fleet.clock.sleep(LOOKS_S)
-        assert (len(fleet.called("train")) > trained) == (step > 1 and not (controlled and shared))
-        assert rest_of_step(controller, fleet, step)["tlt/speculation_disabled"] == 0.0
+# ---------------------------------------------------------------------- who drafts
 
 
 def test_one_that_decodes_is_the_first_to_decode_without_drafts_or_to_try_them(run):
     """Replicas on the trainer's devices sleep: what they try or measure nobody learns."""
-    names, rule = ["a", "b", "far"], {"policy": "fixed", "control_every": 1}
-    controller, fleet = run(names, mode="separate_async", standalone={"far"}, **rule)
-    controller.before_sync(2)  # of three replicas it is the first one's turn in every third rollout
-    assert fleet.disabled == {"far"}
-
-
-def test_step_costs_that_servers_found_are_used(run):
-    costs = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.01)] for k in (OFF, 0, 1, 2, 3)})
-    assert run(of_fleet={"costs": costs})[0].speculation.saving((0.9, 0.9, 0.9)) > 0.5
-
-
-def test_a_rollout_without_drafts_saved_exactly_nothing_whatever_trained_beside_it(filled):
-    """A step without drafts takes 10 ms; beside another replica's training it took 20."""
-    costs = LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)]})
-    controller, fleet = filled(shared=True, of_fleet={"costs": costs})
-    with training(controller, fleet, 2):
-        fleet.sessions["b"].end(EXHAUSTED)
-        fleet.clock.until(lambda: controller._watch.report.sessions)
-        trained = controller._watch.report.sessions[0]
-        slowed = LoadInterval(trained.start, trained.end, 4.0, 50.0, seconds=1.0, plain_steps=50.0, off=True)
-        fleet.stats = {"a": EngineStats(load_intervals=(slowed,))}
-    assert rest_of_step(controller, fleet, 2)["tlt/saved_s"] == 0.0
-    with training(controller, fleet, 3):
-        drafted = slowed._replace(start=trained.end, end=trained.end + 1.0, off=False)
-        fleet.stats = {"a": EngineStats(load_intervals=(drafted,), num_drafts=1)}
-    assert rest_of_step(controller, fleet, 3)["tlt/saved_s"] == pytest.approx(-0.5), "drafted, it is charged"
+    controller = run(["a", "b", "far"], mode="separate_async", standalone={"far"})
+    assert controller.speculation.replicas[0] == "far"
 
 
 def test_validation_is_not_the_next_rollouts(filled):
-    controller, fleet = filled()
-    asked = len(fleet.called("engine_stats"))
+    controller = filled()
+    asked = len(controller.servers.called("engine_stats"))
     controller.validated(1, colocated_asleep=False)
-    assert len(fleet.called("engine_stats")) == asked + 1
+    assert len(controller.servers.called("engine_stats")) == asked + 1

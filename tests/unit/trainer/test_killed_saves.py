@@ -10,14 +10,12 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_fleet import FakeCall
 from policy_config import POLICY as SHAPE
 from safetensors.torch import load_file
 
@@ -41,27 +39,21 @@ def named(checkpoints):
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
-def keep_saving(controller, fleet, drafter, checkpoints):
+def keep_saving(controller, drafter, checkpoints):
     """Step after step as verl's `_save_checkpoint` goes: the policy, then the tracker, which is replaced at once."""
     parameters = trainable_parameters(drafter)
 
-    def save(directory, provenance, beside):
-        call, step = FakeCall(), provenance.policy_step
+    def save(directory, provenance, beside, keeps):
+        step = provenance.policy_step
         whole = {name: torch.full_like(p, step) for name, p in parameters.items()}
-
-        def write():  # a spot worker's own thread
-            state = {"parameters": whole, "moments": [t + 0.5 for t in whole.values()], "steps": step}
-            save_drafter(drafter, directory, asdict(provenance), training_state=state, tensors=whole)
-            call.end(None)
-
-        threading.Thread(target=write, daemon=True).start()
-        return {"a": call}
+        state = {"parameters": whole, "moments": [t + 0.5 for t in whole.values()], "steps": step}
+        save_drafter(drafter, directory, asdict(provenance), training_state=state, tensors=whole)
 
     def save_policy(directory):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "model").write_text(directory.parent.name)
 
-    fleet.save, policy = save, SimpleNamespace(save_checkpoint=save_policy)
+    controller.spot.save, policy = save, SimpleNamespace(save_checkpoint=save_policy)
     for step in itertools.count(named(checkpoints) + 1):
         with followed(policy, "save_checkpoint", functools.partial(controller.save, step)):
             policy.save_checkpoint(checkpoints / f"global_step_{step}" / POLICY)
@@ -71,11 +63,11 @@ def keep_saving(controller, fleet, drafter, checkpoints):
 
 
 def test_whatever_moment_it_is_killed_at(run, drafter, tmp_path):
-    controller, fleet = run()
+    controller = run()
     checkpoints, rng, steps = tmp_path / "ckpt", random.Random(0), []
     for _ in range(KILLS):
         process = multiprocessing.get_context("fork").Process(
-            target=keep_saving, args=(controller, fleet, drafter, checkpoints), daemon=True
+            target=keep_saving, args=(controller, drafter, checkpoints), daemon=True
         )
         process.start()
         before, deadline = named(checkpoints), time.monotonic() + 60

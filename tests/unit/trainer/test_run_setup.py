@@ -4,19 +4,34 @@ import os
 
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
+from policy_config import POLICY
 
 from benchmarks.toy_job import CONSTANT
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
-from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, TLTConfig
+from verl_tlt.config import BATCH_TOKENS, TLTConfig
+from verl_tlt.drafter import drafter_config, host_bytes, policy_shape
+from verl_tlt.drafter.build import instantiate
 from verl_tlt.errors import TLTError
+from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.trainer import run_setup
-from verl_tlt.trainer.run_setup import MOST_HELD_OUT, hardware_name, held_out_share, prepare, with_sizes
+from verl_tlt.trainer.run_setup import (
+    LEAST_BUFFER,
+    MEMORY_SHARE,
+    MOST_HELD_OUT,
+    TOKENS_PER_STEP,
+    FirstDrafter,
+    batch_tokens,
+    buffer_bytes,
+    hardware_name,
+    held_out_share,
+    prepare,
+)
 
 GIB = 2**30
 SMALL_HEAD = {"memory": 8.0 * GIB}
-PIPELINE = ["trainer.nnodes=2", "+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"]
 
 
 @pytest.fixture
@@ -46,34 +61,29 @@ def composed(recipe):
 @pytest.mark.parametrize(
     ("device", "given", "nodes", "sizes"),
     [
-        ("cuda", [], [], (4096, BUFFER_MB)),
-        ("cuda", [], [SMALL_HEAD, {"memory": 1024.0 * GIB, "GPU": 8.0}], (4096, 13_106)),
-        ("cuda", PIPELINE, [{"memory": 1024.0 * GIB, "GPU": 8.0}] * 2, (4096, 9_829)),
-        ("cpu", [], [], (BATCH_TOKENS, BUFFER_MB)),
-        (
-            "cuda",
-            [f"{CONSTANT}.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"],
-            [],
-            (300, 10),
-        ),
+        ("cuda", [], [], (4096, LEAST_BUFFER)),
+        ("cuda", [], [SMALL_HEAD, {"memory": 1024.0 * GIB, "GPU": 8.0}], (4096, 150 * GIB)),
+        ("cpu", [], [], (BATCH_TOKENS, LEAST_BUFFER)),
+        ("cuda", [f"{CONSTANT}.drafter.batch_tokens=300", "tlt.buffer.max_mb=10"], [], (300, 10 << 20)),
     ],
 )
-def test_controller_and_spot_workers_get_sizes_that_fit(composed, monkeypatch, device, given, nodes, sizes):
+def test_the_spot_trainer_gets_sizes_that_fit(composed, monkeypatch, device, given, nodes, sizes):
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(nodes))
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in nodes])
     monkeypatch.setattr(ray, "cluster_resources", dict)
     config = composed(f"trainer.device={device}", *given)
-    facts, start, spot = prepare(config, "sync")
-    settings = spot.config
-    assert (settings.drafter.batch_tokens, settings.buffer.max_mb) == sizes
-    assert (facts.requests, spot.device, start.checkpoint) == (8, device, None)
+    tlt, facts, start, plan = prepare(config, "sync")
+    assert plan.batch_tokens == sizes[0] and plan.buffer_bytes == pytest.approx(sizes[1], rel=0.03)
+    assert (facts.requests, plan.device, start.checkpoint, plan.checkpoint) == (8, device, None, None)
     assert facts.active_share == 1.0, "a dense policy"
+    assert facts.cold_start_s == (30.0 if device == "cuda" else 0.0)
     context = config.data.max_prompt_length + config.data.max_response_length
-    assert (settings.buffer.held_out, settings.buffer.window) == (MOST_HELD_OUT, min(4096, context))
+    assert (plan.held_out, plan.window) == (MOST_HELD_OUT, min(4096, context))
+    assert tlt.buffer.tokens_per_step == TOKENS_PER_STEP
 
 
 @pytest.mark.parametrize(
-    ("given", "prunes", "rotates"),
+    ("given", "prunes", "keeps"),
     [
         ([], False, 0),
         (["trainer.max_actor_ckpt_to_keep=3"], True, 3),
@@ -82,16 +92,16 @@ def test_controller_and_spot_workers_get_sizes_that_fit(composed, monkeypatch, d
         (["trainer.max_actor_ckpt_to_keep=3", "actor_rollout_ref.actor.checkpoint.async_save=True"], True, 0),
     ],
 )
-def test_when_verl_removes_old_policies_is_known(composed, given, prunes, rotates):
-    facts, _, _ = prepare(composed(*given), "sync")
-    assert (facts.prunes, facts.rotates) == (prunes, rotates)
+def test_when_verl_removes_old_policies_is_known(composed, given, prunes, keeps):
+    facts = prepare(composed(*given), "sync")[1]
+    assert (facts.prunes, facts.keeps) == (prunes, keeps)
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "rows"), [(32_000, 4096), (128_256, 2048), (151_936, 2048), (256_000, 1024), (64, 4096)]
 )
 def test_micro_batches_on_an_accelerator_are_as_large_as_their_logits_allow(vocabulary, rows):
-    assert with_sizes(TLTConfig(), vocabulary, True, 0, 8, 0).drafter.batch_tokens == rows
+    assert batch_tokens(vocabulary, accelerator=True) == rows
 
 
 @pytest.mark.parametrize("path", [None, "checkpoints"])
@@ -101,34 +111,50 @@ def test_a_resumption_without_its_path_is_one_sentence(path):
         run_setup._resume_dir(trainer)
 
 
-def test_buffers_get_what_is_left_of_the_workers_share_of_a_node():
-    for node_gib, worker_gib, spread, mb in (
-        (1024, 0, 1, 13_107), (1024, 9, 1, 6_963), (64, 9, 1, BUFFER_MB), (0, 9, 1, BUFFER_MB), (1024, 9, 3, 4_177),
-    ):  # fmt: skip
-        sizes = with_sizes(TLTConfig(), 151_936, True, node_gib * GIB, 8, worker_gib * GIB, spread)
-        assert sizes.buffer.max_mb == mb
-        share = 0.15 * node_gib * GIB / 8
-        # Half a buffer is on its way from the actor at most, and all of it on one of the nodes it goes to.
-        held = (worker_gib << 30) + sizes.buffer.max_bytes * (1 + 0.5 * spread)
-        assert held <= share or mb == BUFFER_MB
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32, "vocab_size": 151_936},
+    "32B": {"hidden_size": 5120, "intermediate_size": 25_600, "num_attention_heads": 64, "vocab_size": 151_936},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64, "vocab_size": 128_256},
+}
+"""Qwen3-8B, Qwen3-32B and Llama-3.3-70B."""
+
+
+def first_drafter_of(shape):
+    """What `first_drafter` says of memory, computed on torch's meta device, which keeps no numbers."""
+    fields = POLICY | shape | {"num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 64}
+    policy = policy_shape(fields)
+    with torch.device("meta"):
+        model = instantiate(drafter_config(policy, draft_vocab_size=32_768), "sdpa")
+    file = DrafterFile(0, "", b"")
+    return FirstDrafter(
+        file, file, (), "", host_bytes=host_bytes(model), token_bytes=4 * 2 * fields["hidden_size"]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "least_gib"), [("8B", 9), ("32B", 14), ("70B", 25)])
+@pytest.mark.parametrize("node_gib", [700, 1400, 2000])
+def test_spot_training_takes_no_more_of_a_nodes_memory_than_the_docs_say(policy, least_gib, node_gib):
+    """Drafter, optimizer and buffer, and a step's hidden states on their way: page-locked, and in the object store."""
+    start = first_drafter_of(SHAPES[policy])
+    assert start.host_bytes > least_gib * GIB, "which is most of it"
+    buffer = buffer_bytes(TLTConfig(), start, node_gib * GIB, TOKENS_PER_STEP, accelerator=True)
+    arriving = 2 * TOKENS_PER_STEP * start.token_bytes
+    assert start.host_bytes + buffer + arriving <= MEMORY_SHARE * node_gib * GIB
+    assert buffer > 8 * GIB, "several steps' tokens fit"
+
+
+def test_a_node_with_little_memory_gets_the_smallest_buffer():
+    start = first_drafter_of(SHAPES["8B"])
+    assert buffer_bytes(TLTConfig(), start, 64 * GIB, TOKENS_PER_STEP, accelerator=True) == LEAST_BUFFER
 
 
 @pytest.mark.parametrize(
-    ("settings", "prompts", "workers", "share"),
-    [
-        ({}, 6, 2, 0.25),
-        ({}, 512, 1, 0.25),  # it captures two long responses of a step, whatever the step has
-        ({}, 512, 16, 6 / 32),
-        ({}, 512, 64, 0.1),
-        ({}, 30, 64, 0.2),
-        ({"window": 512}, 512, 8, 0.1),
-        ({"tokens_per_step": 100}, 512, 1, 0.25),
-        ({"held_out": 0.02}, 6, 2, 0.02),
-    ],
-)
-def test_the_fewer_prompts_are_captured_the_more_of_them_are_held_out(settings, prompts, workers, share):
-    buffer = TLTConfig.from_dict({"buffer": settings}).buffer
-    assert held_out_share(buffer, prompts, workers) == pytest.approx(share)
+    ("prompts", "tokens", "window", "share"),
+    [(6, 65_536, 4096, 0.25), (512, 65_536, 4096, 0.25), (512, 262_144, 4096, 0.1), (30, 262_144, 4096, 0.2),
+     (512, 65_536, 512, 0.1), (512, 100, 4096, 0.25)],
+)  # fmt: skip
+def test_the_fewer_prompts_are_captured_the_more_of_them_are_held_out(prompts, tokens, window, share):
+    assert held_out_share(prompts, tokens, window) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

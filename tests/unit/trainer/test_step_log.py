@@ -4,9 +4,9 @@ import dataclasses
 import io
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.idle.replica_idle import PhaseAccount
+from verl_tlt.idle.planner import IdleTime
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
-from verl_tlt.messages.training import TappedStates
+from verl_tlt.messages.training import CapturedStates
 from verl_tlt.trainer.watch import PhaseReport
 
 STATS = EngineStats(
@@ -23,14 +23,14 @@ def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(log):
         "speculation off": EngineStats(),
     }
     assert log.engine_stats(answers) == 2
-    log.guard.count("tap", 2)
+    log.guard.count("hidden states", 2)
     metrics = log.finish(1, {})
     assert metrics["tlt/errors"] == 2.0
     assert metrics["tlt/accept_length"] == 1.5
 
 
 def test_a_line_that_cannot_be_printed_is_counted_and_costs_no_metric(log, monkeypatch):
-    log.worker_failed()
+    log.spot_trainer_failed()
     full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
     assert log.finish(1, {})["tlt/spot_failures"] == 1.0
@@ -55,17 +55,16 @@ def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_fai
 
 
 def test_what_ranks_took_out_of_forward_and_weight_sync_is_overhead_by_the_slowest(log):
-    copies = TappedStates((), None, seconds=0.1, errors=0, sync_seconds=0.4)
-    log.tapped([copies, dataclasses.replace(copies, seconds=0.2, sync_seconds=0.0)])
+    copies = CapturedStates(None, None, seconds=0.1, errors=0, sync_seconds=0.4)
+    log.captured([copies, dataclasses.replace(copies, seconds=0.2, sync_seconds=0.0)])
     metrics = log.finish(1, {})
-    assert (metrics["tlt/overhead_tap_s"], metrics["tlt/overhead_sync_s"]) == (0.2, 0.4)
+    assert (metrics["tlt/overhead_capture_s"], metrics["tlt/overhead_sync_s"]) == (0.2, 0.4)
     assert metrics["tlt/overhead_s"] == sum((0.2, 0.4))
 
 
 def test_the_sampling_phases_of_a_step_add_up_and_the_next_step_begins_with_none(log):
-    log.sampled(1, PhaseReport(PhaseAccount({"a": 1.0}, {"a": 0.5}, {"a": 0.25}, 1, 10.0)))
-    log.sampled(1, PhaseReport(PhaseAccount({"a": 2.0, "b": 4.0}, {}, {"a": 0.25, "b": 0.375}, 4, 20.0)))
+    log.sampled(1, PhaseReport(IdleTime({"a": 1.0}, 0.5, 10.0), end=10.0, stop_s=0.25))
+    log.sampled(1, PhaseReport(IdleTime({"a": 2.0, "b": 4.0}, 0.0, 20.0), end=20.0, stop_s=0.375))
     metrics = log.finish(1, {})
-    assert (metrics["tlt/bubble_s"], metrics["tlt/bubble_trained_s"]) == (7.0, 0.5)
-    assert (metrics["tlt/stop_latency_s"], metrics["tlt/spot_failures"]) == (0.5, 5.0)
-    assert not {"tlt/bubble_s", "tlt/stop_latency_s", "tlt/spot_failures"} & log.finish(2, {}).keys()
+    assert (metrics["tlt/idle_s"], metrics["tlt/trained_s"], metrics["tlt/stop_s"]) == (7.0, 0.5, 0.375)
+    assert not {"tlt/idle_s", "tlt/stop_s", "tlt/trained_s"} & log.finish(2, {}).keys()

@@ -1,0 +1,341 @@
+"""The spot trainer in Ray, as the RL trainer uses it: it learns, stops, publishes and is replaced.
+
+The servers are stand-ins that always agree to sleep; test_leaving.py has the real ones.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from recorded import Odd, as_shards, plan_of, ray_cluster, record, set_epochs, steps_taken
+from stand_in_server import Server
+
+from verl_tlt.drafter import load_drafter
+from verl_tlt.idle.planner import IdlePlanner, State
+from verl_tlt.messages.training import CapturedStates, CaptureReady, DrafterProvenance
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer import spot as module
+from verl_tlt.trainer.pending_work import PendingWork
+from verl_tlt.trainer.spot import MEMORY_S, SAVE_S, START_S, STRIKES, Place, SpotTrainerHandle, is_gone
+from verl_tlt.trainer.waits import CallFailed
+from verl_tlt.trainer.watch import SamplingWatch
+
+pytestmark = pytest.mark.engine
+
+ray = pytest.importorskip("ray")
+
+FACTS = DrafterProvenance("policy", "data", "hass", 1.0)
+BOUND_S = 5.0
+"""What the trainer waits for a stop, as it does by default: many micro-batches, also beside other work."""
+REPLICAS = ("long", "short")
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return record(72, seed=0)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
+        patch.setattr(module, "SpotTrainerWorker", Odd)
+        yield ray.get_runtime_context().get_node_id()
+
+
+@pytest.fixture
+def start(cluster, recorded):
+    """Start a spot trainer, and hand it what two ranks captured."""
+    handles = []
+
+    def started(**plan):
+        spot = SpotTrainerHandle(plan_of(**plan))
+        handles.append(spot)
+        ranks = [CaptureReady(0, cluster, "0"), CaptureReady(1, cluster, "1")]
+        spot.start(ranks, {"long": [0], "short": [1]})
+        wait_for(spot.started)
+        feed(spot, recorded)
+        return spot
+
+    yield started
+    for spot in handles:
+        spot.close()
+
+
+def captured(recorded):
+    """Each rank's capture is an object of its own; the first one brings the verifier weights."""
+    sequences, weights = recorded
+    return [
+        CapturedStates(ray.put(as_shards(sequences[rank::2])), ray.put(weights) if rank == 0 else None, 0.0, 0)
+        for rank in range(2)
+    ]
+
+
+def feed(spot, recorded, step=1):
+    spot.add(step, captured(recorded))
+    wait_for(spot.ready)
+
+
+def wait_for(condition, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def of_worker(spot, function, *arguments):
+    return ray.get(spot._actor.__ray_call__.remote(function, *arguments), timeout=300)
+
+
+def session(spot, replica="short"):
+    spot.train(replica)
+    result = spot.ended(300)
+    assert result is not None
+    return result
+
+
+def exported(spot):
+    spot.export()
+    wait_for(lambda: module.arrived(spot._export[0]))
+    return spot.exported()
+
+
+# ---------------------------------------------------------------------- the verbs
+
+
+def test_what_it_captured_is_learned_judged_published_and_saved(start, tmp_path):
+    spot = start()
+    assert (spot.stats.sequences, spot.stats.incomplete) == (72, 0), "a rank's capture was left out"
+    first = session(spot)
+    assert first.outcome == "exhausted" and first.steps >= 10 and first.skipped == 0 and first.verdict is None
+    second = session(spot)
+    assert second.verdict.publishes and second.verdict.tau["candidate"] > second.verdict.tau["served"] + 0.2
+    found = exported(spot)
+    drafter = ray.get(spot.published)
+    assert found.version == drafter.version == 1 and found.acceptance == drafter.acceptance == second.verdict.acceptance
+    assert found.bytes == len(drafter.weights)
+    spot.save(tmp_path / "global_step_1" / "tlt_drafter", FACTS)
+    load_drafter(tmp_path / "global_step_1" / "tlt_drafter", plan_of().policy_dir)
+    assert spot.failures == []
+
+
+def test_a_stop_costs_one_micro_batch(start):
+    spot = start(max_epochs=1e9)
+    spot.train("short")
+    wait_for(lambda: of_worker(spot, steps_taken) >= 3)
+    begun = time.monotonic()
+    result = spot.stop(BOUND_S)
+    ended_s = time.monotonic() - begun
+    assert result.outcome == "stopped" and result.steps > 0
+    assert ended_s < 3 * result.seconds / result.steps + 0.5  # with room for a loaded machine
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="runs on Linux, whose scheduling class it is about")
+def test_on_a_cpu_it_gets_only_the_time_that_engines_leave_and_one_port(start):
+    def classes(worker):
+        return worker._thread.submit(os.sched_getscheduler, 0).result(), os.sched_getscheduler(0)
+
+    spot = start()
+    session_class, calls = of_worker(spot, classes)
+    assert session_class == os.SCHED_IDLE != calls, "`stop` is answered at once"
+    listening = [c for c in psutil.Process(spot._pid).net_connections("tcp") if c.status == "LISTEN"]
+    assert len(listening) == 1, "the one that Ray opens for every actor"
+
+
+def test_it_sees_all_devices_of_its_node_and_reserves_none():
+    ranks = [CaptureReady(i // 2, "here" if i < 4 else "there", str(i % 4 + 4)) for i in range(8)]
+    place = Place.beside(ranks, {"a": range(0, 2), "b": range(2, 4), "c": range(4, 6)})
+    assert place.devices == ("4", "5", "6", "7") and place.replicas == {"a": 0, "b": 2}
+    wide = Place.beside(ranks, {"wide": range(2, 6)})
+    assert wide.replicas == {"wide": 2}, "its part on this node"
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_published(start, recorded):
+    spot = start()
+    session(spot)
+    session(spot)
+    version, pid = exported(spot).version, spot._pid
+    of_worker(spot, set_epochs, 1e9)
+    ray.get(spot._actor.be.remote("deaf"))
+    spot.train("short")
+    begun = time.monotonic()
+    assert spot.stop(1.0).outcome == "failed"
+    assert time.monotonic() - begun < 4.0, "the trainer waits for its bound"
+    assert spot.failures == ["session"] and "did not stop within 1 s" in spot.last_failure
+    assert is_gone(pid, 30.0)
+    assert not spot.ready(), "its buffer is empty"
+    wait_for(spot.started)
+    feed(spot, recorded, step=2)
+    assert session(spot).steps > 0 and session(spot).verdict is not None
+    assert of_worker(spot, lambda worker: worker.trainer.version) == version
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(start, recorded, tmp_path, how, monkeypatch):
+    """The final drafter is written all the same, by the one that takes its place."""
+    monkeypatch.setattr(module, "START_S", 20.0)
+    monkeypatch.setattr(module, "SAVE_S", 10.0)
+    spot, states = start(), captured(recorded)
+    os.kill(spot._pid, how)
+    begun = time.monotonic()
+    spot.add(2, states)
+    spot.ready()
+    assert time.monotonic() - begun < 2.0
+    spot.save(tmp_path / "drafter", FACTS)
+    assert (tmp_path / "drafter" / "model.safetensors").is_file() and len(spot.failures) == 1
+
+
+def test_three_failures_in_a_row_end_training_and_the_drafter_is_still_written(start, recorded, tmp_path, caplog):
+    spot = start()
+    for fault in ("broken", "dying", "broken"):
+        wait_for(spot.started)
+        feed(spot, recorded)
+        ray.get(spot._actor.be.remote(fault))
+        spot.train("short")
+        wait_for(lambda: spot.ended() is not None)
+    assert len(spot.failures) == STRIKES and "3 times in a row" in spot.off
+    assert caplog.text.count("the drafter is not trained in this run any more") == 1
+    assert not spot.ready()
+    spot.save(tmp_path / "drafter", FACTS)
+    assert (tmp_path / "drafter" / "model.safetensors").is_file()
+
+
+def test_a_session_that_ends_well_forgives_what_failed_before(start, recorded):
+    spot = start()
+    for _ in range(STRIKES):
+        feed(spot, recorded)
+        ray.get(spot._actor.be.remote("broken"))
+        spot.train("short")
+        wait_for(lambda: spot.ended() is not None)
+        wait_for(spot.started)
+        feed(spot, recorded)
+        assert session(spot).steps > 0
+    assert len(spot.failures) == STRIKES and spot.off == ""
+
+
+def test_a_disk_that_is_full_is_no_failure_of_the_spot_trainer(start, tmp_path):
+    spot = start()
+    (tmp_path / "drafter").write_text("a file, where the drafter's directory would be")
+    pid = spot._pid
+    with pytest.raises(CallFailed):
+        spot.save(tmp_path / "drafter", FACTS)
+    assert spot.failures == [] and spot._pid == pid
+
+
+def test_one_that_does_not_start_in_time_is_replaced(start, monkeypatch):
+    spot = start()
+    monkeypatch.setattr(module, "START_S", 0.0)
+    spot.failed("session", "a test")
+    assert not spot.started() and spot.failures == ["session", "start"]
+    assert START_S >= 60.0 and SAVE_S >= 60.0, "what a busy machine needs"
+
+
+def test_the_memory_of_a_killed_process_is_waited_for():
+    process = subprocess.Popen(["sleep", "60"])
+    os.kill(process.pid, signal.SIGSTOP)
+    assert not is_gone(process.pid, 0.2)
+    process.kill()
+    assert is_gone(process.pid, MEMORY_S), "a zombie, which holds nothing any more"
+    process.wait()
+    assert is_gone(process.pid, 0.0)
+
+
+# ---------------------------------------------------------------------- a sampling phase
+
+
+@pytest.fixture
+def phase(start, tmp_path):
+    """Watch a phase, with verl's own load balancer, in which only `long` is still serving."""
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+    from verl_tlt.trainer.servers import Servers
+
+    actors = {name: ray.remote(Server).options(num_cpus=0).remote() for name in REPLICAS}
+    balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(dict(actors))
+    replicas = [SimpleNamespace(_server_address=n, _server_handle=a, servers=[a]) for n, a in actors.items()]
+    manager = SimpleNamespace(get_replicas=lambda: replicas, global_load_balancer=balancer)
+    servers, spot = Servers(manager, None, 2, None), start(max_epochs=1e9)
+    held = [f"request-{i}" for i in range(4)]
+    serves = {request: ray.get(balancer.acquire_server.remote(request))[0] for request in held}
+    watches = []
+
+    def watched(recall=False):
+        planner = IdlePlanner(REPLICAS, ["short"], expected_requests=4, settle_s=0.05)
+        watch = SamplingWatch(servers, spot, planner, PendingWork, TraceWriter(tmp_path, "trainer"), 1, recall)
+        watches.append(watch)
+        wait_for(lambda: watch._report.first_dispatch)
+        for request, server in serves.items():
+            if server == "short":
+                ray.get(balancer.release_server.remote(server, request))
+        wait_for(lambda: planner.state("short") is State.TRAINS and of_worker(spot, steps_taken) >= 3)
+        return watch, planner
+
+    yield watched, servers, spot
+    for watch in watches:
+        watch._over.set()
+        watch._thread.join(10)
+    for actor in (*actors.values(), balancer):
+        ray.kill(actor)
+
+
+def test_an_idle_replica_leaves_and_trains_until_sampling_ends(phase):
+    watched, servers, _spot = phase
+    watch, _ = watched()
+    assert set(servers.inflight()) == {"long"}
+    report = watch.finish(BOUND_S)
+    (found,) = report.sessions
+    assert report.error is None and (found.replica, found.outcome, found.error) == ("short", "stopped", None)
+    assert found.steps >= 3 and report.stop_s < BOUND_S
+    assert report.idle.trained_s > 0.5 * report.idle.idle_s["short"] and report.idle.failures == 0
+
+
+def test_late_requests_meet_the_whole_fleet(phase):
+    watched, servers, spot = phase
+    watch, planner = watched(recall=True)
+    watch.recall(BOUND_S)
+    assert set(servers.inflight()) == set(REPLICAS) and planner.state("short") is State.SERVES
+    assert not any(ray.get([r.server.sleeps.remote() for r in servers.replicas.values()]))
+    assert not spot.trains
+    report = watch.finish(BOUND_S)
+    assert report.error is None and len(report.sessions) == 1 and report.idle.trained_s > 0.0
+
+
+def test_one_that_slept_without_its_weights_is_not_called_back(phase):
+    watched, servers, _spot = phase
+    watch, _ = watched(recall=False)
+    watch.recall(BOUND_S)
+    assert set(servers.inflight()) == {"long"} and watch.finish(BOUND_S).idle.failures == 1
+
+
+def test_a_spot_trainer_that_dies_in_its_session_costs_the_phase_and_nothing_else(phase):
+    watched, _servers, spot = phase
+    watch, _ = watched()
+    os.kill(spot._pid, signal.SIGKILL)
+    wait_for(lambda: watch._report.sessions)
+    report = watch.finish(BOUND_S)
+    assert report.error is None and report.sessions[0].outcome == "failed" and "Actor" in report.sessions[0].error
+    assert spot.failures == ["session"]
+
+
+def test_to_ask_for_the_load_leaves_no_record_in_rays_store(phase):
+    """It is asked many times a second, however long a run is."""
+    _watched, servers, _spot = phase
+
+    def calls():
+        return sum(event["cat"].endswith(".get_status") for event in ray.timeline())
+
+    before = calls()
+    own = servers.balancer.get_status
+    ray.get([own.remote() for _ in range(3)])
+    for _ in range(3):
+        servers.inflight()
+    ray.get(own.remote())
+    wait_for(lambda: calls() >= before + 4)
+    time.sleep(2.0)  # Ray sends them every second
+    assert calls() == before + 4

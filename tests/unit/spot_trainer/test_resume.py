@@ -1,0 +1,118 @@
+"""A spot trainer that goes on from a checkpoint holds what was saved: candidate, moments, steps, and both of the gate's
+references; also from one that the release before wrote (`recorded_checkpoint`, files that no test writes).
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_trainer import FACTS, VERSIONS, first_of, make_trainer, publish, same, session, texts, verifier_arrays
+
+from verl_tlt.drafter import load_training_state
+from verl_tlt.drafter.checkpoint import STATE, write_state
+from verl_tlt.trainer.checkpoints import saved_drafter
+
+RECORDED = Path(__file__).parent / "recorded_checkpoint"
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """It has published once and is ahead of that."""
+    trainer = make_trainer(tmp_path / "policy", 60)
+    publish(trainer)
+    session(trainer)
+    assert not same(trainer.candidate, trainer.served) and not same(trainer.served, trainer.initial)
+    return trainer
+
+
+@pytest.fixture
+def step(tmp_path):
+    return tmp_path / "global_step_3"
+
+
+def moments(trainer):
+    """Adam's moments and step counts, by parameter."""
+    state = trainer.trainer.optimizer.state.values()
+    return [{key: value.clone() for key, value in one.items()} for one in state]
+
+
+def assert_same_moments(left, right):
+    for one, other in zip(moments(left), moments(right), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_it_goes_on_with_everything_the_gate_and_the_optimizer_knew(trainer, tmp_path, step):
+    trainer.save(str(step / "tlt_drafter"), FACTS)
+    other = make_trainer(tmp_path / "policy", resume_from=step)
+    for which in VERSIONS:
+        assert same(getattr(trainer, which), getattr(other, which)), which
+    assert_same_moments(trainer, other)
+    assert (other.trainer.steps, other.version) == (trainer.trainer.steps, 1)
+    other.add(2, texts(60), verifier_arrays())
+    assert session(other).verdict is not None, "a candidate that is ahead is judged in the first session"
+
+
+def test_one_that_never_published_has_one_reference(tmp_path, step):
+    trainer = make_trainer(tmp_path / "policy", 3)
+    trainer.save(str(step / "tlt_drafter"), FACTS)
+    other = make_trainer(tmp_path / "policy", 60, resume_from=step)
+    assert all(same(getattr(other, which), trainer.served) for which in VERSIONS)
+    assert session(other).verdict is None, "it is the served one"
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(1), None, 3])
+def test_a_training_state_that_does_not_fit_costs_the_moments_and_not_the_run(trainer, tmp_path, step, wrong, caplog):
+    directory = step / "tlt_drafter"
+    trainer.save(str(directory), FACTS)
+    state = load_training_state(directory)
+    name = next(iter(state["initial"]))
+    broken = torch.full_like(state["initial"][name], torch.nan) if wrong is None else wrong
+    write_state(state | {"initial": {**state["initial"], name: broken}}, directory / STATE)
+    other = make_trainer(tmp_path / "policy", 60, resume_from=step)
+    assert same(other.served, trainer.served) and same(other.candidate, trainer.served)
+    assert other.trainer.steps == 0 and session(other).steps > 0
+
+
+def test_the_release_befores_checkpoint_goes_on_with_every_version_and_the_optimizer(tmp_path):
+    shutil.copytree(RECORDED, tmp_path / "run")
+    policy, step = tmp_path / "run" / "policy", tmp_path / "run" / "global_step_3"
+    start, directory = first_of(policy, resume_from=step), saved_drafter(step)
+    assert (start.served.version, start.served.acceptance) == (1, (0.5, 0.4, 0.3))
+    assert start.tokens_trained == 1234 and start.aux_layers == (1, 2, 3) and str(directory) in start.origin
+    trainer = make_trainer(policy, resume_from=step)
+    state = load_training_state(directory)
+    average = state.get("average", state["parameters"])  # it was saved before there was one
+    saved = load_file(directory / "model.safetensors")
+    assert (trainer.trainer.steps, trainer.version) == (22, 1)
+    assert all(np.array_equal(value, saved[name].numpy()) for name, value in trainer.served.items())
+    assert all(np.array_equal(value, average[name].numpy()) for name, value in trainer.candidate.items())
+    assert all(np.array_equal(value, state["initial"][name].numpy()) for name, value in trainer.initial.items())
+    for index, held in enumerate(moments(trainer)):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(held[key], state["optimizer"]["state"][str(index)][key])
+    trainer.add(4, texts(20), verifier_arrays())
+    result = session(trainer)
+    assert result.steps > 0 and result.skipped == 0 and np.isfinite(result.loss)
+    assert trainer.trainer.steps == 22 + result.steps
+
+
+def test_one_that_replaces_another_goes_on_from_what_was_published_with_the_checkpoints_moments(tmp_path, step):
+    trainer = make_trainer(tmp_path / "policy", 60)
+    session(trainer)
+    trainer.save(str(step / "tlt_drafter"), FACTS)
+    saved = moments(trainer)
+    published = publish(trainer)
+    new = make_trainer(tmp_path / "policy", published=published, checkpoint=str(step / "tlt_drafter"))
+    assert new.version == published.version == 1
+    for name, value in new.served.items():
+        assert np.array_equal(value, torch.from_numpy(trainer.served[name]).bfloat16().float().numpy()), name
+    assert same(new.candidate, new.served) and same(new.trainer.parameters_numpy(), new.served)
+    assert same(new.initial, trainer.initial)
+    for one, other in zip(saved, moments(new), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    assert session(new).steps == 0, "its buffer is empty"
+    new.add(2, texts(60), verifier_arrays())
+    assert session(new).steps > 0

@@ -1,0 +1,196 @@
+"""Sessions: the candidate is scored first, then the drafter is trained, and a stop is heeded in between."""
+
+from dataclasses import replace
+from itertools import chain, repeat
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from tiny_trainer import SAMPLING, make_trainer, same, session, stopped_after, texts, verifier_arrays
+
+from verl_tlt.spot_trainer import gate, scoring
+from verl_tlt.spot_trainer import trainer as module
+from verl_tlt.spot_trainer.gate import Decision
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return make_trainer(tmp_path / "policy", 60)
+
+
+@pytest.fixture
+def decides(monkeypatch):
+    """Have the gate decide as the test says, and note the scores that it was given."""
+    seen = []
+
+    def decide_as(action, serves):
+        def decide(scores, *, seed):
+            seen.append(scores)
+            return Decision(action, serves, "a test", 0.0)
+
+        monkeypatch.setattr(module, "decide", decide)
+        return seen
+
+    return decide_as
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_epochs_are_those_of_the_steps_taken(tmp_path):
+    trainer = make_trainer(tmp_path / "policy", 24, gate=False)
+    whole = session(trainer)
+    assert whole.outcome == "exhausted" and whole.epochs == pytest.approx(1.0)
+    parts = [stopped_after(trainer, steps) for steps in (0, 1, whole.steps - 1)]
+    assert [part.steps for part in parts] == [0, 1, whole.steps - 1]
+    assert parts[0].epochs == 0.0 < parts[1].epochs < parts[2].epochs < 1.0
+
+
+def test_what_fails_in_drawing_is_the_sessions_error(trainer, monkeypatch):
+    monkeypatch.setattr(trainer.buffer, "sample_batch", lambda rng, budget: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session(trainer)
+    monkeypatch.undo()
+    assert session(trainer).steps > 0
+    assert all(torch.isfinite(p).all() for p in trainer.trainer.parameters.values())
+
+
+def test_without_enough_tokens_no_session_begins(tmp_path):
+    trainer = make_trainer(tmp_path / "policy", 3, min_tokens=1000)
+    result = session(trainer)
+    assert (result.outcome, result.steps, trainer.trainer.steps) == ("exhausted", 0, 0)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def test_a_candidate_is_judged_by_the_next_session_and_once(trainer, decides):
+    seen = decides("keep", "served")
+    assert session(trainer).verdict is None, "the first drafter is the served one"
+    candidate = trainer.candidate
+    judged = session(trainer)
+    assert judged.steps > 0 and judged.verdict.decision == "kept" and not judged.verdict.publishes
+    assert len(seen) == 1 and seen[0].positions.sum() > 0 and (seen[0].candidate != seen[0].served).any()
+    assert (seen[0].served == seen[0].initial).all()
+    assert not same(candidate, trainer.candidate), "what was trained meanwhile is the next candidate"
+    assert same(trainer.served, trainer.initial)
+
+
+def test_what_is_published_is_the_candidate_that_was_judged(trainer, decides):
+    decides("publish", "candidate")
+    session(trainer)
+    candidate = trainer.candidate
+    found = session(trainer).verdict
+    assert found.publishes and found.decision == "published" and len(found.acceptance) == 3
+    exported = trainer.export()
+    assert exported.version == trainer.version == 1 and exported.acceptance == found.acceptance
+    assert same(trainer.served, candidate) and not same(trainer.candidate, candidate)
+    assert not same(trainer.served, trainer.initial)
+
+
+@pytest.mark.parametrize("back", ["served", "initial"])
+def test_a_candidate_that_is_given_up_takes_what_was_trained_on_it_along(trainer, decides, back):
+    decides("publish", "candidate")
+    session(trainer)
+    session(trainer)
+    trainer.export()
+    decides("revert", back)
+    begun = trainer.trainer.steps
+    found = session(trainer, lambda: trainer._judged or trainer.trainer.steps > begun).verdict
+    wanted = getattr(trainer, back)
+    assert found.decision == "reverted" and found.publishes == (back == "initial")
+    assert same(trainer.candidate, wanted) and same(trainer.trainer.parameters_numpy(), wanted)
+    if found.publishes:
+        assert trainer.export().version == 2 and same(trainer.served, wanted), "engines get it again"
+
+
+def test_with_the_gate_off_every_trained_candidate_is_published_and_nothing_is_scored(tmp_path, decides):
+    """Also where a session is too short to score anything, as it is when a user turns the gate off."""
+    seen = decides("revert", "served")
+    trainer = make_trainer(tmp_path / "policy", 60, gate=False)
+    for version in (1, 2, 3):
+        result = stopped_after(trainer, 1)
+        assert result.steps == 1 and result.verdict.publishes and result.verdict.acceptance == ()
+        assert trainer.export().version == version and same(trainer.served, trainer.candidate)
+    assert not seen and not trainer.buffer.held_out(), "nothing is held out either"
+    assert stopped_after(trainer, 0).verdict is None, "what was not trained is not published again"
+
+
+def test_numbers_that_do_not_fit_the_rollouts_dtype_are_not_published(trainer, decides):
+    decides("publish", "candidate")
+    session(trainer)
+    session(trainer)
+    broken = {name: value.copy() for name, value in trainer._approved.items()}
+    broken["fc.weight"][0, 0] = np.nan
+    trainer._approved = broken
+    assert trainer.export() is None and trainer.version == 0
+    assert same(trainer.served, trainer.initial) and same(trainer.candidate, trainer.served)
+    assert session(trainer).steps > 0
+
+
+# ---------------------------------------------------------------- scores
+
+
+def stop_after(looks):
+    return Mock(side_effect=chain(repeat(False, looks), repeat(True)))
+
+
+def test_scores_of_a_session_that_was_stopped_are_kept(trainer, decides, monkeypatch):
+    monkeypatch.setattr(scoring, "CPU_TOKENS", 40)
+    session(trainer)
+    seen, sessions = decides("keep", "served"), 0
+    while not seen:
+        result = session(trainer, stop_after(3))
+        sessions += 1
+        assert sessions < 100
+        assert result.steps == 0 or seen
+    assert sessions > 3
+    assert len(seen[0].prompts) == len({*seen[0].prompts.tolist()}) > gate.MIN_PROMPTS, "each sequence once"
+
+
+def test_a_stop_amid_the_scores_changes_nothing(trainer):
+    session(trainer)
+    before, candidate = trainer.trainer.parameters_numpy(), trainer.candidate
+    result = session(trainer, lambda: True)
+    assert (result.outcome, result.steps, result.verdict) == ("stopped", 0, None)
+    assert same(trainer.trainer.parameters_numpy(), before) and trainer.candidate is candidate
+
+
+def test_a_version_that_is_two_of_the_three_is_scored_once(trainer, decides, monkeypatch):
+    calls = []
+    real = scoring.acceptance
+    monkeypatch.setattr(scoring, "acceptance", lambda *args, **named: calls.append(1) or real(*args, **named))
+    decides("publish", "candidate")
+    session(trainer)
+    session(trainer)
+    two = len(calls)  # candidate, and what is both served and initial
+    trainer.export()
+    calls.clear()
+    session(trainer)
+    assert len(calls) == pytest.approx(two * 3 / 2, abs=2)
+
+
+def test_more_is_scored_the_more_was_trained(trainer, decides):
+    """A fifth of the work at most, but for what the gate needs at least."""
+    seen = decides("keep", "served")
+    stopped_after(trainer, 1)
+    session(trainer)
+    few = int((seen[0].positions > 0).sum())
+    trainer.add(2, texts(200, seed=1), verifier_arrays())
+    session(trainer)
+    session(trainer)
+    assert few == module.HELD_OUT_PROMPTS < int((seen[-1].positions > 0).sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_candidate_that_is_not_finite_is_given_up(tmp_path, temperature):
+    trainer = make_trainer(tmp_path / "policy", 60, sampling=replace(SAMPLING, temperature=temperature))
+    session(trainer)
+    broken = {name: value.copy() for name, value in trainer.candidate.items()}
+    broken["fc.weight"][0, 0] = np.nan
+    trainer.candidate = broken
+    result = session(trainer)
+    assert result.verdict.decision == "reverted" and "not finite" in result.verdict.reason
+    assert result.verdict.gain is None and not result.verdict.publishes
+    assert all(np.isfinite(value).all() for value in trainer.candidate.values())

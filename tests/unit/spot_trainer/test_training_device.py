@@ -1,0 +1,147 @@
+"""A spot trainer on a device that it may use in sessions only: counted memory, and no waiting.
+
+The device is other memory of the host, and counts what is on it.
+"""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from tiny_trainer import make_trainer, same, session, verifier_arrays
+
+from verl_tlt.drafter import pack, session_bytes, train
+from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
+from verl_tlt.errors import TLTError
+from verl_tlt.spot_trainer import trainer as module
+from verl_tlt.spot_trainer.scoring import PORTION
+
+GIB = 2**30
+
+
+class CountedDevice(TrainingDevice):
+    """A device of so many bytes."""
+
+    def __init__(self, total):
+        super().__init__("cpu")
+        self.is_accelerator, self.total = True, total
+        self.used = self.most = self.visits = self.back = 0
+
+    @contextmanager
+    def at(self, index):
+        yield
+
+    def packed(self, sequences):
+        return pack(sequences)
+
+    def memory(self):
+        return self.total - self.used, self.total
+
+    @contextmanager
+    def resident(self, *arguments, **options):
+        stay = super().resident(*arguments, **options)
+        self.visits += 1
+        arriving = True
+
+        def copy(target, source):
+            target.copy_(source)
+            if arriving:
+                self.used += target.nbytes
+                self.most = max(self.most, self.used)
+            else:
+                self.back += target.nbytes
+
+        try:
+            with patch("verl_tlt.drafter.memory._copy", copy), stay:
+                arriving = False
+                yield
+        finally:
+            self.used = 0
+
+
+def needs(trainer, rows):
+    return session_bytes(trainer.model, rows, 3, max(PORTION, trainer.plan.window))
+
+
+@pytest.fixture
+def trainer(tmp_path, monkeypatch):
+    """Its device has room for a session and no more; matrix products are in 16 bits, as there."""
+    monkeypatch.setattr(train, "mixed_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    made = make_trainer(tmp_path / "policy", 40)
+    made.place = CountedDevice(int(1.1 * needs(made, 64)))
+    return made
+
+
+def test_a_session_scores_and_trains_on_the_device_and_leaves_nothing_there(trainer):
+    assert session(trainer).verdict is None and session(trainer).verdict is not None
+    assert trainer.place.used == 0 < trainer.place.most < trainer.place.total
+
+
+def test_a_stop_ends_scoring_and_leaves_nothing_there(trainer):
+    session(trainer)
+    before = trainer.trainer.parameters_numpy()
+    assert session(trainer, lambda: True).verdict is None
+    assert trainer.place.used == 0 and same(trainer.trainer.parameters_numpy(), before)
+    assert session(trainer).verdict is not None
+
+
+def test_a_device_that_others_fill_is_not_touched(trainer):
+    trainer.place.used = trainer.place.total // 2  # the actor keeps its optimizer there
+    with pytest.raises(TLTError, match=r"lower tlt\.drafter\.batch_tokens"):
+        session(trainer)
+    assert trainer.place.visits == 0 and trainer.trainer.steps == 0
+    with pytest.raises(TLTError):
+        trainer.rehearse()
+    trainer.place.used = 0
+    assert session(trainer).steps > 0
+
+
+def test_micro_batches_are_as_large_as_the_free_memory_allows(trainer, monkeypatch, said):
+    drawn, sample = [], trainer.buffer.sample_batch
+    monkeypatch.setattr(trainer.buffer, "sample_batch", lambda rng, rows: drawn.append(rows) or sample(rng, rows))
+    trainer.plan = replace(trainer.plan, batch_tokens=8192)
+    for free, rows in ((8192, 8192), (4096, 4096), (2100, 2048)):
+        trainer.place.total = int(needs(trainer, free) / (1 - MARGIN)) + 4096
+        drawn.clear()
+        assert session(trainer).steps > 0
+        assert set(drawn) == {rows}
+    assert "batches have 2048 rows, not 8192" in said.text
+    trainer.place.total = needs(trainer, FEWEST_ROWS) // 2
+    with pytest.raises(TLTError, match="a session needs"):
+        session(trainer)
+
+
+@pytest.mark.parametrize(("needed", "free", "fits"), [(10, 13, True), (10, 12, False), (0, 2, False), (77, 80, True)])
+def test_some_memory_is_left_to_the_devices_owners(needed, free, fits):
+    with nullcontext() if fits else pytest.raises(TLTError, match=f"{free}.0 of 80.0 GiB"):
+        check_room(needed * GIB, free * GIB, 80 * GIB)
+
+
+def test_a_warm_up_visits_the_device_and_brings_nothing_back(trainer):
+    before = trainer.trainer.parameters_numpy()
+    trainer.rehearse()
+    assert trainer.place.visits == 1 and trainer.place.back == trainer.place.used == 0
+    assert same(trainer.trainer.parameters_numpy(), before) and trainer.trainer.steps == 0
+
+
+def test_no_session_waits_for_memory_to_be_locked(trainer, tmp_path, monkeypatch):
+    room = trainer.place.total
+    lock = Mock(side_effect=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr("verl_tlt.drafter.memory.page_locked", lock)
+    monkeypatch.setattr(module, "TrainingDevice", lambda name: CountedDevice(room))
+    fresh = make_trainer(tmp_path / "policy", 40)
+    assert lock.call_count == 1, "it is one block, made at the start"
+    fresh.rehearse()
+    assert session(fresh).steps > 0 and session(fresh).steps > 0
+    assert lock.call_count == 1
+
+
+def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):
+    trainer = make_trainer(tmp_path / "policy", device="cuda")
+    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
+    assert {p.dtype for p in frozen} == {torch.bfloat16}
+    assert {p.dtype for p in trainer.trainer.parameters.values()} == {torch.float32}
+    assert trainer.model.lm_head.weight is trainer.model.verifier_lm_head.weight
+    trainer.add(1, [], verifier_arrays())
+    assert trainer.model.embed_tokens.weight[0, 0].item() == pytest.approx(verifier_arrays().embed[0, 0], rel=2**-8)

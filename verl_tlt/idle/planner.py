@@ -1,0 +1,301 @@
+"""When may idle devices train the drafter? A pure state machine: observations in, commands out.
+
+One replica at most leaves the rollout at a time, the first of the spot trainer's node that has nothing to decode while
+another one still decodes:
+
+    SERVES ──leave──▶ asked to sleep ──▶ ASLEEP ──train──▶ TRAINS ──stop──▶ ASLEEP
+      ▲                   │ it has requests                                    │
+      └───────────────────┴───────────────── wake up, when more prompts come ──┘
+
+* No replica leaves while work may still arrive: a pending request, an open agent loop, or a refill of the batch.
+* A replica leaves after it carried its share of this phase and has been empty for `settle_s`, if another one is busy.
+* The load may miss a request that was on its way when the replica left the load balancer. The server then refuses to
+  sleep and serves on; it is asked again after a growing pause.
+* The weight sync after the phase wakes every replica up and puts it back, however the phase ended.
+
+Times are seconds of one monotonic clock. `trainer.watch` carries the commands out and reports what came of them.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal, NamedTuple
+
+FIRST_RETRY_S = 0.5
+"""Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
+LONGEST_RETRY_S = 8.0
+"""Longest pause, up to which it doubles: idle time worth using is longer, so also late idle time is used."""
+LEAST_SHARE = 0.5
+"""Part of its fair share that a replica must have carried at once. Before dispatch all replicas are empty, and routing
+is not even."""
+
+
+@dataclass(frozen=True)
+class ModeRule:
+    """How one of verl's trainer modes differs for TLT; plain data, which the doctor reads, too."""
+
+    idle: Literal["replicas", "trainer"]
+    """Whose idle time trains the drafter: a replica that has finished while others decode, or the trainer's devices
+    while they wait for samples."""
+    recall: bool = False
+    """The sampler may send more groups at any moment, so the replica that left keeps its weights (on the host) and is
+    called back before they are sent. Elsewhere the planner knows beforehand, and no replica leaves."""
+
+
+MODE_RULES = {
+    # One batch at a time; no replica leaves while the sampler may replace groups of it.
+    "sync": ModeRule("replicas"),
+    # The next batch is decoded already, and failed or stale groups are replaced while the trainer waits.
+    "colocate_async": ModeRule("replicas", recall=True),
+    # Rollout has replicas of its own, which are always busy.
+    "separate_async": ModeRule("trainer"),
+}
+"""Rules by `trainer.v1.trainer_mode`."""
+
+
+class Command(NamedTuple):
+    """What is to be done with a replica.
+
+    leave   take it out of the load balancer and ask its server to sleep: report `slept`, `refused` or `failed`
+    train   start a session on it: report `training`, and later `ended`
+    rejoin  put it back into the load balancer
+    """
+
+    do: Literal["leave", "train", "rejoin"]
+    replica: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the fleet looks like at one moment."""
+
+    now: float
+    inflight: Mapping[str, int]  # requests by replica, of those in the load balancer
+    pending: int = 0  # requests that are on no replica yet
+    more: bool = False  # agent loops or the sampler may send others
+    ready: bool = True  # a session could begin: the spot trainer is up and has enough to train on
+
+
+@dataclass(frozen=True)
+class IdleTime:
+    """Idle time of one phase, and what was made of it; seconds."""
+
+    idle_s: Mapping[str, float]
+    """By replica, from its last request until the last of all; of the trainer's devices: the wait for samples."""
+    trained_s: float  # of training sessions within it
+    end: float  # when the last request of all had finished (the planner's clock): all idle time ends there
+    failures: int = 0  # replicas that did not say whether they sleep or serve
+    lost: int = 0  # times that the load balancer no longer knew a replica that had not left it
+
+
+class State(Enum):
+    """Where a replica stands; only one that SERVES is in the load balancer."""
+
+    SERVES = auto()
+    LEAVES = auto()
+    ASLEEP = auto()
+    TRAINS = auto()
+
+
+@dataclass
+class _Replica:
+    state: State = State.SERVES
+    inflight: int = 0
+    most: int = 0  # requests that it had at once
+    empty_since: float | None = None
+    refusals: int = 0
+    retry_at: float = -math.inf
+    stays: bool = False  # it was called back or failed, and does not leave in this phase any more
+    earlier_idle_s: float = 0.0  # before it was called back
+
+
+@dataclass
+class _Sessions:
+    begun: float | None = None
+    stretches: list[tuple[float, float]] = field(default_factory=list)
+    over: bool = False  # the epochs are used up, or the session failed: there is no other in this phase
+
+    def seconds(self, now: float, end: float) -> float:
+        running = [] if self.begun is None else [(self.begun, now)]
+        return sum(max(0.0, min(b, end) - a) for a, b in self.stretches + running)
+
+
+class IdlePlanner:
+    """Decides for one sampling phase which replica leaves, trains and comes back.
+
+    `expected_requests` are in flight at once over all `replicas`, of which `candidates` may leave.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[str],
+        candidates: Collection[str],
+        *,
+        expected_requests: int,
+        settle_s: float,
+    ) -> None:
+        self._replicas = {name: _Replica() for name in replicas}
+        self._candidates = frozenset(candidates)
+        self._least = max(1, math.ceil(LEAST_SHARE * expected_requests / max(1, len(replicas))))
+        self._settle_s = settle_s
+        self._sessions = _Sessions()
+        self._last_request: float | None = None  # since when nothing runs anywhere
+        self._end: float | None = None
+        self._failures = 0
+        self._lost = 0
+
+    # ------------------------------------------------------------------ observations
+
+    def observe(self, look: Look) -> list[Command]:
+        """Take one look; returns what is to be done."""
+        if self._end is not None:
+            return []
+        for name, replica in self._replicas.items():
+            self._note_load(replica, look.inflight.get(name, 0), look)
+        self._note_end(look)
+        lost = [name for name, r in self._replicas.items() if r.state is State.SERVES and name not in look.inflight]
+        self._lost += len(lost)
+        commands = [Command("rejoin", name) for name in lost]
+        if (leaves := self._next(look, lost)) is not None:
+            self._replicas[leaves].state = State.LEAVES
+            commands.append(Command("leave", leaves))
+        return commands
+
+    def _note_load(self, replica: _Replica, inflight: int, look: Look) -> None:
+        replica.inflight = inflight
+        replica.most = max(replica.most, inflight)
+        if replica.state is not State.SERVES:
+            return
+        if inflight or look.pending or not replica.most:
+            replica.empty_since = None
+        elif replica.empty_since is None:
+            replica.empty_since = look.now
+
+    def _note_end(self, look: Look) -> None:
+        work = look.pending or any(replica.inflight for replica in self._replicas.values())
+        seen = any(replica.most for replica in self._replicas.values())
+        if work or not seen:
+            self._last_request = None
+        elif self._last_request is None:
+            self._last_request = look.now
+
+    def _next(self, look: Look, lost: Sequence[str]) -> str | None:
+        """The replica that is to leave now; None: none."""
+        others_serve = any(r.state is State.SERVES and r.inflight for r in self._replicas.values())
+        away = any(r.state is not State.SERVES for r in self._replicas.values() if not r.stays)
+        if not look.ready or look.pending or look.more or not others_serve or away or self._sessions.over:
+            return None
+        for name, r in self._replicas.items():
+            settled = r.empty_since is not None and look.now - r.empty_since >= self._settle_s
+            may = name in self._candidates and r.state is State.SERVES and not r.stays and name not in lost
+            if may and settled and r.most >= self._least and look.now >= r.retry_at:
+                return name
+        return None
+
+    # ------------------------------------------------------------------ what came of the commands
+
+    def slept(self, name: str) -> list[Command]:
+        """The server holds no request and sleeps; too late for a session if sampling has ended."""
+        self._replicas[name].state = State.ASLEEP
+        return [] if self._end is not None else [Command("train", name)]
+
+    def refused(self, name: str, now: float) -> list[Command]:
+        """The server has requests and serves on: back into the load balancer, asked again after a growing pause."""
+        replica = self._replicas[name]
+        replica.state = State.SERVES
+        replica.empty_since = None  # the server knows better than the load
+        replica.retry_at = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0**replica.refusals)
+        replica.refusals += 1
+        return [] if self._end is not None else [Command("rejoin", name)]  # after the end the weight sync does it
+
+    def failed(self, name: str) -> None:
+        """The server did not say whether it sleeps, or serves again.
+
+        It stays out of the load balancer until the weight sync, which opens every gate.
+        """
+        self._failures += 1
+        replica = self._replicas[name]
+        replica.state = State.ASLEEP
+        replica.stays = True
+
+    def training(self, name: str, now: float) -> None:
+        self._replicas[name].state = State.TRAINS
+        self._sessions.begun = now
+
+    def ended(self, now: float, *, over: bool) -> None:
+        """The session has ended; `over`: by itself or by a failure, so that there is no other in this phase."""
+        if self._sessions.begun is not None:
+            self._sessions.stretches.append((self._sessions.begun, now))
+        self._sessions.begun = None
+        self._sessions.over = self._sessions.over or over
+        for replica in self._replicas.values():
+            if replica.state is State.TRAINS:
+                replica.state = State.ASLEEP
+
+    def recall(self) -> str | None:
+        """More requests are about to be sent: the replica that has to serve again, whose session was stopped.
+
+        The idle time of the others begins anew, so that none leaves while those requests are on their way.
+        """
+        for replica in self._replicas.values():
+            if replica.state is State.SERVES:
+                replica.empty_since = None
+        return next((name for name, r in self._replicas.items() if r.state is State.ASLEEP and not r.stays), None)
+
+    def awake(self, name: str, now: float) -> list[Command]:
+        """The replica serves again, and does not leave in this phase any more."""
+        replica = self._replicas[name]
+        if replica.empty_since is not None:
+            replica.earlier_idle_s += now - replica.empty_since
+        replica.empty_since = None
+        replica.state = State.SERVES
+        replica.stays = True
+        return [Command("rejoin", name)]
+
+    # ------------------------------------------------------------------ the end
+
+    def end(self, now: float) -> None:
+        """Sampling is over; nothing leaves or starts from here on."""
+        if self._end is None:
+            self._end = now
+
+    def state(self, name: str) -> State:
+        return self._replicas[name].state
+
+    def idle_time(self, now: float) -> IdleTime:
+        """The phase so far; final once `end` was called and the session has ended."""
+        ended = self._end if self._end is not None else now
+        end = ended if self._last_request is None else self._last_request
+        idle_s = {}
+        for name, replica in self._replicas.items():
+            open_s = 0.0 if replica.empty_since is None else max(0.0, end - replica.empty_since)
+            idle_s[name] = replica.earlier_idle_s + open_s
+        trained_s = self._sessions.seconds(now, end)
+        return IdleTime(idle_s, trained_s, end, self._failures, self._lost)
+
+
+class TrainerIdlePlanner(IdlePlanner):
+    """Decides during one wait of the trainer for samples: train on its devices once it has lasted `settle_s`.
+
+    In `separate_async` the trainer's devices are idle from the moment it asks for samples until they are there. They
+    serve no requests meanwhile. Samples that are there already cost nothing, hence `settle_s`.
+    """
+
+    def __init__(self, device: str, *, begin: float, settle_s: float) -> None:
+        super().__init__([device], [device], expected_requests=0, settle_s=settle_s)
+        self._device = device
+        self._begin = begin
+        replica = self._replicas[device]
+        replica.state = State.ASLEEP
+        replica.empty_since = begin
+
+    def observe(self, look: Look) -> list[Command]:
+        waits = self._end is None and look.now - self._begin >= self._settle_s
+        if not waits or not look.ready or self._sessions.over or self.state(self._device) is State.TRAINS:
+            return []
+        return [Command("train", self._device)]
+
+    def recall(self) -> str | None:
+        """Nothing: the device serves no requests."""
+        return None

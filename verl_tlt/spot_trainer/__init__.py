@@ -1,0 +1,1 @@
+"""The spot trainer: one process per run that trains the drafter on GPUs that are idle for the moment."""

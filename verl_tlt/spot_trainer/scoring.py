@@ -1,0 +1,95 @@
+"""Scores of candidate, served and initial drafter on the same held-out sequences.
+
+Scoring goes in portions, and a stop is heeded between two of them. What a session has scored the next one need not
+score again: the candidate is the same until it was judged.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
+from verl_tlt.drafter.data import grouped
+from verl_tlt.messages.training import RolloutSampling
+from verl_tlt.spot_trainer.gate import HeldOutScores, Which, combined
+
+Parameters = Mapping[str, np.ndarray]
+"""Trainable parameters of a drafter by name, float32, on the host. They are replaced and never written to."""
+
+PORTION = 1024
+"""Most tokens scored at once, and between two looks at the stop flag, but at least one sequence."""
+KEPT_TOKENS = 8192
+"""Tokens of a group, which all three drafters score before the next one. On an accelerator the weights of each drafter
+are moved there for each group, which takes a tenth of a second for a 7B policy's drafter."""
+CPU_TOKENS = 256
+"""`KEPT_TOKENS` and `PORTION` on a CPU, which takes seconds for so many tokens with a real vocabulary."""
+
+
+@dataclass(eq=False)
+class Scoring:
+    """The scores so far of one candidate; the sequences to score are chosen when it begins."""
+
+    versions: Mapping[Which, Parameters]
+    sampling: RolloutSampling
+    max_draft: int
+    left: list[TrainingSequence]
+    parts: list[HeldOutScores] = field(default_factory=list)
+
+    def run(
+        self,
+        trainer: DrafterTrainer,
+        rows: int,
+        lm_head: torch.Tensor | None,
+        should_stop: Callable[[], bool],
+    ) -> HeldOutScores | None:
+        """Score what is left; None where `should_stop` ended it before everything was scored.
+
+        `rows` at once at most. `lm_head` is the policy's whole head, for a pruned draft vocabulary.
+        """
+        group_tokens = KEPT_TOKENS if trainer.device.type == "cuda" else min(rows, CPU_TOKENS)
+        for group in list(grouped(self.left, len, group_tokens)):
+            part = self._score(trainer, group, min(rows, group_tokens, PORTION), lm_head, should_stop)
+            if part is None:
+                return None
+            self.parts.append(part)
+            done = set(map(id, group))
+            self.left = [sequence for sequence in self.left if id(sequence) not in done]
+        return combined(self.parts)
+
+    def _score(
+        self,
+        trainer: DrafterTrainer,
+        group: list[TrainingSequence],
+        budget: int,
+        lm_head: torch.Tensor | None,
+        should_stop: Callable[[], bool],
+    ) -> HeldOutScores | None:
+        counts: dict[Which, np.ndarray] = {}
+        positions = np.zeros(0, np.int64)
+        for which, parameters in self.versions.items():
+            same = next((other for other in counts if self.versions[other] is parameters), None)
+            if same is not None:  # until something is published, the served drafter is the initial one
+                counts[which] = counts[same]
+                continue
+            scores: list[SequenceScore] = []
+            with trainer.holding(parameters):
+                for portion in grouped(group, len, budget):
+                    if should_stop():
+                        return None
+                    scores += acceptance(
+                        trainer.model, portion, **vars(self.sampling), max_draft=self.max_draft, budget=budget,
+                        lm_head=lm_head,
+                    )  # fmt: skip
+            counts[which] = np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64)
+            positions = np.array([s.positions for s in scores], dtype=np.int64)
+        if not all(np.isfinite(value).all() for value in self.versions["candidate"].values()):
+            counts["candidate"] = np.full_like(counts["candidate"], np.nan)  # a greedy draft is one whatever the logits
+        prompts = np.array([_prompt(sequence) for sequence in group], dtype=np.uint64)
+        return HeldOutScores(prompts, positions, counts["candidate"], counts["served"], counts["initial"])
+
+
+def _prompt(sequence: TrainingSequence) -> int:
+    """Number of a sequence's prompt; one of its own where that is unknown."""
+    return id(sequence) if sequence.prompt is None else sequence.prompt

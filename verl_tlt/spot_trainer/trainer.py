@@ -1,0 +1,339 @@
+"""What the spot trainer does, without Ray: it keeps hidden states, trains the drafter, judges it, exports and saves it.
+
+The drafter has up to three versions. The *served* one is what engines draft with, the *initial* one is what the run
+started with, and the *candidate* is the average of the trained weights at the end of the last session. A session begins
+with scoring the candidate, because scores need the training device.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load
+from torch.utils._pytree import tree_leaves
+
+from verl_tlt.drafter import (
+    Batch,
+    DrafterTrainer,
+    TrainingSequence,
+    VerifierWeights,
+    choose_tokens,
+    default_attention,
+    from_drafter_file,
+    from_numpy16,
+    halve_frozen,
+    load_training_state,
+    refresh_verifier_weights,
+    save_drafter,
+    serving_tensors,
+    to_drafter_file,
+    train_until,
+)
+from verl_tlt.drafter.memory import TrainingDevice
+from verl_tlt.errors import DrafterError
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import (
+    BufferStats,
+    DrafterProvenance,
+    SessionResult,
+    SpotPlan,
+    Verdict,
+    VerifierArrays,
+)
+from verl_tlt.spot_trainer.buffer import Buffer
+from verl_tlt.spot_trainer.gate import decide, verdict
+from verl_tlt.spot_trainer.scoring import PORTION, Parameters, Scoring
+
+logger = logging.getLogger(__name__)
+
+POLICY = "actor"
+"""Directory of the policy inside verl's `global_step_N`."""
+INITIAL = "initial"
+"""Key of the initial parameters in a checkpoint's training state; absent where they are the served ones."""
+HELD_OUT_TOKENS = 32_768
+"""Most held-out tokens that one verdict is based on: twice what telling a difference of 1 % takes."""
+HELD_OUT_PROMPTS = 8
+"""Fewest prompts to score, however long their sequences: the gate judges by no fewer than `gate.MIN_PROMPTS`."""
+TRAINED_PER_SCORED = 4
+"""Tokens that a candidate was trained on for each held-out token that judges it. Scoring a token for three drafters
+takes about as long as training on it, so a fifth of the idle time goes into scores."""
+
+
+class SpotTrainer:
+    """The run's drafter, its optimizer and its data. Methods are called one after the other, from one thread.
+
+    With `published` it replaces one that failed, and goes on from this drafter; `draft_ids`, int64 [DV], are the tokens
+    that the run has chosen to draft.
+    """
+
+    def __init__(
+        self, plan: SpotPlan, published: DrafterFile | None = None, draft_ids: np.ndarray | None = None
+    ) -> None:
+        self.plan = plan
+        self.place = TrainingDevice(plan.device)
+        self.model = from_drafter_file(plan.drafter.config, plan.drafter.weights, default_attention(plan.device))
+        if draft_ids is not None:
+            choose_tokens(self.model, torch.tensor(draft_ids))
+        if self.place.is_accelerator:
+            halve_frozen(self.model)
+        self.trainer = DrafterTrainer(
+            self.model,
+            learning_rate=plan.learning_rate,
+            warmup_steps=plan.warmup_steps,
+            ttt_steps=plan.passes,
+            loss=plan.loss,
+            trained=published is not None or not plan.drafter.untrained,
+        )
+        self.buffer = Buffer(
+            max_bytes=plan.buffer_bytes, keep_steps=plan.keep_steps, held_out=plan.held_out if plan.gate else 0.0
+        )
+        self.initial: Parameters = self.trainer.parameters_numpy()
+        self.served: Parameters = self.initial
+        self.candidate: Parameters = self.served
+        self.version = plan.drafter.version
+        """Number of publications so far."""
+        self._scoring: Scoring | None = None
+        self._judged = True  # the candidate is, or it is the served drafter
+        self._approved: Parameters | None = None  # what `export` publishes
+        self._acceptance: tuple[float, ...] = ()  # of it
+        self._trained_tokens = 0  # since the candidate before this one was judged
+        self._sessions = 0
+        self.whole_head: torch.Tensor | None = None
+        """The policy's head: a pruned draft vocabulary has some of its rows, and is judged by all of them."""
+        self._verifier_known = False
+        if plan.checkpoint is not None:
+            self._resume(plan.checkpoint)
+        if published is not None:
+            self._go_on_from(published)
+        self.place.receive(self.trainer)
+
+    # ------------------------------------------------------------------ data
+
+    def add(
+        self,
+        step: int,
+        sequences: list[TrainingSequence],
+        verifier_weights: VerifierArrays | None = None,
+        draft_ids: np.ndarray | None = None,
+    ) -> BufferStats:
+        """Keep what was captured in one RL step; take over verifier weights and draft vocabulary, if there are any."""
+        chosen = draft_ids is not None and choose_tokens(self.model, torch.tensor(draft_ids))
+        if verifier_weights is not None:
+            arrays = vars(verifier_weights).items()
+            self._take_over(VerifierWeights(**{part: from_numpy16(array) for part, array in arrays}))
+        elif not self._verifier_known or chosen:  # under LoRA no weight sync brings them, and they never change
+            self._take_over(VerifierWeights.from_policy_dir(self.plan.policy_dir))
+        for index, sequence in enumerate(sequences):
+            self.buffer.add(step, index, sequence)
+        return self._stats(sequences)
+
+    def _take_over(self, weights: VerifierWeights) -> None:
+        refresh_verifier_weights(self.model, weights)
+        if self.model.use_draft_vocab:
+            self.whole_head = self.place.hold(weights.lm_head)
+        self._verifier_known = True
+
+    def _stats(self, sequences: list[TrainingSequence]) -> BufferStats:
+        stats = self.buffer.stats()
+        if not self.model.use_draft_vocab or not sequences:
+            return stats
+        responses = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
+        draftable = int(self.model.t2d.cpu()[responses].sum())
+        return BufferStats(**{**vars(stats), "responses": len(responses), "draftable": draftable})
+
+    # ------------------------------------------------------------------ a session
+
+    def train(self, device: int, should_stop: Callable[[], bool]) -> SessionResult:
+        """One session on the GPU of this number: score the candidate if it was not, then train until told to stop.
+
+        `should_stop` is asked before each micro-batch and each scored portion. It also ends when the epochs over the
+        buffer are used up. A `TLTError` where the device has too little free memory.
+        """
+        start = time.perf_counter()
+        if not self._verifier_known or not self.buffer.ready(self.plan.min_tokens):
+            return SessionResult("exhausted")
+        self._sessions += 1
+        self.buffer.begin_session(self.plan.max_epochs)
+        with self.place.at(device):
+            scored_rows = max(PORTION, self.plan.window)  # a scored sequence stays whole
+            rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored_rows)
+            with self.place.resident(self.trainer, rows, scored_rows):
+                judged = None if self._judged else self._judge(rows, should_stop)
+                judged_s = time.perf_counter() - start
+                epochs = [0.0]
+                done = train_until(self.trainer, self._batches(rows, epochs), should_stop)
+        if done.steps:
+            judged = self._new_candidate(done.tokens, judged)
+        return SessionResult(
+            outcome="stopped" if done.stopped else "exhausted",
+            steps=done.steps,
+            tokens=done.tokens,
+            epochs=epochs[done.batches],
+            skipped=done.skipped,
+            seconds=time.perf_counter() - start,
+            loss=done.loss,
+            judged_s=judged_s,
+            slowest_s=done.slowest_s,
+            verdict=judged,
+        )
+
+    def _batches(self, rows: int, epochs: list[float]) -> Iterator[Batch]:
+        """A session's micro-batches, drawn ahead of the step in a thread; `epochs` gets what each completes."""
+        rng = random.Random(f"{self.plan.seed}-{self._sessions}")
+        while not self.buffer.exhausted() and (drawn := self.buffer.sample_batch(rng, rows)):
+            epochs.append(self.buffer.epochs)
+            yield self.place.packed(drawn)
+
+    def _new_candidate(self, tokens: int, judged: Verdict | None) -> Verdict | None:
+        """What was trained is the next candidate, unless the present one is scored in part."""
+        self._trained_tokens += tokens
+        if self._scoring is not None:
+            return judged
+        self._judged = False
+        self.candidate = {name: average.numpy().copy() for name, average in self.trainer.averages().items()}
+        if self.plan.gate:
+            return judged
+        self._judged = True
+        self._approved = self.candidate
+        self._acceptance = ()
+        return Verdict(decision="published", reason="the gate is off", publishes=True)
+
+    # ------------------------------------------------------------------ judging and publishing
+
+    def _judge(self, rows: int, should_stop: Callable[[], bool]) -> Verdict | None:
+        """Score the candidate, which is on the device, and decide what becomes of it; None: a stop came first."""
+        if self._scoring is None:
+            most = min(HELD_OUT_TOKENS, self._trained_tokens // TRAINED_PER_SCORED)
+            sequences = self.buffer.held_out(most, HELD_OUT_PROMPTS)
+            if not sequences:
+                return Verdict(reason="no held-out sequences yet")
+            versions = {"candidate": self.candidate, "served": self.served, "initial": self.initial}
+            self._scoring = Scoring(versions, self.plan.sampling, self.plan.max_draft, sequences)  # type: ignore[arg-type]
+        head = self.whole_head
+        if head is not None:
+            head = head.to(self.place.device, non_blocking=True)
+        scores = self._scoring.run(self.trainer, rows, head, should_stop)
+        if scores is None:
+            return None
+        self._scoring = None
+        self._judged = True
+        self._trained_tokens = 0
+        decision = decide(scores, seed=self.version + 1)
+        found = verdict(scores, decision)
+        if decision.action == "revert":
+            self._return_to(self.initial if decision.serves == "initial" else self.served)
+        if found.publishes:
+            self._approved = self.candidate
+            self._acceptance = found.acceptance
+        return found
+
+    def _return_to(self, parameters: Parameters) -> None:
+        """Give the candidate up, and what was trained on top of it."""
+        self.candidate = parameters
+        self.trainer.load_parameters(parameters)
+
+    def export(self) -> DrafterFile | None:
+        """The drafter that is to be published, as vLLM loads it; it counts as served from here on.
+
+        None where its numbers are not finite in the rollout's dtype: the candidate is then given up.
+        """
+        assert self._approved is not None, "there is nothing to export"
+        approved = self._approved
+        self._approved = None
+        try:
+            with self.trainer.holding(approved):
+                config, weights = to_drafter_file(self.model, self.plan.dtype)
+        except DrafterError as error:
+            logger.error("%s", error)
+            self._return_to(self.served)
+            self.trainer.start_over()  # its moments may be what broke it
+            return None
+        self.served = approved
+        self.version += 1
+        return DrafterFile(self.version, config, weights, self._acceptance)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, directory: str, provenance: DrafterProvenance, step: str | None = None, keeps: int = 0) -> None:
+        """Write the served drafter with the training state, so that `directory` is complete or as it was before.
+
+        A `DrafterError`, and no file, where `check_room` says that the disk is too small for the policy's checkpoint in
+        `step` and the drafter; None: there is no policy to write.
+        """
+        if not self._verifier_known and self.model.use_draft_vocab:  # a pruned drafter brings rows of the policy's head
+            self._take_over(VerifierWeights.from_policy_dir(self.plan.policy_dir))
+        tensors = serving_tensors(self.model, without=self.served.keys())
+        tensors |= {name: torch.from_numpy(value) for name, value in self.served.items()}
+        state = self.trainer.state()  # of the candidate, which may be ahead of what is served
+        if self.initial is not self.served:
+            state[INITIAL] = {name: torch.from_numpy(value) for name, value in self.initial.items()}
+        if step is not None:
+            leaves = tree_leaves([tensors, state])
+            check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), keeps)
+        facts = {**asdict(provenance), "steps": state["steps"]}
+        save_drafter(self.model, directory, facts, policy=self.plan.policy_dir, training_state=state, tensors=tensors)
+
+    def _resume(self, directory: str) -> None:
+        """Go on from a checkpoint with its candidate, moments, steps and initial drafter, if it holds any."""
+        try:
+            state = load_training_state(directory)
+            if state is None:
+                logger.info("the spot trainer starts anew: %s holds no training state", directory)
+                return
+            self.trainer.load_state(state, beside=INITIAL)
+        except DrafterError as error:
+            logger.warning("the spot trainer starts with a fresh optimizer: %s", error)
+            return
+        if INITIAL in state:
+            self.initial = {name: value.float().numpy() for name, value in state[INITIAL].items()}
+        self.candidate = {name: average.numpy().copy() for name, average in self.trainer.averages().items()}
+        self._judged = all(np.array_equal(value, self.served[name]) for name, value in self.candidate.items())
+        self._trained_tokens = HELD_OUT_TOKENS  # unknown; a full verdict
+        logger.info("the spot trainer goes on from %s after %d optimizer steps", directory, self.trainer.steps)
+
+    def _go_on_from(self, published: DrafterFile) -> None:
+        """Replace another spot trainer: go on from what it published last, with the moments of the last checkpoint."""
+        tensors = load(published.weights)
+        self.served = {name: tensors[name].float().numpy() for name in self.initial}
+        self._return_to(self.served)
+        self._judged = True
+        self.version = published.version
+
+    def rehearse(self) -> None:
+        """Run a forward and a backward pass, so that no session waits for kernels to be tuned; nothing is learned."""
+        if not self.place.is_accelerator:
+            return
+        with self.place.at(0):
+            scored = max(PORTION, self.plan.window)
+            rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored)
+            with self.place.resident(self.trainer, rows, scored, trains=False):
+                self.trainer.rehearse(rows)
+
+
+def check_room(step: Path, needed: int, keeps: int) -> None:
+    """Raise a `DrafterError` where the disk cannot take `needed` bytes, and then the policy's next checkpoint.
+
+    `step` is the present checkpoint, whose policy is written. verl `keeps` so many policies (0: all), and removes the
+    oldest before it writes another one.
+    """
+    policy = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
+    rotates = 0 < keeps <= len(list(step.parent.glob(f"global_step_*/{POLICY}")))
+    coming = 0 if rotates else policy
+    try:
+        disk = shutil.disk_usage(step)
+    except OSError:  # mounts of object stores need not know
+        return
+    if disk.total and disk.free < needed + coming:
+        free = disk.free / 1e9
+        raise DrafterError(
+            f"{step} gets no drafter: the disk has {free:.3f} GB left, the drafter takes {needed / 1e9:.3f} GB, "
+            f"and the policy's next checkpoint {coming / 1e9:.3f} GB."
+        )

@@ -1,0 +1,138 @@
+"""The spot trainer as a Ray actor: it takes no part in decisions, and carries `SpotTrainer` into a process of its own.
+
+All work runs in one thread, in the order of the calls; only `stop` is heard at once. Methods raise what fails, and the
+RL trainer then replaces this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import (
+    BufferStats,
+    DrafterProvenance,
+    Exported,
+    HiddenStateShard,
+    SessionResult,
+    SpotPlan,
+    VerifierArrays,
+)
+from verl_tlt.spot_trainer.sequences import whole_sequences
+from verl_tlt.spot_trainer.trainer import SpotTrainer
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SpotTrainerWorker:
+    """Arguments are those of `SpotTrainer`; `environment` says which accelerators this process sees."""
+
+    def __init__(
+        self,
+        plan: SpotPlan,
+        environment: Mapping[str, str],
+        published: DrafterFile | None = None,
+        draft_ids: np.ndarray | None = None,
+        device_module: Callable[[], Any] | None = None,
+    ) -> None:
+        """`device_module`: verl's, where a device is something else than a GPU: the core of a replica."""
+        os.environ.update(environment)
+        # Triton keeps on the disk which tiles of a kernel are the fastest. Trying the 21 of each of the loss's two
+        # kernels takes seconds, and a process that replaces this one need not do it again.
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+        torch.set_num_threads(1)  # on a CPU the engines that still decode have the other cores
+        self._stopping = threading.Event()
+        on_cpu = plan.device == "cpu" and hasattr(os, "SCHED_IDLE")
+        self._thread = ThreadPoolExecutor(1, "tlt-spot", initializer=_yield_to_engines if on_cpu else None)
+        self.trainer = SpotTrainer(plan, published, draft_ids)
+        self._devices = device_module() if device_module is not None else None
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def pid(self) -> int:
+        """Return the number of this process; it is answered once the drafter is loaded."""
+        return os.getpid()
+
+    async def rehearse(self) -> None:
+        await self._run(self.trainer.rehearse)
+
+    async def add(
+        self,
+        step: int,
+        groups: Sequence[Sequence[ObjectRef]],
+        verifier_weights: VerifierArrays | None,
+        draft_ids: np.ndarray | None,
+    ) -> BufferStats:
+        """Take over what was captured: by group of actor ranks, from each rank a list of `HiddenStateShard`."""
+        sequences = []
+        missing = 0
+        for ranks in groups:
+            shards: list[HiddenStateShard] = [shard for reference in ranks for shard in await reference]
+            whole, incomplete = await self._run(whole_sequences, shards)
+            sequences += whole
+            missing += incomplete
+        if missing:
+            total = missing + len(sequences)
+            logger.warning("%d of %d sequences were left out: a rank's part is missing", missing, total)
+        stats = await self._run(self.trainer.add, step, sequences, verifier_weights, draft_ids)
+        return replace(stats, incomplete=missing)
+
+    def _train(self, device: int) -> SessionResult:
+        # Without verl's CPU platform, as in tests, there is no such device.
+        devices = self._devices
+        with devices.device(device) if devices and devices.is_available() else contextlib.nullcontext():
+            return self.trainer.train(device, self._stopping.is_set)
+
+    async def train(self, device: int) -> SessionResult:
+        """A session, until `stop`; not started before earlier calls are done."""
+        self._stopping.clear()
+        try:
+            return await self._run(self._train, device)
+        finally:
+            self._thread.submit(_release_freed)  # is not waited for
+
+    async def stop(self) -> None:
+        """Ask a running session to end after its micro-batch; returns at once."""
+        self._stopping.set()
+
+    async def export(self) -> tuple[Exported | None, DrafterFile | None]:
+        """The drafter to publish, and what the RL trainer has to know of it; None twice where it was given up.
+
+        The drafter goes from here to the rollout servers through the object store, past the RL trainer.
+        """
+        drafter = await self._run(self.trainer.export)
+        if drafter is None:
+            return None, None
+        return Exported(drafter.version, len(drafter.weights), drafter.acceptance), drafter
+
+    async def save(self, directory: str, provenance: DrafterProvenance, step: str | None, keeps: int) -> None:
+        await self._run(self.trainer.save, directory, provenance, step, keeps)
+
+
+def _yield_to_engines() -> None:
+    """Give this thread only the CPU time that no other wants."""
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _release_freed() -> None:
+    """Return what a session freed to the system, for the actors' offloaded optimizers, where glibc can do so."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

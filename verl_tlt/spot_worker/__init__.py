@@ -1,1 +1,0 @@
-"""Runs in the spot workers: buffer, training, merge, scoring and export of the drafter."""

@@ -1,0 +1,92 @@
+"""What verl's sampler may still send: pending groups, open agent loops, and refills of the batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PendingWork:
+    """What the trainer knows about work still to come in a sampling phase."""
+
+    pending: int = 0  # groups that no agent loop has taken up yet
+    more: bool = False
+    """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
+
+
+AskPending = Callable[[], PendingWork]
+
+
+def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> bool:
+    """Whether an agent loop may send another turn, as all may that are not verl's single-turn loop, or are unknown.
+
+    verl runs for each row of `dataset` the loop that its `agent_name` names, or else the default one.
+    """
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+    from verl.experimental.agent_loop.utils import resolve_config_path
+    from verl.utils.import_utils import load_class_from_fqn
+
+    rollout = config.actor_rollout_ref.rollout
+    path = rollout.agent.agent_loop_config_path
+    names = [rollout.agent.default_agent_loop]
+    try:
+        if "agent_name" in dataset[0]:
+            names = dataset.dataframe.unique("agent_name")  # type: ignore[attr-defined]  # verl's RLHFDataset
+        own = {loop.name: loop for loop in OmegaConf.load(resolve_config_path(path))} if path else {}
+        loops = [load_class_from_fqn((_agent_loop_registry | own)[name]["_target_"]) for name in names]
+        other = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class")
+        if not other and all(issubclass(loop, SingleTurnAgentLoop) for loop in loops):
+            return False
+        logger.info("no replica leaves while agent loops run: they may send more turns")
+    except Exception as error:
+        logger.warning("no replica leaves while agent loops run: %s may send more turns: %r", names, error)
+    return True
+
+
+class BufferWatch:
+    """The pending work, counted from verl's replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`).
+
+    verl's buffer empties its sets, asks TransferQueue and fills them again, while the watch reads them from another
+    thread. So the counts are taken right after each of the buffer's looks, and replaced at once. Of a sampler that is
+    not derived from verl's nothing is known, so no replica may leave. One sampling takes `wanted` groups.
+    """
+
+    # Changes verl: patches/README.md#tlt-knows-of-samples-that-verl-may-still-ask-for
+    def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
+        self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
+        try:
+            look, self._counted = buffer._sync_metadata_from_transfer_queue, self._count()
+        except AttributeError:
+            logger.warning("%s does not say what may still arrive, so no replica leaves early.", type(buffer).__name__)
+            self._counted = PendingWork(more=True)
+            return
+
+        def look_and_count() -> None:
+            look()
+            self._counted = self._count()
+
+        buffer._sync_metadata_from_transfer_queue = look_and_count
+
+    def __call__(self) -> PendingWork:
+        return self._counted
+
+    def _count(self) -> PendingWork:
+        buffer = self._buffer
+        filters, done = buffer.filter_groups_metric is not None, buffer.finished_keys["train"]
+        if filters:  # DAPO: only after its look the buffer finds out which to replace, and which have a signal (None)
+            done = {uid for uid, shared in buffer._dapo_classification_cache["train"].items() if shared is None} & done
+        more = (filters or buffer.sync_refill_failed_groups) and len(done) < self._wanted
+        more = more or (self._multi_turn and bool(buffer.running_keys["train"]))
+        return PendingWork(len(buffer.pending_keys["train"]), more)

@@ -1,0 +1,343 @@
+"""The spot trainer as the RL trainer sees it: where it runs, its five verbs, and what happens when it fails.
+
+TLT trains the drafter in idle time. The *spot trainer* (the paper's name) is one process per run, on the node of the
+actor's first rank. It sees all of that node's GPUs and reserves none of them.
+
+Every call has a bound. A spot trainer that raises, dies or is late is killed, and another one takes its place: it goes
+on from the drafter that was published last. After `STRIKES` failures in a row nothing is trained in this run any more;
+the last one is still there to write the drafter into checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.plugin.platform.platform_manager import get_platform
+from verl.utils.device import get_torch_device
+
+from verl_tlt.config import TLTConfig
+from verl_tlt.messages.training import (
+    BufferStats,
+    CapturedStates,
+    CaptureReady,
+    DrafterProvenance,
+    Exported,
+    SessionResult,
+    SpotPlan,
+)
+from verl_tlt.spot_trainer.worker import SpotTrainerWorker
+from verl_tlt.trainer.waits import CALL_S, SYSTEM, CallFailed, Clock, Deadline, answer, arrived
+
+if TYPE_CHECKING:
+    from verl.single_controller.base import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+STRIKES = 3
+"""Failures in a row, without a session that ended well in between, after which nothing is trained any more."""
+START_S = 300.0
+"""Bound in seconds of a start: it imports libraries and loads the drafter. Only checkpoints wait for it."""
+SAVE_S = 600.0
+"""Bound in seconds of writing a drafter: gigabytes, perhaps over a network, perhaps beside many other jobs."""
+MEMORY_S = 10.0
+"""Bound in seconds of the wait for the memory of a process that was killed: the next phase needs its GPU. As long may
+Ray take to start the process that looks."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the spot trainer runs."""
+
+    node: str  # Ray's id
+    devices: tuple[str, ...]  # Ray's ids of the accelerators that it sees
+    replicas: Mapping[str, int]  # by colocated replica of this node: the number of its first device among `devices`
+
+    @classmethod
+    def beside(cls, ranks: Sequence[CaptureReady], replicas: Mapping[str, Sequence[int]]) -> Place:
+        """The node of the actor's first rank. `replicas` has the ranks on each colocated replica's devices."""
+        node = ranks[0].node
+        devices = tuple(dict.fromkeys(rank.device for rank in ranks if rank.node == node))
+        here = {}
+        for name, own in replicas.items():
+            if local := [rank for rank in own if ranks[rank].node == node]:
+                here[name] = devices.index(ranks[local[0]].device)
+        return cls(node, devices, here)
+
+
+class HiddenStates:
+    """The actor's ranks, which capture hidden states in the old-log-prob forward."""
+
+    def __init__(self, actor: WorkerGroup) -> None:
+        self._actor = actor
+
+    def set_up(self, config: TLTConfig, aux_layers: Sequence[int], counts_tokens: bool) -> list[CaptureReady]:
+        """Have every rank capture from now on; `counts_tokens`: and count the first rollout's tokens."""
+        ready: list[CaptureReady] = answer(self._actor.tlt_setup(config, list(aux_layers), counts_tokens), CALL_S)
+        return ready
+
+    def take(self) -> list[CapturedStates]:
+        """What each rank captured in the last forward; its arrays stay in the object stores."""
+        taken: list[CapturedStates] = answer(self._actor.tlt_take(), CALL_S)
+        return taken
+
+
+class SpotTrainerHandle:
+    """The run's spot trainer. Used by one thread at a time."""
+
+    def __init__(self, plan: SpotPlan, clock: Clock = SYSTEM) -> None:
+        self.plan = plan
+        self.off = "spot training has not started"
+        """Why nothing is trained; empty: the drafter is trained."""
+        self.failures: list[str] = []
+        """What failed since the RL trainer last counted, in words."""
+        self.last_failure = ""
+        self.stats: BufferStats | None = None
+        """What the buffer held when the last step's hidden states had arrived; None: nothing yet."""
+        self.published: ObjectRef | None = None
+        """The drafter that was exported last; None: none in this run."""
+        self.replaced = 0
+        self._clock = clock
+        self._running = False
+        self._strikes = 0
+        self._draft_ids: ObjectRef | None = None
+        self._groups: list[list[int]] = []
+
+    # ------------------------------------------------------------------ start
+
+    def start(self, ranks: Sequence[CaptureReady], replicas: Mapping[str, Sequence[int]]) -> None:
+        """Start the spot trainer; does not wait for it.
+
+        `ranks` are the actor's, in order; `replicas` has the ranks on each colocated replica's devices.
+        """
+        self.place = Place.beside(ranks, replicas)
+        groups: dict[int, list[int]] = {}
+        for rank, ready in enumerate(ranks):
+            groups.setdefault(ready.group, []).append(rank)
+        self._groups = list(groups.values())
+        self.off = ""
+        self._running = True
+        self._begin()
+        logger.info(
+            "the spot trainer starts on node %s, and may train on the devices of %d replicas; its buffer holds %.1f GB",
+            self.place.node, len(self.place.replicas), self.plan.buffer_bytes / 1e9,
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        platform = get_platform()
+        environment = {}
+        device_module = get_torch_device if self.plan.device == "cpu" else None
+        if self.plan.device != "cpu":
+            environment[platform.visible_devices_envvar()] = ",".join(self.place.devices)
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self.place.node, soft=False),
+            # As verl starts its rollout servers: Ray leaves the choice of devices to the process.
+            "runtime_env": {"env_vars": dict.fromkeys(platform.ray_noset_envvars(), "1")},
+        }
+        self._actor: ActorHandle = (
+            ray.remote(SpotTrainerWorker)
+            .options(**options)
+            .remote(self.plan, environment, self.published, self._draft_ids, device_module)
+        )
+        self._up: ObjectRef = self._actor.pid.remote()
+        self._start_by = Deadline(START_S, self._clock)
+        self._pid: int | None = None
+        self._add: ObjectRef | None = None
+        self._session: ObjectRef | None = None
+        self._export: tuple[ObjectRef, ObjectRef] | None = None  # facts and drafter
+        self.stats = None
+
+    def rehearse(self, within_s: float) -> None:
+        """Load and tune the kernels of a session, before the run's first step; they would delay a stop."""
+        if self.plan.device != "cpu":
+            self._answer("start", self._actor.rehearse.remote(), within_s)
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a spot trainer, which can write the drafter even if nothing is trained any more."""
+        return self._running
+
+    @property
+    def replicas(self) -> Mapping[str, int]:
+        """Colocated replicas on whose devices it may train, with the number of each one's first device."""
+        return self.place.replicas if self._running else {}
+
+    def wait_until_started(self) -> None:
+        """Wait for the first start; a failure is found by `started`."""
+        if self._running:
+            arrived(self._up, START_S)
+
+    def started(self) -> bool:
+        """Whether the spot trainer is up; one that does not start in time is replaced."""
+        if self._pid is None:
+            if arrived(self._up):
+                self._pid = self._answer("start", self._up, CALL_S)
+            elif self._start_by.left() <= 0:
+                self.failed("start", f"it did not start within {START_S:.0f} s")
+        return self._pid is not None
+
+    # ------------------------------------------------------------------ hidden states
+
+    def choose_tokens(self, draft_ids: np.ndarray) -> None:
+        """From the next `add` on the drafter drafts these tokens, int64 [DV]; so does one that is started later."""
+        self._draft_ids = ray.put(draft_ids)
+
+    def add(self, step: int, captured: Sequence[CapturedStates]) -> None:
+        """Send what the actor's ranks captured; does not wait for the copies."""
+        if self.off:
+            return
+        if not self.started():
+            logger.info("the spot trainer is still starting, and gets the next step's hidden states")
+            return
+        groups = [[captured[rank].shards for rank in group] for group in self._groups]
+        weights = next((c.verifier_weights for c in captured if c.verifier_weights is not None), None)
+        self._add = self._actor.add.remote(step, groups, weights, self._draft_ids)
+        self._add_by = Deadline(CALL_S, self._clock)
+
+    def ready(self) -> bool:
+        """Whether a session could begin now: the last hidden states have arrived, and there are enough of them."""
+        if self.off or not self.started():
+            return False
+        if self._add is not None and arrived(self._add):
+            call, self._add = self._add, None
+            self.stats = self._answer("hidden states", call, CALL_S)
+        elif self._add is not None and self._add_by.left() <= 0:
+            self.failed("hidden states", f"no answer within {CALL_S:.0f} s")
+        enough = self.stats is not None and self.stats.train_tokens >= self.plan.min_tokens
+        return enough and self._add is None and self._session is None
+
+    # ------------------------------------------------------------------ sessions
+
+    def train(self, replica: str) -> None:
+        """Begin a session on the first device of a colocated replica, or on the first one of all."""
+        self._session = self._actor.train.remote(self.place.replicas.get(replica, 0))
+
+    @property
+    def trains(self) -> bool:
+        return self._session is not None
+
+    def ended(self, timeout_s: float = 0.0) -> SessionResult | None:
+        """The session's result if it ends within so many seconds; None: it runs on."""
+        assert self._session is not None
+        if not arrived(self._session, timeout_s):
+            return None
+        call, self._session = self._session, None
+        result: SessionResult | None = self._answer("session", call, CALL_S)
+        if result is None:
+            return SessionResult("failed")
+        self._strikes = 0
+        return result
+
+    def stop(self, within_s: float) -> SessionResult:
+        """End the session, within `within_s` seconds; a spot trainer that does not end it in time is replaced."""
+        self._actor.stop.remote()
+        result = self.ended(within_s)
+        if result is None:
+            self.failed("session", f"it did not stop within {within_s:g} s")
+            return SessionResult("failed")
+        return result
+
+    # ------------------------------------------------------------------ what leaves it
+
+    def export(self) -> None:
+        """Ask for the drafter that is to be published; does not wait."""
+        self._export = tuple(self._actor.export.options(num_returns=2).remote())
+
+    @property
+    def exporting(self) -> bool:
+        """Whether a drafter was asked for that is not there yet."""
+        return self._export is not None
+
+    def exported(self) -> Exported | None:
+        """The drafter that was asked for, which `published` then refers to; None: it is late, or was given up."""
+        if self._export is None or not arrived(self._export[0]):
+            return None
+        (facts, drafter), self._export = self._export, None
+        exported: Exported | None = self._answer("export", facts, CALL_S)
+        if exported is not None:
+            self.published = drafter
+        return exported
+
+    def save(self, directory: Path, provenance: DrafterProvenance, step: Path | None = None, keeps: int = 0) -> None:
+        """Write the served drafter and its training state; a `CallFailed` where it was not written.
+
+        `step` and `keeps` are `check_room`'s. One that is just starting is waited for, and one that dies meanwhile is
+        replaced and asked once more: the end of a run has time for this.
+        """
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        arguments = (str(directory.absolute()), provenance, step and str(step.absolute()), keeps)
+        try:
+            answer(self._actor.save.remote(*arguments), SAVE_S + (0.0 if self.started() else START_S))
+        except CallFailed as error:
+            if not (error.died or error.late):
+                raise
+            self.failed("save", str(error))
+            answer(self._actor.save.remote(*arguments), START_S + SAVE_S)
+        if step is not None:
+            self.plan = replace(self.plan, checkpoint=str(directory.absolute()))
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._running:
+            ray.kill(self._actor)
+
+    # ------------------------------------------------------------------ failures
+
+    def _answer(self, during: str, call: ObjectRef, within_s: float) -> Any:
+        """The result of a call; None where it failed, and the spot trainer is replaced then."""
+        try:
+            return answer(call, within_s)
+        except CallFailed as error:
+            self.failed(during, str(error))
+            return None
+
+    def failed(self, during: str, error: str) -> None:
+        """Put another spot trainer in the place of this one, which does not work; does not wait for the new one."""
+        self._strikes += 1
+        self.failures.append(during)
+        self.last_failure = error
+        logger.warning("the spot trainer failed (%s): %s; another one takes its place", during, error)
+        pid, actor = self._pid, self._actor
+        ray.kill(actor)
+        if pid is not None and self.plan.device != "cpu":
+            self._await_memory(pid)
+        if self._strikes >= STRIKES and not self.off:
+            self.off = f"the spot trainer failed {STRIKES} times in a row, the last time in {during}: {error}"
+            logger.error("the drafter is not trained in this run any more: %s", self.off)
+        self.replaced += 1
+        self._begin()
+
+    def _await_memory(self, pid: int) -> None:
+        """Wait until a process that was killed is gone, and with it its memory on the GPUs; bounded."""
+        there = NodeAffinitySchedulingStrategy(self.place.node, soft=False)
+        try:
+            gone = ray.remote(is_gone).options(num_cpus=0, scheduling_strategy=there).remote(pid, MEMORY_S)
+            if not answer(gone, 2 * MEMORY_S):
+                logger.error("process %d of the spot trainer was killed %.0f s ago and still there", pid, MEMORY_S)
+        except CallFailed as error:
+            logger.error("nobody could say whether the spot trainer's process %d is gone: %s", pid, error)
+
+
+def is_gone(pid: int, within_s: float) -> bool:
+    """Whether a process of this node has ended within so many seconds: a zombie has given back all of its memory."""
+    deadline = Deadline(within_s)
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        if deadline.left() <= 0:
+            return False
+        SYSTEM.event().wait(0.05)
