@@ -77,7 +77,8 @@ def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -
     try:
         deadline = time.time() + timeout
         while tree.process.poll() is None and time.time() < deadline:
-            for process in tree.alive():
+            tree.alive()
+            for process in psutil.process_iter():  # a fork of the tests' own server is in nobody's tree
                 with contextlib.suppress(psutil.Error):  # it has just ended
                     cores[process.pid] = tuple(process.cpu_affinity())
             time.sleep(1)
