@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults test-real demo demo-compare bench bench-control bench-real clean distclean
 
 help:
-	@echo "make demo           a drafter is warmed up once, then GRPO with TLT on the toy task, a line per step, picture in demo-out/"
+	@echo "make demo           a drafter is warmed up once, then GRPO with TLT on the toy task, a line per step, report in demo-out/"
 	@echo "make demo-compare   the same, then stock verl and TLT in turns"
 	@echo "make test           lint, types and the tests that continuous integration runs"
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"

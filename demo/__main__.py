@@ -16,7 +16,7 @@ def main(
         bool, typer.Option("--from-scratch", help="Begin with a random drafter, which idle time alone trains.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="GRPO steps: 6, or 10 from scratch.")] = None,
-    out: Annotated[Path, typer.Option(help="Where runs, summary, picture and report go.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(help="Where runs, summary and report go.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
 ) -> None:
     """Warm up a drafter once, run GRPO with TLT on a toy task, on this machine's CPU, and show what it did."""

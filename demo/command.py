@@ -1,4 +1,4 @@
-"""`python -m demo`: policy and drafter, a run, summary, pictures, what to do next; and the run against stock verl."""
+"""`python -m demo`: policy and drafter, a run, summary, report, what to do next; and the run against stock verl."""
 
 import json
 import time
@@ -16,9 +16,9 @@ from demo.warmup import warm_up
 from verl_tlt.commands.compare.command import compare
 from verl_tlt.commands.console import make_console
 from verl_tlt.commands.options import CompareOptions
+from verl_tlt.commands.page import write_page
 from verl_tlt.commands.processes import interruptible
-from verl_tlt.commands.report.figures import save_picture
-from verl_tlt.commands.report.page import serve_command, write_page
+from verl_tlt.commands.report.page import run_page, serve_command
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.commands.report.steps import Row, initial_lengths, rich_table, rows_of_trace
 from verl_tlt.commands.script.reader import read_script
@@ -83,19 +83,18 @@ def compare_with_stock(console: Console, out: Path, run: DemoRun) -> None:
 
 
 def conclude(console: Console, out: Path, seconds: float, run: DemoRun) -> None:
-    """Summary, picture and report of the finished run into `out`, and its table on the console.
+    """Summary and report of the finished run into `out`, and its table on the console.
 
     Args:
         console: where table and paths are printed.
-        out: folder of `summary.json`, `picture.png`, `report.html`.
+        out: folder of `summary.json`, `report.html`.
         seconds: what the run took, with the making of the toy.
         run: the run.
     """
     trace = read_trace(run.trace)
     steps = [{"step": step, **row} for step, row in rows_of_trace(trace).items()]
     (out / "summary.json").write_text(json.dumps({"seconds": seconds, "steps": steps}, indent=1))
-    save_picture(out / "picture.png", trace)
-    write_page(out / "report.html", trace)
+    write_page(out / "report.html", run_page(trace))
     _show(console, out, trace)
 
 
@@ -128,7 +127,6 @@ def _show(console: Console, out: Path, trace: RunTrace) -> None:
         console.print(f"Accept length {lengths[0]:.2f} -> {lengths[-1]:.2f}{first}.")
     for text in (
         f"Summary: {out / 'summary.json'}",
-        f"Picture: {out / 'picture.png'}",
         f"Report:  {out / 'report.html'}",
     ):
         console.print(text, highlight=False, soft_wrap=True)

@@ -127,7 +127,7 @@ def draw(name: str, folder: Path) -> Path:
 
 def numbers_of(trace: RunTrace, number: int) -> dict[str, Any]:
     """What `bubble` and `chosen-k` show of one RL step, in seconds since the rollout began; OFF counts as K=0."""
-    from verl_tlt.commands.report.steps import rl_steps, sampled
+    from verl_tlt.commands.report.timeline import rl_steps, sampled
 
     step = rl_steps(trace)[number]
     at = np.linspace(step.start, step.end, 240)

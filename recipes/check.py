@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes import memory
 from verl_cpu.environment import CPU_ENGINE
 
 HERE = Path(__file__).resolve().parent
@@ -177,7 +176,7 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
         findings = rules.examine(config, read_settings(config))
     except TLTConfigError as error:
         return [str(error)]
-    found = [f.sentence for f in findings if f.level == "refuse"] + memory.problems(config)
+    found = [f.sentence for f in findings if f.level == "refuse"]
     if need_critic(config):
         config.critic.model.path = str(SHIPPED_POLICY)  # verl reads it, and the recipe's own is on the hub
     config.trainer.plugin = None  # or else the plugin itself would judge, and rewrite the config

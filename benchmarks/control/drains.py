@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.control.engine import VLLM
+from benchmarks.simulate.drain import EngineSpec, decode
 from benchmarks.simulate.hardware import TableCost
-from verl_tlt.commands.advise.simulation import EngineSpec, decode
 from verl_tlt.commands.compare.result import ratio
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs.tables import LatencyTable

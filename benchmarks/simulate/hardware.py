@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from verl_tlt.commands.advise.simulation import StepSeconds
+from benchmarks.simulate.drain import StepSeconds
 from verl_tlt.speculation.costs.roofline import weights_read
 from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
 from verl_tlt.speculation.types import OFF

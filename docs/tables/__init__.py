@@ -33,7 +33,7 @@ from tables.runs import (
     savings,
     savings_avx2,
 )
-from tables.system import lossless, mutation, residuals
+from tables.system import lossless, mutation
 
 ROOT = Path(__file__).parents[2]
 __all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
@@ -44,7 +44,7 @@ BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (same_tokens, oracles, drain, residuals, control_by_batch, resumptions, growth, stops, overhead,
+    for table in (same_tokens, oracles, drain, control_by_batch, resumptions, growth, stops, overhead,
                   learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
                   mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
                   end_to_end_stale, end_to_end_real, end_to_end_real_large, cold_start, cold_start_small,

@@ -1,40 +1,8 @@
-"""Tables about the simulator, the control plane, the tap and the tests."""
+"""Tables about the control plane, the tap and the tests."""
 
 from __future__ import annotations
 
 from tables.page import load, rows
-
-
-def residuals() -> str:
-    """Predictions of the simulator over measurements."""
-    found = load("simulator")
-    steps, tokens, drained = found["steps"]["ratio"].values(), found["same_tokens"], found["drain"]["tok_per_s"]
-    fixed = [of["ratio"] for name, of in drained.items() if name.startswith("fixed")]
-    body = [
-        [f"segments, against an engine that is stepped through token by token: {len(steps)} cases", "nothing",
-         f"{min(steps):.2f} to {max(steps):.2f}"],
-    ]  # fmt: skip
-    for name, (what, fitted) in ROLLOUTS.items():
-        of = tokens[name]
-        body.append([what, fitted, f"{of['ratio']:.2f} ({of['lowest']:.2f} to {of['highest']:.2f})"])
-    body.append(
-        ["[the drain](draft-length.md#draft-length-on-a-real-engine): K=1 to 7 and goodput, told the held-out"
-         " acceptance",
-         "its arm without drafts, for the machine's pace",
-         f"{min(fixed):.2f} to {max(fixed):.2f}; goodput {drained['goodput']['ratio']:.2f}"]
-    )  # fmt: skip
-    return rows(("Compared", "Fitted to", "Predicted / measured"), body)
-
-
-ROLLOUTS = {
-    "stock": (
-        "seven stock rollouts [on the same tokens](runs.md#on-the-same-tokens)",
-        "these: a step beside a busy engine, one beside an idle one, a request",
-    ),
-    "stock, second pair": ("the seven of the second pair", "nothing else"),
-    "warm": ("the seven with the trained drafter, told their accept length", "nothing else"),
-    "fresh": ("the seven from scratch, likewise", "nothing else"),
-}
 
 
 def mutation() -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes import check, memory, tables
-from verl_tlt.checks.recipe import select
+from recipes import check
+from verl_tlt.checks.recipe import compose, select
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(path for path in RECIPES.glob("*.sh"))
@@ -49,33 +49,12 @@ def test_a_recipe_composes_and_can_run(data, path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def configs():
-    return tables.composed()
-
-
-def test_the_tables_of_the_page_are_those_of_the_recipes(configs):
-    assert tables.PAGE.read_text() == tables.render(tables.PAGE.read_text(), configs), "run `python -m recipes.tables`"
-    same = [(name, key) for name, original in tables.ORIGINALS.items() for key, (there, _) in original.differs.items()
-            if str(tables.here(configs[name], key)) == str(there)]  # fmt: skip
-    assert not same, "nothing differs"
-
-
-def test_a_recipe_whose_requests_do_not_fit_is_refused(configs):
-    """GRPO with 200 thousand tokens of KV cache, DAPO with 256 requests at once, an actor that stays on the GPU."""
-    fitting = {name: config.copy() for name, config in configs.items()}
-    assert not any(memory.problems(config) for config in fitting.values())
-    for name, key, value in (
-        ("grpo_qwen3_8b", "gpu_memory_utilization", 0.6),
-        ("dapo_qwen2.5_32b", "max_num_seqs", 256),
-    ):
-        fitting[name].actor_rollout_ref.rollout[key] = value
-        (said,) = memory.problems(fitting[name])
-        assert "actor_rollout_ref.rollout.max_num_seqs" in said
-    crowded = fitting["ppo_qwen3_8b"]
-    crowded.actor_rollout_ref.actor.fsdp_config.param_offload = False
-    crowded.actor_rollout_ref.actor.fsdp_config.optimizer_offload = False
-    crowded.critic.fsdp.optimizer_offload = False
-    assert "80 GB" in memory.problems(crowded)[0]
+def configs(data):
+    """The config of every recipe as it is written."""
+    return {
+        name: compose(check.captured(recipe, {"DATA": str(data)}), "ppo_trainer")
+        for name, recipe in check.RECIPES.items()
+    }
 
 
 def test_32_rows_of_one_problem_are_32_answers(configs):

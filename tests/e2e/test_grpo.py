@@ -10,7 +10,7 @@ from benchmarks.faults import judge
 from benchmarks.faults.plan import Fault
 from benchmarks.faults.run import fired
 from benchmarks.resume import held_by, saved
-from verl_tlt.commands.report.steps import rl_steps
+from verl_tlt.commands.report.timeline import rl_steps
 from verl_tlt.trainer.controller import COLD_START_STEPS
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ from demo.toy.assets import Assets, build_reward_model
 from recipes import check
 from recipes.check import CONSTANT
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.commands.report.steps import rl_steps
+from verl_tlt.commands.report.timeline import rl_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 

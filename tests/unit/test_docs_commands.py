@@ -123,19 +123,6 @@ def test_the_five_tokens_are_aligned_as_the_page_shows():
     assert said.getvalue() == shown
 
 
-def test_the_break_even_table_is_what_was_measured():
-    detail = json.loads((ROOT / "benchmarks" / "results" / "control.json").read_text())["drain_detail"]
-    cost = {(point["draft_length"], point["batch"]): 1e3 * point["seconds"] for point in detail["calibration"]}
-    page = (ROOT / "docs" / "will-it-pay.md").read_text()
-    rows = re.findall(r"^\| ([^|]*K=\d[^|]*|no drafter) \|(.*)\|$", page, re.MULTILINE)
-    assert len(rows) == 7
-    for name, cells in rows:
-        k = int(name.strip("* ")[-1]) if "K=" in name else -1
-        for batch, cell in zip((1, 4, 16, 32), cells.split("|"), strict=True):
-            found = cost[k, batch] / (cost[-1, batch] if "break" in name else 1.0)
-            assert float(cell) == pytest.approx(found, abs=0.0051 if "break" in name else 0.051), name
-
-
 def test_the_lines_of_a_run_are_recorded_ones():
     """With what a step prints first."""
     turns = json.loads((ROOT / "benchmarks" / "results" / "cold_start.json").read_text())["turns"]

@@ -62,7 +62,7 @@ def main(
     \b
     Begin with:
       verl-tlt doctor recipe.sh +trainer.plugin=tlt
-      verl-tlt advise recipe.sh
+      verl-tlt advise metrics.jsonl
     """
 
 
@@ -100,17 +100,14 @@ def doctor(
 @app.command()
 @takes_options(AdviseOptions)
 def advise(options: AdviseOptions) -> None:
-    """Will it pay? An estimate from your recipe.
-
-    Better with the metrics of a few steps of it. Starts nothing, and needs no GPU.
+    """How much could a faster rollout gain? From the metrics of a run.
 
     \b
     Examples:
-      verl-tlt advise recipe.sh
-      verl-tlt advise recipe.sh --metrics metrics.jsonl --gpu H200
-      verl-tlt advise recipe.sh --acceptance 0.8,0.75,0.7
+      verl-tlt advise metrics.jsonl
+      verl-tlt advise wandb_export.csv
+      verl-tlt advise metrics.jsonl --drafter drafters/qwen3-8b --costs doctor.json
     """
-    _need("advise", "verl")
     from verl_tlt.commands.advise.command import advise as run
 
     run(options, make_console())
@@ -202,9 +199,9 @@ def calibrate(
 @app.command()
 def report(
     trace_dir: Annotated[Path, Argument(help="Trace directory of a run (tlt.trace.dir).")],
-    out: Annotated[Path | None, Option(help="Folder for page and picture; by default the trace's parent.")] = None,
+    out: Annotated[Path | None, Option(help="The page (*.html), or its folder; by default the trace's parent.")] = None,
 ) -> None:
-    """Did it pay in a run? A page and a picture of its trace.
+    """Did it pay in a run? A table and a page of its trace.
 
     \b
     Example:

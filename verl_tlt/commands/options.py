@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import math
-import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from typing import Annotated, Any, TypeVar
 
 from typer import Argument, BadParameter, CallbackParam, Context, Option
 from typer.models import OptionInfo
-
-from verl_tlt.errors import TLTError
 
 LEAST = 1e-9
 """Minimum of an option that must be above 0: typer has no exclusive limits."""
@@ -32,24 +29,14 @@ RunScript = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
-    recipe: RecipeWords
-    metrics: Annotated[Path | None, Option(help="A stock run's metrics: verl's `file` logger or console log.")] = None
-    gpu: Annotated[str | None, Option(help="A100, B200, H100, H20, H200 or L40S; by default H100.")] = None
-    parameters: Annotated[float | None, Option(min=1e-3, help="The policy's size, in billions.")] = None
-    response_length: Annotated[float | None, Option(min=1, help="Mean response length, in tokens.")] = None
-    acceptance: Annotated[
-        str | None, Option(help="Conditional acceptance at draft positions 1, 2, 3: 0.8,0.75,0.7.")
+    metrics: Annotated[
+        list[Path], Argument(help="Metrics of a run with stock verl: file logger, console log, or W&B's CSV.")
+    ]
+    drafter: Annotated[Path | None, Option(help="A drafter of verl-tlt warmup; needs --costs.")] = None
+    costs: Annotated[Path | None, Option(help="Step times: the report of verl-tlt doctor --gpu.")] = None
+    warmup_minutes: Annotated[
+        float | None, Option(min=LEAST, help="Length of the drafter's warm-up; by default its training time.")
     ] = None
-    config_name: ConfigName = "ppo_trainer"
-    run_script: RunScript = False
-
-    def acceptance_by_position(self) -> tuple[float, ...]:
-        """`--acceptance` as numbers, empty where it is not given; a `TLTError` where one is no number in 0..1."""
-        parts = [part.strip() for part in (self.acceptance or "").split(",") if part.strip()]
-        if not all(re.fullmatch(r"0?\.\d+|[01](\.0*)?", part) for part in parts):
-            wanted = "numbers in 0..1 with commas between, one for each position"
-            raise TLTError(f"--acceptance takes {wanted}, not {self.acceptance!r}.")
-        return tuple(float(part) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)

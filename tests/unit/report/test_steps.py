@@ -5,17 +5,8 @@ import pytest
 from rich.console import Console
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.commands.report.steps import (
-    NO_STEP,
-    counted,
-    most_trained,
-    own_work_s,
-    rich_table,
-    rl_steps,
-    rows_of_trace,
-    sampled,
-    step_row,
-)
+from verl_tlt.commands.report.steps import counted, own_work_s, rich_table, rows_of_trace, step_row
+from verl_tlt.commands.report.timeline import NO_STEP, most_trained, rl_steps, sampled
 from verl_tlt.trace.events import TraceWriter
 
 VERL = {
@@ -35,7 +26,7 @@ def test_a_row_of_a_stock_run():
     assert row["tokens"] == 969  # 16 responses of 60.5625
     assert (row["reward"], row["rollout_s"], row["step_s"], row["probs_diff_max"]) == (0.25, 26.0, 37.0, 4e-9)
     assert row["accept_length"] == 1.0
-    assert row["bubble_s"] is None and row["drafter_version_served"] is None
+    assert row["idle_s"] is None and row["drafter_version_served"] is None
 
 
 @pytest.mark.parametrize(
@@ -58,14 +49,15 @@ def test_the_table_of_a_trace_fits_a_terminal_and_leaves_out_what_nothing_filled
     rows = rows_of_trace(read_trace(made_run.directory))
     assert list(rows) == list(range(1, 7))
     for step, row in rows.items():
-        assert row["bubble_s"] == pytest.approx(made_run.bubble_s[step])
+        assert row["idle_s"] == pytest.approx(made_run.bubble_s[step])
         assert row["accept_length"] == pytest.approx(made_run.accept_length[step])
-    assert rows[1]["bubble_trained_s"] == 0.0 and rows[6]["drafter_version_served"] == 5
+    assert rows[1]["idle_trained_s"] == 0.0 and rows[6]["drafter_version_served"] == 5
     text = printed({1: step_row(VERL)}, tmp_path / "out")
-    assert "26.0" in text and "idle" not in text and "served" not in text
+    assert "26.0" in text and "idle" not in text and "drafter" not in text
     text = printed(rows, tmp_path / "out")
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
-    assert all(wanted in text for wanted in ("reward", "rollout", "accept", "length", "idle", "served", "13.3", "v5"))
+    wanted = ("reward", "rollout", "accept", "length", "idle", "trained", "drafter", "13.3", "v5")
+    assert all(words in text for words in wanted)
 
 
 def test_every_step_holds_what_is_its_own(made_run):
@@ -75,7 +67,7 @@ def test_every_step_holds_what_is_its_own(made_run):
         assert step.end - step.start == pytest.approx(made_run.rollout_s[number] + 0.06)
         assert [p.name for p in step.after][:3] == ["old_log_prob", "update_actor", "update_weights"]
         assert {s.step for s in step.sessions} <= {number}
-    seconds = {n: sum(s.end - s.start for s in step.sessions) for n, step in steps.items()}
+    seconds = {n: sum(step.end - s.start for s in step.sessions) for n, step in steps.items()}
     assert most_trained(steps) == max(seconds, key=seconds.get)
 
 

@@ -1,1 +1,1 @@
-"""`verl-tlt advise`: would TLT pay in a run, and which number decides? From its recipe, better with a run of it."""
+"""`verl-tlt advise`: how much TLT could gain in a run that you have, by arithmetic on the metrics that verl logged."""

@@ -1,45 +1,81 @@
-"""Writes a traced run as one HTML page that loads nothing and runs no script.
-
-The template escapes whatever a trace says; charts are images, in which a browser runs nothing either.
-"""
+"""The page of one run: did it pay, the picture, the numbers."""
 
 import json
 import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib.resources import files
-from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-
-from verl_tlt.commands.report.figures import run_charts, step_chart
+from verl_tlt.commands.page import Fact, Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import most_trained, rl_steps, rows_of_trace, sentences, table
-from verl_tlt.errors import printable
-from verl_tlt.files.disk import replacing
-
-LONGEST_TEXT = 2000
-"""Characters of a text from the trace that the page shows."""
+from verl_tlt.commands.report.steps import IN_PAGES, Row, did_it_pay, own_work_s, rows_of_trace, sentences, table
+from verl_tlt.commands.report.timeline import most_trained, rl_steps
 
 
-def write_page(path: Path, trace: RunTrace) -> Path:
-    """Write the page and return its path; a `TraceError` says that the trace holds no finished rollout."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["plain"] = plain
-    steps = rl_steps(trace)
-    shown = [steps[number] for number in sorted({min(steps), most_trained(steps), max(steps)})]
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    page = template.render(
-        heading=trace.run.name if trace.run and trace.run.name else "one run",
+def run_page(trace: RunTrace) -> Page:
+    """The page of a traced run; a `TraceError` says that it has no finished rollout."""
+    from verl_tlt.commands.report.figures import run_charts, step_chart
+
+    steps, rows = rl_steps(trace), rows_of_trace(trace)
+    return Page(
+        heading=trace.run.name if trace.run and trace.run.name else "A run with verl-tlt",
         about=about(trace),
+        answer=did_it_pay(rows),
         sentences=list(sentences(trace)),
-        charts=[*run_charts(trace), *(step_chart(trace, step) for step in shown)],
+        facts=list(_facts(rows)),
+        charts=[step_chart(trace, steps[most_trained(steps)]), *run_charts(trace)],
         tables=list(_tables(trace)),
         command=serve_command(trace),
     )
-    with replacing(path) as file:
-        file.write(page.encode("utf-8", "backslashreplace"))
-    return path
+
+
+def _facts(rows: Mapping[int, Row]) -> Iterator[Fact]:
+    def total(name: str) -> float:
+        return sum(row[name] or 0.0 for row in rows.values())
+
+    if whole := total("step_s"):
+        yield Fact("mean step", f"{whole / len(rows):.1f} s")
+        yield Fact("rollout's share of a step", f"{total('rollout_s') / whole:.0%}")
+        yield Fact("TLT's own work", f"{sum(map(own_work_s, rows.values())) / whole:.1%} of the time")
+    lengths = [length for row in rows.values() if (length := row["accept_length"]) is not None]
+    if lengths:
+        yield Fact("accept length, last step", f"{lengths[-1]:.2f} tokens per draft")
+    if idle := total("idle_s"):
+        yield Fact("idle time of replicas", f"{idle:.1f} s, {total('idle_trained_s') / idle:.0%} trained the drafter")
+    versions = [version for row in rows.values() if (version := row["drafter_version_served"]) is not None]
+    if versions:
+        yield Fact("drafter served", f"version {versions[-1]:.0f}")
+
+
+def _tables(trace: RunTrace) -> Iterator[PageTable]:
+    headings, rows = table(rows_of_trace(trace), IN_PAGES)
+    if trace.off:
+        headings.append("why nothing was drafted")
+        rows = [[*row, trace.off.get(step, "")] for row, step in zip(rows, trace.steps, strict=True)]
+    yield PageTable("Steps", headings, rows)
+    drafters = ("candidate", "served", "initial")
+    verdicts = [
+        [str(p.step), f"v{p.version}", p.decision, "" if p.gain is None else f"{p.gain:+.1%}",
+         *("" if (tau := p.tau.get(name)) is None else f"{tau:.2f}" for name in drafters), p.reason]
+        for p in trace.publishes
+    ]  # fmt: skip
+    named = [f"{name}: accept length (tokens)" for name in drafters]
+    yield PageTable("Drafter versions", ["RL step", "version", "decision", "gain", *named, "reason"], verdicts)
+    failed = [[str(s.step), trace.label(s.replica), s.error] for s in trace.sessions if s.error]
+    failed += [[str(r.step), trace.label(r.replica), r.error or f"v{r.version} was loaded instead"]
+               for r in trace.reloads if not r.ok]  # fmt: skip
+    yield PageTable("Failures", ["RL step", "replica", "error"], failed)
+
+
+def about(trace: RunTrace) -> str:
+    """Policy, start, hardware and releases of a run, as far as its trace says them."""
+    if (run := trace.run) is None:
+        return ""
+    versions = ", ".join(
+        f"{name} {run.versions[name]}" for name in ("verl-tlt", "verl", "vllm") if name in run.versions
+    )
+    start = datetime.fromtimestamp(trace.runs[0].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
+    return "; ".join(part for part in (run.policy, start, where, versions) if part)
 
 
 def serve_command(trace: RunTrace) -> str:
@@ -63,39 +99,3 @@ def serve_command(trace: RunTrace) -> str:
     }
     serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"
     return f"verl-tlt write-back {drafter} {policy} && {serve}" if own else serve
-
-
-def plain(text: str) -> str:
-    """The text without control characters, shortened where it is very long."""
-    return printable(text[:LONGEST_TEXT]) + "…" * (len(text) > LONGEST_TEXT)
-
-
-def about(trace: RunTrace) -> str:
-    """Policy, start, hardware and releases of a run, as far as its trace says them."""
-    if (run := trace.run) is None:
-        return ""
-    versions = ", ".join(
-        f"{name} {run.versions[name]}" for name in ("verl-tlt", "verl", "vllm") if name in run.versions
-    )
-    start = datetime.fromtimestamp(trace.runs[0].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
-    return "; ".join(part for part in (run.policy, start, where, versions) if part)
-
-
-def _tables(trace: RunTrace) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    headings, rows = table(rows_of_trace(trace))
-    if trace.off:
-        headings.append("no drafts, since")
-        rows = [[*row, trace.off.get(step, "")] for row, step in zip(rows, trace.steps, strict=True)]
-    yield "Steps", headings, rows
-    drafters = ("candidate", "served", "initial")
-    verdicts = [
-        [str(p.step), f"v{p.version}", p.decision, "" if p.gain is None else f"{p.gain:+.1%}",
-         *("" if (tau := p.tau.get(name)) is None else f"{tau:.2f}" for name in drafters), p.reason]
-        for p in trace.publishes
-    ]  # fmt: skip
-    yield "Drafter versions", ["step", "version", "verdict", "gain", *drafters, "reason"], verdicts
-    failed = [[str(s.step), trace.label(s.replica), s.error] for s in trace.sessions if s.error]
-    failed += [[str(r.step), trace.label(r.replica), r.error or f"v{r.version} was loaded instead"]
-               for r in trace.reloads if not r.ok]  # fmt: skip
-    yield "Failures", ["step", "replica", "error"], failed

@@ -1,8 +1,7 @@
 """Reads a trace directory back into typed records; the run that writes it may still be going.
 
-Lines that cannot be read are counted and skipped. Files may be anybody's: what is no trace, or larger than a run's can
-be, ends in a sentence before it fills time or memory. A resumed run repeats the steps after its checkpoint; of a step
-that was written twice, the records of the later run count.
+Lines that cannot be read are counted and skipped. A resumed run repeats the steps after its checkpoint; of a step that
+was written twice, the records of the later run count.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,19 +24,11 @@ from verl_tlt.errors import TLTError
 from verl_tlt.trace import events
 from verl_tlt.trace.events import Event, RunStarted
 
-MOST_ENGINE_BYTES, MOST_EVENT_BYTES = 8 << 30, 1 << 30
-"""Most bytes of files with engine steps, and of the others, which take several times that in memory."""
-MOST_REPLICAS, MOST_STEPS, MOST_STARTS = 4096, 50_000, 1000
-MOST_UNREADABLE, MOST_UNREADABLE_BYTES = 1000, 16 << 20
-"""Lines and bytes of a file: if more than that, and more than half of its lines, cannot be read, it is no trace."""
-_LARGEST, _LATEST = 1e100, 6e10
-"""Largest metric, and latest time in unix seconds: what is computed from them is finite, and has a date."""
-
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(cls) for kind, cls in events.EVENT_TYPES.items()}
 
 
 class TraceError(TLTError, ValueError):
-    """The directory or file holds nothing that can be read; the message names it."""
+    """The directory holds nothing that can be read; the message names it."""
 
 
 class EngineSteps(NamedTuple):
@@ -75,11 +66,9 @@ class RunTrace:
     reloads: list[events.Reload] = field(default_factory=list)
     stops: list[events.Stopped] = field(default_factory=list)
     engines: dict[str, EngineSteps] = field(default_factory=dict)
-    """Replica -> the steps of its engine; empty where `tlt.trace.engine_steps` was off."""
+    """Replica -> the steps of its engine; empty where engine steps were not traced."""
     skipped: int = 0
     """Lines that could not be read."""
-    unread: int = 0
-    """Bytes of engine steps that were not looked at: they are too many."""
 
     @property
     def run(self) -> RunStarted | None:
@@ -106,39 +95,28 @@ class RunTrace:
 def read_trace(directory: str | Path) -> RunTrace:
     """Read every `*.jsonl` file of a trace directory; a `TraceError` says that there is none with an event."""
     path = Path(directory)
-    if not path.is_dir():
-        raise TraceError(f"{path} is not a directory; give the trace directory of a run (tlt.trace.dir).")
     parsed: list[Event] = []
     engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     skipped = 0
-    files, unread = _files(path)
-    for file in files:
-        good = bad = bad_bytes = 0
+    for file in sorted(path.glob("*.jsonl")):
         of_engine = file.name.startswith(events.ENGINE_PREFIX)
-        for line in _lines(file):
-            if not line.strip():
-                continue
-            record = _record(line)
-            if of_engine and (numbers := _engine_step(record)):
-                engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
-                good += 1
-            elif not of_engine and (event := parse_event(record)) is not None:
-                parsed.append(event)
-                good += 1
-            else:
-                bad, bad_bytes = bad + 1, bad_bytes + len(line)
-            if bad > good and (bad > MOST_UNREADABLE or bad_bytes > MOST_UNREADABLE_BYTES):
-                raise TraceError(f"{file} is no trace: of its first {good + bad} lines {bad} cannot be read.")
-        skipped += bad
+        with file.open("rb") as lines:
+            for line in lines:
+                record = _record(line)
+                if of_engine and (numbers := _engine_step(record)):
+                    engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
+                elif not of_engine and (event := parse_event(record)) is not None:
+                    parsed.append(event)
+                else:
+                    skipped += bool(line.strip())
     if not parsed and not engines:
-        _check(path, "holds", unread, MOST_ENGINE_BYTES, "bytes of engine steps and nothing else")
-        raise TraceError(f"{path} holds no trace: no *.jsonl file in it has a readable event.")
+        raise TraceError(f"{path} holds no trace: give the trace directory of a run (tlt.trace.dir).")
     parsed, repeated = _without_repeated(sorted(parsed, key=lambda e: e.t))
     of: defaultdict[type[Event], list[Any]] = defaultdict(list)
     for event in parsed:
         of[type(event)].append(event)
     steps = dict(sorted({event.step: event for event in of[events.Step]}.items()))
-    trace = RunTrace(
+    return RunTrace(
         path,
         runs=of[RunStarted],
         steps={number: step.metrics for number, step in steps.items()},
@@ -152,32 +130,7 @@ def read_trace(directory: str | Path) -> RunTrace:
         stops=of[events.Stopped],
         engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
         skipped=skipped,
-        unread=unread,
     )
-    _check(path, "names", len(trace.replicas), MOST_REPLICAS, "replicas")
-    _check(path, "names", len({getattr(event, "step", 0) for event in parsed}), MOST_STEPS, "RL steps")
-    return trace
-
-
-def _check(path: Path, verb: str, count: int, most: int, what: str) -> None:
-    if count > most:
-        raise TraceError(f"{path} {verb} {count} {what}, and verl-tlt reads traces of up to {most}.")
-
-
-def _files(path: Path) -> tuple[list[Path], int]:
-    """The files of a trace to read, and the bytes of engine steps left out, which a long run may have too many of.
-
-    A `TraceError` says that the files are more or larger than a run's.
-    """
-    files = sorted(file for file in path.glob("*.jsonl") if file.is_file())
-    _check(path, "holds", len(files), 2 * MOST_REPLICAS, "files")
-    sizes = {file: file.stat().st_size for file in files}
-    of_engines = sum(sizes[file] for file in files if file.name.startswith(events.ENGINE_PREFIX))
-    others = sum(sizes.values()) - of_engines
-    _check(path, "holds", others, MOST_EVENT_BYTES, f"bytes in files other than {events.ENGINE_PREFIX}*.jsonl")
-    if of_engines <= MOST_ENGINE_BYTES:
-        return files, 0
-    return [file for file in files if not file.name.startswith(events.ENGINE_PREFIX)], of_engines
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:
@@ -188,20 +141,13 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     known = {key: value for key, value in record.items() if value is not None}
     for key in ("metrics", "tau"):
         if isinstance(numbers := known.get(key), dict):
-            known[key] = {n: v for n, v in numbers.items() if isinstance(v, int | float) and abs(v) < _LARGEST}
+            known[key] = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
     if isinstance(counts := known.get("inflight"), dict):  # every line repeats the names
         known["inflight"] = {sys.intern(name): count for name, count in counts.items()}
     try:
-        event = adapter.validate_python(known)
+        return adapter.validate_python(known)
     except ValidationError:
         return None
-    times = (getattr(event, name, 0.0) for name in ("t", "start", "end"))
-    return event if all(abs(time) < _LATEST for time in times) else None  # NaN is not
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as lines:
-        yield from lines
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -216,8 +162,6 @@ def _record(line: bytes) -> dict[str, Any]:
 def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
     """The events without those of steps that a later run repeated, and the times in which these steps ran."""
     starts = [(i, event) for i, event in enumerate(parsed) if isinstance(event, RunStarted)]
-    if len(starts) > MOST_STARTS:
-        raise TraceError(f"The trace has {len(starts)} starts of a run, and up to {MOST_STARTS} can be told apart.")
     steps = np.array([getattr(event, "step", -np.inf) for event in parsed])
     begun = np.array([getattr(event, "start", event.t) for event in parsed])
     kept = np.ones(len(parsed), bool)
@@ -233,10 +177,9 @@ def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[floa
 def _engine_step(record: Mapping[str, Any]) -> list[float] | None:
     """The columns of `EngineSteps`; None: the line is malformed."""
     try:
-        numbers = [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
-    except (KeyError, TypeError, ValueError, OverflowError):
+        return [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
+    except (KeyError, TypeError, ValueError):
         return None
-    return numbers if all(abs(number) < 2**53 for number in numbers) else None  # NaN is not
 
 
 def _engine_steps(numbers: array[float], repeated: Sequence[tuple[float, float]]) -> EngineSteps:

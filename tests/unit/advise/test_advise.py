@@ -1,0 +1,151 @@
+"""`verl-tlt advise`: what it reads of a run, the arithmetic, and the verdict."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_tlt.commands.advise.estimate import RunShape, drafting_gains, shape_of, steps_to_repay, verdict
+from verl_tlt.commands.cli import app
+from verl_tlt.commands.run_metrics import read_run
+from verl_tlt.errors import TLTError
+
+STEP = {"timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 900.0, "response_length/max": 3600.0}
+SLOW = {**STEP, "timing_s/gen": 200.0, "timing_s/step": 600.0}
+RUN = {1: SLOW, 2: STEP, 3: STEP, 4: {**STEP, "timing_s/step": 170.0, "timing_s/save_checkpoint": 70.0}}
+
+
+def file_log(steps):
+    return "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps)
+
+
+def console_log(steps, prefix="", form=str):
+    rows = (" - ".join(f"{name}:{form(value)}" for name, value in data.items()) for _, data in steps)
+    return "".join(f"{prefix}step:{step} - {row}\n" for (step, _), row in zip(steps, rows, strict=True))
+
+
+def csv_file(steps, step="Step", prefix="my run - "):
+    columns = [f"{prefix}{name}{end}" for name in STEP for end in (("", "__MIN", "__MAX") if prefix else ("",))]
+    rows = [[str(n), *(str(data[c.removeprefix(prefix).split("__")[0]]) for c in columns)] for n, data in steps]
+    return "\n".join(",".join(f'"{cell}"' for cell in row) for row in [[step, *columns], *rows])
+
+
+def shape(rollout_s=80.0, longest=3600.0, tool_share=0.0):
+    return RunShape(3, rollout_s, 100.0, rollout_s / 100.0, 900.0, longest, tool_share)
+
+
+STEPS = list(RUN.items())
+PLAIN = STEPS[:3]
+FORMS = {
+    "file logger": ("a.jsonl", file_log(STEPS)),
+    "file logger, last line cut": ("a.jsonl", file_log(STEPS)[:-30]),
+    "values as text": ("a.jsonl", file_log([(n, {k: str(v) for k, v in data.items()}) for n, data in STEPS])),
+    "validation before the first step": ("a.jsonl", file_log([(0, {"val-core/acc": 0.1}), *STEPS])),
+    "console": ("a.log", "WARNING odd:thing\n" + console_log(STEPS)),
+    "console by Ray": ("a.log", console_log(STEPS, "\x1b[36m(TaskRunner pid=1)\x1b[0m ", "np.float64({})".format)),
+    "W&B's panel": ("a.csv", csv_file(PLAIN)),
+    "W&B's history": ("a.csv", csv_file(PLAIN, "_step", "")),
+    "resumed": ("a.jsonl", file_log([*STEPS, (3, SLOW), (4, STEP), (5, STEP)])),
+    "another run before it": ("a.jsonl", file_log([(n, SLOW) for n in range(1, 8)] + STEPS)),
+    "Windows": ("a.log", console_log(STEPS).replace("\n", "\r\n")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_is_read_in_every_form_in_which_people_keep_it(form, tmp_path):
+    name, text = FORMS[form]
+    (path := tmp_path / name).write_text(text)
+    found = shape_of(read_run(path), name)
+    assert (found.rollout_s, found.step_s, found.share, found.tail) == (80.0, 100.0, 0.8, 4.0)
+
+
+def test_the_first_step_after_each_start_is_left_out(tmp_path):
+    (path := tmp_path / "a.jsonl").write_text(file_log([*STEPS, (3, SLOW), (4, SLOW), (5, STEP)]))
+    run = read_run(path)
+    assert run.starts == {1, 3} and shape_of(run, "").steps == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "", "has no step with timing_s/gen and timing_s/step"),
+        ("a.jsonl", file_log([(1, {**STEP, "tlt/accept_length": 2.0})]), "is from a run with TLT"),
+        ("a.csv", "time,loss\n1,2", "has no column of RL steps"),
+        ("a.csv", "Step,a - timing_s/gen,b - timing_s/gen\n1,2,3", "several columns of the same metric"),
+        (".", None, "cannot be read"),
+    ],
+)
+def test_a_file_without_a_run_of_stock_verl_is_one_sentence(name, text, said, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TLTError, match=said):
+        shape_of(read_run(tmp_path / name), name)
+
+
+def test_amdahl():
+    run = shape(50.0)
+    assert [round(run.step_speedup(s), 3) for s in (1.5, 2.0, float("inf"))] == [1.2, 1.333, 2.0]
+    assert shape(50.0, tool_share=0.5).step_speedup(2.0) == pytest.approx(1 / 0.875), "tools take as long as before"
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (shape(22.0), "Rollout is 22% of a step: at most 1.28x. Not worth it."),
+        (shape(70.0, tool_share=0.8), "80% of it tools: at most 1.16x. Not worth it."),
+        (shape(80.0, longest=1000.0), "only 1.1 times the mean"),
+        (shape(30.0), "Only worth it with a good drafter: 1.18x if"),
+        (shape(80.0), "Rollout is 80% of a step: at most 5.00x. Worth trying: 1.67x if the rollout is twice as fast."),
+    ],
+)
+def test_the_verdict(run, said):
+    assert said in verdict(run)
+
+
+COSTS = {(1, -1): 10.0, (1, 1): 11.0, (1, 3): 13.0, (64, -1): 20.0, (64, 1): 40.0, (64, 3): 80.0, (9, 3): 1.0}
+
+
+def test_the_break_even_is_beside_the_measured_accept_length():
+    small, large = drafting_gains(COSTS, (0.8, 0.75, 0.7))
+    assert (small.batch, small.draft_length) == (1, 3)
+    assert small.break_even == pytest.approx(1.3) and small.accept_length == pytest.approx(1 + 0.8 + 0.6 + 0.42)
+    assert (large.batch, large.draft_length, large.speedup) == (64, 1, 1.0), "a draft that does not pay is not made"
+    assert drafting_gains(COSTS, (0.8,))[0].draft_length == 1, "no acceptance is assumed beyond what was measured"
+    assert "With this drafter at most 1.76x, at a batch of 1. Measure it" in verdict(shape(), [small, large])
+    assert "Not worth it with this drafter" in verdict(shape(), [large])
+
+
+def test_a_warm_up_is_repaid_by_what_steps_save():
+    assert steps_to_repay(shape(), 2.0, minutes=20.0) == pytest.approx(1200 / 40)
+    assert steps_to_repay(shape(), 1.0, minutes=20.0) is None
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A run, a drafter with its facts, and step times."""
+    (tmp_path / "metrics.jsonl").write_text(file_log(STEPS))
+    (tmp_path / "drafter").mkdir()
+    points = [{"batch": b, "draft_length": k, "seconds": s} for (b, k), s in COSTS.items()]
+    (tmp_path / "costs.json").write_text(json.dumps({"points": points}))
+    return tmp_path
+
+
+def advise(*words):
+    done = CliRunner().invoke(app, ["advise", *map(str, words)], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def test_the_command(files):
+    code, said = advise(files / "metrics.jsonl")
+    assert code == 0 and "80.0 s of 100.0 s (80%)" in said and "3,600 tokens, 4.0 times the mean" in said
+    drafter = ("--drafter", files / "drafter", "--costs", files / "costs.json")
+    code, said = advise(files / "metrics.jsonl", *drafter)
+    assert code == 1 and "has no measured acceptance" in said
+    facts = {"acceptance": [0.8, 0.75, 0.7], "training_seconds": 1200.0}
+    (files / "drafter" / "provenance.json").write_text(json.dumps(facts))
+    code, said = advise(files / "metrics.jsonl", *drafter)
+    assert code == 0 and "warm-up of 20 min repaid after" in said and "never" in said, said
+    assert advise(files / "metrics.jsonl", *drafter[:2])[0] == 1
+    (files / "costs.json").write_text("{}")
+    code, said = advise(files / "metrics.jsonl", *drafter)
+    assert code == 1 and "is not a report of verl-tlt doctor --gpu" in said

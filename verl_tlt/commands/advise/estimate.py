@@ -1,0 +1,154 @@
+"""How much a faster rollout can gain in a run. Numbers only.
+
+If the rollout is a share f of a step and becomes s times as fast, the step becomes 1 / (1 - f + f / s) times as fast
+(Amdahl's law). A draft of K tokens pays where its accept length is above the break-even: the time of an engine step
+that drafts and verifies K tokens, divided by that of a step without a drafter.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from statistics import fmean, median
+
+from verl_tlt.commands.run_metrics import LoggedRun
+from verl_tlt.errors import TLTError
+
+ROLLOUT, STEP, CHECKPOINT = "timing_s/gen", "timing_s/step", "timing_s/save_checkpoint"
+MEAN_LENGTH, LONGEST = "response_length/mean", "response_length/max"
+TOOLS, GENERATION = "timing_s/agent_loop/tool_calls/mean", "timing_s/agent_loop/generate_sequences/mean"
+SPEEDUPS = (1.5, 2.0, 3.0)
+"""How many times as fast the rollout is assumed to become; the paper's rollouts are at most 2.3 times as fast."""
+WORTH = 1.15
+"""How many times as fast a step must become to be worth the trouble of another component."""
+SHORT_TAIL = 1.5
+"""Longest response over the mean one, below which engines stay full until the end."""
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """Medians over the steps of a run without TLT; seconds are of one step, without its checkpoint."""
+
+    steps: int
+    rollout_s: float
+    step_s: float
+    share: float
+    """The rollout's share of a step."""
+    mean_length: float | None
+    """Tokens; None: not logged."""
+    longest: float | None
+    """Tokens of a step's longest response; None: not logged."""
+    tool_share: float
+    """Part of a response's time in which it waits for tools: drafts do not shorten it."""
+
+    @property
+    def tail(self) -> float | None:
+        """How many times as long as the mean the longest response is; None: not logged."""
+        return self.longest / self.mean_length if self.longest and self.mean_length else None
+
+    def step_speedup(self, rollout_speedup: float) -> float:
+        """How many times as fast a step becomes if decoding does."""
+        decoding = self.share * (1.0 - self.tool_share)
+        return 1.0 / max(1.0 - decoding + decoding / rollout_speedup, 1e-3)
+
+    @property
+    def ceiling(self) -> float:
+        return self.step_speedup(float("inf"))
+
+
+@dataclass(frozen=True)
+class DraftingGain:
+    """What the best draft length gains at one batch."""
+
+    batch: int
+    draft_length: int
+    break_even: float
+    """Accept length above which it pays."""
+    accept_length: float
+    """The drafter's, as it was measured."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast decoding is; 1 where nothing is drafted because it does not pay."""
+        return max(1.0, self.accept_length / self.break_even)
+
+
+def shape_of(run: LoggedRun, source: str) -> RunShape:
+    """The shape of a run with stock verl; the first step after each start is left out if there are others."""
+    finished = {step: m for step, m in run.steps.items() if 0 < m.get(ROLLOUT, 0.0) <= m.get(STEP, 0.0)}
+    if not finished:
+        raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give the metrics that verl logged in a run.")
+    if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):
+        raise TLTError(f"{source} is from a run with TLT: give one with stock verl, or use verl-tlt report.")
+    rows = [metrics for step, metrics in finished.items() if step not in run.starts] or list(finished.values())
+    seconds = [(row[ROLLOUT], row[STEP] - row.get(CHECKPOINT, 0.0)) for row in rows]
+    tools = [row[TOOLS] / (row[TOOLS] + row[GENERATION]) for row in rows if row.get(TOOLS) and row.get(GENERATION)]
+
+    def usual(name: str) -> float | None:
+        values = [row[name] for row in rows if name in row]
+        return median(values) if values else None
+
+    return RunShape(
+        steps=len(rows),
+        rollout_s=median(rollout for rollout, _ in seconds),
+        step_s=median(step for _, step in seconds),
+        share=min(1.0, median(rollout / step for rollout, step in seconds)),
+        mean_length=usual(MEAN_LENGTH),
+        longest=usual(LONGEST),
+        tool_share=median(tools) if tools else 0.0,
+    )
+
+
+def drafting_gains(step_seconds: Mapping[tuple[int, int], float], acceptance: Sequence[float]) -> list[DraftingGain]:
+    """The best draft length by batch, ascending.
+
+    Args:
+        step_seconds: seconds of an engine step by (batch, draft length); -1 is a step without a drafter.
+        acceptance: by draft position, the share of drafts accepted there, of those accepted up to there.
+    """
+    accept_lengths = list(accumulate(accumulate(acceptance, mul), initial=1.0))
+    gains = []
+    for batch in sorted({batch for batch, _ in step_seconds}):
+        without = step_seconds.get((batch, -1))
+        lengths = [k for k in range(1, len(accept_lengths)) if (batch, k) in step_seconds]
+        if without is None or not lengths:
+            continue
+        each = [DraftingGain(batch, k, step_seconds[batch, k] / without, accept_lengths[k]) for k in lengths]
+        gains.append(max(each, key=lambda gain: gain.accept_length / gain.break_even))
+    return gains
+
+
+def steps_to_repay(run: RunShape, rollout_speedup: float, minutes: float) -> float | None:
+    """After how many RL steps a warm-up of so many minutes is repaid; None: never."""
+    saved_s = run.step_s * (1.0 - 1.0 / run.step_speedup(rollout_speedup))
+    return 60.0 * minutes / saved_s if saved_s > 0 else None
+
+
+def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
+    """The answer in one sentence or two."""
+    known = f"Rollout is {run.share:.0%} of a step: at most {run.ceiling:.2f}x."
+    if run.tool_share:
+        known = f"Rollout is {run.share:.0%} of a step, {run.tool_share:.0%} of it tools: at most {run.ceiling:.2f}x."
+    measure = "Measure it: verl-tlt compare -- YOUR COMMAND."
+    twice = run.step_speedup(2.0)
+    if twice < WORTH:
+        return f"{known} Not worth it."
+    if gains:
+        best = max(gains, key=lambda gain: gain.speedup)
+        step = run.step_speedup(best.speedup)
+        told = f"{known} With this drafter at most {step:.2f}x, at a batch of {best.batch}."
+        return f"{told} {measure if step >= WORTH else 'Not worth it with this drafter.'}"
+    if run.tail is not None and run.tail < SHORT_TAIL:
+        even = f"the longest response is only {run.tail:.1f} times the mean, so the batch stays large until the end"
+        return f"{known} But {even}: probably not worth it."
+    if run.step_speedup(SPEEDUPS[0]) < WORTH:
+        return f"{known} Only worth it with a good drafter: {twice:.2f}x if the rollout is twice as fast. {measure}"
+    return f"{known} Worth trying: {twice:.2f}x if the rollout is twice as fast. {measure}"
+
+
+def mean_seconds(points: Sequence[Mapping[str, float]]) -> dict[tuple[int, int], float]:
+    """Measured engine steps as mean seconds by (batch, draft length)."""
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for point in points:
+        seconds.setdefault((int(point["batch"]), int(point["draft_length"])), []).append(float(point["seconds"]))
+    return {key: fmean(values) for key, values in seconds.items()}

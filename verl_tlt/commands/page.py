@@ -1,0 +1,64 @@
+"""Writes an HTML page that stands alone: it loads nothing and runs no script."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_tlt.errors import TLTError
+
+if TYPE_CHECKING:
+    from verl_tlt.commands.charts import Chart
+
+
+@dataclass(frozen=True)
+class PageTable:
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number that stands at the top of the page, with its unit."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Page:
+    heading: str
+    answer: str
+    """The first sentence, in bold."""
+    sentences: Sequence[str] = ()
+    about: str = ""
+    """What ran, where and when."""
+    facts: Sequence[Fact] = ()
+    charts: Sequence["Chart"] = ()
+    tables: Sequence[PageTable] = field(default_factory=list)
+    command: str = ""
+    """Shell command that serves the drafter."""
+
+
+def check_packages(command: str) -> None:
+    """Raise a `TLTError` if a package is missing that pages need."""
+    for package in ("matplotlib", "jinja2"):
+        if importlib.util.find_spec(package) is None:
+            raise TLTError(f"{command} needs {package}: pip install matplotlib jinja2.")
+
+
+def write_page(path: Path, page: Page) -> Path:
+    """Write the page and return its path. Texts are escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(template.render(page=page), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise TLTError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return path

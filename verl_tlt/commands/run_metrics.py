@@ -1,0 +1,112 @@
+"""Reads the metrics that verl logged in a run: its `file` logger, its console lines, or a CSV exported from W&B."""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_tlt.errors import TLTError
+
+Row = tuple[int, dict[str, float]]
+"""An RL step and its metrics."""
+
+STEP_COLUMNS = ("Step", "_step", "step", "training/global_step")
+"""Names of the CSV column that counts RL steps: W&B's panels, W&B's history, others."""
+WANDB_LIMITS = ("__MIN", "__MAX")
+"""Endings of the two columns that W&B adds beside every metric."""
+_CONSOLE = re.compile(r"step:(\d+) - (\S.*)")
+_ENTRY = re.compile(r"(\S+?):(?:np\.\w+\()?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\)?(?:\s|$)")
+
+
+@dataclass
+class LoggedRun:
+    """The metrics of one run."""
+
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    """RL step -> its metrics, in the order in which they were logged."""
+    starts: set[int] = field(default_factory=set)
+    """The first RL step after each start that the log shows. It is slow: everything is used for the first time."""
+
+
+def read_runs(paths: Sequence[Path]) -> LoggedRun:
+    """Read several files of one run; what they say of a step is put together."""
+    run = LoggedRun()
+    for path in paths:
+        part = read_run(path)
+        run.starts |= part.starts
+        for step, metrics in part.steps.items():
+            run.steps.setdefault(step, {}).update(metrics)
+    return run
+
+
+def read_run(path: Path) -> LoggedRun:
+    """Read one file. Lines without metrics are skipped; a resumed run repeats steps, of which the last ones count."""
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise TLTError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return put_together(_csv_rows(path, text) if path.suffix.lower() == ".csv" else _log_rows(text))
+
+
+def put_together(rows: Iterable[Row]) -> LoggedRun:
+    """The run of these rows. A lower step number is a restart; one up to the first step begins another run."""
+    run = LoggedRun()
+    last = -1
+    for step, metrics in rows:
+        if all(name.startswith("val") for name in metrics):
+            continue  # a validation before the first step
+        if step == last:  # several lines of one step
+            run.steps[step].update(metrics)
+            continue
+        if step < last:
+            run.steps = {earlier: logged for earlier, logged in run.steps.items() if earlier < step}
+            run.starts = {start for start in run.starts if start < step}
+        if step < last or not run.steps:
+            run.starts.add(step)
+        run.steps[step] = metrics
+        last = step
+    return run
+
+
+def _log_rows(text: str) -> Iterator[Row]:
+    for line in text.split("\n"):
+        if line.startswith("{"):
+            try:
+                record = json.loads(line)
+                yield int(record["step"]), numbers(record["data"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # half a line, or not verl's
+        elif match := _CONSOLE.search(line):
+            yield int(match[1]), {name: float(value) for name, value in _ENTRY.findall(match[2])}
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[Row]:
+    table = csv.DictReader(text.splitlines())
+    columns = [name for name in table.fieldnames or () if name and not name.endswith(WANDB_LIMITS)]
+    by = next((name for name in STEP_COLUMNS if name in columns), None)
+    if by is None:
+        raise TLTError(f"{path} has no column of RL steps: export it from W&B with the column Step or _step.")
+    metric_of = {name: name.rpartition(" - ")[2] for name in columns if name != by}  # "my run - timing_s/gen"
+    if len(set(metric_of.values())) < len(metric_of):
+        raise TLTError(f"{path} has several columns of the same metric: export one run only.")
+    for row in table:
+        step = row[by]
+        if step and step.replace(".", "", 1).isdecimal():
+            yield int(float(step)), numbers({metric: row[name] for name, metric in metric_of.items()})
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those values that are finite numbers, also where they are written as text."""
+    found = {}
+    for name, value in values.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            continue
+        if math.isfinite(number):
+            found[name] = number
+    return found
