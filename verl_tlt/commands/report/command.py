@@ -7,6 +7,7 @@ from verl_tlt.commands.page import check_packages, write_page
 from verl_tlt.commands.report.page import run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.steps import did_it_pay, rich_table, rows_of_trace, sentences
+from verl_tlt.errors import TLTError
 
 PAGE = "report.html"
 
@@ -21,5 +22,7 @@ def report(trace_dir: Path, out: Path | None) -> None:
     console.print(rich_table(rows, str(trace_dir)))
     check_packages("verl-tlt report")
     target = trace_dir.resolve().parent if out is None else out
+    if target.is_file() and target.suffix != ".html":
+        raise TLTError(f"--out {target} is a file: name a folder, or a page that ends in .html.")
     path = target if target.suffix == ".html" else target / PAGE
     say(console, f"Page: {write_page(path, run_page(trace))}")
