@@ -155,7 +155,7 @@ def rich_table(rows: Mapping[int, Row], title: str) -> Table:
     headings, cells = table(rows, IN_TERMINALS)
     shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)  # a path is no markup
     for heading in headings:
-        shown.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+        shown.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in cells:
         shown.add_row(*row)
     return shown
