@@ -72,6 +72,14 @@ def test_a_job_is_answered(tmp_path):
     assert told and "the child was here" in (tmp_path / "job" / child_engine.LOG).read_text()
 
 
+def test_a_users_file_with_the_name_of_a_module_is_not_imported(tmp_path, monkeypatch):
+    (notes := tmp_path / "notes").mkdir()
+    for name in ("json.py", "statistics.py"):
+        (notes / name).write_text("raise SystemExit('a file of the user was imported')")
+    monkeypatch.chdir(notes)
+    assert ask(tmp_path / "job", do="answer", numbers=[4])["sum"] == 4
+
+
 @pytest.mark.parametrize(
     ("job", "said"),
     [

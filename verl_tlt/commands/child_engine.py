@@ -1,7 +1,7 @@
 """An engine in a child process, for the commands that start one.
 
 A child process returns all its memory on every device when it ends, and a crash of the engine becomes one sentence.
-The parent calls `run_job`, which starts `python -m MODULE DIRECTORY PARENT`; that module calls `serve_job`. In the
+The parent calls `run_job`, which starts `python -P -m MODULE DIRECTORY PARENT`; that module calls `serve_job`. In the
 directory, `job.json` has the child's job, `answer.json` its answer, and `engine.log` what it printed.
 """
 
@@ -72,7 +72,7 @@ def run_job(
         old.unlink(missing_ok=True)
     (directory / "job.json").write_text(json.dumps(job))
     deadline = time.monotonic() + timeout_s
-    command = [sys.executable, "-m", module, str(directory), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", module, str(directory), str(os.getpid())]  # -P: nothing of the user's folder
     with running(command, env={**os.environ, **environment}, log=log) as tree:
         while tree.process.poll() is None:
             tell()

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
+from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.warmup import command, train
 from verl_tlt.commands.warmup.command import warmup
 from verl_tlt.commands.warmup.evaluate import linked
@@ -21,6 +22,7 @@ from verl_tlt.drafter.check import check_drafter
 from verl_tlt.drafter.checkpoint import load_drafter, load_own_head, provenance, write_state
 from verl_tlt.drafter.evaluate import SequenceScore
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
+from verl_tlt.errors import TLTError
 
 QUIET = Console(quiet=True)
 
@@ -98,6 +100,16 @@ def test_stopped_while_it_notes_its_settings_it_goes_on(settings):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert begin(wanted) is None
+
+
+def test_a_second_warm_up_into_the_same_folder_is_refused_at_the_start(settings, answer):
+    wanted = answer(settings())
+    with take_lock(wanted.work / "lock", "busy"):
+        with pytest.raises(TLTError, match=r"Another warm-up is writing to .*drafter\.warmup; give another --out\."):
+            warmup(wanted, QUIET)
+        assert not (wanted.work / "run.json").exists()
+    warmup(wanted, QUIET)
+    assert wanted.out.is_dir() and not wanted.work.exists()
 
 
 def test_other_settings_do_not_go_on_from_it(settings, answer, warm):

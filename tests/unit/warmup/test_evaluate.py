@@ -71,6 +71,12 @@ def test_held_out_are_prompts_in_the_form_of_the_warm_up(policy_dir, tmp_path, p
         choose_prompts(options)
 
 
+def test_a_policy_that_is_not_there_is_named_before_the_prompts(policy_dir, tmp_path):
+    options = replace(options_of(policy_dir, tmp_path, {}), model=tmp_path / "nowhere")
+    with pytest.raises(DrafterError, match=r"nowhere/config\.json does not exist"):
+        evaluate(options, Console())
+
+
 def test_without_prompts_it_asks_for_them(policy_dir, tmp_path):
     with pytest.raises(DrafterError, match=r"does not say which prompts it was warmed up with; give --prompts\."):
         choose_prompts(options_of(policy_dir, tmp_path, {}))

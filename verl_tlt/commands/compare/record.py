@@ -1,8 +1,6 @@
 """What the turns of a comparison measured, kept in a file with which a comparison that is called again goes on."""
 
-import fcntl
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.report.steps import step_row
 from verl_tlt.errors import TLTError, wrong_field
 from verl_tlt.files.disk import replacing
@@ -18,7 +17,6 @@ from verl_tlt.files.json_files import read_object
 
 STEP = "global_step_"
 """How verl names the folder of a checkpoint."""
-logger = logging.getLogger(__name__)
 
 
 class CompareError(TLTError):
@@ -113,16 +111,9 @@ class Record:
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "turns.lock").open("ab")
+        self._lock = take_lock(folder / "turns.lock", f"Another comparison is writing to {folder}.")
         self.file, self.turns = folder / "turns.json", list[Turn]()
         self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CompareError(f"Another comparison is writing to {folder}.") from None
-        except OSError as error:
-            logger.warning("%s is not locked (%s): call one comparison at a time.", folder, error.strerror)
         try:
             self._go_on()
         except TLTError:

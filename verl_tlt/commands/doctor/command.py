@@ -33,17 +33,26 @@ if TYPE_CHECKING:
 def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
     findings = examine_recipe(recipe)
-    if (folder := location("verl")) is not None:  # as for `python -m`, a clone in the working directory hides others
-        spec = importlib.util.find_spec("verl")
-        other = next(iter(spec.submodule_search_locations or ()), folder) if spec else folder
-        hides = os.path.realpath(other) != os.path.realpath(folder)
-        read = f"verl is read in {folder}" + (f", which hides that in {other}" if hides else "")
-        findings.append(Finding("warn" if hides else "ok", "verl's folder", read))
+    findings += filter(None, map(_place, ("verl", "vllm")))
     if recipe.assumed:
         others = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
         taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{others}"
         findings.insert(1, Finding("ok", "script", taken))
     return findings
+
+
+def _place(package: str) -> Finding | None:
+    """The folder that a package is imported from, with a warning where it hides an installed one; None: there is none.
+
+    Python looks in the working directory first, so a clone or a folder of that name hides the installed package.
+    """
+    if (folder := location(package)) is None:
+        return None
+    spec = importlib.util.find_spec(package)
+    other = next(iter(spec.submodule_search_locations or ()), folder) if spec else folder
+    if os.path.realpath(other) == os.path.realpath(folder):
+        return Finding("ok", f"{package}'s folder", f"{package} is read in {folder}")
+    return Finding("warn", f"{package}'s folder", f"{package} is read in {folder}, which hides that in {other}")
 
 
 def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:

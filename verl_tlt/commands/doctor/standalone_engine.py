@@ -20,6 +20,7 @@ from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
 from verl_tlt.speculation.costs.tables import LatencyTable
 from verl_tlt.speculation.graph_rules import is_hybrid
+from verl_tlt.upstream.versions import location
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -59,9 +60,19 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:
-    """Variables that a recipe's engines have beside this process's: its script's, and those that Ray hands on."""
+    """Variables that a recipe's engines have beside this process's: its script's, and those that Ray hands on.
+
+    A clone of verl in the recipe's directory is on `PYTHONPATH`: `python -m` finds it there, and a child engine, which
+    does not look into its working directory, would not.
+    """
     handed = select(compose(recipe.overrides, recipe.config), "ray_kwargs.ray_init.runtime_env.env_vars", {})
-    return {**recipe.environment, **{str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}}
+    own = {**recipe.environment, **{str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}}
+    clone = Path(recipe.directory or ".").resolve()
+    if (verl := location("verl")) is not None and verl.resolve().parent == clone:
+        own["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(clone), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))))
+        )
+    return own
 
 
 def fetch_policy(policy: str | os.PathLike[str]) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import Prompts, read_for
@@ -64,14 +65,15 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     _check(options)
     prompts, device = read_for(options, options.prompts, options.limit), engine.find_device(options.device)
     fetch_policy(options.model)
-    if notice := begin(options, prompts):
-        say(console, notice)
-    with engine.make_bars(console) as bars:
-        responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
-        run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
-        run()
-    directory = _save(options, prompts, responses, run)
-    shutil.rmtree(options.work)
+    with take_lock(options.work / "lock", f"Another warm-up is writing to {options.work}; give another --out."):
+        if notice := begin(options, prompts):
+            say(console, notice)
+        with engine.make_bars(console) as bars:
+            responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
+            run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
+            run()
+        directory = _save(options, prompts, responses, run)
+        shutil.rmtree(options.work)
     arguments = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
     drafting = f"accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}"
     say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {arguments}")

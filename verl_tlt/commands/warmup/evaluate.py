@@ -25,7 +25,7 @@ from verl_tlt.commands.warmup.train import PolicyTexts
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.mtp_write_back import write_back
-from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder
+from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, policy_shape
 from verl_tlt.messages import from_plain
 from verl_tlt.server.engine_arguments import speculative_config
 
@@ -57,6 +57,7 @@ class Verdict:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
+    policy_shape(options.model)  # a policy that is not there is named before its prompts
     prompts = choose_prompts(options)
     fetch_policy(options.model)
     # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
