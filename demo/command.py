@@ -13,6 +13,7 @@ from demo.run import STALL_S, DemoRun, run_recipe
 from demo.screen import Screen
 from demo.toy.assets import Assets, build_assets, demo_width
 from demo.warmup import warm_up
+from verl_tlt.commands.capture import capture
 from verl_tlt.commands.compare.command import compare
 from verl_tlt.commands.console import make_console
 from verl_tlt.commands.options import CompareOptions
@@ -21,7 +22,6 @@ from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.report.page import run_page, serve_command
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.commands.report.steps import Row, initial_lengths, rich_table, rows_of_trace
-from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 
 INTERRUPTED = 130
@@ -74,9 +74,9 @@ def _demo(console: Console, against_stock: bool, steps: int, out: Path, seed: in
 def compare_with_stock(console: Console, out: Path, run: DemoRun) -> None:
     """`verl-tlt compare` on the demo's recipe, with the drafter that `run` has trained."""
     own_cluster = "+ray_kwargs.ray_init.address=local"  # never join one that happens to be there
-    recipe = read_script(RECIPE, (own_cluster,), run.environment())
+    recipe = capture((str(RECIPE), own_cluster), environment=run.environment())
     options = CompareOptions(
-        recipe=[], rounds=ROUNDS, steps=TURN, out=out / "compare", drafter=str(run.out / "drafter"),
+        rounds=ROUNDS, steps=TURN, out=out / "compare", drafter=str(run.out / "drafter"),
         stall_minutes=STALL_S / 60,
     )  # fmt: skip
     compare(recipe, options, console)

@@ -145,9 +145,13 @@ RECIPES = {
 
 def captured(recipe: Recipe, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
     """The overrides with which an unchanged recipe, given `arguments`, calls `verl.trainer.main_ppo`."""
-    from verl_tlt.commands.script.reader import read_script
-
-    return list(read_script(HERE / recipe.script, arguments, environment).overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Path(folder, "python")  # stands in for the interpreter, and writes down its arguments
+        stub.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > {folder}/told\n")
+        stub.chmod(0o755)
+        around = {**os.environ, **environment, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        subprocess.run(["bash", str(HERE / recipe.script), *arguments], env=around, check=True)
+        return Path(folder, "told").read_text().split("\0")[2:-1]
 
 
 def touch_data(directory: Path) -> None:

@@ -18,7 +18,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from verl_tlt import MODE_PREFIX, flag
+from verl_tlt import MODE_PREFIX, capture, flag  # noqa: F401 (`capture` acts where a command of ours captures)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

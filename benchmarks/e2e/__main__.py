@@ -10,7 +10,7 @@
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
 The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`); what making it took is in the result.
-Step costs are measured once before (`verl-tlt calibrate`), for TLT and for `vllm-table`. `--load large` has four times
+Step costs are measured once before, for TLT and for `vllm-table`. `--load large` has four times
 as many responses in a step, `--load wide` eight times.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
@@ -25,12 +25,12 @@ for the lengths that each arm sampled (`lengths.py`): `benchmarks.control --fixe
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from benchmarks.control.engine import VllmTable
 from benchmarks.control.fixed import real_models, recorded_costs
@@ -45,16 +45,16 @@ from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.capture import capture
 from verl_tlt.commands.compare.command import report, take_turns
 from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan, quoted
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say
+from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 from verl_tlt.commands.processes import interruptible
-from verl_tlt.commands.script.reader import read_script
-from verl_tlt.commands.warmup.prompts import load_tokenizer
 from verl_tlt.errors import TLTError
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs.tables import LatencyTable, save_table
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 900.0
@@ -105,12 +105,11 @@ def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
     calibrated, costs = work / "calibrated", work / "costs"
     if not list(calibrated.glob("*.json")):
         longest = f"tlt.speculation.max_draft_length={subject.longest}"
-        recipe = [str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides]
-        program = Path(sys.executable).parent / "verl-tlt"
-        command = [str(program), "calibrate", *recipe, "--cpu", "--out", str(calibrated)]
         given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
-        env = recipe_environment(work / "calibration", subject.assets, 1, **given)
-        subprocess.run(command, env=env, cwd=ROOT, check=True)
+        environment = recipe_environment(work / "calibration", subject.assets, 1, **given)
+        command = (str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides)
+        answer = run_job(EngineJob(capture(command, environment=environment), cpu=True))
+        save_table(calibrated, answer.key, answer.costs)
     if not costs.exists():
         shutil.copytree(calibrated, costs)
     return calibrated, costs
@@ -129,7 +128,7 @@ def recipe_of(work: Path, subject: Subject, load: Load, forced: bool) -> Recipe:
     given = (FORCED, f"actor_rollout_ref.rollout.router_config_path={assets.router}") if forced else ()
     environment = recipe_environment(work / "recipe", assets, 1, TLT="1", DTYPE=find_dtype())
     words = (*subject.overrides, *subject.tlt, *load.overrides, NO_CLUSTER, *given)
-    return read_script(RECIPE, words, environment)
+    return capture((str(RECIPE), *words), environment=environment)
 
 
 def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
@@ -163,7 +162,7 @@ def adjusted_ratios(subject: Subject, arms: Sequence[Arm], record: Record, work:
     """By arm its ratios over stock, adjusted for the lengths that each sampled; empty where none are predicted."""
     if subject.predicted is None or not record.steps(STOCK):
         return {}
-    tokenizer = load_tokenizer(subject.assets.policy)
+    tokenizer = AutoTokenizer.from_pretrained(subject.assets.policy)
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

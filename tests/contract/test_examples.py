@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from one_row import one_row
-
-from verl_tlt.checks import rules
-from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.commands.script.reader import read_script
 from verl_tlt.commands.script.run import run_script
 from verl_tlt.commands.script.syntax import MAIN
+
+from verl_tlt.checks import rules
+from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import TLTConfigError
 
 CACHE = os.environ.get("TLT_CONTRACT_CACHE")

@@ -20,7 +20,7 @@ from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.prompts import read_for
+from verl_tlt.commands.warmup.prompts import read_prompts
 from verl_tlt.drafter import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "drafter"))  # tiny_policy.py
@@ -61,13 +61,11 @@ def script(policy, tmp_path_factory):
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2",
     ]  # fmt: skip
-    script = folder / "recipe.sh"
-    script.write_text("#!/bin/bash\npython3 -m verl.trainer.main_ppo " + " ".join(overrides) + ' "$@"\n')
-    return script
+    return overrides
 
 
 def options_of(kind, script, **given):
-    return kind(**kind.completed({"recipe": [str(script)], "device": "cpu", **given}))
+    return kind(**kind.completed({"overrides": script, "device": "cpu", **given}))
 
 
 def run(*words):
@@ -82,7 +80,7 @@ def answered(script, tmp_path_factory):
     """What the engine of the recipe answers to its prompts: options, prompts, responses and where they are."""
     folder = tmp_path_factory.mktemp("answers")
     options = options_of(WarmupOptions, script, out=folder / "drafter")
-    prompts = read_for(options, options.prompts, None)
+    prompts = read_prompts(options)
     stage = engine.Stage(engine.make_bars(Console(quiet=True)), "generate", "")
     found, _ = engine.generate(engine.generation_job(options, prompts.tokens), folder, stage)
     return options, prompts, found, folder / engine.RESPONSES
@@ -104,7 +102,9 @@ def test_responses_end_where_the_runs_would(answered):
 def test_an_engine_has_room_for_what_is_needed(answered, script, policy, listed):
     options, prompts, _, _ = answered
     if not listed:
-        options = EvaluateOptions(drafter=Path("none"), model=policy, response_length=LONGEST, device="cpu")
+        options = EvaluateOptions(
+            drafter=Path("none"), model=policy, prompts=[Path("none")], response_length=LONGEST, device="cpu"
+        )
     job = engine.generation_job(options, prompts.tokens)
     setup = set_up(job.recipe, job.changes)
     longest = max(map(len, prompts.tokens))
@@ -117,7 +117,7 @@ def test_a_head_with_few_positions_drafts_as_is_predicted(answered, script, poli
     work.mkdir(parents=True)
     shutil.copy(file, work)
     code, said = run(
-        *("warmup", "--recipe", script, "--out", out, "--device", "cpu", "--epochs", 30, "--batch-tokens", 512),
+        *("warmup", *script, "--out", out, "--device", "cpu", "--epochs", 30, "--batch-tokens", 512),
         *("--learning-rate", 3e-3, "--objective", "eagle"),
     )
     assert code == 0, said
@@ -129,5 +129,5 @@ def test_a_head_with_few_positions_drafts_as_is_predicted(answered, script, poli
     config = json.loads((out / "config.json").read_text())
     config["transformer_layer_config"]["max_position_embeddings"] = 32
     (out / "config.json").write_text(json.dumps(config))
-    code, said = run("evaluate", out, "--recipe", script, "--device", "cpu", "--draft-length", 2, "--limit", 12)
+    code, said = run("evaluate", out, *script, "--device", "cpu", "--draft-length", 2, "--limit", 12)
     assert code == 0 and "within 5 %" in said, said

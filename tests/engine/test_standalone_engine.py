@@ -1,4 +1,4 @@
-"""`verl-tlt calibrate` and `doctor --gpu --cpu` on a real engine, started as a recipe would have it."""
+"""`verl-tlt doctor --gpu --cpu` on a real engine, started as a recipe would have it."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def overrides(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def doctor(overrides, tmp_path_factory):
-    """What the doctor said, what its child process had answered, and the home in which it kept a table."""
+    """What the doctor said, what its child process had answered, and its report."""
     home, answers = tmp_path_factory.mktemp("home"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_check, "run_job", lambda job: answers.append(run_job(job)) or answers[-1])
@@ -49,42 +49,32 @@ def doctor(overrides, tmp_path_factory):
         patch.setenv("VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm")))
         patch.setenv("HOME", str(home))
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and `uni`: an engine's worker is not one more process
-        done = CliRunner().invoke(app, ["doctor", *overrides, "--gpu", "--cpu"], env={"COLUMNS": "200"})
-    return done, answers, home
+        done = CliRunner().invoke(
+            app,
+            ["doctor", *overrides, "--gpu", "--cpu", "--all", "--out", str(home / "r.json")],
+            env={"COLUMNS": "200"},
+        )
+    return done, answers, home / "r.json"
 
 
 def test_the_doctor_measures_on_this_machine(doctor):
-    done, answers, home = doctor
+    done, answers, report = doctor
     assert done.exit_code == 0, done.output
-    said = (
-        "it was loaded again after sleep",
-        "weights and buffers are as before",
-        "times stock's step",
-        "K=2 against off",
-        "kept for runs",
-    )
-    for text in said:
+    said = ("sleep discarded it", "weights and buffers are as before", "times stock's step", "K=2 against off")
+    for text in (*said, f"Wrote {report}."):
         assert text in done.output
     (answer,) = answers
     (beside,) = (found.sentence for found in answer.findings if found.what == "drafter off against stock")
     assert re.search(r"batch 1: [\d.]+ against [\d.]+ and [\d.]+ ms", beside), "stock is read twice"
-    (kept,) = (home / ".cache/verl-tlt/costs").iterdir()
-    assert {p["batch"] for p in json.loads(kept.read_text())["points"]} == {1, 2, 4}
+    assert list(report.parent.iterdir()) == [report], "nothing is stored beside the report"
+    points = json.loads(report.read_text())["points"]
+    assert {point["draft_length"] for point in points} == {OFF, 0, 1, 2}
+    assert {point["batch"] for point in points} == {1, 2, 4} and all(point["seconds"] > 0 for point in points)
 
 
-def test_calibrate_keeps_the_same_measurements(doctor, overrides, tmp_path, monkeypatch):
-    """Its job is the doctor's without sleep and memory, so the engines are not started for it again."""
-    asked, (_, (answer,), _) = [], doctor
-    monkeypatch.setattr(engine_check, "run_job", lambda job: asked.append(job) or answer)
-    done = CliRunner().invoke(
-        app, ["calibrate", *overrides, "--cpu", "--seconds", "60", "--out", str(tmp_path / "costs")]
-    )
-    assert done.exit_code == 0, done.output
-    (kept,) = (tmp_path / "costs").iterdir()
-    table = json.loads(kept.read_text())
-    assert {p["draft_length"] for p in table["points"]} == {OFF, 0, 1, 2}
-    assert {p["batch"] for p in table["points"]} == {1, 2, 4} and all(p["seconds"] > 0 for p in table["points"])
-    for text in ("no drafter", "batch 4"):
-        assert text in done.output
-    (job,) = asked
-    assert (job.costs_only, job.cpu, job.budget_s) == (True, True, 60.0)
+def test_without_a_drafter_there_is_none_to_lose_in_sleep(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    words = [word for word in overrides if not word.startswith("tlt.drafter")]
+    ngram = ["tlt.speculation.source=ngram", "--gpu", "--cpu", "--seconds", "5", "--out", str(tmp_path / "r.json")]
+    done = CliRunner().invoke(app, ["doctor", *words, *ngram], env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "drafter after sleep" not in done.output, done.output

@@ -26,6 +26,7 @@ CORE = {
     "files": {"errors"},
     "speculation": {"errors", "files", "messages"},
     "idle": set(),
+    "capture": {"flag"},
     "flag": set(),
     "config": {"errors", "speculation"},
     "upstream": {"errors"},
@@ -43,11 +44,11 @@ RUN = {
     | {"actor", "bootstrap", "drafter", "idle", "server", "speculation", "spot_trainer", "trace", "upstream"},
     "checks": SHARED | {"drafter", "flag", "idle", "server", "speculation", "upstream"},
     "activation": SHARED | {"checks", "trainer", "upstream"},
-    "plugin": {"activation", "flag", "trainer", "upstream"},
+    "plugin": {"activation", "capture", "flag", "trainer", "upstream"},
 }
 COMMANDS = {
     "commands": SHARED
-    | {"bootstrap", "checks", "drafter", "flag", "server", "speculation", "trace", "trainer", "upstream"},
+    | {"bootstrap", "capture", "checks", "drafter", "flag", "server", "speculation", "trace", "trainer", "upstream"},
 }
 MAY_IMPORT = CORE | RUN | COMMANDS
 FRAMEWORKS_OF = dict.fromkeys(MAY_IMPORT, frozenset()) | {

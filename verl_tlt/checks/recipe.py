@@ -1,6 +1,6 @@
-"""A recipe composed as `main_ppo` would compose it, from its overrides or its script, and its keys read with checks.
+"""A recipe composed as `main_ppo` would compose it, from its overrides, and its keys read with checks.
 
-Whatever cannot be read is a `TLTConfigError` that names the script or the key. Imports neither verl nor vLLM nor torch,
+Whatever cannot be read is a `TLTConfigError` that names the key. Imports neither verl nor vLLM nor torch,
 and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to work where nothing is installed yet.
 """
 
@@ -43,13 +43,9 @@ class Recipe:
     config: str = CONFIG
     """Name of the top-level config, after its folder where that is not verl's own."""
     environment: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What its script had set in the environment."""
+    """What its command had set in the environment."""
     directory: str | None = field(default=None, compare=False)
-    """Working directory of its script when it started `main_ppo`; None: this process's."""
-    unread: tuple[str, ...] = field(default=(), compare=False)
-    """Environment variables that its script sets to a program's output, which is not known here."""
-    assumed: tuple[str, ...] = field(default=(), compare=False)
-    """Commands of its script that were not run, and after which it was read on as if they had gone well."""
+    """Working directory in which it is started; None: this process's."""
 
     def place(self) -> contextlib.AbstractContextManager[None]:
         """Run a `with` block in the directory where the script starts `main_ppo`, which relative paths begin from."""

@@ -15,13 +15,11 @@ try:
     from verl_tlt.commands.console import make_console
     from verl_tlt.commands.options import (
         AdviseOptions,
+        CommandAfterDashes,
         CompareOptions,
-        ConfigName,
+        DoctorOptions,
         EvaluateOptions,
-        RecipeWords,
-        RunScript,
         WarmupOptions,
-        finite,
         takes_options,
     )
     from verl_tlt.files.disk import check_writable
@@ -61,40 +59,28 @@ def main(
 
     \b
     Begin with:
-      verl-tlt doctor recipe.sh +trainer.plugin=tlt
+      verl-tlt doctor -- bash recipe.sh +trainer.plugin=tlt
       verl-tlt advise metrics.jsonl
     """
 
 
-@app.command()
-def doctor(
-    overrides: Annotated[list[str] | None, Argument(help="Your recipe; without one only packages.")] = None,
-    config_name: ConfigName = "ppo_trainer",
-    gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False,
-    cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False,
-    run_script: RunScript = False,
-) -> None:
+@app.command(cls=CommandAfterDashes)
+@takes_options(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
     """Can TLT run here? Checks packages and your recipe.
 
+    A command after -- is run until it starts verl, and ended there. Overrides and --config run nothing.
     Exit status: 0 yes, 1 no, 3 yes on a machine that has what the recipe asks for.
 
     \b
     Examples:
       verl-tlt doctor
-      verl-tlt doctor recipe.sh +trainer.plugin=tlt
-      verl-tlt doctor recipe.sh +trainer.plugin=tlt --gpu
+      verl-tlt doctor -- bash recipe.sh +trainer.plugin=tlt
+      verl-tlt doctor --gpu -- python3 -m verl.trainer.main_ppo ... +trainer.plugin=tlt
     """
-    from verl_tlt.commands.doctor.command import conclude, diagnose, findings_table, measure_engine
-    from verl_tlt.commands.script.run import read_arguments
+    from verl_tlt.commands.doctor.command import doctor as run
 
-    recipe = read_arguments(overrides or [], config_name, run_script)
-    findings = diagnose(recipe)
-    if gpu and not any(finding.level == "refuse" for finding in findings):
-        findings += measure_engine(recipe, cpu)
-    make_console().print(findings_table(findings))
-    answer, status = conclude(findings, recipe)
-    typer.echo(printable(answer))
-    raise typer.Exit(status)
+    raise typer.Exit(run(options, make_console()))
 
 
 @app.command()
@@ -113,7 +99,7 @@ def advise(options: AdviseOptions) -> None:
     run(options, make_console())
 
 
-@app.command()
+@app.command(cls=CommandAfterDashes)
 @takes_options(CompareOptions)
 def compare(options: CompareOptions) -> None:
     """Is it faster here? Runs stock verl and TLT in turns.
@@ -122,16 +108,15 @@ def compare(options: CompareOptions) -> None:
 
     \b
     Example:
-      verl-tlt compare recipe.sh --drafter drafters/qwen3-8b --out compare-out
+      verl-tlt compare --drafter drafters/qwen3-8b --out compare-out -- bash recipe.sh
     """
     _need("compare", "verl", "vllm", "psutil")
     from verl_tlt.commands.compare.command import compare as run
-    from verl_tlt.commands.script.run import read_arguments
 
-    run(read_arguments(options.recipe, options.config_name, options.run_script), options, make_console())
+    run(options.recipe(), options, make_console())
 
 
-@app.command()
+@app.command(cls=CommandAfterDashes)
 @takes_options(WarmupOptions)
 def warmup(options: WarmupOptions) -> None:
     """Train a drafter before the run, from the policy's responses.
@@ -141,7 +126,7 @@ def warmup(options: WarmupOptions) -> None:
     \b
     Examples:
       verl-tlt warmup --model Qwen/Qwen3-8B --prompts train.parquet --out drafters/qwen3-8b
-      verl-tlt warmup --recipe recipe.sh --out drafters/qwen3-8b --max-minutes 60
+      verl-tlt warmup --out drafters/qwen3-8b --max-minutes 60 -- bash recipe.sh
     """
     _need("warmup", "torch", "transformers", "verl", "vllm")
     from verl_tlt.commands.warmup.command import warmup as run
@@ -149,7 +134,7 @@ def warmup(options: WarmupOptions) -> None:
     run(options, make_console())
 
 
-@app.command()
+@app.command(cls=CommandAfterDashes)
 @takes_options(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
     """Measure a drafter's accept length in stock vLLM.
@@ -158,7 +143,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
     \b
     Example:
-      verl-tlt evaluate drafters/qwen3-8b --model Qwen/Qwen3-8B
+      verl-tlt evaluate drafters/qwen3-8b --model Qwen/Qwen3-8B --prompts test.parquet
     """
     _need("evaluate", "torch", "transformers", "verl", "vllm")
     from verl_tlt.commands.warmup.evaluate import evaluate as run
@@ -168,32 +153,6 @@ def evaluate(options: EvaluateOptions) -> None:
     verdict = run(options, console)
     show(verdict, console)
     raise typer.Exit(0 if verdict.agrees else 1)
-
-
-@app.command()
-def calibrate(
-    overrides: RecipeWords,
-    config_name: ConfigName = "ppo_trainer",
-    out: Annotated[Path | None, Option(help="Folder to write to; by default where runs look.")] = None,
-    seconds: Annotated[float, Option(min=1, callback=finite, help="How long to measure.")] = 60.0,
-    cpu: Annotated[bool, Option("--cpu", help="Measure on the CPU, even where there is a GPU.")] = False,
-    run_script: RunScript = False,
-) -> None:
-    """Measure what an engine step takes, for later runs.
-
-    By batch and draft length; a run of the same policy on the same hardware then measures nothing at its start.
-
-    \b
-    Example:
-      verl-tlt calibrate recipe.sh +trainer.plugin=tlt
-    """
-    from verl_tlt.commands.doctor.command import calibrate as run
-    from verl_tlt.commands.doctor.command import cost_table
-    from verl_tlt.commands.script.run import read_arguments
-
-    path, costs = run(read_arguments(overrides, config_name, run_script), out, seconds, cpu)
-    make_console().print(cost_table(costs))
-    typer.echo(printable(f"Kept in {path}"))
 
 
 @app.command()
@@ -257,3 +216,7 @@ def _need(command: str, *packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise TLTError(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.")
+
+
+if __name__ == "__main__":
+    app()

@@ -3,28 +3,91 @@
 import dataclasses
 import inspect
 import math
+import os
+import re
+import shlex
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from typer import Argument, BadParameter, CallbackParam, Context, Option
+from typer.core import TyperCommand
 from typer.models import OptionInfo
+
+from verl_tlt.checks.recipe import CONFIG, Recipe
+from verl_tlt.errors import TLTError
+from verl_tlt.flag import MAIN
+from verl_tlt.upstream.versions import look_first_in
 
 LEAST = 1e-9
 """Minimum of an option that must be above 0: typer has no exclusive limits."""
 UNLIMITED = float("inf")
 MOST_SEED = (1 << 32) - 1
+COMMAND = "command"
+"""Field of the options, and key of the context, with the words after `--`."""
+_PROGRAM = re.compile(rf"(.*/)?(bash|sh|python[\d.]*|torchrun|srun|uv|nohup|env)|[^=]*\.sh|{re.escape(MAIN)}")
+"""Words that begin a command of the user's own."""
 T = TypeVar("T")
 
-RecipeWords = Annotated[
-    list[str], Argument(help="Your recipe: a script that starts verl, and what follows it; or verl's overrides.")
-]
 ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
-RunScript = Annotated[
-    bool, Option("--run-script", help="Run a script that cannot be read otherwise; programs in it are not started.")
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The run that a command is about: verl's overrides, a composed config, or a command after `--`."""
+
+    overrides: Annotated[
+        list[str] | None, Argument(help="verl's overrides; or `-- COMMAND` for a command that starts verl.")
+    ] = None
+    config: Annotated[Path | None, Option(help="verl's composed config, as `--cfg job` prints it.")] = None
+    config_name: ConfigName = CONFIG
+    yes: Annotated[bool, Option("--yes", help="Run a command that also ends jobs, removes or installs.")] = False
+    command: tuple[str, ...] = ()
+    """The words after `--`, which no option takes."""
+
+    def names_a_run(self) -> bool:
+        return bool(self.overrides or self.config or self.command)
+
+    def recipe(self) -> Recipe:
+        """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
+        if self.config is not None and self.command:
+            raise TLTError("--config and a command after -- name two runs: give one of them.")
+        if not self.names_a_run() and self.config_name != CONFIG:
+            raise TLTError(f"--config-name {self.config_name} needs overrides: give at least one of your recipe.")
+        words = tuple(self.overrides or ())
+        return _read_recipe(self.command, words, self.config, self.config_name, self.yes)
+
+
+@lru_cache(maxsize=1)
+def _read_recipe(
+    command: tuple[str, ...], overrides: tuple[str, ...], config: Path | None, config_name: str, yes: bool
+) -> Recipe:
+    if command:
+        from verl_tlt.commands.capture import capture
+
+        recipe = capture(command, yes)
+        recipe = dataclasses.replace(recipe, overrides=(*recipe.overrides, *overrides))
+    elif config is not None:
+        if not config.is_file():
+            raise TLTError(f"--config {config} is not a file.")
+        recipe = Recipe(overrides, os.path.abspath(config.with_suffix("")))
+    else:
+        recipe = Recipe(overrides, config_name)
+    folders = recipe.environment.get("PYTHONPATH", "").split(os.pathsep)
+    look_first_in([recipe.directory or os.getcwd(), *folders])  # as `python -m` would
+    return recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(RunOptions):
+    gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False
+    cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False
+    seconds: Annotated[float, Option(min=1, help="With --gpu: how long step times are measured.")] = 60.0
+    out: Annotated[Path, Option(help="With --gpu: file of the report.")] = Path("tlt-doctor.json")
+    all: Annotated[bool, Option("--all", help="List what is fine too.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +103,20 @@ class AdviseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    recipe: RecipeWords
-    config_name: ConfigName = "ppo_trainer"
+class CompareOptions(RunOptions):
     arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")] = "tlt"
     rounds: Annotated[int, Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3
     steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
     drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
-    run_script: RunScript = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(RunOptions):
     """The policy, how it samples, and where it computes."""
 
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
-    recipe: Annotated[
-        list[str] | None, Option(help="Your run's script, for policy, prompts and sampling; again: overrides.")
-    ] = None
-    run_script: RunScript = False
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
@@ -72,15 +128,16 @@ class EngineOptions:
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The values given by name; where a recipe is among them, also the values that the recipe decides."""
-        from verl_tlt.commands.warmup.prompts import read_run
+        """The values given by name; where a run is among them, also the values that the run decides."""
+        from verl_tlt.commands.warmup.run import decided_options
 
-        if (run := read_run(given.get("recipe"), given.get("run_script", False))) is not None:
-            names = {f.name for f in dataclasses.fields(cls)}
-            given = {name: value for name, value in run.options().items() if name in names} | given
+        names = [f.name for f in dataclasses.fields(cls)]
+        run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
+        if run.names_a_run():
+            given = {name: value for name, value in decided_options(run.recipe()).items() if name in names} | given
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         if missing := next((name for name in needed if given.get(name) is None), None):
-            raise BadParameter(f"--{missing} is missing; a --recipe says model and prompts too.")
+            raise BadParameter(f"--{missing} is missing; a run's command after -- says model and prompts too.")
         return given
 
 
@@ -88,7 +145,7 @@ class EngineOptions:
 class WarmupOptions(EngineOptions):
     """A drafter's training on responses, which ends with whichever part of its budget is used up first."""
 
-    prompts: Annotated[list[Path], Option(help="Prompts: .parquet as verl reads it, .jsonl, .json or .txt.")]
+    prompts: Annotated[list[Path], Option(help="Files of prompts as verl reads them: .parquet, .jsonl, .json.")]
     out: Annotated[Path, Option(help="Folder to write; OUT.warmup beside it has work in progress.")]
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the policy's own MTP head.")] = "eagle3"
     drafter: Annotated[Path | None, Option(help="Directory or hub name of a drafter to continue from.")] = None
@@ -118,8 +175,22 @@ class WarmupOptions(EngineOptions):
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(EngineOptions):
     drafter: Annotated[Path, Argument(help="The drafter's directory, or its name on the hub.")]
-    prompts: Annotated[list[Path] | None, Option(help="Prompts; by default its warm-up's held-out ones.")] = None
+    prompts: Annotated[list[Path], Option(help="Files of prompts as verl reads them: .parquet, .jsonl, .json.")]
     limit: Annotated[int, Option(min=1, help="Most prompts.")] = 64
+
+
+class CommandAfterDashes(TyperCommand):
+    """A command of ours that takes the user's own command after `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the words after `--` aside, before typer sees them."""
+        if "--" in args:
+            place = args.index("--")
+            ctx.meta[COMMAND], args = tuple(args[place + 1 :]), args[:place]
+        elif (place := next((i for i, word in enumerate(args) if _PROGRAM.fullmatch(word)), -1)) >= 0:
+            words = shlex.join([*args[:place], "--", *args[place:]])
+            raise TLTError(f"A command of your own stands after two dashes: verl-tlt {ctx.info_name} {words}")
+        return super().parse_args(ctx, args)
 
 
 def finite(param: CallbackParam, value: float | None) -> float | None:
@@ -137,6 +208,8 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
     completed = getattr(options, "completed", None)
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)]
     for field in inspect.signature(options, eval_str=True).parameters.values():
+        if field.name == COMMAND:
+            continue
         kind, info = typing.get_args(field.annotation)[:2]
         if float in (kind, *typing.get_args(kind)):
             info.callback = finite
@@ -146,8 +219,10 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(context: Context, **given: Any) -> None:
+            sources = {name: context.get_parameter_source(name) for name in given}
+            if words := context.meta.get(COMMAND):
+                given[COMMAND], sources[COMMAND] = words, None
             if completed:
-                sources = {name: context.get_parameter_source(name) for name in given}
                 given = completed({n: v for n, v in given.items() if getattr(sources[n], "name", "") != "DEFAULT"})
             function(options(**given))
 

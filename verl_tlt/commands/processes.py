@@ -119,6 +119,11 @@ class ProcessTree:
             _adopt_orphans(False)
             return left
 
+    def kill(self) -> None:
+        """Kill every process at once: no later line of a script is run, and no trap of it."""
+        with deferred_interrupts():
+            self._end(signal.SIGKILL, KILL_S)
+
     def _end(self, sent: signal.Signals | None, seconds: float, alone: bool = False) -> None:
         """Signal every living process once, until none is left: a dying one may start another. `alone`: the command."""
         command, deadline, signalled = self.process.pid, time.monotonic() + seconds, set[int]()

@@ -19,7 +19,6 @@ from verl_tlt.commands.compare.plan import (
     vllm_arm,
 )
 from verl_tlt.commands.compare.record import CompareError
-from verl_tlt.commands.script.reader import read_script
 from verl_tlt.errors import TLTError
 
 BASE = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable")
@@ -83,18 +82,6 @@ def test_the_first_turn_begins_where_the_recipe_would(tmp_path):
     (run / "global_step_30").rmdir()
     with pytest.raises(CompareError, match="which is no checkpoint"):
         plan_of(tmp_path / "out", *named)
-
-
-def test_a_script_brings_its_environment_and_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEPT", "as it is")
-    (folder := tmp_path / "elsewhere").mkdir()
-    (script := tmp_path / "recipe.sh").write_text(
-        f"cd {folder}\nexport MINE='two\nlines' KEPT\npython3 prepare.py\nexport LATER=1\n"
-        "python -m verl.trainer.main_ppo a=1\npython after.py\n"
-    )
-    found = read_script(script)
-    assert found.overrides == ("a=1",) and found.directory == str(folder)
-    assert found.environment == {"MINE": "two\nlines", "LATER": "1"}
 
 
 def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):

@@ -1,10 +1,12 @@
-"""`verl-tlt doctor` and `calibrate`, and the recipe they compose from verl's own files or read from its script."""
+"""`verl-tlt doctor`, and the recipe it composes from verl's own files."""
 
 import copy
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
 
 import pytest
@@ -15,33 +17,45 @@ from typer.testing import CliRunner
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
+from verl_tlt.commands.capture import recipe_of
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.command import conclude, examine_gpus, visible_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
-from verl_tlt.commands.script.reader import read_script
 from verl_tlt.config import MOST, TLTConfig, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
 
 FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail
-DEVICE=$(python3 -c 'import nothing_of_that_name' 2>/dev/null && echo npu || echo cpu)
 MODEL=$1; shift
 DATA=(data.train_files="$FILES" "data.val_files=['$FILES']")
 python3 -m verl.trainer.main_ppo --config-path=config \\
-    --config-name='ppo_trainer.yaml' "${DATA[@]}" trainer.device=$DEVICE \\
+    --config-name='ppo_trainer.yaml' "${DATA[@]}" trainer.device=cpu \\
     actor_rollout_ref.rollout.name=vllm "actor_rollout_ref.model.path=$MODEL" "$@" 2>&1 | tee log.txt
 """
 
 
 @pytest.fixture
 def script(recipe, tmp_path, monkeypatch):
-    """A recipe as people write them: with Python in it, arrays, and arguments of its own."""
+    """A recipe as people write them: with arrays, and arguments of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FILES", str(recipe.data.train_files))
+    monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
     path = tmp_path / "recipe.sh"
     path.write_text(SCRIPT)
     return path
+
+
+@pytest.fixture
+def overrides(recipe, policy):
+    """What the script gives `main_ppo`."""
+    data = [f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")]
+    return [
+        *data,
+        "trainer.device=cpu",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.model.path={policy}",
+    ]
 
 
 @pytest.fixture
@@ -61,42 +75,78 @@ def call(*words):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["recipe.sh", "POLICY", "+trainer.plugin=tlt"], 0, "TLT is on"),
-        (["recipe.sh", "POLICY"], 3, "TLT is off: this recipe trains with stock verl until"),
-        (["recipe.sh", "POLICY", "+trainer.plugin=tlt2"], 1, "TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
-        (["recipe.sh", "POLICY", "+tlt.spot.enable=false"], 1, "TLT is off: the tlt node does nothing without"),
-        (["recipe.sh", "POLICY", "+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "TLT is on"),
-        (["nowhere.sh"], 1, "nowhere.sh does not exist."),
-        (["."], 1, ". is no script."),
-        ([], 0, "speculators"),
+        (["+trainer.plugin=tlt"], 0, "OK: TLT can run here.\nNext: verl-tlt doctor --gpu data.train_files="),
+        ([], 3, "OK, but TLT is off: this recipe trains with stock verl until"),
+        (["+trainer.plugin=tlt2"], 1, "No: TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
+        (["+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "tlt.spot.typo"),
+        (["+trainer.plugins=tlt"], 1, "trainer.plugin"),
+        (["+trainer.plugin=tlt", "+tensor_parallel_size=2"], 0, "OK"),
+        (["+trainer.plugin=tlt", "+actor_rollout_ref.rollout.tensor_parallel_size=2"], 1, "tensor_parallel_size"),
     ],
 )
-def test_the_doctor_takes_a_script_and_says_first_whether_tlt_is_on(script, policy, words, status, said):
-    code, output = call("doctor", *(policy if word == "POLICY" else word for word in words))
-    rows = [line for line in output.splitlines() if line.startswith("│")]
-    assert code == status and said in (rows[0] if said.startswith("TLT") else output), output
-    assert status or not re.search("│ (warn|if|refuse)", output), output
-    assert status == 1 or not words or "actor_rollout_ref.model.path is a qwen3 model" in output
+def test_the_doctor_answers_in_its_last_lines(overrides, words, status, said):
+    code, output = call("doctor", *overrides, *words)
+    assert code == status and said in output.partition("--all lists them")[2], output
+    assert "is a qwen3 model" not in output and "checks OK" in output, "what is fine is one line"
 
 
-def test_paths_begin_where_the_script_stands_when_it_starts(script, recipe, policy, tmp_path, monkeypatch):
-    """Of data, policy and costs, wherever the doctor itself is called."""
+def test_all_lists_what_is_fine_too(overrides):
+    code, output = call("doctor", "--all", *overrides, "+trainer.plugin=tlt")
+    assert code == 0 and "ok     actor_rollout_ref.model.path: actor_rollout_ref.model.path is a qwen3 model" in output
+
+
+def test_a_command_is_judged_where_it_starts_verl(script, recipe, policy, tmp_path, monkeypatch):
+    """Paths of data, policy and costs begin there, wherever the doctor itself is called."""
     (there := tmp_path / "there").mkdir()
     shutil.copy(recipe.data.train_files, there / "data.parquet")
     (there / "policy").symlink_to(policy)
     monkeypatch.setenv("FILES", "data.parquet")
-    script.write_text(SCRIPT.replace("DEVICE=", f"cd {there}\nDEVICE=", 1))
-    code, output = call("doctor", script, "policy", "+trainer.plugin=tlt")
-    assert code == 0, output
-    found = read_script(script, ["policy", "+trainer.plugin=tlt"])
+    script.write_text(SCRIPT.replace("MODEL=", f"cd {there}\nMODEL=", 1))
+    code, output = call("doctor", "--", "bash", script, "policy", "+trainer.plugin=tlt")
+    assert code == 0 and f"Next: verl-tlt doctor --gpu -- bash {script} policy +trainer.plugin=tlt" in output, output
+    found = Recipe((*FLAG, "actor_rollout_ref.model.path=policy"), directory=str(there))
     assert set_up(found).model.path == str(there / "policy")
     own = {"actor_rollout_ref.rollout.engine_kwargs.vllm.dtype": "float32"}
     assert set_up(found, own).rollout.dtype == "float32", "the drafter's, too"
 
 
-def test_calibrate_asks_the_doctor_first_and_needs_no_data(policy):
-    said = call("calibrate", "--cpu", f"actor_rollout_ref.model.path={policy}", "+trainer.plugin=tlt")
-    assert said == (1, "actor_rollout_ref.rollout.name is not set; verl-tlt works with vllm only.\n")
+def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
+    file = tmp_path / "composed.yaml"
+    OmegaConf.save(compose(overrides, "ppo_trainer"), file)
+    code, output = call("doctor", "--config", file, "+trainer.plugin=tlt")
+    assert code == 0 and "OK: TLT can run here." in output, output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-name", "x"], "--config-name x needs overrides: give at least one of your recipe."),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml is not a file."),
+        (["--config", "c.yaml", "--", "bash", "r.sh"], "--config and a command after -- name two runs"),
+        (
+            ["--gpu", "python3", "-m", "verl.trainer.main_ppo", "a=1"],
+            "after two dashes: verl-tlt doctor --gpu -- python3 -m verl.trainer.main_ppo a=1",
+        ),
+        (["recipe.sh", "a=1"], "after two dashes: verl-tlt doctor -- recipe.sh a=1"),
+        (["bash", "recipe.sh"], "after two dashes: verl-tlt doctor -- bash recipe.sh"),
+    ],
+)
+def test_a_wrong_way_to_name_the_run_is_one_sentence(words, said):
+    code, output = call("doctor", *words)
+    assert code == 1 and said in output
+
+
+def test_under_another_interpreter_the_command_goes_on_with_that(overrides, policy, tmp_path):
+    """Its releases are judged; here it has this one's packages, and another place."""
+    site = sysconfig.get_path("purelib")
+    own = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", own], check=True)
+    (next(own.glob("lib/python3*/site-packages")) / "all.pth").write_text(f"import site; site.addsitedir({site!r})\n")
+    command = [own / "bin" / "python", "-m", "verl.trainer.main_ppo", *overrides, "+trainer.plugin=tlt"]
+    words = [sys.executable, "-m", "verl_tlt.commands.cli", "doctor", "--", *command]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0 and "OK: TLT can run here." in done.stdout, done.stderr
+    assert f"Going on with {own}/bin/python, which the command starts verl with." in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -116,33 +166,35 @@ def test_no_framework_is_imported(code):
 
 
 @pytest.mark.parametrize(
-    ("levels", "overrides", "status", "answer"),
+    ("levels", "status", "answer"),
     [
-        (["ok", "warn"], FLAG, 0, "TLT can run here."),
-        (["ok", "if"], FLAG, 3, "TLT can run, if this is put right or holds where it runs: Sentence 1."),
-        (["refuse", "if", "refuse"], FLAG, 1, "TLT cannot run here: Sentence 0. (1 more above)"),
-        (["ok"], (), 0, "TLT can run with what is installed here; give your recipe to know whether that can, too."),
+        (["ok", "warn"], 0, "OK: TLT can run here."),
+        (["ok", "if"], 3, "OK, except on this machine: Sentence 1."),
+        (["refuse", "if", "refuse"], 1, "No: Sentence 0. (1 more above)"),
     ],
 )
-def test_the_last_line_answers_and_the_exit_status_means_it(levels, overrides, status, answer):
+def test_the_answer_is_of_the_worst_finding(levels, status, answer):
     findings = [Finding(level, "x", f"Sentence {i}.") for i, level in enumerate(levels)]
-    assert conclude(findings, Recipe(overrides)) == (answer, status)
+    assert conclude(findings, has_recipe=True) == (answer, status)
+    assert conclude([], has_recipe=False)[0].startswith("OK: TLT can run with the packages installed here.")
 
 
-def test_without_the_gpus_that_a_recipe_asks_for_it_is_not_ok(recipe, policy, monkeypatch):
+def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, monkeypatch):
     """On a node without a GPU, where others may have them; `--cpu` says what to do."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    data = [f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")]
-    eight = [*FLAG, "trainer.n_gpus_per_node=8"]
-    words = [*eight, *data, f"actor_rollout_ref.model.path={policy}"]
-    code, output = call("doctor", *words)
-    assert code == 3 and output.endswith("trainer.n_gpus_per_node=8 ask for 8 GPUs, and none are seen here.\n"), output
+    eight = ["+trainer.plugin=tlt", "trainer.device=cuda", "trainer.n_gpus_per_node=8"]
+    code, output = call("doctor", *overrides, *eight)
+    assert code == 3, output
+    needed = "8 GPUs needed (trainer.nnodes=1 and trainer.n_gpus_per_node=8), 0 found."
+    assert f"\nOK, except on this machine: {needed}\n" in output
     rollout = [f"actor_rollout_ref.rollout.{count}" for count in ("nnodes=2", "n_gpus_per_node=4")]
-    (own,) = examine_gpus(compose([*eight, *rollout, "trainer.v1.trainer_mode=separate_async"], "ppo_trainer"), {})
-    assert own.level == "if" and "n_gpus_per_node=4 ask for 16 GPUs" in own.sentence, "of which rollouts have their own"
-    for command in (["doctor", "--gpu"], ["calibrate"]):
-        code, output = call(*command, *words)
-        assert code == 1 and "No GPU found; --cpu measures on the CPU." in output
+    words = [*FLAG, *eight[1:], *rollout, "trainer.v1.trainer_mode=separate_async"]
+    (own,) = examine_gpus(compose(words, "ppo_trainer"), {})
+    assert own.level == "if" and own.sentence.startswith("16 GPUs needed"), "of which rollouts have their own"
+    code, output = call("doctor", "--gpu", *overrides, *eight)
+    assert code == 1 and "No GPU found; --cpu measures on the CPU." in output
+    code, output = call("doctor", "--gpu", "--all", *overrides, *eight, "tlt.speculation.enable=false")
+    assert code == 3 and "its engines are stock vLLM's, so nothing was measured" in output
 
 
 FOUR = [f"dev/nvidia{i}" for i in range(4)]
@@ -186,24 +238,22 @@ def test_gpus_are_counted_by_their_devices(tmp_path, files, environment, found):
     assert visible_gpus(environment, str(tmp_path)) == found
 
 
-def test_a_clone_where_the_run_starts_hides_the_installed_verl(script, policy, tmp_path, monkeypatch):
+def test_a_clone_where_the_run_starts_hides_the_installed_verl(overrides, tmp_path, monkeypatch):
     """As `python -m` finds it: its release is judged, and its configuration composed."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "verl", raising=False)  # a command has not imported it
-    words = ["doctor", script, policy, "+trainer.plugin=tlt"]
-    code, output = call(*words)
-    assert code == 0 and f"verl is read in {location('verl')}" in output
     clone = tmp_path / "verl"
     shutil.copytree(location("verl") / "trainer" / "config", clone / "trainer" / "config")
     (clone / "__init__.py").touch()
     (clone / "version").mkdir()
     (clone / "version" / "version").write_text("0.8.0\n")
     try:
-        code, output = call(*words)
+        code, output = call("doctor", *overrides, "+trainer.plugin=tlt")
     finally:
         look_first_in([])
     assert code == 1 and "verl 0.8.0 is installed, and verl-tlt was tested with verl 0.9.1" in output
     assert f"verl is read in {clone}, which hides that in" in output
-    assert output.splitlines()[-1].startswith("TLT cannot run here: verl 0.8.0")
+    assert "\nNo: verl 0.8.0" in output
 
 
 # ---------------------------------------------------------------------- the recipe
@@ -242,9 +292,8 @@ def test_the_switch_and_settings_are_taken_with_or_without_a_plus(switch):
 def test_another_folder_of_configs_is_searched(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n")
-    start = 'python -m verl.trainer.main_ppo --config-dir more --config-name=mine "$@"\n'
-    (script := tmp_path / "recipe.sh").write_text(f"cd {tmp_path}\n{start}")
-    recipe = read_script(script, FLAG)
+    words = ["--config-dir", "more", "--config-name=mine", *FLAG]
+    recipe = recipe_of({"arguments": words, "directory": str(tmp_path), "environment": {}})
     config = compose(recipe.overrides, recipe.config)
     assert config.trainer.nnodes == 7 and config.trainer.plugin == "tlt"
 

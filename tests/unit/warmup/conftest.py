@@ -31,8 +31,9 @@ def prompt_lines():
 
 @pytest.fixture
 def prompts_file(tmp_path, prompt_lines):
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(prompt_lines))
+    file = tmp_path / "prompts.jsonl"
+    rows = ({"prompt": [{"role": "user", "content": line}]} for line in prompt_lines)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -42,12 +43,12 @@ def answers(policy_dir, prompt_lines):
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(policy_dir)
-    ids = torch.tensor([[int(word[1:]) for word in line.split()] for line in prompt_lines])
+    ids = torch.tensor([[*(int(word[1:]) for word in line.split()), 47] for line in prompt_lines])
     torch.manual_seed(3)
     out = policy.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=24, min_new_tokens=24
     )
-    return out[:, 4:].tolist()
+    return out[:, 5:].tolist()
 
 
 @pytest.fixture

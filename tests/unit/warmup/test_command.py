@@ -28,7 +28,7 @@ QUIET = Console(quiet=True)
 
 
 def begin(options):
-    return command.begin(options, command.read_for(options, options.prompts, options.limit))
+    return command.begin(options, command.read_prompts(options, options.limit))
 
 
 def run(*words):
@@ -46,8 +46,10 @@ def test_from_prompts_to_a_drafter(warm, tmp_path):
     facts = provenance(options.out)
     assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
     assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
-    assert facts["versions"]["verl_tlt"] and facts["tokenizer"]["tokens"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.txt"]
+    assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
+    card = (options.out / "README.md").read_text()
+    assert "--speculative-config" in card and "tau_sim" in card and "np." not in card
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.jsonl"]
 
 
 def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer, monkeypatch):
@@ -210,7 +212,7 @@ def test_from_the_policys_own_head_to_one_that_goes_back(mtp_dir, policy_dir, wa
         (["--device", "tpu"], "--device must be auto, cuda or cpu, not 'tpu'."),
         (["--drafter", "nowhere"], "nowhere is not a directory"),
         (["--model", "nowhere"], "nowhere/config.json does not exist."),
-        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt does not exist."),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist."),
         (["--out", "."], "--out . exists; give another name, or remove it."),
     ],
 )
@@ -220,7 +222,7 @@ def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_f
     given.update(zip(options[::2], options[1::2], strict=True))
     code, said = run("warmup", *(word for pair in given.items() for word in pair))
     assert code == 1 and sentence in said, said
-    assert [p.name for p in tmp_path.iterdir()] == ["prompts.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 NEEDED = ["warmup", "--model", "m", "--prompts", "p", "--out", "o"]

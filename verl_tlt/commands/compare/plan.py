@@ -15,14 +15,18 @@ from verl_tlt.checks.models import DRAFTER, located
 from verl_tlt.checks.recipe import CONFIG, Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
-from verl_tlt.commands.script.reader import NAMES
-from verl_tlt.commands.script.syntax import MAIN
 from verl_tlt.config import TLTConfigError
+from verl_tlt.flag import MAIN
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+NAMES = re.compile(
+    r"trainer\.(experiment_name|project_name|logger|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
+    r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
+)
+"""Settings that decide nothing about a run: what it is called and where it writes."""
 STOCK, TLT, NO_SPOT = "stock", "tlt", "tlt-no-spot"
 ENGINE = "actor_rollout_ref.rollout"
 SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"
@@ -168,10 +172,7 @@ class Plan:
 def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
     """The plan for a recipe, which may have TLT's overrides already."""
     if not recipe.overrides:
-        raise CompareError("There is no recipe: give the overrides of verl.trainer.main_ppo, or a script.")
-    if recipe.unread:
-        what = f"The script sets {', '.join(recipe.unread)} to what a program prints, and no line of it is run"
-        raise CompareError(f"{what}: set that in the script, or add --run-script.")
+        raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
     if not os.path.isdir(recipe.directory or "."):
         raise CompareError(f"The script starts {MAIN} in {recipe.directory}, which is not here: make that folder.")
     tlt = tuple(word for word in recipe.overrides if is_tlts(word))

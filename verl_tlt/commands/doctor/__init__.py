@@ -1,1 +1,1 @@
-"""`verl-tlt doctor` and `verl-tlt calibrate`."""
+"""`verl-tlt doctor`: can TLT run here, with this recipe?"""

@@ -1,43 +1,71 @@
-"""`verl-tlt doctor` and `calibrate`: what is wrong with a recipe here, and what its engine's steps cost, as tables.
+"""`verl-tlt doctor`: can TLT run here? Findings on packages and recipe, an answer in a line, and what to do next.
 
-Judging imports neither verl nor torch. Measuring starts the recipe's engine in a process of its own.
+Judging imports neither verl nor torch. `--gpu` starts the recipe's engine in a process of its own.
 """
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Column, Table
-from rich.text import Text
+from rich.console import Console
 
+import verl_tlt
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, devices, number, read_settings, select, trainer_mode
-from verl_tlt.config import COSTS_DIR, TLTConfigError
-from verl_tlt.errors import TLTError, printable
-from verl_tlt.files.disk import check_writable
+from verl_tlt.commands.console import say
+from verl_tlt.commands.options import DoctorOptions
+from verl_tlt.config import TLTConfigError
+from verl_tlt.errors import TLTError
+from verl_tlt.files.disk import replacing
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl_tlt.speculation.costs.tables import LatencyTable
+    from verl_tlt.commands.doctor.engine_check import Answer
+
+STYLES = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
+ON = "trainer.plugin"
+"""The finding on whether the recipe has TLT at all."""
 
 
-def diagnose(recipe: Recipe) -> list[Finding]:
-    """Findings for this environment, and for a recipe if its overrides are given."""
+def doctor(options: DoctorOptions, console: Console) -> int:
+    """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here."""
+    recipe = options.recipe()
+    findings = diagnose(recipe, dataclasses_too=True)
+    if options.gpu and not any(finding.level == "refuse" for finding in findings):
+        findings += measure_engine(recipe, options, console)
+    shown = [finding for finding in findings if options.all or finding.level != "ok"]
+    if not options.all:
+        say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
+    for finding in shown:
+        say(console, f"{finding.level:6} {finding.what}: {finding.sentence}", STYLES[finding.level])
+    answer, status = conclude(findings, options.names_a_run())
+    say(console, answer, "bold")
+    if following := next_command(options, status):
+        say(console, f"Next: {following}")
+    return status
+
+
+def diagnose(recipe: Recipe, dataclasses_too: bool = False) -> list[Finding]:
+    """Findings for this environment, and for a recipe if its overrides are given.
+
+    `dataclasses_too`: verl's own dataclasses are built of the recipe's nodes, which imports verl.
+    """
     findings = examine_recipe(recipe)
+    if dataclasses_too and recipe != Recipe(()) and not any(finding.level == "refuse" for finding in findings):
+        findings += filter(None, [build_dataclasses(recipe)])
     findings += filter(None, map(_place, ("verl", "vllm")))
-    if recipe.assumed:
-        others = f" and {len(recipe.assumed) - 3} more" if len(recipe.assumed) > 3 else ""
-        taken = f"nothing of it was run; it is taken to go on after {', '.join(recipe.assumed[:3])}{others}"
-        findings.insert(1, Finding("ok", "script", taken))
     return findings
 
 
@@ -52,26 +80,41 @@ def _place(package: str) -> Finding | None:
     other = next(iter(spec.submodule_search_locations or ()), folder) if spec else folder
     if os.path.realpath(other) == os.path.realpath(folder):
         return Finding("ok", f"{package}'s folder", f"{package} is read in {folder}")
-    return Finding("warn", f"{package}'s folder", f"{package} is read in {folder}, which hides that in {other}")
+    return Finding("warn", f"{package}'s folder", f"{package} is read in {folder}, which hides that in {other}.")
 
 
-def conclude(findings: Sequence[Finding], recipe: Recipe) -> tuple[str, int]:
-    """The doctor's answer in a sentence, and the command's exit status: 0 can run, 1 cannot run, 3 can run if."""
-    refused, conditions = ([f.sentence for f in findings if f.level == level] for level in ("refuse", "if"))
+def conclude(findings: Sequence[Finding], has_recipe: bool) -> tuple[str, int]:
+    """The doctor's answer in a sentence, and the command's exit status."""
+    refused = [finding.sentence for finding in findings if finding.level == "refuse"]
     if refused:
-        others = f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""
-        return f"TLT cannot run here: {refused[0]}{others}", 1
-    if conditions:
-        return f"TLT can run, if this is put right or holds where it runs: {' '.join(conditions)}", 3
-    if not recipe.overrides:
-        return "TLT can run with what is installed here; give your recipe to know whether that can, too.", 0
-    return "TLT can run here.", 0
+        return f"No: {refused[0]}" + (f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""), 1
+    elsewhere = [finding.sentence for finding in findings if finding.level == "if" and finding.what != ON]
+    if elsewhere:
+        return f"OK, except on this machine: {' '.join(elsewhere)}", 3
+    if off := next((finding.sentence for finding in findings if finding.level == "if"), None):
+        return f"OK, but {off}", 3
+    if not has_recipe:
+        return "OK: TLT can run with the packages installed here. Give your recipe to have it checked too.", 0
+    return "OK: TLT can run here.", 0
+
+
+def next_command(options: DoctorOptions, status: int) -> str:
+    """The command that a user would go on with; "" after a refusal."""
+    if not options.names_a_run():
+        return "verl-tlt doctor -- bash your_recipe.sh"
+    own = ["--", *options.command] if options.command else []
+    words = shlex.join(
+        [*(options.overrides or ()), *(["--config", str(options.config)] if options.config else []), *own]
+    )
+    if status == 1:
+        return ""
+    return f"verl-tlt compare {words}" if options.gpu else f"verl-tlt doctor --gpu {words}"
 
 
 def examine_recipe(recipe: Recipe) -> list[Finding]:
     """Findings on the installed releases, and on a recipe if its overrides are given."""
     first = rules.examine_packages()
-    if not recipe.overrides or installed("verl") is None:
+    if recipe == Recipe(()) or installed("verl") is None:
         return first
     try:
         config = compose(recipe.overrides, recipe.config)
@@ -81,6 +124,26 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
             return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
+
+
+def build_dataclasses(recipe: Recipe) -> Finding | None:
+    """A refusal where verl's own dataclasses do not take the recipe, as with a key that Hydra was told to add."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = compose(recipe.overrides, recipe.config)
+    for node in (ROLLOUT, "actor_rollout_ref.actor"):
+        try:
+            omega_conf_to_dataclass(select_node(config, node))
+        except Exception as error:  # whatever verl's checks and the classes themselves raise
+            reason = " ".join(str(error).split()).rstrip(".")
+            return Finding("refuse", node, f"verl does not take {node} of this recipe: {reason[:300]}.")
+    return Finding("ok", "verl's dataclasses", "verl takes the rollout's and the actor's settings")
+
+
+def select_node(config: DictConfig, node: str) -> DictConfig:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(config, node)
 
 
 def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
@@ -121,75 +184,42 @@ def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Fin
     if device == "cpu":
         return []
     if device != "cuda":
-        return [Finding("if", what, f"trainer.device={device}: whether there are such devices was not looked at.")]
+        return [Finding("if", what, f"trainer.device={device}: such devices were not looked for.")]
     nodes = ["trainer", *([ROLLOUT] if trainer_mode(config) == "separate_async" else [])]
     asked, seen = sum(devices(config, node) for node in nodes), visible_gpus(environment)
     if asked <= seen:
-        return [Finding("ok", what, f"{seen} GPUs are seen here")]
+        return [Finding("ok", what, f"{seen} GPUs found")]
     names = [f"{node}.{name}" for node in nodes for name in ("nnodes", "n_gpus_per_node")]
-    counts = [f"{name}={number(config, name, 1)}" for name in names]
-    wanted = f"{' and '.join(counts)} ask for {asked} GPUs"
-    return [Finding("if", what, f"{wanted}, and {seen or 'none'} {'is' if seen == 1 else 'are'} seen here.")]
+    counts = " and ".join(f"{name}={number(config, name, 1)}" for name in names)
+    return [Finding("if", what, f"{asked} GPUs needed ({counts}), {seen} found.")]
 
 
-def findings_table(findings: list[Finding]) -> Table:
-    rows = Table("", Column("what", overflow="fold"), Column("finding", overflow="fold"), title="verl-tlt doctor")
-    style = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
-    for f in findings:
-        rows.add_row(Text(f.level, style=style[f.level]), Text(f.what), Text(printable(f.sentence)))
-    return rows
+def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> list[Finding]:
+    """Findings that only a real engine on this machine can give, which are also written to `--out`."""
+    from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 
-
-def measure_engine(recipe: Recipe, cpu: bool) -> list[Finding]:
-    """Findings that only a real engine on this machine can give (`commands.doctor.engine_check`)."""
-    from verl_tlt.commands.doctor.engine_check import EngineJob, keep_costs, run_job
-
+    if not read_settings(compose(recipe.overrides, recipe.config)).speculation.enable:
+        unmeasured = "tlt.speculation.enable=false: its engines are stock vLLM's, so nothing was measured"
+        return [Finding("ok", "engine", unmeasured)]
     try:
-        _needs_gpu(recipe, cpu)
-        answer = run_job(EngineJob(recipe, cpu))
-    except TLTError as error:
+        if not options.cpu and not visible_gpus({**os.environ, **recipe.environment}):
+            raise TLTError("No GPU found; --cpu measures on the CPU.")
+        answer = run_job(EngineJob(recipe, options.cpu, options.seconds))
+        write_report(options.out, answer)
+    except (TLTError, OSError) as error:
         return [Finding("refuse", "engine", str(error))]
-    try:
-        kept = Finding("ok", "cost table", f"kept for runs in {keep_costs(answer, costs_directory(recipe))[0]}")
-    except TLTConfigError as error:
-        kept = Finding("warn", "cost table", str(error))
-    return [*answer.findings, kept]
+    say(console, f"Wrote {options.out}.")
+    return answer.findings
 
 
-def _needs_gpu(recipe: Recipe, cpu: bool) -> None:
-    if not cpu and not visible_gpus({**os.environ, **recipe.environment}):
-        raise TLTError("No GPU found; --cpu measures on the CPU.")
-
-
-def calibrate(recipe: Recipe, out: Path | None, seconds: float, cpu: bool) -> tuple[Path, LatencyTable]:
-    """Measure the step costs of a recipe's engine for so many `seconds` and keep them; returns the file and its table.
-
-    `out` is the directory of the table; None: where the recipe's run looks for it. A `TLTError` says that the doctor
-    refuses the recipe, or that the engine could not be started or measured.
-    """
-    from verl_tlt.commands.doctor.engine_check import EngineJob, keep_costs, run_job
-
-    _needs_gpu(recipe, cpu)
-    # Missing data is no reason to refuse: nothing is trained.
-    refusals = [f.sentence for f in examine_recipe(recipe) if f.level == "refuse" and not f.what.startswith("data.")]
-    if refusals:
-        raise TLTConfigError("\n".join(refusals))
-    directory = out or costs_directory(recipe)
-    check_writable(directory, "--out" if out else "tlt.speculation.costs_dir")
-    return keep_costs(run_job(EngineJob(recipe, cpu, budget_s=seconds, costs_only=True)), directory)
-
-
-def costs_directory(recipe: Recipe) -> Path:
-    """The directory in which a run of the recipe looks for step costs; the default one where it looks nowhere."""
-    directory = read_settings(compose(recipe.overrides, recipe.config)).speculation.costs_dir or COSTS_DIR
-    return Path("" if directory.startswith("~") else recipe.directory or "", directory)
-
-
-def cost_table(costs: LatencyTable) -> Table:
-    """Milliseconds per engine step, a column per batch."""
-    rows_of = {k: dict(costs.by_batch(k)) for k in costs.lengths()}
-    batches = sorted({batch for row in rows_of.values() for batch in row})
-    table = Table("draft length", *(f"batch {b}" for b in batches), title="milliseconds per engine step")
-    for k, row in rows_of.items():
-        table.add_row("no drafter" if k < 0 else str(k), *(f"{1e3 * row[b]:.2f}" if b in row else "" for b in batches))
-    return table
+def write_report(file: Path, answer: Answer) -> None:
+    """Write what was measured, which `verl-tlt advise --costs` reads."""
+    report = {
+        "verl_tlt": verl_tlt.__version__,
+        "key": asdict(answer.key),
+        "findings": [asdict(finding) for finding in answer.findings],
+        "points": answer.costs.to_list(),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as stream:
+        stream.write(json.dumps(report, indent=1).encode())

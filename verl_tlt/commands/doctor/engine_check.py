@@ -1,6 +1,6 @@
 """`verl-tlt doctor --gpu`: what only the machine itself can tell, measured with a real engine in a few minutes.
 
-`verl-tlt calibrate` asks for the costs alone. The engines run in a child process, for which this module is the main
+The engines run in a child process, for which this module is the main
 program (`child_engine`). A CPU (`--cpu`) has no device context.
 """
 
@@ -23,7 +23,7 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server.calibration import cost_key
 from verl_tlt.server.engine_calls import ask_scheduler
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate, save_table
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
@@ -44,13 +44,12 @@ sys.stdin.read()
 
 @dataclass(frozen=True)
 class EngineJob:
-    """The child process's job: measure a recipe's step costs, and unless `costs_only` answer all other questions."""
+    """The child process's job."""
 
     recipe: Recipe
     cpu: bool
     budget_s: float = 60.0
     """Seconds of measuring, engine starts apart."""
-    costs_only: bool = False
 
 
 @dataclass
@@ -63,8 +62,6 @@ class Answer:
     """Seconds of a step at every draft length, OFF included."""
     key: TableKey
     """Hardware, models and release of vLLM that the costs hold for."""
-    always_on: str = ""
-    """Why the engine cannot leave the drafter's pass out of a step, a sentence; "": it can."""
 
 
 # ---------------------------------------------------------------------- in the child process
@@ -76,29 +73,29 @@ async def check(job: EngineJob, directory: Path) -> Answer:
 
     if not job.cpu and not torch.cuda.is_available():
         raise TLTError(f"torch {torch.__version__} cannot use a GPU here; --cpu measures on the CPU.")
-    setup, findings = set_up(job.recipe), list[Finding]()
+    setup = set_up(job.recipe)
+    findings = list[Finding]()
     stock, off = list[dict[int, float]](), dict[int, float]()
 
     async def read_stock() -> None:
-        if not job.costs_only:
-            async with start(setup, directory, drafting=False) as engine:
-                stock.append(await engine.wall_seconds(BATCHES))
+        async with start(setup, directory, drafting=False) as engine:
+            stock.append(await engine.wall_seconds(BATCHES))
 
     await read_stock()
+    has_drafter = setup.tlt.speculation.source != "ngram"
     async with start(setup, directory) as engine:
-        if not job.costs_only:
+        if has_drafter:
             findings.append(await check_sleep(engine))
-            if not job.cpu:
-                findings.append(await check_waking(engine))
+        if not job.cpu:
+            findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
         always_on = next(filter(None, await engine.every("tlt_set_drafting", False)), "")
-        if not always_on and not job.costs_only:
+        if not always_on:
             await ask_scheduler(engine.llm, "control", drafting=False)
             off = await engine.wall_seconds(BATCHES)
-        drafter = None if setup.tlt.speculation.source == "ngram" else engine.drafter
-        key = cost_key(engine.llm.vllm_config, setup.model.path, drafter)
+        key = cost_key(engine.llm.vllm_config, setup.model.path, engine.drafter if has_drafter else None)
     await read_stock()  # a machine's pace changes within minutes
-    return Answer([*findings, *judge_costs(costs, stock, off, always_on)], costs, key, always_on)
+    return Answer([*findings, *judge_costs(costs, stock, off, always_on)], costs, key)
 
 
 def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
@@ -164,13 +161,14 @@ def judge_costs(
 ) -> list[Finding]:
     """Findings on the cost of a step by draft length, and with drafting OFF against stock's; seconds by batch.
 
-    `stock` has two readings: from before our engine ran and from after. `always_on` is the `Answer`'s.
+    `stock` has two readings: from before our engine ran and from after. `always_on`: why the
+    engine cannot leave the drafter's pass out of a step, a sentence; "": it can.
     """
     if always_on:
         return [Finding("warn", "drafter off against stock", always_on)]
     off_s = costs.by_batch(OFF)
     if not off_s or not stock or not off:
-        sentence = "The costs of a step could not be measured in this time; verl-tlt calibrate --seconds takes more."
+        sentence = "The costs of a step could not be measured in this time; --seconds gives it more."
         return [Finding("warn", "step cost", sentence)]
     ratios = sorted(mean(off[b] / read[b] for b in read) for read in stock)
     milliseconds = ", ".join(
@@ -202,17 +200,6 @@ def run_job(job: EngineJob) -> Answer:
         module, environment = "verl_tlt.commands.doctor.engine_check", run_environment(job.recipe)
         answer = child_engine.run_job(module, asdict(job), directory, environment, START_S + job.budget_s)
     return from_plain(Answer, answer)
-
-
-def keep_costs(answer: Answer, directory: Path) -> tuple[Path, LatencyTable]:
-    """Store the measured costs under their key; returns file and table. `TLTConfigError`: too few, or not writable."""
-    arms = answer.costs.lengths()
-    if (OFF not in arms and not answer.always_on) or not any(arm > 0 for arm in arms):
-        raise TLTConfigError("Steps with and without a drafter are needed, and not all were measured; raise --seconds.")
-    try:
-        return save_table(directory, answer.key, answer.costs), answer.costs
-    except OSError as error:
-        raise TLTConfigError(f"The cost table cannot be kept: {error}") from error
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Work in progress is in `OUT.warmup` beside `OUT`; the same command goes on after
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.prompts import Prompts, read_for
+from verl_tlt.commands.warmup.prompts import Prompts, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter.build import build_drafter, most_frequent
@@ -51,7 +50,18 @@ STATE = "state.safetensors"
 """File of the training run's state, in the working directory."""
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
-_OF_RESPONSES = ("model", "recipe", "response_length", "temperature", "top_p", "top_k", "samples", "seed")
+_OF_RESPONSES = (
+    "model",
+    "command",
+    "overrides",
+    "config",
+    "response_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "samples",
+    "seed",
+)
 """Options that responses depend on: with other values earlier responses are of no use."""
 _OF_TRAINING = (
     "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "loss",
@@ -63,8 +73,10 @@ _OF_TRAINING = (
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
-    prompts, device = read_for(options, options.prompts, options.limit), engine.find_device(options.device)
+    prompts, device = read_prompts(options, options.limit), engine.find_device(options.device)
     fetch_policy(options.model)
+    if prompts.with_media:
+        say(console, f"{prompts.with_media} prompts with images, videos or sound are left out.")
     with take_lock(options.work / "lock", f"Another warm-up is writing to {options.work}; give another --out."):
         if notice := begin(options, prompts):
             say(console, notice)
@@ -74,9 +86,10 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
             run()
         directory = _save(options, prompts, responses, run)
         shutil.rmtree(options.work)
-    arguments = " ".join(f"--recipe {shlex.quote(word)}" for word in options.recipe or ()) or f"--model {options.model}"
+    named = ["--model", str(options.model), *(f"--prompts={file}" for file in options.prompts)]
+    words = ["--", *options.command] if options.command else [*(options.overrides or ()), *named]
     drafting = f"accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}"
-    say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {arguments}")
+    say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {shlex.join(words)}")
     return directory
 
 
@@ -123,7 +136,7 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     work, file, state = options.work, options.work / "run.json", options.work / STATE
     given = json.loads(json.dumps(asdict(options), default=str))
     wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)}
-    wanted["prompts"] = hashlib.sha256(repr(prompts.tokens).encode()).hexdigest()[:16]
+    wanted["prompts"] = prompts.digest
     begun = read_json(file) if file.is_file() else wanted
     changed = {key: f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]}
     if other := next((text for key, text in changed.items() if key not in _OF_TRAINING), None):
@@ -203,9 +216,9 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Respo
         "steps_in_all": run.trainer.steps,
         "tokens": run.progress.tokens,
         "training_seconds": round(run.progress.seconds, 1),
-        "prompts": list(map(str, options.prompts)),
-        "prompt_form": asdict(prompts.form),
-        "prompts_sha256": prompts.digest,
+        "prompts": [file.name for file in options.prompts],
+        "prompts_sha256": prompts.files_digest,
+        "prompts_digest": prompts.digest,
         "prompts_used": len(prompts.tokens),
         "prompts_limit": options.limit,
         "responses": len(responses),

@@ -21,13 +21,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_tlt.checks.models import located
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up, start
 from verl_tlt.commands.options import EngineOptions
-from verl_tlt.commands.warmup.prompts import MODEL, read_run
+from verl_tlt.commands.warmup.run import engine_values, longest_context
 from verl_tlt.drafter.capture import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
@@ -54,34 +53,21 @@ class GenerationJob:
 
 
 def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **fields: Any) -> GenerationJob:
-    """A job for the engine of the options' recipe, or without one for an engine with verl's defaults."""
-    run = read_run(options.recipe, options.run_script)
+    """A job for the engine of the options' run, or without one for an engine with verl's defaults."""
     on_cpu = find_device(options.device, options.tensor_parallel) == "cpu"
-    changes: dict[str, Any] = {
-        f"{MODEL}.path": located(str(options.model)),  # the recipe's script may start elsewhere
-        f"{MODEL}.mtp.enable_rollout": False,  # the job says what drafts
-        f"{ROLLOUT}.name": "vllm",
-        f"{ROLLOUT}.temperature": options.temperature,
-        f"{ROLLOUT}.top_p": options.top_p,
-        f"{ROLLOUT}.top_k": options.top_k or -1,
-        f"{ROLLOUT}.seed": options.seed,
-        f"{ROLLOUT}.response_length": options.response_length,
-        f"{ROLLOUT}.tensor_model_parallel_size": options.tensor_parallel,
-        f"{ROLLOUT}.max_model_len": context_of(options, prompts),
-    }
-    if run is None:
+    changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
+    if not options.names_a_run():
         changes |= {f"{ROLLOUT}.dtype": "auto", f"{ROLLOUT}.gpu_memory_utilization": GPU_MEMORY}
         changes |= {f"{ROLLOUT}.enforce_eager": on_cpu}
         if options.tensor_parallel == 1:
             changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
-    recipe = run.recipe if run else Recipe(())
-    return GenerationJob(recipe, changes, [list(prompt) for prompt in prompts], on_cpu=on_cpu, **fields)
+    ids = [list(prompt) for prompt in prompts]
+    return GenerationJob(options.recipe(), changes, ids, on_cpu=on_cpu, **fields)
 
 
 def context_of(options: EngineOptions, prompts: Sequence[Sequence[int]]) -> int:
-    """Longest sequence of the engine: the recipe's, else what these prompts and their responses need."""
-    run = read_run(options.recipe, options.run_script)
-    return (run and run.max_model_len) or max(map(len, prompts)) + options.response_length
+    """Longest sequence of the engine: the run's, else what these prompts and their responses need."""
+    return longest_context(options) or max(map(len, prompts)) + options.response_length
 
 
 @dataclass(frozen=True)

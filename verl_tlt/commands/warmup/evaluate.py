@@ -20,13 +20,12 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.prompts import AS_IS, PromptForm, read_for
+from verl_tlt.commands.warmup.prompts import read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.mtp_write_back import write_back
 from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, policy_shape
-from verl_tlt.messages import from_plain
 from verl_tlt.server.engine_arguments import speculative_config
 
 if TYPE_CHECKING:
@@ -94,21 +93,17 @@ def linked(policy: Model, directory: Path) -> Path:
 
 
 def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
-    """Token ids of the prompts to answer; of the file that the drafter was warmed up with, only those held out."""
-    facts, sources, form = provenance(options.drafter), options.prompts, AS_IS
-    if sources is None:
-        if "prompts" not in facts:
-            raise DrafterError(f"{options.drafter} does not say which prompts it was warmed up with; give --prompts.")
-        named = facts["prompts"]
-        sources = [Path(str(file)) for file in (named if isinstance(named, list) else [named])]
-    if "prompt_form" in facts:  # which prompts are held out depends on their form in the warm-up
-        try:
-            form = from_plain(PromptForm, facts["prompt_form"])
-        except ValueError as error:
-            raise DrafterError(f"{options.drafter}: provenance.json has a `prompt_form` of another kind.") from error
-    prompts = read_for(options, sources, facts.get("prompts_limit"), least=1, form=form)
-    warmed_up_with = facts.get("prompts_sha256") == prompts.digest
-    chosen = [p for i, p in enumerate(prompts.tokens) if not warmed_up_with or i in prompts.held_out]
+    """Token ids of the prompts to answer; of those that the drafter was warmed up with, only those held out."""
+    facts = provenance(options.drafter)
+    prompts = read_prompts(options, facts.get("prompts_limit"), least=1)
+    chosen = list(prompts.tokens)
+    if facts.get("prompts_digest") == prompts.digest:
+        chosen = [chosen[i] for i in sorted(prompts.held_out)]
+    elif facts.get("prompts_sha256") == prompts.files_digest:
+        raise DrafterError(
+            f"{options.drafter} was warmed up with these files, in the form that another run gives them: give the "
+            "command of that run after --, or other --prompts."
+        )
     return chosen[: options.limit]
 
 

@@ -1,0 +1,157 @@
+"""A user's own command, run until it starts `main_ppo`: real bash, real Python, real verl."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from verl_tlt.capture import APPEND, MODULES, environment_for, recorded_environment
+from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.capture import capture, check_words, recipe_of
+from verl_tlt.config import TLTConfigError
+
+pytest.importorskip("verl")
+MAIN = "verl.trainer.main_ppo"
+CONSTRUCTS = f"""#!/bin/bash
+set -eu
+trap 'touch trapped' EXIT
+export VLLM_LOGGING_LEVEL=ERROR WANDB_API_KEY=hidden DATA=/data HF_TOKEN=hidden
+cd "$(dirname "$0")/below"
+ARGS=(a=1 "names=[x,'y z']")
+[ 1 = 2 -o 1 = 1 ] && ARGS+=(o=yes)
+[[ 7 == [[:digit:]] ]] && ARGS+=(digit=yes)
+[ $EUID -ge 0 ] && ARGS+=(n=$((2#101)))
+IFS=: read -r first second <<< "one:two"
+shopt -s nullglob
+case $OSTYPE in linux*) ARGS+=(os=linux);;& *) ARGS+=(any=$first.$second) ;; esac
+for seed in 1 2; do
+  python3 -m {MAIN} "${{ARGS[@]}}" files=(*.none) seed=$seed dir='${{oc.env:DATA}}' "$@" | tee log.txt
+done
+touch after
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Writes a script that finds this test's `python3`; returns its path."""
+    monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
+    (tmp_path / "below").mkdir()
+
+    def write(text):
+        file = tmp_path / "recipe.sh"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+def test_a_script_is_captured_as_bash_runs_it_and_goes_no_further(script, tmp_path, capfd):
+    file = script(CONSTRUCTS.replace("files=(*.none) ", ""))
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" >> {tmp_path}/told\n")
+    stub.chmod(0o755)
+    own = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", file, "+trainer.plugin=tlt", "x=a b"], env=own, check=True)
+    told = (tmp_path / "told").read_text().split("\0")
+    for left in ("below/after", "below/log.txt", "below/trapped"):
+        (tmp_path / left).unlink()
+
+    found = capture(["bash", file, "+trainer.plugin=tlt", "x=a b"])
+
+    assert list(found.overrides) == told[2 : len(told) // 2]
+    assert "digit=yes" in found.overrides and "any=one.two" in found.overrides
+    assert found.directory == str(tmp_path / "below") and found.config == "ppo_trainer"
+    assert found.environment["VLLM_LOGGING_LEVEL"] == "ERROR" and found.environment["DATA"] == "/data"
+    assert "hidden" not in found.environment.values() and not any(n.startswith("VERL_TLT") for n in found.environment)
+    assert not (tmp_path / "below" / "after").exists() and not (tmp_path / "below" / "trapped").exists()
+    assert "nothing is trained" in capfd.readouterr().err
+
+
+SITE = sysconfig.get_path("purelib")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"PYTHONPATH={SITE} python3 -S -m {MAIN} a=1", "starts verl with does not have verl-tlt: install it there."),
+        (f"unset {MODULES}; export VERL_TLT_CAPTURE=; python3 -m verl.trainer.main_eval", "did not start verl.trainer"),
+        ("python3 -m verl.trainer.main_eval", "The command starts verl.trainer.main_eval; verl-tlt works with verl."),
+        ("python3 -c 'import verl, ray; ray.init()'", "The command starts -c; verl-tlt works with verl.trainer.main_"),
+        ("echo nothing to do here; exit 3", "ended with exit status 3 and did not start verl.trainer.main_ppo. Its"),
+    ],
+    ids=["no verl-tlt", "emptied variables", "another trainer", "another main", "no start"],
+)
+def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, said):
+    with pytest.raises(TLTConfigError) as error:
+        capture(["bash", script(text)])
+    assert said in str(error.value)
+
+
+def test_a_command_that_is_not_there(tmp_path):
+    with pytest.raises(TLTConfigError, match=r"^nowhere cannot be started: No such file or directory\.$"):
+        capture(["nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("line", "yes", "said"),
+    [
+        ("docker run image python3 -m x", True, "line 2, has `docker`, which starts programs without the environment"),
+        ("ssh host <<< 'python'", True, "line 2, has `ssh`"),
+        ("ray job submit -- python3", True, "line 2, has `ray job submit`"),
+        ("/usr/bin/sudo python", True, "line 2, has `sudo`"),
+        ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
+        ("rm -rf $OUT", False, "line 2: rm -rf. Allow it with --yes."),
+        ("pip install x", False, "line 2: pip install"),
+        ("ray stop; rm -r out", True, None),
+        ("# docker run image", False, None),
+        ("echo no-docker; rm file; ray status; echo my.ssh", False, None),
+    ],
+)
+def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):
+    file = script(f"#!/bin/bash\n{line}\n")
+    if said is None:
+        check_words(["bash", file], yes)
+    else:
+        with pytest.raises(TLTConfigError) as error:
+            check_words(["bash", file], yes)
+        assert said in str(error.value) and file in str(error.value)
+    if not yes and said:
+        check_words(["bash", file], yes=True)
+
+
+def test_words_of_the_command_itself_are_looked_at():
+    with pytest.raises(TLTConfigError, match=r"^the command, has `kubectl`.*directly before `python` there"):
+        check_words(["kubectl", "exec", "pod", "--", "python3"], yes=True)
+
+
+def test_overrides_are_appended_in_the_process_of_main_ppo_alone(tmp_path):
+    appended = json.dumps(["++trainer.total_epochs=77", "++trainer.project_name='a b'"])
+    own = environment_for(APPEND, appended, {**os.environ, MODULES: "json"})
+    command = [sys.executable, "-m", MAIN, "trainer.total_epochs=3", "--cfg", "job", "--package", "trainer"]
+    done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "total_epochs: 77\n" in done.stdout and "project_name: a b\n" in done.stdout, done.stderr
+    code = f"import sys, verl, os; print(sys.argv, '{APPEND}' in os.environ)"
+    done = subprocess.run([sys.executable, "-c", code, "a"], env=own, capture_output=True, text=True, timeout=300)
+    assert done.stdout.endswith("['-c', 'a'] True\n"), done.stderr
+
+
+def test_only_variables_that_a_recipe_depends_on_are_recorded():
+    around = {"HF_HOME": "h", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "OTHER": "o", "MINE": "m", "MY_KEY": "k"}
+    named = ["a=${oc.env:MINE,x}", "b=${oc.env:MY_KEY}"]
+    assert recorded_environment(named, around) == {"HF_HOME": "h", "MINE": "m"}
+
+
+def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
+    (tmp_path / "more").mkdir()
+    words = ["--config-path=conf", "--config-name", "mine", "--config-dir", "more", "a=1", "-cn", "mine2"]
+    answer = {"arguments": words, "directory": str(tmp_path), "environment": {"A_NEW_ONE": "x"}}
+    more = str(tmp_path / "more")
+    expected = Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "conf/mine2", {}, str(tmp_path))
+    assert recipe_of(answer) == expected and recipe_of(answer).environment == {"A_NEW_ONE": "x"}
+    Path(more, "mine2.yaml").touch()
+    assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), f"{more}/mine2", {}, str(tmp_path))

@@ -1,0 +1,89 @@
+"""Runs inside a user's own command when `verl-tlt doctor`, `warmup` or `compare` runs it.
+
+The command's environment names this module in `VERL_USE_EXTERNAL_MODULES`, which `import verl` imports and does not
+guard: an interpreter without verl-tlt stops there and trains nothing. What happens then depends on a second variable:
+
+* `VERL_TLT_CAPTURE` (a file): a process that starts `verl.trainer.main_ppo` writes how it was started into the file,
+  and waits until it is ended. Nothing is composed, and no Ray is started.
+* `VERL_TLT_APPEND` (a JSON list): such a process appends these overrides to its own, and goes on.
+
+Standard library only: verl is half imported.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from verl_tlt.flag import MAIN, started_program
+
+CAPTURE, APPEND, MODULES = "VERL_TLT_CAPTURE", "VERL_TLT_APPEND", "VERL_USE_EXTERNAL_MODULES"
+NAMES = re.compile(
+    r"(CUDA|HF|HIP|NCCL|OMP|PYTORCH|RAY|ROCR|TLT|TORCH|TRANSFORMERS|TRITON|VERL|VLLM)_\w+|PATH|(LD_LIBRARY_|PYTHON)PATH"
+)
+"""Variables that decide how engines start. Of others only those are recorded that an override names."""
+SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+ENDED_WITHIN_S = 600.0
+"""Seconds after which a process that should have been ended ends itself: the command that captures is gone."""
+
+
+def environment_for(variable: str, value: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a command in which this module is to act; `variable` is `CAPTURE` or `APPEND`."""
+    modules = [name for name in environment.get(MODULES, "").split(",") if name]
+    return {**environment, variable: value, MODULES: ",".join([*modules, __name__])}
+
+
+def recorded_environment(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of the environment that a recipe depends on, without secrets."""
+    named = set(re.findall(r"oc\.env:\s*(\w+)", " ".join(arguments)))
+    kept = {name: value for name, value in environment.items() if NAMES.fullmatch(name) or name in named}
+    return {n: v for n, v in kept.items() if not SECRET.search(n) and n not in (CAPTURE, APPEND, MODULES)}
+
+
+def _answer(file: str, said: Mapping[str, Any]) -> NoReturn:
+    """Write the answer, and wait to be ended, so that no later line of the script is run."""
+    descriptor = os.open(f"{file}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(said, stream)
+    os.replace(f"{file}.{os.getpid()}", file)
+    time.sleep(ENDED_WITHIN_S)
+    os._exit(1)
+
+
+def _capture(file: str) -> None:
+    program = started_program(sys.argv, sys.orig_argv)
+    if program.endswith(MAIN):
+        arguments = sys.argv[1:]
+        _answer(file, {
+            "arguments": arguments,
+            "interpreter": sys.executable,
+            "prefix": sys.prefix,
+            "directory": os.getcwd(),
+            "environment": recorded_environment(arguments, os.environ),
+        })  # fmt: skip
+    if program.startswith(("verl.trainer.", "verl.experimental.")):
+        _answer(file, {"other": program})
+
+    def init(*args: object, **kwargs: object) -> None:  # another program that trains, such as a recipe's own main
+        _answer(file, {"other": program or sys.argv[0]})
+
+    import ray  # verl has imported it
+
+    ray.init = init
+
+
+def _append(overrides: str) -> None:
+    if started_program(sys.argv, sys.orig_argv).endswith(MAIN):
+        sys.argv += json.loads(overrides)
+        del os.environ[APPEND]
+        modules = [name for name in os.environ.get(MODULES, "").split(",") if name != __name__]
+        os.environ[MODULES] = ",".join(modules)
+
+
+if CAPTURE in os.environ:
+    _capture(os.environ[CAPTURE])
+elif APPEND in os.environ:
+    _append(os.environ[APPEND])

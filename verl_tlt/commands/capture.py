@@ -1,0 +1,157 @@
+"""How a user's own command starts `verl.trainer.main_ppo`: the command is run until it does, and then ended.
+
+Nothing of it is interpreted. `verl_tlt.capture`, which verl imports in the command's processes, reports the arguments.
+Whatever the command does before it starts `main_ppo` really happens, so commands that would leave this environment
+are refused, and those that end or remove something need `--yes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl_tlt.capture import CAPTURE, MODULES, environment_for
+from verl_tlt.checks.recipe import CONFIG, Recipe
+from verl_tlt.commands.processes import ProcessTree, running
+from verl_tlt.config import TLTConfigError
+from verl_tlt.flag import MAIN
+
+GIVEN = "VERL_TLT_CAPTURED"
+"""Variable with which a command goes on under the interpreter of the user's command; names the file of the answer."""
+POLL_S = 0.2
+LAST_LINES = 15
+_START = r"(?:^|[\s;&|(`'\"/])"
+LEAVES = re.compile(rf"{_START}(docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray job submit)(?=\s|$)")
+"""Programs that start others without this environment, or elsewhere: the command would train there."""
+CHANGES = re.compile(rf"{_START}(ray stop|pkill|killall|rm -\w*[rR]\w*|pip3? install)(?=\s|$)")
+"""What a script may do to other jobs, files and packages before it starts verl."""
+
+
+def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str, str] = os.environ) -> Recipe:
+    """How `command`, run in `environment`, starts `main_ppo`; goes on under its interpreter where that is not this one.
+
+    A `TLTConfigError` says that the command is not run, and why, or that it did not start `main_ppo`.
+    """
+    if (given := os.environ.pop(GIVEN, None)) is not None:
+        answer = json.loads(Path(given).read_text())
+        os.unlink(given)
+    else:
+        check_words(command, yes)
+        print(f"Running `{shlex.join(command)}` until it starts {MAIN}; nothing is trained.", file=sys.stderr)
+        answer = run_until_answer(command, environment)
+        if answer["prefix"] != sys.prefix:
+            _go_on_under(answer)
+    return recipe_of(answer)
+
+
+def check_words(command: Sequence[str], yes: bool) -> None:
+    """Refuse a command in which one of a few words says that running it is not safe.
+
+    Looks for words in the command, and in the script if it is `bash FILE` or a script; it understands neither.
+    """
+    lines = {"the command": [" ".join(command)]}
+    for word in command[:3]:
+        if os.path.isfile(word) and (word.endswith(".sh") or os.path.basename(command[0]) in ("bash", "sh", "source")):
+            lines[word] = Path(word).read_text(errors="replace").splitlines()
+            break
+    told = [
+        (f"{place}, line {number}" if place != "the command" else place, match[1], kind)
+        for place, texts in lines.items()
+        for number, text in enumerate(texts, start=1)
+        for kind in (LEAVES, CHANGES)
+        if not text.lstrip().startswith("#") and (match := kind.search(text))
+    ]
+    if left := next((entry for entry in told if entry[2] is LEAVES), None):
+        raise TLTConfigError(
+            f"{left[0]}, has `{left[1]}`, which starts programs without the environment of this command: nothing was "
+            f"run. Put `verl-tlt ... --` directly before `python` there, or give verl's overrides alone."
+        )
+    if told and not yes:
+        listed = "; ".join(f"{place}: {word}" for place, word, _ in told)
+        raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
+
+
+def run_until_answer(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run a command until a process of it has answered, or until it ends; all its processes are ended then."""
+    with tempfile.TemporaryDirectory(prefix="verl-tlt-capture-") as folder:
+        file, log = Path(folder) / "answer.json", Path(folder) / "log"
+        try:
+            with running(command, env=environment_for(CAPTURE, str(file), environment), log=log) as tree:
+                while not file.exists() and tree.process.poll() is None:
+                    _refuse_training(tree)
+                    time.sleep(POLL_S)
+                code = tree.process.poll()
+                tree.kill()
+        except FileNotFoundError as error:
+            raise TLTConfigError(f"{error.filename or command[0]} cannot be started: {error.strerror}.") from error
+        if not file.exists():
+            raise TLTConfigError(_no_answer(command, code, log.read_text(errors="replace")))
+        answer = json.loads(file.read_text())
+    if "other" in answer:
+        raise TLTConfigError(f"The command starts {answer['other']}; verl-tlt works with {MAIN}. It was ended.")
+    return answer
+
+
+def _refuse_training(tree: ProcessTree) -> None:
+    """Raise a `TLTConfigError` where `main_ppo` has started Ray: it has not seen our variables."""
+    for process in tree.alive():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if process.name() == "raylet" and any(MAIN in parent.cmdline() for parent in process.parents()):
+                what = f"The command starts {MAIN} without the variables {CAPTURE} and {MODULES}"
+                raise TLTConfigError(f"{what} of its environment: keep them in the script. It was ended at once.")
+
+
+def _no_answer(command: Sequence[str], code: int | None, log: str) -> str:
+    lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", log).splitlines() if line.strip()]
+    last = "\n".join(f"    {line[:300]}" for line in lines[-LAST_LINES:])
+    if "No module named 'verl_tlt'" in log:
+        return f"The Python that the command starts verl with does not have verl-tlt: install it there.\n{last}"
+    ended = f"`{shlex.join(command)}` ended with exit status {code} and did not start {MAIN}."
+    return f"{ended} Its last lines:\n{last}" if lines else f"{ended} It printed nothing."
+
+
+def _go_on_under(answer: dict[str, Any]) -> None:
+    """Replace this process by the same command under the interpreter of the user's command."""
+    descriptor, file = tempfile.mkstemp(prefix="verl-tlt-captured-")
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(answer, stream)
+    interpreter = answer["interpreter"]
+    print(f"Going on with {interpreter}, which the command starts verl with.", file=sys.stderr, flush=True)
+    environment = {**os.environ, **answer["environment"], GIVEN: file}
+    try:
+        os.execve(interpreter, [interpreter, "-P", "-m", "verl_tlt.commands.cli", *sys.argv[1:]], environment)
+    except OSError as error:
+        os.unlink(file)
+        raise TLTConfigError(f"{interpreter}, which the command uses, cannot be started: {error.strerror}.") from error
+
+
+def recipe_of(answer: dict[str, Any]) -> Recipe:
+    """The recipe of a start of `main_ppo`, Hydra's own options among its arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-name", "-cn", default=CONFIG)
+    parser.add_argument("--config-path", "-cp", default="")
+    parser.add_argument("--config-dir", "-cd", default="")
+    options, rest = parser.parse_known_args(answer["arguments"])
+    overrides = [word for word in rest if not word.startswith("-")]
+    path = options.config_path
+    if options.config_dir:
+        folder = os.path.join(answer["directory"], options.config_dir)
+        if os.path.isfile(os.path.join(folder, f"{options.config_name.removesuffix('.yaml')}.yaml")):
+            overrides.append(f"hydra.searchpath=[{path or 'pkg://verl.trainer.config'}]")
+            path = folder
+        else:
+            overrides.append(f"hydra.searchpath=[file://{folder}]")
+    changed = {name: value for name, value in answer["environment"].items() if os.environ.get(name) != value}
+    return Recipe(tuple(overrides), os.path.join(path, options.config_name), changed, answer["directory"])

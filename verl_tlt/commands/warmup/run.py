@@ -1,0 +1,84 @@
+"""The run that a warm-up or an evaluation is for: its verl config, and the options that it decides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_tlt.checks.models import POLICY, located
+from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, number, select
+from verl_tlt.config import MOST, TLTConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_tlt.commands.options import EngineOptions
+
+MODEL = "actor_rollout_ref.model"
+
+
+def decided_options(recipe: Recipe) -> dict[str, Any]:
+    """Options of the commands that a recipe decides, by field."""
+    config = compose(recipe.overrides, recipe.config)
+    named = select(config, "data.train_files", [])
+    files = [str(file) for file in (named if isinstance(named, list) else [named])]
+    if away := next((file for file in files if "://" in file), None):
+        raise TLTConfigError(f"data.train_files={away} is on another file system: give --prompts.")
+    return {
+        "model": Path(_path(recipe, str(select(config, POLICY, "")))),
+        "prompts": [Path(_path(recipe, file)) for file in files],
+        "response_length": number(config, f"{ROLLOUT}.response_length", 512),
+        "temperature": _float(config, "temperature", 0.0, MOST),
+        "top_p": _float(config, "top_p", 1e-6, 1.0),
+        "top_k": max(0, int(_float(config, "top_k", -1, MOST))),  # verl's -1: off
+        "tensor_parallel": number(config, f"{ROLLOUT}.tensor_model_parallel_size", 1),
+        "method": str(select(config, "tlt.drafter.method") or "eagle3"),
+    }
+
+
+def config_of(options: EngineOptions, changes: Mapping[str, Any]) -> DictConfig:
+    """verl's config of the run, with the options and `changes` in place of what it says."""
+    from omegaconf import OmegaConf, open_dict
+
+    recipe = options.recipe()
+    config = compose(recipe.overrides, recipe.config)
+    with open_dict(config):
+        for key, value in {**engine_values(options), **changes}.items():
+            OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+def engine_values(options: EngineOptions) -> dict[str, Any]:
+    """Values of verl's config that the options decide, by their dotted keys."""
+    return {
+        f"{MODEL}.path": located(str(options.model)),  # the recipe's script may start elsewhere
+        f"{MODEL}.mtp.enable_rollout": False,  # the job says what drafts
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.temperature": options.temperature,
+        f"{ROLLOUT}.top_p": options.top_p,
+        f"{ROLLOUT}.top_k": options.top_k or -1,
+        f"{ROLLOUT}.seed": options.seed,
+        f"{ROLLOUT}.response_length": options.response_length,
+        f"{ROLLOUT}.tensor_model_parallel_size": options.tensor_parallel,
+    }
+
+
+def longest_context(options: EngineOptions) -> int | None:
+    """Tokens of the longest sequence of the run's engines; None: the run does not say."""
+    recipe = options.recipe()
+    return number(compose(recipe.overrides, recipe.config), f"{ROLLOUT}.max_model_len", 0) or None
+
+
+def _path(recipe: Recipe, path: str) -> str:
+    """A path as the script's own working directory has it; a name on the hub as it is."""
+    local = os.path.join(recipe.directory or ".", os.path.expanduser(path))
+    return os.path.abspath(local) if os.path.exists(local) else located(path)
+
+
+def _float(config: DictConfig, name: str, least: float, most: float) -> float:
+    value = select(config, f"{ROLLOUT}.{name}", 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise TLTConfigError(f"{ROLLOUT}.{name} must be a number from {least:g} to {most:g}, not {value!r}.")
+    return float(value)
