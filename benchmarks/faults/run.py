@@ -141,7 +141,7 @@ def _left(tree: ProcessTree) -> list[str]:
     deadline = time.time() + SETTLE_S
     while (alive := tree.alive()) and time.time() < deadline:
         time.sleep(0.2)
-    files = [path for path in tree.left_behind() if path.name != "ray"]  # Ray keeps its logs
+    files = [path for path in tree.folder.iterdir() if path.name != "ray"]  # Ray keeps its logs
     return sorted([*(f"process {_name(p)}" for p in alive), *map(str, files)])
 
 

@@ -31,7 +31,7 @@ def of(program, *, words=0):
 
 def overrides_of_commands():
     """What Hydra would get of the commands that compose a recipe, each set once."""
-    taking = {"doctor", "calibrate", "advise", "verl.trainer.main_ppo"}
+    taking = {"doctor", "verl.trainer.main_ppo"}
     given = [c.words[1:] for c in COMMANDS if taking & set(c.words[1:3])]
     found = {tuple(word for word in words if "=" in word and not word.startswith("--")) for words in given}
     return sorted(found - {()})

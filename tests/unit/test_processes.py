@@ -19,9 +19,8 @@ from verl_tlt.commands import processes
 from verl_tlt.commands.processes import LONGEST_BASE, ProcessTree, interruptible
 
 FAMILY = """
-import multiprocessing, os, signal, socket, sys, tempfile, time
-from multiprocessing import resource_tracker, shared_memory
-resource_tracker.register = lambda *_: None  # as where the tracker is killed with everybody else
+import multiprocessing, os, signal, sys, tempfile, time
+from multiprocessing import shared_memory
 name, kept = sys.argv[1], []
 
 def note(who, more=""):
@@ -39,16 +38,12 @@ def child(who, stubborn=False, then=lambda: None):
     time.sleep(600)
 
 def own(who):
-    if os.path.exists(f"/dev/shm/{name}-old"):
-        kept.append(shared_memory.SharedMemory(f"{name}-old"))
     for i in range(3):
         kept.append(shared_memory.SharedMemory(f"{name}-{who}-{i}", create=True, size=4096))
         time.sleep(0.15)
     kept.append(multiprocessing.get_context("spawn").Semaphore())
-    kept.append(server := socket.socket(socket.AF_UNIX))
-    server.bind(f"/tmp/{name}-{who}.sock")
     tempfile.mkdtemp()
-    note(who, kept[-2]._semlock.name)
+    note(who, kept[-1]._semlock.name)
 
 child("stubborn", stubborn=True)
 child("nested", then=lambda: child("grandchild"))
@@ -63,8 +58,8 @@ child("owner", then=lambda: own("owner") or time.sleep(600))
 time.sleep(600 if len(sys.argv) < 3 else 1)
 """
 NAMES = {"root", "stubborn", "nested", "grandchild", "daemon", "owner"}
-OWNED = 8
-"""Three segments and a socket of each of two processes; each has a semaphore too, whose name is in its note."""
+OWNED = 6
+"""Three segments of each of two processes; each has a semaphore too, whose name is in its note."""
 SHM = Path("/dev/shm")
 REST_S = 0.5
 """What descendants get to end by themselves: a stubborn one uses all of it, twice, in every test."""
@@ -120,9 +115,9 @@ class Family:
         return {who for who in alive if psutil.Process(ids[who]).status() != psutil.STATUS_ZOMBIE}
 
     def files(self):
-        """Its segments and sockets that are there, and semaphores that are noted."""
+        """Its segments that are there, and semaphores that are noted."""
         semaphores = [SHM / f"sem.{words[1].strip('/')}" for words in self.notes().values() if len(words) > 1]
-        return {*SHM.glob(f"{self.name}*"), *Path("/tmp").glob(f"{self.name}*.sock"), *filter(Path.exists, semaphores)}
+        return {*SHM.glob(f"{self.name}*"), *filter(Path.exists, semaphores)}
 
     def gone(self, base):
         return (self.living(), self.files(), list(base.iterdir())) == (set(), set(), [])
@@ -164,23 +159,6 @@ def test_every_process_is_ended_and_what_it_owns_removed_and_nothing_else(family
         for mine in (before, during):
             mine.close()
             mine.unlink()
-
-
-def test_what_others_share_with_the_run_or_cannot_be_removed_stays_and_all_else_goes(family, base, tmp_path):
-    old = shared_memory.SharedMemory(f"{family.name}-old", create=True, size=4096)
-    old.close()  # nobody has it open, but the run will have
-    time.sleep(1.1)
-    tree = ProcessTree(family.argv, env=os.environ, log=tmp_path / "log")
-    family.up()
-    shared = shared_memory.SharedMemory(f"{family.name}-root-0")
-    (stays := SHM / f"{family.name}-owner-0").unlink()
-    stays.mkdir()
-    try:
-        assert tree.stop() == []
-        assert family.files() == {SHM / shared.name, SHM / old.name, stays} and list(base.iterdir()) == []
-    finally:
-        stays.rmdir()
-        shared.close()
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         return costs
 
     async def _tlt_stored(self) -> LatencyTable:
-        """Step costs that an earlier run or `verl-tlt calibrate` measured on an engine like this one; empty: none."""
+        """Step costs that an earlier run measured on an engine like this one; empty: none."""
         if (directory := self.tlt.speculation.costs_dir) is None:
             return LatencyTable()
         self._tlt_key = cost_key(self.engine.vllm_config, self.model_config.local_path, self._tlt_dir / "drafter")
