@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from benchmarks.control.drains import (
     ADAPTIVE,
     ARMS,
@@ -35,7 +37,6 @@ from benchmarks.control.engine import VLLM, Engine, Models
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.collatz import chat, draw
 from demo.machine import find_dtype
-from verl_tlt.commands.warmup.prompts import load_tokenizer
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
 from verl_tlt.files.disk import replacing
 from verl_tlt.speculation.costs.tables import LatencyTable
@@ -64,7 +65,7 @@ def real_models(folder: Path) -> tuple[Models, Ask]:
     ):
         if not made.exists():
             raise DrafterError(f"{made} is missing: `{command}` makes it.")
-    tokenizer = load_tokenizer(policy)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
 
     def ask(drain: Drain, turn: int) -> Prompts:
         rng = random.Random(f"{drain} {turn}")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from drafter_bits import fingerprint
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from benchmarks.lossless.__main__ import row_of
 from benchmarks.lossless.exact import Exact, Sampling
@@ -25,9 +26,10 @@ from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far
 from benchmarks.real_policy.job import LONGEST_PROMPT, LONGEST_RESPONSE, PLACE
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.child_engine import run_job
+from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.commands.warmup.evaluate import AGREE
-from verl_tlt.commands.warmup.prompts import load_tokenizer, read_prompts
+from verl_tlt.commands.warmup.prompts import read_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 GREEDY, DRAWN, TOKENS, DRAWS = "greedy", "drawn", 12, 160
@@ -36,9 +38,9 @@ TIED = 2e-3
 
 
 @pytest.fixture(scope="module")
-def prompts(assets):
-    read = read_prompts([assets.val], load_tokenizer(assets.policy), LONGEST_PROMPT, limit=16)
-    return [list(ids) for ids in read.tokens]
+def prompts(assets, drafter):
+    options = EvaluateOptions(model=assets.policy, drafter=drafter, prompts=[assets.val], response_length=1)
+    return [list(ids) for ids in read_prompts(options, limit=16).tokens if len(ids) <= LONGEST_PROMPT]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_the_warm_up_learns_from_answers_to_the_chat_template(warmed, assets):
     assert facts["responses"] == 48 and facts["steps"] == int(facts["options"][-1]) and facts["accept_length"] >= 1.0
     # The turn's end token ended responses, and the draft vocabulary has it.
     assert facts["response_tokens"] < 48 * LONGEST_RESPONSE / 2
-    tokenizer = load_tokenizer(assets.policy)
+    tokenizer = AutoTokenizer.from_pretrained(assets.policy)
     assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert weights["t2d"][tokenizer.eos_token_id]
     row = pq.read_table(assets.train).to_pylist()[0]

@@ -75,10 +75,19 @@ def test_a_script_is_captured_as_bash_runs_it_and_goes_no_further(script, tmp_pa
 SITE = sysconfig.get_path("purelib")
 
 
+@pytest.fixture(autouse=True)
+def stays(monkeypatch):
+    """A command under another interpreter goes on in place of this process; here that must not happen."""
+    monkeypatch.setattr("verl_tlt.commands.capture.os.execve", None)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f"PYTHONPATH={SITE} python3 -S -m {MAIN} a=1", "starts verl with does not have verl-tlt: install it there."),
+        (
+            f"cd /; PYTHONPATH={SITE} python3 -S -m {MAIN} a=1",
+            "starts verl with does not have verl-tlt: install it there.",
+        ),
         (f"unset {MODULES}; export VERL_TLT_CAPTURE=; python3 -m verl.trainer.main_eval", "did not start verl.trainer"),
         ("python3 -m verl.trainer.main_eval", "The command starts verl.trainer.main_eval; verl-tlt works with verl."),
         ("python3 -c 'import verl, ray; ray.init()'", "The command starts -c; verl-tlt works with verl.trainer.main_"),

@@ -16,7 +16,6 @@ CALLS = {
 }  # fmt: skip
 FLAGS = ("shell", "trust_remote_code", "allow_pickle")
 ALLOWED = {
-    "verl_tlt/commands/warmup/prompts.py": {"trust_remote_code=trusted"},  # as the recipe or the command line says
     "verl_cpu/verl_shims.py": {"trust_remote_code=trust_remote_code"},  # as verl's own loader has it
 }
 

@@ -83,12 +83,12 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
 
 
-def run_until_answer(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> dict[str, Any]:
     """Run a command until a process of it has answered, or until it ends; all its processes are ended then."""
     with tempfile.TemporaryDirectory(prefix="verl-tlt-capture-") as folder:
         file, log = Path(folder) / "answer.json", Path(folder) / "log"
         try:
-            with running(command, env=environment_for(CAPTURE, str(file), environment), log=log) as tree:
+            with running(command, env=environment_for(CAPTURE, str(file), environment), log=log, cwd=cwd) as tree:
                 while not file.exists() and tree.process.poll() is None:
                     _refuse_training(tree)
                     time.sleep(POLL_S)

@@ -30,7 +30,7 @@ set -xeuo pipefail
 MODEL=$1; shift
 DATA=(data.train_files="$FILES" "data.val_files=['$FILES']")
 python3 -m verl.trainer.main_ppo --config-path=config \\
-    --config-name='ppo_trainer.yaml' "${DATA[@]}" trainer.device=cpu \\
+    --config-name='ppo_trainer.yaml' "${DATA[@]}" trainer.device=cpu actor_rollout_ref.actor.use_dynamic_bsz=true \\
     actor_rollout_ref.rollout.name=vllm "actor_rollout_ref.model.path=$MODEL" "$@" 2>&1 | tee log.txt
 """
 

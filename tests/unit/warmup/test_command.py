@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from mtp_policy import make_mtp_policy
 from rich.console import Console
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.warmup import command, train
+from verl_tlt.commands.warmup.card import model_card
 from verl_tlt.commands.warmup.command import warmup
 from verl_tlt.commands.warmup.evaluate import linked
 from verl_tlt.drafter.check import check_drafter
@@ -48,8 +50,20 @@ def test_from_prompts_to_a_drafter(warm, tmp_path):
     assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
     assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
     card = (options.out / "README.md").read_text()
-    assert "--speculative-config" in card and "tau_sim" in card and "np." not in card
+    assert "vllm serve policy --speculative-config" in card and "| accept length | " in card and "np." not in card
+    assert str(tmp_path) not in card and str(options.model.parent) not in card, "no path of this machine"
+    assert "verl-tlt evaluate" in said and f"+trainer.plugin=tlt tlt.drafter.path={options.out}" in said
+    assert f'"model": "{options.out}"' in said, "the command that serves it"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.jsonl"]
+
+
+def test_the_card_names_the_base_model_and_its_licence(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: Qwen/Qwen3-8B\n---\n# A policy\n")
+    for policy, base in ((tmp_path, "Qwen/Qwen3-8B"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")):
+        text = model_card("eagle3", "my-drafter", policy, {"prompts": ["train.parquet"]})
+        data = ModelCard(text).data
+        assert data.base_model == base and data.library_name == "speculators" and "eagle3" in data.tags
+        assert data.license == ("apache-2.0" if policy == tmp_path else None) and str(tmp_path) not in text
 
 
 def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer, monkeypatch):

@@ -135,7 +135,7 @@ def build_dataclasses(recipe: Recipe) -> Finding | None:
         try:
             omega_conf_to_dataclass(select_node(config, node))
         except Exception as error:  # whatever verl's checks and the classes themselves raise
-            reason = " ".join(str(error).split()).rstrip(".")
+            reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
             return Finding("refuse", node, f"verl does not take {node} of this recipe: {reason[:300]}.")
     return Finding("ok", "verl's dataclasses", "verl takes the rollout's and the actor's settings")
 

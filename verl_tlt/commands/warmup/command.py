@@ -23,6 +23,7 @@ from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
+from verl_tlt.commands.warmup.card import model_card, serve_command
 from verl_tlt.commands.warmup.prompts import Prompts, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
@@ -86,11 +87,22 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
             run()
         directory = _save(options, prompts, responses, run)
         shutil.rmtree(options.work)
-    named = ["--model", str(options.model), *(f"--prompts={file}" for file in options.prompts)]
-    words = ["--", *options.command] if options.command else [*(options.overrides or ()), *named]
-    drafting = f"accept length {max(run.taus):.2f} on held-out prompts, drafting {options.draft_length}"
-    say(console, f"Wrote {directory}: {drafting}.\nNext: verl-tlt evaluate {directory} {shlex.join(words)}")
+    say(console, conclusion(options, directory, max(run.taus)))
     return directory
+
+
+def conclusion(options: WarmupOptions, directory: Path, accept_length: float) -> str:
+    """What was written, and what to do with it."""
+    named = ["--model", str(options.model), *(f"--prompts={file}" for file in options.prompts)]
+    run = ["--", *options.command] if options.command else [*(options.overrides or ()), *named]
+    method = "" if options.method == "eagle3" else f" tlt.drafter.method={options.method}"
+    lines = [
+        f"Wrote {directory}: accept length {accept_length:.2f} on held-out prompts, drafting {options.draft_length}.",
+        f"In your recipe: +trainer.plugin=tlt tlt.drafter.path={shlex.quote(str(directory.absolute()))}{method}",
+        f"In stock vLLM:  {serve_command(options.method, str(directory), str(options.model))}",
+        f"What it is worth: verl-tlt evaluate {shlex.join([str(directory), *run])}",
+    ]
+    return "\n".join(lines)
 
 
 def _check(options: WarmupOptions) -> None:
@@ -228,4 +240,8 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Respo
         "checks": run.progress.checks,
         "date": time.strftime("%Y-%m-%d"),
     }
-    return save_drafter(run.trainer.model, options.out, facts, policy=options.model)
+    directory = save_drafter(run.trainer.model, options.out, facts, policy=options.model)
+    shown = {**facts, "accept length": facts["tau_sim"], "draft positions": options.draft_length}
+    card = model_card(options.method, options.out.name, options.model, shown)
+    (directory / "README.md").write_text(card)
+    return directory

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
@@ -139,8 +139,8 @@ def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) ->
 
 
 def make_bars(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:10}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+    texts = TextColumn("{task.description:10}"), BarColumn(), TextColumn("{task.fields[note]}")
+    return Progress(*texts, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
 
 
 class Stage:
@@ -156,7 +156,8 @@ class Stage:
         self.bars.update(self._task, completed=share, note=note)
         if not self.bars.console.is_terminal and (tenths > self._tenths or now > self._line_at + LINE_S):
             self._tenths, self._line_at = tenths, now
-            self.say(f"{note} after {now - self._began:.0f} s")
+            left = f", about {(now - self._began) * (1 / share - 1):.0f} s left" if share else ""
+            self.say(f"{note} after {now - self._began:.0f} s{left}")
 
     def say(self, text: str) -> None:
         say(self.bars.console, f"{self._name}: {text}")
