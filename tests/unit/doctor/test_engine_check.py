@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
-from verl_tlt.commands.doctor.command import cost_table
+from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import (
     BATCHES,
     Answer,
@@ -21,7 +21,6 @@ from verl_tlt.commands.doctor.engine_check import (
     check_sleep,
     check_waking,
     judge_costs,
-    keep_costs,
     run_job,
 )
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
@@ -31,7 +30,7 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server import calibration
 from verl_tlt.server.calibration import cost_key
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table
+from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
 from verl_tlt.speculation.types import OFF
 
 COSTS = LatencyTable.calibrated(
@@ -65,21 +64,12 @@ def test_a_step_without_drafts_is_compared_with_stocks(costs, off, always_on, le
     assert first.level == level and said in first.sentence
 
 
-def test_what_is_kept_is_found_again_and_nothing_measured_is_said(tmp_path):
-    file, table = keep_costs(Answer([], COSTS, KEY), tmp_path)
-    assert file.parent == tmp_path and load_table(tmp_path, KEY) == table == COSTS
-    drafts = LatencyTable.calibrated({1: [(1, 0.01)]})
-    for costs, always_on in ((drafts, ""), (LatencyTable.calibrated({OFF: [(1, 0.01)]}), "An unknown runner.")):
-        with pytest.raises(TLTConfigError, match="--seconds"):
-            keep_costs(Answer([], costs, KEY, always_on), tmp_path)
-    kept = keep_costs(Answer([], drafts, KEY, "An unknown runner."), tmp_path)[1]
-    assert kept == drafts, "which a run of such an engine starts from"
-
-
-def test_costs_are_shown_by_draft_length_and_batch():
-    table = LatencyTable.calibrated({OFF: [(1, 0.010), (4, 0.020)], 3: [(1, 0.030)]})
-    columns = [list(column.cells) for column in cost_table(table).columns]
-    assert columns == [["no drafter", "3"], ["10.00", "30.00"], ["20.00", ""]]
+def test_the_report_has_findings_and_costs(tmp_path):
+    findings = judge_costs(COSTS, STOCK, CLOSE)
+    write_report(tmp_path / "new" / "report.json", Answer(findings, COSTS, KEY))
+    written = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert LatencyTable.from_list(written["points"]) == COSTS and written["key"]["hardware"] == "H100 x2"
+    assert [finding["sentence"] for finding in written["findings"]] == [finding.sentence for finding in findings]
 
 
 def engine_config(changes):
