@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 def save_tokenizer(policy, count, end=0, template=None):
     """Put one with so many words beside a policy; `end`: its end token, which is also what unknown words become."""
     inner = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token=f"w{end}"))
-    inner.pre_tokenizer = Split(" ", "removed")  # a line end is a token of its own, which verl asks of a Qwen
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"w{end}")
+    inner.pre_tokenizer = Split(" ", "removed")  # verl asks of a Qwen that a line end is one token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"w{end}", unk_token=f"w{end}")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(policy)

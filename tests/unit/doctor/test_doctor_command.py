@@ -53,6 +53,7 @@ def overrides(recipe, policy):
     return [
         *data,
         "trainer.device=cpu",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.model.path={policy}",
     ]

@@ -165,7 +165,7 @@ async def _first_request(worker: Any, config: DictConfig, row: dict[str, Any], w
     except _Recorded as recorded:
         return recorded.request
     except Exception as error:  # a chat template or an agent loop may raise whatever it likes
-        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        reason = " ".join(str(error.__cause__ or error).split())[:200].rstrip(".") or type(error).__name__
         raise DrafterError(f"{where} is refused by verl's {loop}: {reason}.") from error
     raise DrafterError(f"{where}: verl's {loop} asked the engine for nothing.")
 
