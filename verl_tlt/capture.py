@@ -68,16 +68,23 @@ def _capture(file: str) -> None:
         _answer(file, {"other": program})
 
     def init(*args: object, **kwargs: object) -> None:  # another program that trains, such as a recipe's own main
-        _answer(file, {"other": program or sys.argv[0]})
+        _answer(file, {"other": "python -c" if sys.argv[0] == "-c" else program or sys.argv[0]})
 
     import ray  # verl has imported it
 
     ray.init = init
 
 
+def with_appended(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """`words` with more overrides behind their last one: Hydra's parser takes overrides in one place only."""
+    places = [i for i, word in enumerate(words) if re.match(r"[^-].*=|~", word)]
+    place = places[-1] + 1 if places else len(words)
+    return [*words[:place], *overrides, *words[place:]]
+
+
 def _append(overrides: str) -> None:
     if started_program(sys.argv, sys.orig_argv).endswith(MAIN):
-        sys.argv += json.loads(overrides)
+        sys.argv[1:] = with_appended(sys.argv[1:], json.loads(overrides))
         del os.environ[APPEND]
         modules = [name for name in os.environ.get(MODULES, "").split(",") if name != __name__]
         os.environ[MODULES] = ",".join(modules)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_tlt.capture import APPEND, MODULES, environment_for, recorded_environment
+from verl_tlt.capture import APPEND, MODULES, environment_for, recorded_environment, with_appended
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.capture import capture, check_words, recipe_of
 from verl_tlt.config import TLTConfigError
@@ -90,7 +90,7 @@ def stays(monkeypatch):
         ),
         (f"unset {MODULES}; export VERL_TLT_CAPTURE=; python3 -m verl.trainer.main_eval", "did not start verl.trainer"),
         ("python3 -m verl.trainer.main_eval", "The command starts verl.trainer.main_eval; verl-tlt works with verl."),
-        ("python3 -c 'import verl, ray; ray.init()'", "The command starts -c; verl-tlt works with verl.trainer.main_"),
+        ("python3 -c 'import verl, ray; ray.init()'", "The command starts python -c; verl-tlt works with verl"),
         ("echo nothing to do here; exit 3", "ended with exit status 3 and did not start verl.trainer.main_ppo. Its"),
     ],
     ids=["no verl-tlt", "emptied variables", "another trainer", "another main", "no start"],
@@ -147,6 +147,19 @@ def test_overrides_are_appended_in_the_process_of_main_ppo_alone(tmp_path):
     code = f"import sys, verl, os; print(sys.argv, '{APPEND}' in os.environ)"
     done = subprocess.run([sys.executable, "-c", code, "a"], env=own, capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("['-c', 'a'] True\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "appended"),
+    [
+        (["a=1", "--cfg", "job"], ["a=1", "++b=2", "--cfg", "job"]),
+        (["--config-name", "x", "a=1", "~c"], ["--config-name", "x", "a=1", "~c", "++b=2"]),
+        (["--config-dir=d"], ["--config-dir=d", "++b=2"]),
+        ([], ["++b=2"]),
+    ],
+)
+def test_overrides_stay_in_one_place(words, appended):
+    assert with_appended(words, ["++b=2"]) == appended
 
 
 def test_only_variables_that_a_recipe_depends_on_are_recorded():
