@@ -90,7 +90,7 @@ def _append(overrides: str) -> None:
         os.environ[MODULES] = ",".join(modules)
 
 
-if CAPTURE in os.environ:
+if os.environ.get(CAPTURE):
     _capture(os.environ[CAPTURE])
-elif APPEND in os.environ:
+elif os.environ.get(APPEND):
     _append(os.environ[APPEND])
