@@ -26,8 +26,8 @@ CORE = {
     "files": {"errors"},
     "speculation": {"errors", "files", "messages"},
     "idle": set(),
-    "capture": {"flag"},
     "flag": set(),
+    "capture": {"flag"},
     "config": {"errors", "speculation"},
     "upstream": {"errors"},
     "drafter": {"errors", "files"},
@@ -52,6 +52,7 @@ COMMANDS = {
 }
 MAY_IMPORT = CORE | RUN | COMMANDS
 FRAMEWORKS_OF = dict.fromkeys(MAY_IMPORT, frozenset()) | {
+    "capture": {"ray"},
     "drafter": {"torch", "transformers", "speculators"},
     "engine_core": {"vllm"},
     "vllm_worker": {"torch", "verl", "vllm"},
@@ -62,7 +63,7 @@ FRAMEWORKS_OF = dict.fromkeys(MAY_IMPORT, frozenset()) | {
     "checks": {"torch", "transformers"},
     "commands": {"torch", "transformers", "verl", "vllm"},
 }
-WITHOUT_FRAMEWORKS = ("advise", "cli", "compare", "console", "report", "script")
+WITHOUT_FRAMEWORKS = ("advise", "cli", "compare", "console", "report")
 """Commands that work where no framework is installed."""
 STANDARD = (
     "__init__.py",
