@@ -48,7 +48,7 @@ def test_from_prompts_to_a_drafter(warm, tmp_path):
     facts = provenance(options.out)
     assert facts["tau_sim"] > 1.05 and len(facts["acceptance"]) == 3
     assert facts["prompts_used"] == 40 and facts["response_tokens"] == 40 * 24
-    assert facts["versions"]["verl_tlt"] and facts["tokenizer_sha256"]
+    assert facts["versions"]["verl_tlt"] and facts["tokenizer"]["tokens"]
     card = (options.out / "README.md").read_text()
     assert "vllm serve policy --speculative-config" in card and "| accept length | " in card and "np." not in card
     assert str(tmp_path) not in card and str(options.model.parent) not in card, "no path of this machine"
