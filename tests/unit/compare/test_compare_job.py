@@ -1,15 +1,17 @@
 """Jobs that fail or hang, what a turn keeps, what a job's log says; real `main_ppo` processes that come to no step."""
 
 import json
+import subprocess
 import tempfile
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare import job
 from verl_tlt.commands.compare.command import take_turns
-from verl_tlt.commands.compare.job import accepted, failure, job_environment, keep_only, read_rows, take_turn
+from verl_tlt.commands.compare.job import accepted, failure, keep_only, read_rows, take_turn, with_cluster
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.console import make_console
@@ -18,7 +20,7 @@ ARM = Arm(STOCK, "", False)
 
 
 def plan_of(folder, *overrides):
-    return Plan(Recipe(overrides), (), None, 4, folder)
+    return Plan(Recipe(overrides), None, 4, folder)
 
 
 @pytest.mark.parametrize(
@@ -87,28 +89,19 @@ def test_rows_are_finished_steps(tmp_path):
     rows = [{"step": 0, "data": {"val/acc": 1.0}}, {"step": 1, "data": done}]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     file.write_text(lines + '{"step": 2, "data": {"timing_s/st')
-    assert read_rows(file) == {1: done}
-
-
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '{"step": 1}', '{"data": {"timing_s/step": 2.0}}', '{"step": 1, "data": 7}']
-)
-def test_a_damaged_line_of_metrics_is_named_with_its_file(tmp_path, line):
-    (file := tmp_path / "turn-1.jsonl").write_text(f"{line}\n")
-    with pytest.raises(CompareError, match=r"turn-1\.jsonl holds a line that is no row of metrics"):
-        read_rows(file)
+    assert read_rows(file) == {1: {"timing_s/step": 2.0}}
 
 
 def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path, monkeypatch):
     """Ray looks for it in the temporary folder, and a job has one of its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    assert "RAY_TMPDIR" not in job_environment({}, {})
+    assert "RAY_TMPDIR" not in with_cluster({})
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
-    found = job_environment({"BY_SCRIPT": "1", "BOTH": "script"}, {"BOTH": "turn"})
-    assert (found["RAY_TMPDIR"], found["BY_SCRIPT"], found["BOTH"]) == (str(tmp_path), "1", "turn")
-    assert job_environment({"RAY_TMPDIR": "/scratch"}, {})["RAY_TMPDIR"] == "/scratch"
+    found = with_cluster({"MINE": "1"})
+    assert (found["RAY_TMPDIR"], found["MINE"]) == (str(tmp_path), "1")
+    assert with_cluster({"RAY_TMPDIR": "/scratch"})["RAY_TMPDIR"] == "/scratch"
     assert found["RAY_DEDUP_LOGS"] == "0", "every replica's lines of accept length are counted"
 
 
@@ -130,3 +123,27 @@ def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
     what, *lines = failure("It failed.", log).splitlines()
     assert (what, lines[0], lines[1]) == ("It failed.", f"The last lines of {log}:", "    17")
     assert lines[-1].startswith("    bye!") and len(lines[-1]) < 320
+
+
+def test_a_turn_runs_the_users_own_command_with_more_overrides(tmp_path):
+    """A script that prepares something, starts `main_ppo` with what it computed, and goes on."""
+    (script := tmp_path / "recipe.sh").write_text(
+        "NAME=$(echo mine)\npython -m verl.trainer.main_ppo no.such.key=1 trainer.experiment_name=$NAME\nexit 7\n"
+    )
+    plan = Plan(Recipe(("no.such.key=1",)), None, 4, tmp_path, ("bash", str(script)), ("typed.by_hand=2",))
+    with pytest.raises(CompareError, match=r"stock failed with exit status 7"):
+        take_turn(plan, ARM, 0, 60.0, lambda _: None)
+    log = (tmp_path / "stock" / "turn-1.log").read_text()
+    assert "no.such.key" in log, "Hydra has refused the script's own override"
+
+
+def test_overrides_reach_main_ppo_of_the_users_command(tmp_path):
+    """Hydra prints the composed config in the place of a run."""
+    script = "python -m verl.trainer.main_ppo --cfg job trainer.experiment_name=mine data.seed=5 trainer.device=cpu"
+    plan = Plan(Recipe(("data.seed=5",)), None, 4, tmp_path, ("bash", "-c", script), ("data.seed=6",))
+    command, environment = plan.job(ARM, 0, {"MINE": "yes, {it} is"})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    config = yaml.safe_load(done.stdout)
+    assert config["trainer"]["experiment_name"] == "stock" and config["data"]["seed"] == 6, done.stderr
+    assert config["trainer"]["plugin"] is None and config["trainer"]["total_training_steps"] == 4
+    assert config["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]["MINE"] == "yes, {it} is"

@@ -30,21 +30,20 @@ def plan_of(folder, *overrides, base=BASE):
 
 
 def composed(plan, arm, turn=0):
-    words = [word for word in plan.command(arm, turn)[2:] if not word.startswith("--config-")]
-    return compose(words, plan.stock.config)
+    return compose([*plan.recipe.overrides, *plan.overrides(arm, turn)], plan.recipe.config)
 
 
 def arm_of(name, drafter=None):
     return {arm.name: arm for arm in named_arms([TLT, name], drafter)}[name]
 
 
-@pytest.mark.parametrize("given", [BASE, WITH, (*BASE, "+trainer.plugin=tlt")], ids=["stock", "settings", "plugin"])
-def test_stock_has_nothing_of_tlt_and_tlt_has_it_all(tmp_path, given):
+@pytest.mark.parametrize("given", [BASE, WITH, (*BASE, "+trainer.plugin=tlt")], ids=["stock", "set", "plugin"])
+def test_stock_runs_without_tlt_and_tlt_with_the_recipes_settings(tmp_path, given):
     plan = plan_of(tmp_path, base=given)
     tlt = composed(plan, arm_of("tlt-no-spot"))
     assert flag.wanted(tlt) and tlt.tlt.trace.dir == str(tmp_path / "tlt-no-spot" / "trace") and not tlt.tlt.spot.enable
     stock = composed(plan, arm_of(STOCK))
-    assert not flag.wanted(stock) and flag.refusal(stock) is None and "tlt" not in stock
+    assert not flag.wanted(stock) and flag.refusal(stock) is None
     if given is WITH:
         assert tlt.tlt.spot.max_epochs == 3
 
@@ -58,7 +57,7 @@ def test_a_top_level_config_that_has_the_flag_is_stock_without_it(tmp_path):
 
 def test_every_turn_goes_on_from_the_one_before(tmp_path):
     plan, arm = plan_of(tmp_path), arm_of(TLT)
-    assert {"trainer.resume_mode=disable", "trainer.total_training_steps=4"} <= set(plan.command(arm, 0))
+    assert {"trainer.resume_mode=disable", "trainer.total_training_steps=4"} <= set(plan.overrides(arm, 0))
     second = composed(plan, arm, 1).trainer
     assert (second.resume_mode, second.total_training_steps) == ("resume_path", 8)
     assert second.resume_from_path == str(tmp_path / "tlt" / "global_step_4")
@@ -86,16 +85,25 @@ def test_the_first_turn_begins_where_the_recipe_would(tmp_path):
 
 def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
     plan = plan_of(tmp_path, "tlt.drafter.path=/a/drafter", base=WITH)
-    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3", "vllm-5-lost"], first_drafter(plan, [TLT], None))}
-    assert list(arms) == [STOCK, TLT, "vllm-3", "vllm-5-lost"]
+    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3"], first_drafter(plan, [TLT], None))}
+    assert list(arms) == [STOCK, TLT, "vllm-3"]
     config = composed(plan, arms["vllm-3"])
     engine = config.actor_rollout_ref.rollout
     speculative = engine.engine_kwargs.vllm.speculative_config
     assert (speculative.model, speculative.num_speculative_tokens) == ("/a/drafter", 3)
     assert not engine.disable_log_stats and not engine.free_cache_engine and not flag.wanted(config)
-    lost = composed(plan, arms["vllm-5-lost"]).actor_rollout_ref.rollout
+    lost = composed(plan, vllm_arm("lost", "", "/a/drafter", 5, lost=True)).actor_rollout_ref.rollout
     assert lost.free_cache_engine and lost.engine_kwargs.vllm.speculative_config.draft_sample_method == "greedy"
     assert composed(plan, arms[TLT]).tlt.drafter.path == "/a/drafter"
+
+
+def test_a_drafter_may_be_a_name_on_the_hub(tmp_path):
+    name = "RedHatAI/Qwen3-8B-speculator.eagle3"
+    plan = plan_of(tmp_path)
+    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3"], first_drafter(plan, [TLT], name))}
+    assert composed(plan, arms[TLT]).tlt.drafter.path == name
+    engine = composed(plan, arms["vllm-3"]).actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert engine.speculative_config.model == name
 
 
 def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
@@ -127,7 +135,7 @@ def test_whatever_a_path_holds_hydra_reads_it(text):
 @pytest.mark.parametrize(
     ("names", "drafter", "said"),
     [
-        (["tltt"], "/d", "There is no arm 'tltt'; there are stock, tlt, tlt-no-spot, vllm-1 to vllm-16 and"),
+        (["tltt"], "/d", "There is no arm 'tltt': there are stock, tlt, tlt-no-spot, vllm-1 to vllm-16"),
         (["vllm-0"], "/d", "There is no arm"),
         (["vllm-17"], "/d", "There is no arm"),
         (["tlt", "vllm-3"], None, "vllm-3 needs a drafter: name one with --drafter or tlt.drafter.path"),
@@ -143,8 +151,6 @@ def test_arms_that_there_are_not_are_refused(names, drafter, said):
 def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(CompareError, match="There is no recipe"):
         plan_of(tmp_path, base=())
-    with pytest.raises(CompareError, match=r"/no/folder, which is not here"):
-        make_plan(Recipe(BASE, directory="/no/folder"), 4, tmp_path)  # `mkdir -p folder && cd folder` of its script
     with pytest.raises(TLTError, match=r"no\.such\.key"):
         plan_of(tmp_path, "no.such.key=1")
     nowhere = plan_of(tmp_path, "actor_rollout_ref.model.path=/nowhere/policy")

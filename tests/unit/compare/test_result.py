@@ -5,7 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 
+from verl_tlt.commands.compare.page import comparison_page, draw_ratios, draw_steps
 from verl_tlt.commands.compare.plan import named_arms
 from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, read_step, schedule
 from verl_tlt.commands.compare.result import (
@@ -21,6 +23,7 @@ from verl_tlt.commands.compare.result import (
     ratios,
     verdict,
 )
+from verl_tlt.commands.page import write_page
 
 TRUE = 1.5
 ARMS = named_arms(["tlt", "vllm-3", "vllm-7"], "/a/drafter")
@@ -120,7 +123,7 @@ def test_the_verdict_is_faster_slower_no_difference_or_too_few_steps():
     assert verdict("tlt", "stock", measured(0.6, 4)).startswith("tlt was slower than stock: 0.")
     few = measured(1.03, 2)
     said = verdict("tlt", "stock", few)
-    assert "No difference seen" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
+    assert "No measurable difference" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
     assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
     for steps in (1, 4):  # however far apart
         far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
@@ -131,19 +134,14 @@ def test_the_verdict_is_faster_slower_no_difference_or_too_few_steps():
 def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
     rows = [(2, -0.5), (3, -21.6), (4, -3.0), (5, 8.2)]
     said = paid_back("tlt", "stock", {"seconds": rows, "from_step": 5})
-    assert "22 s behind stock after step 3" in said and "ahead from step 5 on: +8 s after step 5" in said
-    assert "not ahead yet: -3 s after step 4" in paid_back("tlt", "stock", {"seconds": rows[:3], "from_step": None})
+    assert "22 s behind stock after step 3; since step 5 it is ahead (+8 s after step 5" in said
+    assert "not ahead yet (-3 s after step 4" in paid_back("tlt", "stock", {"seconds": rows[:3], "from_step": None})
     assert not paid_back("tlt", "stock", {"seconds": rows[3:], "from_step": 5})
 
 
-def test_what_is_left_out_is_told_per_turn_and_beside_stock():
-    turns = {
-        "stock": [Turn("stock", 0, [step(0, 2, 5.0)], 50.0, 12.0, 3.0), Turn("stock", 1, [], 30.0, 8.0, 1.0)],
-        "tlt": [Turn("tlt", 0, [step(0, 2, 0.0)], 60.0, 20.0, 3.0)],
-    }
-    stock, tlt = left_out(turns, "stock")
-    assert "23 s a turn" in stock and "10 s for its first step" in stock and "2 s for the checkpoint" in stock
-    assert "32 s a turn" in tlt and "19 s more than stock's" in tlt
+def test_what_is_left_out_are_means_over_turns():
+    turns = [Turn("stock", 0, [step(0, 2, 5.0)], 50.0, 12.0, 3.0), Turn("stock", 1, [], 30.0, 8.0, 1.0)]
+    assert left_out(turns) == {"start_s": 23.0, "first_step_s": 10.0, "checkpoint_s": 2.0}
 
 
 def test_steps_with_other_prompts_are_counted():
@@ -168,11 +166,12 @@ def record(tmp_path):
 
 def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
     found = found_of(ARMS, record)
-    assert list(found["arms"]) == list(FASTER) and list(found["ratios"]) == list(FASTER)[1:]
+    assert list(found["arms"]) == list(FASTER) and next(iter(found["ratios"])) == "tlt"
     for name, of in found["ratios"].items():
         assert of["rollout_per_token"]["pooled"] == pytest.approx(FASTER[name], rel=0.05)
         assert 1 < of["e2e_per_token"]["pooled"] < of["rollout_per_token"]["pooled"]
     assert [found["arms"][name]["accept_length"] for name in ("stock", "tlt", "vllm-3")] == [None, 3.5, 3.5]
+    assert found["sentences"][0].startswith("tlt was faster than stock"), "the answer comes first"
     said = " ".join(found["sentences"])
     assert "tlt was faster than stock" in said and "vllm-7, the fastest of the others" in said
     assert len(found["turns"]) == len(record.turns) == 11
@@ -183,3 +182,27 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
 def test_before_the_first_pair_there_is_nothing_to_say(tmp_path):
     found = found_of(ARMS, Record(tmp_path, {}))
     assert not found["ratios"] and not found["arms"] and not found["sentences"] and pairs([], []) == []
+
+
+def test_the_page_has_the_answer_the_picture_and_the_table(record, tmp_path):
+    record.turns[1].steps[0] = replace(record.turns[1].steps[0], probs_diff_max=3e-6)
+    page = comparison_page(ARMS, record, found_of(ARMS, record))
+    assert page.answer.startswith("tlt was faster than stock")
+    assert [chart.title for chart in page.charts] == ["How many times as fast as stock verl", "Seconds of every step"]
+    (tlt,) = [row for row in page.tables[0].rows if row[0] == "tlt"]
+    assert tlt[-1] == "3.0e-06" and tlt[2].startswith("1.") and len(page.tables[0].rows) == len(FASTER)
+    assert write_page(tmp_path / "page.html", page).stat().st_size > 20_000
+
+
+def test_the_picture_has_a_dot_for_each_step_and_an_interval_for_each_ratio(record):
+    found = found_of(ARMS, record)
+    dots, ratios_of = Figure().subplots(), Figure().subplots()
+    draw_steps(dots, {name: record.steps(name) for name in found["arms"]})
+    drawn = [line.get_xydata() for line in dots.get_lines() if line.get_marker() == "."]
+    assert [len(points) for points in drawn] == [len(record.steps(name)) for name in found["arms"]]
+    assert drawn[0][0][1] == pytest.approx(1000 * record.steps("stock")[0].step_s / record.steps("stock")[0].tokens)
+    draw_ratios(ratios_of, found["ratios"])
+    spans = [line.get_xdata() for line in ratios_of.get_lines() if line.get_linewidth() == 2]
+    of = list(found["ratios"].values())[-1]["rollout_per_token"]
+    assert list(spans[0]) == [of["low"], of["high"]] and len(spans) == 2 * len(found["ratios"])
+    assert [text.get_text() for text in ratios_of.get_legend().get_texts()] == ["rollout", "step", "stock"]

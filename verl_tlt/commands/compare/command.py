@@ -4,35 +4,42 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.advise.estimate import shape_of
 from verl_tlt.commands.compare.job import keep_only, take_turn
+from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
 from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, first_drafter, make_plan, named_arms
 from verl_tlt.commands.compare.record import Record
-from verl_tlt.commands.compare.result import arm_rows, found_of
+from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
+from verl_tlt.commands.page import check_packages, write_page
 from verl_tlt.commands.processes import interruptible
-from verl_tlt.files.disk import check_writable, expanded, replacing
+from verl_tlt.commands.run_metrics import read_run
+from verl_tlt.files.disk import replacing
 
 SAY_EVERY_S = 600.0
+PAGE, ROWS = "compare.html", "compare.json"
+FEW_STEPS = 100
+"""RL steps in which a drafter that begins untrained does not make up for its training: the toy needed more than 24."""
 
 
 def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
-    check_writable(options.out, "--out")
-    plan = make_plan(recipe, options.steps, expanded(options.out).resolve())
+    check_packages("verl-tlt compare")
+    folder = options.out.expanduser().resolve()
+    plan = make_plan(recipe, options.steps, folder, options.command, options.overrides or ())
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
     drafter = first_drafter(plan, names, options.drafter)
     arms = named_arms(names, drafter)
     check_arms(plan, arms, drafter)
     record = Record(plan.folder, plan.asked(arms))
-    _announce(plan, arms, options, record, console)
+    announce(plan, arms, options, record, drafter, console)
     try:
         with interruptible():
             take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
@@ -90,27 +97,48 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     for row in arm_rows(result):
         table.add_row(*row)
     console.print(table)
+    others = Table(*LEFT_OUT, box=box.SIMPLE_HEAD, title="Left out of the ratios, in each turn", title_justify="left")
+    for row in left_out_rows(result):
+        others.add_row(*row)
+    console.print(others)
     for line in result["sentences"]:
         say(console, line)
-    say(console, f"Rows: {write(plan, arms, record)}")
+    write(plan, arms, record)
+    say(console, f"Page: {plan.folder / PAGE}\nRows: {plan.folder / ROWS}")
 
 
-def write(plan: Plan, arms: Sequence[Arm], record: Record) -> Path:
-    """Write the raw rows and what is concluded from them into the comparison's folder."""
-    path = plan.folder / "compare.json"
-    with replacing(path) as file:
-        file.write(json.dumps(found_of(arms, record), indent=1).encode())
-    return path
+def write(plan: Plan, arms: Sequence[Arm], record: Record) -> None:
+    """Write what was measured and concluded into the comparison's folder: as JSON and as a page."""
+    result = found_of(arms, record)
+    with replacing(plan.folder / ROWS) as file:
+        file.write(json.dumps(result, indent=1).encode())
+    write_page(plan.folder / PAGE, comparison_page(arms, record, result))
 
 
-def _announce(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, console: Console) -> None:
-    """Print what is about to happen, and what it needs."""
+def announce(
+    plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record, drafter: str | None, console: Console
+) -> None:
+    """Print what is about to happen, how long it takes, and what may make it useless."""
     for arm in arms:
         say(console, f"{arm.name}: {arm.label}")
     say(console, f"All begin with {plan.start or 'the policy of the recipe'}.")
-    names = [arm.name for arm in arms]
-    left, seconds = record.left(names, options.rounds), record.seconds_left(names, options.rounds)
-    time_left = "the time is known after the first" if seconds is None else f"about {clock(seconds)}"
-    say(console, f"{len(left)} jobs of {plan.steps} steps are left, one at a time; {time_left}.")
+    say(console, time_needed(plan, arms, options, record))
     free = shutil.disk_usage(plan.folder).free
     say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, where {free / 1e9:.0f} GB are free.")
+    untrained = [arm.name for arm in arms if arm.tlt] if drafter is None else []
+    if untrained and (steps := options.rounds * plan.steps) < FEW_STEPS:
+        few = f"No drafter is given for {' and '.join(untrained)}, and {steps} steps are too few to train one"
+        say(console, f"{few}: this measures what TLT costs, not what it gains. Give one with --drafter.", "yellow")
+
+
+def time_needed(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record) -> str:
+    """How long the jobs that are left will take: by the turns taken, or by the metrics of an earlier run."""
+    names = [arm.name for arm in arms]
+    jobs = len(record.left(names, options.rounds))
+    what = f"{jobs} jobs of {plan.steps} RL steps are left, one at a time"
+    if (seconds := record.seconds_left(names, options.rounds)) is not None:
+        return f"{what}: about {clock(seconds)}."
+    if options.metrics is not None:
+        step_s = shape_of(read_run(options.metrics), str(options.metrics)).step_s
+        return f"{what}: about {clock(jobs * plan.steps * step_s)}, and {jobs} times what a job takes to start and end."
+    return f"{what}: {jobs * plan.steps} times what a step takes, and {jobs} starts. --metrics of a run says how long."

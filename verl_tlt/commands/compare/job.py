@@ -1,18 +1,16 @@
 """One turn of one arm: a job goes on from the arm's last checkpoint for some steps; then its processes are ended."""
 
-import json
-import os
 import re
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from verl_tlt.commands.compare.plan import Arm, Plan, quoted
+from verl_tlt.commands.compare.plan import Arm, Plan
 from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
+from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 LOOK_S = 1.0
@@ -53,11 +51,9 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
 def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: float, tell: Callable[[int], None]) -> int:
     """Run the job and return its exit status; its whole process tree is ended in any case."""
     log, metrics = files
-    own = {**arm.environment, FILE_LOGGER: str(metrics)}
-    ours = [f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in own.items()]
-    command = [sys.executable, *plan.command(arm, turn), *ours]
-    env, folder = job_environment(plan.stock.environment, own), Path(plan.stock.directory or ".")
-    with running(command, env=env, log=log, cwd=folder) as tree:
+    command, env = plan.job(arm, turn, {FILE_LOGGER: str(metrics)})
+    folder = Path("." if plan.command else plan.recipe.directory or ".")
+    with running(command, env=with_cluster(env), log=log, cwd=folder) as tree:
         size, changed = 0, time.monotonic()
         while (code := tree.process.poll()) is None:
             tree.alive()
@@ -70,10 +66,10 @@ def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: flo
         return code
 
 
-def job_environment(script: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process, with the variables of the recipe's script and a turn's own."""
+def with_cluster(environment: dict[str, str]) -> dict[str, str]:
+    """A job's environment with what Ray needs to find a cluster that was started here."""
     # Ray would drop lines of one replica that are like another's, such as those with vLLM's accept length.
-    env = {**os.environ, **script, **own, "RAY_DEDUP_LOGS": "0"}
+    env = {**environment, "RAY_DEDUP_LOGS": "0"}
     if (Path(tempfile.gettempdir()) / RAY_CLUSTER).exists():
         env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # else the job's temporary folder hides the cluster
     return env
@@ -97,12 +93,7 @@ def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
     """Metrics of finished RL steps, by step, as verl's `file` logger wrote them."""
     if not metrics.exists():
         return {}
-    lines = metrics.read_bytes().split(b"\n")[:-1]  # the last one is not whole; no other character ends a line
-    try:
-        rows = [json.loads(line) for line in lines]
-        return {row["step"]: row["data"] for row in rows if "timing_s/step" in row["data"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CompareError(f"{metrics} holds a line that is no row of metrics: {error!r}.") from error
+    return {step: row for step, row in read_run(metrics).steps.items() if "timing_s/step" in row}
 
 
 def accepted(lines: Iterable[str]) -> float | None:

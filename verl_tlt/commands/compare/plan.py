@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from verl_tlt import LONGEST_DRAFT, flag
+from verl_tlt.capture import APPEND, MAIN, environment_for
 from verl_tlt.checks.models import DRAFTER, located
 from verl_tlt.checks.recipe import CONFIG, Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
@@ -34,7 +38,14 @@ NO_SLEEP = f"{ENGINE}.free_cache_engine=False"
 OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
 """verl keeps vLLM's log, which has the accept length of its own speculation, at warnings unless told otherwise."""
 LATEST = "latest_checkpointed_iteration.txt"
-FLAG = "+trainer.plugin=tlt"
+FLAG = f"++{flag.SWITCH}={flag.NAME}"
+NO_FLAG = f"++{flag.SWITCH}=null"
+NAMES = re.compile(
+    r"trainer\.(experiment_name|project_name|logger|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
+    r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
+)
+"""Settings that decide nothing about a run: what it is called and where it writes."""
+ENV_VARS = "++ray_kwargs.ray_init.runtime_env.env_vars"
 NEVER = 10**9
 
 
@@ -46,7 +57,7 @@ class Arm:
     label: str
     """Description of the arm, as it is printed."""
     tlt: bool
-    """Whether the arm has the flag, and the recipe's settings of TLT."""
+    """Whether the arm has TLT's flag; without it the recipe's settings of TLT do nothing."""
     overrides: tuple[str, ...] = ()
     """Overrides after those of the recipe."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -93,20 +104,17 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
     }
     arms = {STOCK: known[STOCK]}
     for name in filter(None, names):
-        match = re.fullmatch(r"vllm-([1-9][0-9]?)(-lost)?", name)
+        match = re.fullmatch(r"vllm-([1-9][0-9]?)", name)
         if name not in known and (match is None or int(match[1]) > LONGEST_DRAFT):
-            vllm = f"vllm-1 to vllm-{LONGEST_DRAFT} and vllm-1-lost to vllm-{LONGEST_DRAFT}-lost"
-            raise CompareError(f"There is no arm {name!r}; there are {', '.join(known)}, {vllm}.")
+            there = f"{', '.join(known)}, vllm-1 to vllm-{LONGEST_DRAFT}"
+            raise CompareError(f"There is no arm {name!r}: there are {there}.")
         if match is None:
             arms[name] = known[name]
             continue
         if drafter is None:
             raise CompareError(f"The arm {name} needs a drafter: name one with --drafter or tlt.drafter.path.")
-        sleeps = "with verl's defaults, which lose the drafter in sleep" if match[2] else (
-            "its engines never sleep, since verl's defaults lose the drafter"
-        )  # fmt: skip
-        label = f"vLLM's own speculation, K={match[1]}; {sleeps}"
-        arms[name] = vllm_arm(name, label, drafter, int(match[1]), lost=bool(match[2]))
+        label = f"vLLM's own speculation, K={match[1]}; its engines never sleep, since verl's defaults lose the drafter"
+        arms[name] = vllm_arm(name, label, drafter, int(match[1]))
     if len(arms) == 1:
         raise CompareError(f"Stock verl is compared with nothing: give another arm, such as --arms {TLT}.")
     return list(arms.values())
@@ -116,20 +124,22 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
 class Plan:
     """Settings that all turns of all arms share."""
 
-    stock: Recipe
-    """The recipe without anything of TLT's."""
-    tlt: tuple[str, ...]
-    """Overrides that make it a recipe with TLT."""
+    recipe: Recipe
+    """The user's recipe, with TLT's flag or without."""
     start: Path | None
     """The checkpoint in which all arms begin; None: the policy of the recipe."""
     steps: int
     """RL steps of a turn."""
     folder: Path
     """Folder in which each arm has a folder of its own."""
+    command: tuple[str, ...] = ()
+    """The user's own command, which starts `main_ppo`; empty: it is started directly."""
+    typed: tuple[str, ...] = ()
+    """Overrides that the user gave besides the command."""
 
-    def recipe(self, arm: Arm) -> Recipe:
-        overrides = (*self.stock.overrides, *(self.tlt if arm.tlt else ()), *arm.overrides)
-        return dataclasses.replace(self.stock, overrides=overrides)
+    def of_arm(self, arm: Arm) -> Recipe:
+        overrides = (*self.recipe.overrides, FLAG if arm.tlt else NO_FLAG, *arm.overrides)
+        return dataclasses.replace(self.recipe, overrides=overrides)
 
     def last_step(self, turn: int) -> int:
         """The RL step that turn number `turn` ends with; -1: the step before the first."""
@@ -140,50 +150,52 @@ class Plan:
         """The checkpoint that an arm's turn begins with; None: the policy of the recipe."""
         return self.folder / arm.name / f"{STEP}{self.last_step(turn - 1)}" if turn else self.start
 
-    def command(self, arm: Arm, turn: int) -> list[str]:
-        """Words for the shell after the name of the Python interpreter."""
+    def overrides(self, arm: Arm, turn: int, variables: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+        """Overrides after those of the recipe; Ray's processes get the `variables`."""
         home, begin = self.folder / arm.name, self.checkpoint(arm, turn)
-        path, name = os.path.split(self.stock.config)
-        where = [f"--config-path={path}", f"--config-name={name}"] if path else [f"--config-name={name}"]
         resume = [f"trainer.resume_mode={'resume_path' if begin else 'disable'}"]
         resume += [f"trainer.resume_from_path={quoted(begin)}"] if begin else []
         own = [f"++tlt.trace.dir={quoted(home / 'trace')}", f"++tlt.drafter.save_dir={quoted(home / 'drafter')}"]
         return [
-            "-m", MAIN, *where, *self.recipe(arm).overrides, *resume, *(own if arm.tlt else ()),
+            FLAG if arm.tlt else NO_FLAG, *arm.overrides, *resume, *(own if arm.tlt else ()),
             f"trainer.default_local_dir={quoted(home)}", f"hydra.run.dir={quoted(home / 'hydra')}",
             f"trainer.total_training_steps={self.last_step(turn)}", f"trainer.total_epochs={NEVER}",
             f"trainer.save_freq={NEVER}",  # so that only the last step is saved
             "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=[console,file]",
             "trainer.project_name=verl-tlt-compare", f"trainer.experiment_name={arm.name}",
             "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False",
+            *(f"{ENV_VARS}.{name}={quoted(value)}" for name, value in variables.items()),
         ]  # fmt: skip
+
+    def job(self, arm: Arm, turn: int, variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """The command of a turn, and its environment beside this process's; `variables` are the turn's own."""
+        own = {**arm.environment, **variables}
+        added = self.overrides(arm, turn, own)
+        if self.command:
+            environment = environment_for(APPEND, json.dumps([*self.typed, *added]), {**os.environ, **own})
+            return list(self.command), environment
+        path, name = os.path.split(self.recipe.config)
+        where = [f"--config-path={path}", f"--config-name={name}"] if path else [f"--config-name={name}"]
+        command = [sys.executable, "-m", MAIN, *where, *self.recipe.overrides, *added]
+        return command, {**os.environ, **self.recipe.environment, **own}
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
         """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
-        config = self.stock.config
-        words = {"recipe": [*self.stock.overrides, *([] if config == CONFIG else [f"--config-name={config}"])]}
+        config = self.recipe.config
+        words = {"recipe": [*self.recipe.overrides, *([] if config == CONFIG else [f"--config-name={config}"])]}
         for arm in arms:
             variables = (f"{name}={value}" for name, value in sorted(arm.environment.items()))
-            words[f"arm {arm.name}"] = [*(self.tlt if arm.tlt else ()), *arm.overrides, *variables]
+            words[f"arm {arm.name}"] = [*arm.overrides, *variables]
         kept = {what: [word for word in said if not NAMES.fullmatch(key_of(word))] for what, said in words.items()}
         return {"--steps": self.steps, "starting checkpoint": str(self.start or ""), **kept}
 
 
-def make_plan(recipe: Recipe, steps: int, folder: Path) -> Plan:
-    """The plan for a recipe, which may have TLT's overrides already."""
+def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] = (), typed: Sequence[str] = ()) -> Plan:
+    """The plan for a recipe, which may have TLT's flag and settings already."""
     if not recipe.overrides:
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
-    if not os.path.isdir(recipe.directory or "."):
-        raise CompareError(f"The script starts {MAIN} in {recipe.directory}, which is not here: make that folder.")
-    tlt = tuple(word for word in recipe.overrides if is_tlts(word))
     config = compose(recipe.overrides, recipe.config)
-    stock = dataclasses.replace(recipe, overrides=tuple(word for word in recipe.overrides if not is_tlts(word)))
-    without = compose(stock.overrides, stock.config) if tlt else config
-    tlt = tlt if flag.wanted(config) else (*tlt, FLAG)
-    if flag.wanted(without) or without.get(flag.NAME) is not None:  # the top-level config itself has it
-        stock = dataclasses.replace(stock, overrides=(*stock.overrides, f"++trainer.{flag.KEY}=null"))
-        tlt = (*tlt, f"++trainer.{flag.KEY}={flag.NAME}")
-    return Plan(stock, tlt, _start(recipe, config), steps, folder)
+    return Plan(recipe, _start(recipe, config), steps, folder, tuple(command), tuple(typed))
 
 
 def key_of(override: str) -> str:
@@ -191,25 +203,19 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def is_tlts(override: str) -> bool:
-    """Whether an override is TLT's, the flag included."""
-    key = key_of(override).partition("@")[0]
-    return key in (flag.NAME, f"trainer.{flag.KEY}") or key.startswith(f"{flag.NAME}.")
-
-
 def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | None:
     """The drafter that all of these arms begin with, as any process finds it.
 
     That of the checkpoint, with which TLT goes on whatever is `given`; else the given one, or the recipe's.
     """
-    config = compose((*plan.stock.overrides, *plan.tlt), plan.stock.config)
+    config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     own = None if select(config, "tlt.drafter.method") == "mtp" else saved_drafter(plan.start)
     if own and given and {TLT, NO_SPOT} & {*arms}:
         raise CompareError(f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out.")
     if given:
         return located(given)
     path = own or select(config, DRAFTER)
-    with plan.stock.place():
+    with plan.recipe.place():
         return located(str(path)) if path else None
 
 
@@ -217,14 +223,14 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
     """Raise a CompareError where the doctor refuses the recipe or the drafter, or Hydra an arm."""
     for arm in arms:
         try:
-            compose([word for word in plan.command(arm, 0)[2:] if not word.startswith("--config-")], plan.stock.config)
+            compose([*plan.recipe.overrides, *plan.overrides(arm, 0)], plan.recipe.config)
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     for arm in (arm for arm in arms if arm.tlt):
-        if refused := [finding.sentence for finding in diagnose(plan.recipe(arm)) if finding.level == "refuse"]:
+        if refused := [finding.sentence for finding in diagnose(plan.of_arm(arm)) if finding.level == "refuse"]:
             raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
     if drafter is not None and not any(arm.tlt for arm in arms):
-        for finding in diagnose(plan.recipe(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
+        for finding in diagnose(plan.of_arm(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
             if finding.level == "refuse" and finding.what == DRAFTER:
                 raise CompareError(finding.sentence)
 

@@ -5,7 +5,7 @@ sums: all of stock's seconds over all of the arm's. Lengths are sampled, so an a
 per token divides each side by the tokens that it wrote. Its interval comes from drawing the pairs anew.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any, TypeVar
 
@@ -29,12 +29,11 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     taken = {arm.name: record.of(arm.name) for arm in arms if record.steps(arm.name)}
     stock = record.steps(STOCK)
     compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
+    compared.sort(key=lambda name: not name.startswith(TLT))  # TLT's arms first
     against = {name: ratios(stock, record.steps(name)) for name in compared}
     sentences = [verdict(name, STOCK, against[name]["e2e_per_token"]) for name in compared]
     sentences += _against_best(record, compared, against)
     sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in compared))
-    if compared:
-        sentences += ["Left out of the ratios:", *left_out({name: taken[name] for name in (STOCK, *compared)}, STOCK)]
     for name in compared:
         if others := other_prompts(stock, record.steps(name)):
             sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")
@@ -42,6 +41,7 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
         "arms": {arm.name: _arm(arm, taken[arm.name]) for arm in arms if arm.name in taken},
         "ratios": against,
         "sentences": sentences,
+        "left_out": {name: left_out(turns) for name, turns in taken.items()},
         "turns": record.rows(),
     }
 
@@ -169,15 +169,15 @@ def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
 def verdict(name: str, other: str, ratio: Mapping[str, Any]) -> str:
     """A sentence on whether arm `name` was faster than `other`, by a pooled ratio."""
     faster, low, high = ratio["pooled"], ratio["low"], ratio["high"]
-    count, measured = len(ratio["each"]), f"{faster:.2f}x (95 %: {low:.2f} to {high:.2f}) in a step per token"
+    count, measured = len(ratio["each"]), f"{faster:.2f}x per token in a step (95 % interval {low:.2f} to {high:.2f})"
     if count < FEWEST:
         so_far = f"so far {name} against {other}: {faster:.2f}x"
-        return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}); take more rounds."
+        return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}). Take more rounds."
     if low > 1:
         return f"{name} was faster than {other}: {measured}."
     if high < 1:
         return f"{name} was slower than {other}: {measured}."
-    return f"No difference seen between {name} and {other}: {measured}; more rounds narrow these bounds."
+    return f"No measurable difference between {name} and {other}: {measured}. More rounds narrow the interval."
 
 
 def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
@@ -186,24 +186,23 @@ def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
     last, end = lead["seconds"][-1]
     if low >= 0:
         return ""
-    made_up = f"ahead from step {lead['from_step']} on" if lead["from_step"] else "not ahead yet"
-    return (
-        f"{name} was {-low:.0f} s behind {other} after step {step} and is {made_up}: {end:+.0f} s after step {last}, "
-        "per token, its own work and waiting included."
-    )
+    now = f"since step {lead['from_step']} it is ahead" if lead["from_step"] else "it is not ahead yet"
+    behind = f"{name} was {-low:.0f} s behind {other} after step {step}"
+    return f"{behind}; {now} ({end:+.0f} s after step {last}, for as many tokens)."
 
 
-def left_out(turns: Mapping[str, Sequence[Turn]], stock: str) -> Iterator[str]:
-    """Sentences on what the ratios leave out, one for each arm: a long run pays it once, a turn every time."""
-    of_stock = mean(turn.start_s + turn.first_s for turn in turns[stock])
-    for name, taken in turns.items():
-        start, first = mean(turn.start_s for turn in taken), mean(turn.first_s for turn in taken)
-        added = start + first - of_stock
-        beside = "" if name == stock else f", {abs(added):.0f} s {'more' if added > 0 else 'less'} than {stock}'s"
-        yield (
-            f"{name}: {start:.0f} s a turn to start and end the job and {first:.0f} s for its first step{beside}; "
-            f"{mean(turn.checkpoint_s for turn in taken):.0f} s for the checkpoint."
-        )
+def left_out(turns: Sequence[Turn]) -> dict[str, float]:
+    """Mean seconds of a turn that the ratios leave out: a long run pays them once, a turn every time."""
+    return {
+        "start_s": round(mean(turn.start_s for turn in turns), 1),
+        "first_step_s": round(mean(turn.first_s for turn in turns), 1),
+        "checkpoint_s": round(mean(turn.checkpoint_s for turn in turns), 1),
+    }
+
+
+def left_out_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each arm: its name, and seconds of a turn that are left out."""
+    return [[name, *(f"{seconds:.0f}" for seconds in of.values())] for name, of in result["left_out"].items()]
 
 
 def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
