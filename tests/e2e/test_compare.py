@@ -31,12 +31,13 @@ RECIPE_SETTINGS = (
 
 @pytest.fixture
 def command(tmp_path):
-    """The command line, its environment and its folder."""
+    """The command line with more options, its environment and its folder."""
     built = build_assets(tmp_path / "assets", width="small", train_rows=32, val_rows=4)
     skew(built.train, lambda index: index % 4 == 0, SHORT * 2)
     env = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OUT": str(tmp_path / "recipe"),
         "ASSETS": str(tmp_path / "assets"),
         "POLICY": str(built.policy),
@@ -45,8 +46,13 @@ def command(tmp_path):
     out = tmp_path / "compared"
     loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}"
     costs = f"{CONSTANT}.speculation.costs_dir={tmp_path}/costs"
-    words = ["compare", str(RECIPE), *RECIPE_SETTINGS, loop, costs, "--steps", "2", "--out", str(out)]
-    return [sys.executable, "-c", "from verl_tlt.commands.cli import app; app()", *words], env, out
+    recipe = [str(RECIPE), *RECIPE_SETTINGS, loop, costs]
+
+    def words(*options):
+        ours = ["compare", "--steps", "2", "--out", str(out), *options, "--", *recipe]
+        return [sys.executable, "-c", "from verl_tlt.commands.cli import app; app()", *ours]
+
+    return words, env, out
 
 
 def taken(out: Path):
@@ -57,14 +63,14 @@ def taken(out: Path):
 
 def run(command, *more):
     words, env, _ = command
-    done = subprocess.run([*words, *more], env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(words(*more), env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(command):
     words, env, out = command
-    first = subprocess.Popen([*words, "--rounds", "1"], env=env, cwd=ROOT)
+    first = subprocess.Popen(words("--rounds", "1"), env=env, cwd=ROOT)
     deadline = time.monotonic() + 600
     while taken(out) != [("stock", 0)] or not (out / "tlt" / "turn-1.log").exists():
         assert first.poll() is None and time.monotonic() < deadline
@@ -88,7 +94,8 @@ def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(comman
     assert len(prompts) == 2, "and had the prompts of the other"
     for arm in ("stock", "tlt"):
         assert [path.name for path in (out / arm).glob("global_step_*")] == ["global_step_4"]
-    assert "+trainer.plugin=tlt" not in (out / "stock" / "turn-2.log").read_text()
+    assert "tlt/" not in (out / "stock" / "turn-2.jsonl").read_text()
+    assert "<html" in (out / "compare.html").read_text()
     assert len(result["ratios"]["tlt"]["e2e_per_token"]["each"]) == 2
     assert (out / "tlt" / "trace").is_dir()
     with pytest.raises(AssertionError, match="another --steps: give another --out"):

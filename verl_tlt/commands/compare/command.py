@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.console import Console
@@ -59,23 +60,37 @@ def take_turns(
     """Take the turns that `record` lacks, and add each to it; `keep` is called after each."""
     by_name = {arm.name: arm for arm in arms}
     for name, turn in record.left(by_name, rounds):
-        began, shown = time.monotonic(), (-1, 0.0)
-
-        def tell(done: int, name: str = name, turn: int = turn, began: float = began) -> None:
-            nonlocal shown
-            now = time.monotonic()
-            if done != shown[0] or now - shown[1] >= SAY_EVERY_S:
-                shown = (done, now)
-                left = record.seconds_left(by_name, rounds)
-                until = f", about {clock(max(0.0, left - (now - began)))} left" if left is not None else ""
-                say(console, f"{name}, turn {turn + 1} of {rounds}: {done} of {plan.steps} steps{until}")
-
-        record.add(take_turn(plan, by_name[name], turn, stall_s, tell))
+        what = f"{name}, turn {turn + 1} of {rounds}"
+        progress = Progress(console, what, plan.steps, record.seconds_left(by_name, rounds))
+        taken = take_turn(plan, by_name[name], turn, stall_s, progress.tell)
+        record.add(taken)
         keep_only(plan.folder / name, plan.checkpoint(by_name[name], turn + 1))
-        taken = record.turns[-1]
         pace = ", ".join(f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps)
-        say(console, f"{name}, turn {turn + 1} of {rounds} took {clock(taken.seconds)}; rollout/step s: {pace}")
+        say(console, f"{what} took {clock(taken.seconds)}; rollout/step s: {pace}")
         keep()
+
+
+@dataclass
+class Progress:
+    """Prints how far a turn is: after each step, and every ten minutes."""
+
+    console: Console
+    what: str
+    steps: int
+    """Steps of the turn."""
+    left_s: float | None
+    """Seconds that all turns that are left will take, this one included; None: not known yet."""
+    began: float = field(default_factory=time.monotonic)
+    told: tuple[int, float] = (-1, 0.0)
+    """Finished steps that were printed last, and when."""
+
+    def tell(self, done: int) -> None:
+        now = time.monotonic()
+        if done == self.told[0] and now - self.told[1] < SAY_EVERY_S:
+            return
+        self.told = (done, now)
+        left = "" if self.left_s is None else f", about {clock(max(0.0, self.left_s - (now - self.began)))} left"
+        say(self.console, f"{self.what}: {done} of {self.steps} steps{left}")
 
 
 def clock(seconds: float) -> str:
