@@ -104,11 +104,12 @@ class AdviseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(RunOptions):
-    arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K, vllm-K-lost.")] = "tlt"
+    arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K.")] = "tlt"
     rounds: Annotated[int, Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3
     steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
-    drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K; by default tlt.drafter.path.")] = None
+    drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K, a folder or a name on the hub.")] = None
+    metrics: Annotated[Path | None, Option(help="Metrics of an earlier run, by which the time is told.")] = None
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
 
 

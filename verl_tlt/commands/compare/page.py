@@ -61,12 +61,13 @@ def draw_ratios(ax: "Axes", ratios: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw an arm in each line: its rollout and its step, with intervals."""
     from verl_tlt.commands.charts import BLUE, GREY, ORANGE
 
+    names = list(ratios)[::-1]  # from below
     for offset, color, (key, label) in zip((0.12, -0.12), (BLUE, ORANGE), RATIOS.items(), strict=True):
-        for y, ratio in enumerate(of[key] for of in reversed(list(ratios.values()))):
+        for y, ratio in enumerate(ratios[name][key] for name in names):
             ax.plot([ratio["low"], ratio["high"]], [y + offset] * 2, color=color, linewidth=2)
             ax.plot(ratio["pooled"], y + offset, "o", color=color, label=label if y == 0 else None)
     ax.axvline(1.0, color=GREY, linewidth=1, linestyle="--", label=STOCK)
-    ax.set_yticks(range(len(ratios)), list(reversed(ratios)))
+    ax.set_yticks(range(len(names)), names)
     ax.set_ylim(-0.6, len(ratios) - 0.4)
     ax.set_xlabel("times as fast per token")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
