@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import tempfile
 from unittest.mock import Mock
 
@@ -127,9 +128,8 @@ def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
 
 def test_a_turn_runs_the_users_own_command_with_more_overrides(tmp_path):
     """A script that prepares something, starts `main_ppo` with what it computed, and goes on."""
-    (script := tmp_path / "recipe.sh").write_text(
-        "NAME=$(echo mine)\npython -m verl.trainer.main_ppo no.such.key=1 trainer.experiment_name=$NAME\nexit 7\n"
-    )
+    start = f"{sys.executable} -m verl.trainer.main_ppo no.such.key=1 trainer.experiment_name=$NAME"
+    (script := tmp_path / "recipe.sh").write_text(f"NAME=$(echo mine)\n{start}\nexit 7\n")
     plan = Plan(Recipe(("no.such.key=1",)), None, 4, tmp_path, ("bash", str(script)), ("typed.by_hand=2",))
     with pytest.raises(CompareError, match=r"stock failed with exit status 7"):
         take_turn(plan, ARM, 0, 60.0, lambda _: None)
@@ -139,7 +139,7 @@ def test_a_turn_runs_the_users_own_command_with_more_overrides(tmp_path):
 
 def test_overrides_reach_main_ppo_of_the_users_command(tmp_path):
     """Hydra prints the composed config in the place of a run."""
-    script = "python -m verl.trainer.main_ppo --cfg job trainer.experiment_name=mine data.seed=5 trainer.device=cpu"
+    script = f"{sys.executable} -m verl.trainer.main_ppo --cfg job trainer.experiment_name=mine data.seed=5"
     plan = Plan(Recipe(("data.seed=5",)), None, 4, tmp_path, ("bash", "-c", script), ("data.seed=6",))
     command, environment = plan.job(ARM, 0, {"MINE": "yes, {it} is"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)

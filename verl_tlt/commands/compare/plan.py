@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from verl_tlt import LONGEST_DRAFT, flag
-from verl_tlt.capture import APPEND, MAIN, environment_for
+from verl_tlt.capture import APPEND, environment_for
 from verl_tlt.checks.models import DRAFTER, located
 from verl_tlt.checks.recipe import CONFIG, Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
@@ -26,11 +26,6 @@ from verl_tlt.trainer.checkpoints import saved_drafter
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-NAMES = re.compile(
-    r"trainer\.(experiment_name|project_name|logger|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
-    r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
-)
-"""Settings that decide nothing about a run: what it is called and where it writes."""
 STOCK, TLT, NO_SPOT = "stock", "tlt", "tlt-no-spot"
 ENGINE = "actor_rollout_ref.rollout"
 SPECULATIVE = f"++{ENGINE}.engine_kwargs.vllm.speculative_config"

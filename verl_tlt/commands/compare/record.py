@@ -132,7 +132,8 @@ class Record:
             kept = json.loads(self.file.read_text())
             asked, self.turns = dict(kept["asked"]), _TURNS.validate_python(kept["turns"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CompareError(f"{self.file} holds no turns of a comparison: {error}.") from error
+            what = f"{self.file} holds no turns of a comparison"
+            raise CompareError(f"{what}: give another --out to begin anew.") from error
         if not self.turns:
             return
         for name in asked.keys() & self._asked.keys():
