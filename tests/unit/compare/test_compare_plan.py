@@ -112,6 +112,7 @@ def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
     assert first_drafter(plan, [TLT, "vllm-3"], None) is None
     assert first_drafter(plan, [TLT, "vllm-3"], "/d") == "/d"
     (begin / "tlt_drafter").mkdir()
+    (begin / "tlt_drafter" / "config.json").write_text("{}")
     assert first_drafter(plan, [TLT, "vllm-3"], None) == str(begin / "tlt_drafter")
     assert first_drafter(plan, ["vllm-3"], "/d") == "/d"
     with pytest.raises(CompareError, match=r"TLT goes on with the drafter in .*, not with --drafter /d: leave"):
