@@ -154,14 +154,14 @@ def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_
         plan_of(tmp_path, base=())
     with pytest.raises(TLTError, match=r"no\.such\.key"):
         plan_of(tmp_path, "no.such.key=1")
-    nowhere = plan_of(tmp_path, "actor_rollout_ref.model.path=/nowhere/policy")
+    other = plan_of(tmp_path, "actor_rollout_ref.rollout.name=sglang")
     for arms, drafter, said in (
-        ([arm_of(TLT)], None, r"Arm tlt: .*/nowhere"),
+        ([arm_of(TLT)], None, r"Arm tlt: .*rollout\.name=sglang is not supported"),
         ([Arm("odd", "", False, ("no.such.key=1",))], None, r"Arm odd: .*no\.such\.key"),
         (named_arms(["vllm-3"], "/no/drafter"), "/no/drafter", r"tlt\.drafter\.path=/no/drafter is not a directory"),
     ):
         with pytest.raises(CompareError, match=said):
-            check_arms(nowhere, arms, drafter)
+            check_arms(other, arms, drafter)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
-from verl_tlt.checks.models import DRAFTER, located
+from verl_tlt.checks.models import DRAFTER, Finding, located
 from verl_tlt.checks.recipe import CONFIG, Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
@@ -222,12 +222,17 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     for arm in (arm for arm in arms if arm.tlt):
-        if refused := [finding.sentence for finding in diagnose(plan.of_arm(arm)) if finding.level == "refuse"]:
-            raise CompareError("\n".join(f"Arm {arm.name}: {sentence}" for sentence in refused))
+        if refused := _refused(plan.of_arm(arm)):
+            raise CompareError("\n".join(f"Arm {arm.name}: {finding.sentence}" for finding in refused))
     if drafter is not None and not any(arm.tlt for arm in arms):
-        for finding in diagnose(plan.of_arm(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
-            if finding.level == "refuse" and finding.what == DRAFTER:
+        for finding in _refused(plan.of_arm(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
+            if finding.what == DRAFTER:
                 raise CompareError(finding.sentence)
+
+
+def _refused(recipe: Recipe) -> list[Finding]:
+    """What the doctor has against a recipe, and against its drafter on this machine, where the jobs will run."""
+    return [f for f in diagnose(recipe) if f.level == "refuse" or (f.level == "if" and f.what == DRAFTER)]
 
 
 def _start(recipe: Recipe, config: DictConfig) -> Path | None:
