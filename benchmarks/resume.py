@@ -40,7 +40,6 @@ OVERRIDES = (
     "trainer.max_actor_ckpt_to_keep=2",
     *QUICK_TO_LEARN,
     f"{CONSTANT}.speculation.calibrate=false",
-    f"{CONSTANT}.speculation.costs_dir=null",
 )
 PHASES = ("save", "session", "judged", "publish", "start", "save", "rollout", "sync", "session", "update")
 """Drawn in turn; `start` is a resumption that is killed itself."""

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -63,9 +62,7 @@ def _demo(console: Console, against_stock: bool, steps: int, out: Path, seed: in
         assets = _assets(out / "assets", dtype, screen)
         drafter = None if from_scratch else warm_up(assets, screen)
         run = DemoRun("GRPO with verl-tlt", out / "tlt", steps, seed, drafter=drafter, env=_environment(assets, dtype))
-        if measured := drafter is not None and steps > 2:
-            screen.line("Step 2 decodes without drafts, to measure what the others would take without them.")
-        run_recipe(replace(run, env={**run.env, "CONTROL_EVERY": str(steps)}) if measured else run, RECIPE, screen)
+        run_recipe(run, RECIPE, screen)
     conclude(console, out, time.time() - started, run)
     if against_stock:
         compare_with_stock(console, out, run)

@@ -5,7 +5,7 @@
 # Expected: accept length from 1.0 to about 2 within ten steps, with a warmed-up drafter 3 to 5 from the first on; the reward
 # of 24 samples a step is noisy.
 #
-#   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= CONTROL_EVERY= DTYPE= demo/demo_grpo.sh [more verl overrides]
+#   OUT=demo-out STEPS=10 SEED=1 TLT=1 DRAFTER= DTYPE= demo/demo_grpo.sh [more verl overrides]
 #
 # TLT=0 runs the same recipe without the flag. DEVICE=cuda runs it on GPUs, TP of them to a replica. DTYPE is that of rollout and of the update's products: bfloat16 or
 # float32; unset: the one that this processor is faster in. EXECUTOR=mp gives an engine's worker a process of its own,
@@ -53,8 +53,7 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUT/tensorboard}
 tlt=()
 if [ "$TLT" = 1 ]; then
   tlt=(+trainer.plugin=tlt tlt.trace.dir="$OUT/trace" tlt.drafter.learning_rate=2e-3 tlt.drafter.path="${DRAFTER:-null}"
-       tlt.spot.max_epochs=5 tlt.drafter.save_dir="$OUT/drafter"
-       ++actor_rollout_ref.rollout.custom.tlt.speculation.control_every="${CONTROL_EVERY:-null}")  # no setting: see verl_tlt/config.py
+       tlt.spot.max_epochs=5 tlt.drafter.save_dir="$OUT/drafter")
 fi
 
 exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \

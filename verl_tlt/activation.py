@@ -66,10 +66,8 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     drafter = replace(settings.drafter, path=located(path) if path else None, save_dir=save_dir)
     # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
     ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    costs = settings.speculation.costs_dir
-    costs = absolute(costs) if costs and not costs.startswith("~") else costs  # each node has its own home
     calibrate = settings.speculation.calibrate and not ngrams_alone
-    speculation = replace(settings.speculation, costs_dir=costs, calibrate=calibrate)
+    speculation = replace(settings.speculation, calibrate=calibrate)
     trains = settings.spot.enable and not ngrams_alone and not rules.untapped(config)
     spot = replace(settings.spot, enable=trains and not rules.verl_trains_the_head(config, settings))
     return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import field
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from verl_tlt import LONGEST_DRAFT
 from verl_tlt.errors import TLTError, wrong_field
@@ -61,7 +63,6 @@ REMOVED = {
 """Settings of the release before this one, and what a user can do instead."""
 BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
 """The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
-COSTS_DIR = "~/.cache/verl-tlt/costs"
 """Where measured step costs are kept unless a run says otherwise."""
 
 
@@ -94,10 +95,14 @@ def constant(default: Any) -> Any:
 
 
 def _policy(value: object) -> object:
-    return "off" if value is False else value  # how YAML reads a bare `off`
+    if value is False:
+        return "off"  # how YAML reads a bare `off`
+    if isinstance(value, str) and not re.fullmatch(r"live_table|fixed|off|[\w.]+:\w+", value):
+        raise PydanticCustomError("policy", "must be live_table, fixed, off or module:Class of your own")
+    return value
 
 
-Policy = Annotated[Literal["goodput", "table", "fixed", "off"], BeforeValidator(_policy)]
+Policy = Annotated[str, BeforeValidator(_policy)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -143,8 +148,9 @@ class SpeculationConfig:
 
     enable: bool = True
     """False: decode as stock verl does; spot training can still run."""
-    policy: Policy = "goodput"
-    """Who chooses the draft length K: measured goodput, a table measured at start, one K, or nobody."""
+    policy: Policy = "live_table"
+    """Who chooses the draft length K: `live_table`, a list by batch size that follows measured step times and
+    acceptance; `fixed`, one K; `off`, nobody; or `module:Class`, a `verl_tlt.speculation.types.Policy` of your own."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
     """K_max: the longest draft; null: 7 where vLLM's V2 model runner has FULL CUDA graphs for every draft length,
     else 3. It is shorter (3 or 1) where draft logits of V2 would take more than a gibibyte of each GPU."""
@@ -154,10 +160,6 @@ class SpeculationConfig:
     """Draft lengths that the policy may use; null: all that the engine can serve."""
     calibrate: bool = constant(True)
     """Measure step latency by batch and K at start."""
-    costs_dir: str | None = constant(COSTS_DIR)
-    """Where step costs are kept for the next run."""
-    control_every: Index | None = constant(None)
-    """RL steps between two rollouts in which one replica decodes without drafts; null: few, 0: none."""
     source: Literal["eagle", "ngram"] = "eagle"
     """Who drafts: the drafter, or n-grams of sibling responses, which need none and give up vLLM's async scheduling."""
 

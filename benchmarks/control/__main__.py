@@ -1,4 +1,4 @@
-"""Which draft-length policy is fastest, and what it costs: writes control.json and race.json in benchmarks/results.
+"""Which draft-length policy is fastest, and what it costs: files of benchmarks/results.
 
     python -m benchmarks.control [--replay] [--overhead]
     python -m benchmarks.control --fixed [--load 192+4@1000 4x400 ...]
@@ -49,7 +49,8 @@ def main() -> None:
     if "replay" in chosen:
         from benchmarks.control.replay import run_all
 
-        _add(control, run_all(console.print, options.jobs) | {"replay_on": machine()})
+        command = {"command": "python -m benchmarks.control --replay"}
+        _add(options.out / "live_table.json", command | run_all(console.print, options.jobs) | {"replay_on": machine()})
     if "overhead" in chosen:
         from benchmarks.control.overhead import measure
 

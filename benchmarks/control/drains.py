@@ -19,13 +19,13 @@ from benchmarks.simulate.drain import EngineSpec, decode
 from benchmarks.simulate.hardware import TableCost
 from verl_tlt.commands.compare.result import ratio
 from verl_tlt.speculation.acceptance import expected_accept_lengths
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 FIXED = (1, 2, 3, 5, 7)
 """Draft lengths that vLLM's own scheduler keeps, an arm each."""
 LONGEST = FIXED[-1]
-NONE, TABLE, OURS = "off", "table", "goodput"
+NONE, TABLE, OURS = "off", "table", "live_table"
 ADAPTIVE = (TABLE, OURS)
 OF_FIXED = tuple(f"{VLLM}{k}" for k in FIXED)
 ARMS = (NONE, *OF_FIXED, *ADAPTIVE)

@@ -14,19 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from benchmarks.control.policies import named
 from demo.machine import find_dtype
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import RolloutDecision
-from verl_tlt.speculation.types import Load, Policy
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.off import OffDecision
+from verl_tlt.speculation.policies import LiveTablePolicy
+from verl_tlt.speculation.types import Policy
 
 ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Set it before torch and vLLM are imported."""
-GENERATED = 32
-"""About so many tokens are decoded by a probe of a calibration."""
 VLLM = "vllm-k"
 """Before a draft length: an arm under vLLM's own scheduler."""
 
@@ -71,13 +69,13 @@ class VllmTable(Policy):
     def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-        best = named("table", tuple(arms))
-        best.set_latency(known)
+        best = LiveTablePolicy(arms, batch)
+        best.set_costs(known)
         best.set_acceptance(acceptance)
         self.schedule: list[list[int]] = []
         """As vLLM's `num_speculative_tokens_per_batch_size` takes it."""
         for size in range(1, batch + 1):
-            k = best.choose(Load(size, size * 150))
+            k = best.choose(size)
             if self.schedule and self.schedule[-1][2] == k:
                 self.schedule[-1][1] = size
             else:
@@ -85,8 +83,8 @@ class VllmTable(Policy):
         rows = [tuple(row) for row in self.schedule]
         self._lookup = build_dynamic_sd_schedule_lookup(rows, batch, arms[-1])
 
-    def choose(self, load: Load) -> int:
-        return self._lookup[load.batch] if load.batch else 0
+    def choose(self, batch: int) -> int:
+        return self._lookup[batch]
 
 
 class _AsyncView:
@@ -128,7 +126,7 @@ class Engine:
         torch.set_num_threads(1)
         utils.set_death_signal = lambda: None
         self.models = models
-        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": models.longest, "policy": "goodput"}})
+        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": models.longest, "policy": "live_table"}})
         self.llm = LLM(
             model=str(models.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
             max_model_len=models.context, max_num_seqs=models.batch, block_size=models.block,
@@ -140,7 +138,7 @@ class Engine:
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
-        self._decisions: dict[str, RolloutDecision] = {}
+        self._decisions: dict[str, OffDecision] = {}
         self.decode([([1, 2, 3], 16)] * 2)
 
     # ------------------------------------------------------------------ decoding
@@ -180,22 +178,22 @@ class Engine:
         from verl_tlt.server import calibration
 
         engine: Any = _AsyncView(self)
-        loads = batches or calibration.plan_batches(self.models.batch)
+        loads = [calibration.CalibrationLoad(batch, context) for batch in batches]
+        loads = loads or calibration.loads_of(self.llm.llm_engine, self.models.longest)
         vocabulary = self.llm.model_config.get_vocab_size()
-        with mock.patch.object(calibration, "PROMPT_TOKENS", context - GENERATED // 2):
-            return asyncio.run(calibration.calibrate(engine, self.models.lengths, loads, vocabulary, budget_s))
+        return asyncio.run(calibration.calibrate(engine, self.models.lengths, loads, vocabulary, budget_s))
 
     def add_arm(self, name: str, known: LatencyTable) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.
 
-        `goodput/OF` is one for a load or drafters of its own: what another learned of its own is no matter to it.
+        `live_table/OF` is one for a load or drafters of its own: what another learned of its own is no matter to it.
         """
         from verl_tlt.speculation.step_control import Limits, StepControl
 
         kind, arms = name.partition("/")[0], self.models.lengths
         told = (known, self.models.acceptance, arms, self.models.batch)
-        policy = VllmTable(*told) if kind == "table" else named(kind, arms)
-        decision = self._decisions[name] = RolloutDecision(kind)
+        policy = VllmTable(*told) if kind == "table" else named(kind, arms, self.models.batch)
+        decision = self._decisions[name] = OffDecision([name], kind)
         decision.calibrated(known)
         control = self.arms[name] = StepControl(policy, Limits(arms))
         control.control(points=known.to_list(), acceptance=self.models.acceptance)
@@ -233,8 +231,8 @@ class Engine:
         """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""
         arm, decision = self.arms[name], self._decisions[name]
         if (stats := arm.stats(reset=True)).num_steps:
-            decision.learn([stats], None)
-        drafting = decision.drafts(acceptance)
+            decision.rollout_ended({name: stats})
+        drafting = bool(decision.drafting(acceptance))
         self.set_drafting(drafting)
         arm.control(drafting=drafting, acceptance=list(acceptance))
         return drafting

@@ -39,7 +39,7 @@ from benchmarks.real_policy.collatz import chat, draw
 from demo.machine import find_dtype
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
 from verl_tlt.files.disk import replacing
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 
 CALIBRATION_S = 900.0
 NEAR_BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)

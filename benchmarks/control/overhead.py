@@ -3,8 +3,7 @@
 vLLM's real scheduler under ours, with a made worker that accepts drafts at random and a made clock that advances as a
 8B model on an H100 would, so that the policy sees believable latencies and chooses among several K. Counted is the CPU
 time of this thread in our code only, less what the same measurement says of a scheduler that extends the same methods
-and adds nothing. What a step has to wait for (K chosen, drafts counted: `schedule` and `update_from_output` less
-vLLM's own) is reported apart from what runs while the model does (learning, account, trace).
+and adds nothing. An engine step waits for all of it: K chosen, drafts counted, statistics, the policy's learning.
 
 All runs take the same steps, and each step counts with its median over the runs: what interrupts a machine now here,
 now there is not what control costs. Single runs, interruptions included, are reported beside it, and what vLLM's own
@@ -26,7 +25,7 @@ import numpy as np
 ARMS = (0, 1, 2, 3, 5, 7)
 ACCEPTANCE = 0.6
 PROMPT = 16
-METHODS = ("schedule", "update_from_output", "update_draft_token_ids", "get_grammar_bitmask")
+METHODS = ("schedule", "update_from_output", "update_draft_token_ids")
 """Of vLLM's scheduler, which ours extend."""
 
 
@@ -91,10 +90,7 @@ def bare(base: type, lengths: Sequence[int]) -> type:
         def update_draft_token_ids(self, draft_token_ids: Any) -> None:
             super().update_draft_token_ids(draft_token_ids)
 
-        def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-            return super().get_grammar_bitmask(scheduler_output)
-
-        def _tlt_choose(self) -> int:
+        def _tlt_choose(self, batch: int) -> int:
             return next(steps)
 
     return Bare
@@ -112,6 +108,7 @@ def made_scheduler(
     from vllm.v1.structured_output import StructuredOutputManager
 
     from benchmarks.lossless.tiny_policy import build_drafter_dir
+    from benchmarks.simulate.hardware import QWEN3_8B_H100, calibration_of
     from demo.toy.assets import build_assets
     from verl_tlt.config import TLTConfig
     from verl_tlt.engine_core import scheduler as module
@@ -141,11 +138,13 @@ def made_scheduler(
         structured_output_manager=StructuredOutputManager(config),
         block_size=16,
     )
+    if lengths is None:
+        made.tlt.control(points=calibration_of(QWEN3_8B_H100, ARMS).to_list(), acceptance=[ACCEPTANCE] * ARMS[-1])
     for name in kept:
         setattr(made, name, ledger.timed(getattr(made, name), ours=True))
     # vLLM asks for K in the middle of its own `schedule`: that time is ours.
     choose = ledger.timed(made._tlt_choose, ours=True)
-    made.dynamic_sd_lookup = module._DraftLengthLookup(choose)
+    made.dynamic_sd_lookup = module._DraftLengths(choose)
     try:
         yield made
     finally:
@@ -155,18 +154,13 @@ def made_scheduler(
             setattr(Scheduler, name, method)
 
 
-def step(
-    scheduler: Any, clock: Clock, ledger: Ledger, rng: np.random.Generator, verified: int
-) -> tuple[int, float, float]:
-    """One engine step of a made worker: K drafted, and our seconds that the step waited for and those it did not."""
+def step(scheduler: Any, clock: Clock, ledger: Ledger, rng: np.random.Generator, verified: int) -> tuple[int, float]:
+    """One engine step of a made worker: K drafted, and our seconds that the step waited for."""
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from benchmarks.simulate.hardware import QWEN3_8B_H100
 
     output = scheduler.schedule()
-    waited = ledger.take()
-    scheduler.get_grammar_bitmask(output)  # what vLLM does while the model runs
-    meanwhile = ledger.take()
     ids = list(output.num_scheduled_tokens)
     drafted = output.num_spec_tokens_to_schedule
     hits = rng.random((len(ids), max(verified, 1))) < ACCEPTANCE
@@ -181,7 +175,7 @@ def step(
     live = [request for request in ids if request in scheduler.requests]
     if drafted:
         scheduler.update_draft_token_ids(DraftTokenIds(live, [[7] * drafted for _ in live]))
-    return int(drafted), waited + ledger.take(), meanwhile
+    return int(drafted), ledger.take()
 
 
 def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any]:
@@ -194,9 +188,9 @@ def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any
         nothing.append(_run(batch, steps, lengths)[1])  # in turn, so that both meet the same machine
     if any(other != lengths for other in chosen):
         raise SystemExit("Two runs of the same steps chose different draft lengths; they cannot be compared.")
-    measuring = np.median(nothing, axis=1, keepdims=True) * (1.0, 1.0, 0.0)  # [runs, 1, 3]
-    spent = np.array(found) - measuring  # [runs, steps, 3]: waited for, meanwhile, vLLM's
-    waited_us, meanwhile_us, vllm_us = np.median(spent, axis=0).T  # [steps] each
+    measuring = np.median(nothing, axis=1, keepdims=True) * (1.0, 0.0)  # [runs, 1, 2]
+    spent = np.array(found) - measuring  # [runs, steps, 2]: waited for, vLLM's
+    waited_us, vllm_us = np.median(spent, axis=0).T  # [steps] each
     share = {str(k): round(lengths.count(k) / len(lengths), 3) for k in sorted(set(lengths))}
     return {
         "batch": batch,
@@ -204,8 +198,6 @@ def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any
         "runs": runs,
         "overhead_us_p50": _percentile(waited_us, 50),
         "overhead_us_p99": _percentile(waited_us, 99),
-        "overlapped_us_p50": _percentile(meanwhile_us, 50),
-        "overlapped_us_p99": _percentile(meanwhile_us, 99),
         "vllm_us_p50": _percentile(vllm_us, 50),
         "single_run_us_p99": [_percentile(run, 99) for run in spent[:, :, 0]],
         "measuring_us_p50": [round(float(x), 1) for x in measuring[:, 0, 0]],
@@ -217,8 +209,8 @@ def _percentile(values: np.ndarray, percent: float) -> float:
     return round(float(np.percentile(values, percent)), 1)
 
 
-def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[int], list[tuple[float, float, float]]]:
-    """K of each step; and from the hundredth on, microseconds: that a step waited for, that it did not, vLLM's own."""
+def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[int], list[tuple[float, float]]]:
+    """K of each step; and from the hundredth on, microseconds: that a step waited for, and vLLM's own."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -231,13 +223,13 @@ def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[i
                 params = SamplingParams(max_tokens=int(rng.integers(400, 1800)), ignore_eos=True)
                 scheduler.add_request(Request(f"r{number}", [5] * PROMPT, params, None))
                 number += 1
-            verified, waited, meanwhile = step(scheduler, clock, ledger, rng, verified)
+            verified, waited = step(scheduler, clock, ledger, rng, verified)
             lengths.append(verified)
             if n == 100:
                 gc.collect()
                 gc.freeze()
             vllm = ledger.take_vllm()
             if n > 100:
-                spent.append((1e6 * waited, 1e6 * meanwhile, 1e6 * vllm))
+                spent.append((1e6 * waited, 1e6 * vllm))
     gc.unfreeze()
     return lengths, spent

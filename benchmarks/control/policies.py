@@ -1,34 +1,25 @@
-"""Policies of others, to compare `goodput` with: TLT's bandit and SGLang's tiers, with their settings.
+"""Policies of others, to compare `live_table` with: TLT's bandit and SGLang's tiers, with their settings.
 
-An engine takes one through `additional_config.tlt.policy_factory`, for example `benchmarks.control.policies:bandit`.
+A run takes one by `tlt.speculation.policy=benchmarks.control.policies:BanditPolicy`.
 """
 
 import math
 import random
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.types import Load, Policy, Step
+from verl_tlt.speculation.types import Policy, Step
 
 RIVALS = ("ema", "bandit")
 
 
-def bandit(speculation: Mapping[str, Any], arms: Sequence[int], seed: int) -> Policy:
-    return BanditPolicy(arms, seed=seed)
-
-
-def ema(speculation: Mapping[str, Any], arms: Sequence[int], seed: int) -> Policy:
-    return EmaPolicy(arms)
-
-
-def named(name: str, arms: tuple[int, ...]) -> Policy:
+def named(name: str, lengths: Sequence[int], largest_batch: int) -> Policy:
     """A policy of the package or one of `RIVALS`."""
-    own = {"bandit": bandit, "ema": ema}.get(name)
-    return own({}, arms, 0) if own else make_policy(name, arms)
+    own = {"bandit": BanditPolicy, "ema": EmaPolicy}.get(name)
+    return own(lengths, largest_batch) if own else make_policy(name, lengths, largest_batch)
 
 
 class BanditPolicy(Policy):
@@ -43,16 +34,22 @@ class BanditPolicy(Policy):
     """
 
     def __init__(
-        self, arms: Sequence[int], seed: int = 0, epsilon: float = 0.1, window: int = 300, hold: int = 2
+        self,
+        arms: Sequence[int],
+        largest_batch: int = 0,
+        seed: int = 0,
+        epsilon: float = 0.1,
+        window: int = 300,
+        hold: int = 2,
     ) -> None:
         self._arms, self._epsilon, self._hold = sorted({*arms, 0}), epsilon, hold
         self._random = random.Random(seed)
         self._rewards: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=window))
         self._current, self._bucket, self._held = 0, -1, 0
 
-    def choose(self, load: Load) -> int:
+    def choose(self, batch: int) -> int:
         """The bucket's best draft length by median reward, or any with probability ε."""
-        bucket = _octave(load.batch)
+        bucket = _octave(batch)
         if self._held > 0 and bucket == self._bucket:
             self._held -= 1
             return self._current
@@ -95,7 +92,7 @@ class EmaPolicy(Policy):
     apart only by wide ranges. `weight` is the newest step's share in the average; `hold`: steps between changes.
     """
 
-    def __init__(self, arms: Sequence[int], weight: float = 0.2, hold: int = 4) -> None:
+    def __init__(self, arms: Sequence[int], largest_batch: int = 0, weight: float = 0.2, hold: int = 4) -> None:
         self._weight, self._hold = weight, hold
         drafting = [k for k in arms if k > 0] or [0]
         near = {k: min(drafting, key=lambda arm: (abs(arm - k), arm)) for tier in TIERS for k in tier}
@@ -104,8 +101,8 @@ class EmaPolicy(Policy):
         self._average: list[float | None] = [None] * len(self._tiers)
         self._held = 0
 
-    def choose(self, load: Load) -> int:
-        where = _range(load.batch)
+    def choose(self, batch: int) -> int:
+        where = _range(batch)
         return self._tiers[where][self._level[where]]
 
     def observe(self, step: Step) -> None:

@@ -4,8 +4,8 @@
 
 The engine serves the policy of every second kept step (with the toy's empty weights, `demo.toy.widen`: decoding
 the small one costs no more than drafting for it) and answers that step's prompts, sampled as in training, under every
-arm in turn, in another order each time. An arm is a drafter with a `goodput` controller of its own, which lives as long
-as the run; it is told what a run would tell it, K is its choice, and so is whether the drafter runs at all. `none` is
+arm in turn, in another order each time. An arm is a drafter with a `live_table` of its own, which lives as long as
+the run; it is told what a run would tell it, K is its choice, and so is whether the drafter runs at all. `none` is
 the engine with its drafter off.
 """
 
@@ -44,7 +44,7 @@ class Arm:
 
     @property
     def control(self) -> str:
-        return "off" if self.drafter is None else f"goodput/{self.start}-{self.name}"
+        return "off" if self.drafter is None else f"live_table/{self.start}-{self.name}"
 
 
 def arms(out: Path, seed: int, step: int) -> Iterator[Arm]:

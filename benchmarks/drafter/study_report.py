@@ -3,8 +3,8 @@
     python -m benchmarks.drafter.study_report --out study --json benchmarks/results/drafter_study.json
 
 Everything is of a real engine (`benchmarks.drafter.serve`): accept length is tokens per pass of the target, with the
-draft lengths that `goodput` chose and with steps without a draft; speed is tokens per second. Two arms are compared run
-by run, sums over its steps, and the interval is over runs, by Student's t.
+draft lengths that `live_table` chose and with steps without a draft; speed is tokens per second. Two arms are compared
+run by run, sums over its steps, and the interval is over runs, by Student's t.
 """
 
 import json

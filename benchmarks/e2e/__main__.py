@@ -3,7 +3,7 @@
     python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
     python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
-    python -m benchmarks.e2e --forced --load large --control-every 0 --rounds 1 --steps 13 --arms tlt-fresh tlt
+    python -m benchmarks.e2e --forced --load large --rounds 1 --steps 13 --arms tlt-fresh tlt
     python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out FILE
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
@@ -14,8 +14,7 @@ Step costs are measured once before, for TLT and for `vllm-table`. `--load large
 as many responses in a step, `--load wide` eight times.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
-arm, so that what `tlt/saved_s` claims can be compared with what was saved. Two rollouts of each turn are control
-rollouts, decoded without drafts, unless `--control-every` says otherwise: an arm is faster than its ratio here.
+arm, so that what `tlt/saved_estimate_s` claims can be compared with what was saved.
 
 The last command but one shows what a cold start costs and when it has paid for itself (`lead` in the result). The last
 one has a real language model in the toy's place (`benchmarks.real_policy`), fewer arms, and ratios that are adjusted
@@ -40,7 +39,7 @@ from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
 from benchmarks.real_policy.job import LONGEST_RESPONSE, real_assets, real_overrides
-from benchmarks.toy_job import CONSTANT, FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
+from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from demo.machine import find_dtype, say_dtype
 from demo.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.environment import CPU_ENGINE
@@ -51,10 +50,11 @@ from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan, quo
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say
+from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.errors import TLTError
-from verl_tlt.speculation.costs.tables import LatencyTable, save_table
+from verl_tlt.speculation.costs import LatencyTable
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 900.0
@@ -109,7 +109,7 @@ def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
         environment = recipe_environment(work / "calibration", subject.assets, 1, **given)
         command = (str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides)
         answer = run_job(EngineJob(capture(command, environment=environment), cpu=True))
-        save_table(calibrated, answer.key, answer.costs)
+        write_report(calibrated / "report.json", answer)
     if not costs.exists():
         shutil.copytree(calibrated, costs)
     return calibrated, costs
@@ -186,7 +186,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", help="only these, beside stock")
     parser.add_argument("--load", choices=LOADS, default="small", help="24, 96 or 192 responses a step")
     parser.add_argument("--forced", action="store_true", help="response lengths and replicas are given")
-    parser.add_argument("--control-every", type=int, help="of TLT's arms with --forced; default: half of --steps")
     parser.add_argument("--cold-start", default=COLD_START_S, help="tlt.spot.cold_start_s of tlt-fresh; null: its rule")
     parser.add_argument("--policy", choices=("toy", "real"), default="toy", help="real: SmolLM2-135M-Instruct")
     parser.add_argument("--work", type=Path, default=Path("demo-out/e2e"))
@@ -215,10 +214,6 @@ def main() -> None:
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
     if subject.predicted is not None:
         chosen = [keeping_responses(arm, work) for arm in chosen]
-    if options.forced:  # so that a turn has steps without drafts to compare with; a long run has them anyway
-        every_steps = options.steps // 2 if options.control_every is None else options.control_every
-        control = f"{CONSTANT}.speculation.control_every={every_steps}"
-        chosen = [replace(arm, overrides=(*arm.overrides, control)) if arm.tlt else arm for arm in chosen]
     found = {WARM: subject.warm.facts} if options.policy == "real" else drafters(kept, chosen)
     known = {"policy": options.policy, "load": options.load, "vllm_table": table, "drafters": found}
     plan = make_plan(recipe_of(work, subject, load, options.forced), options.steps, work)

@@ -19,7 +19,6 @@ from benchmarks.e2e.arms import LOADS
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import HALF
 from benchmarks.real_policy.job import PLACE
-from benchmarks.toy_job import CONSTANT
 from demo.machine import find_dtype, say_dtype
 from verl_tlt.bootstrap import Floats
 from verl_tlt.commands.compare.command import take_turns
@@ -39,7 +38,6 @@ Runs = Mapping[str, Sequence[Sequence[Step]]]
 
 def arms(head: Path, costs: Path, longest: int) -> list[Arm]:
     common = (
-        f"{CONSTANT}.speculation.costs_dir={costs}",
         f"tlt.speculation.max_draft_length={longest}",
         f"tlt.drafter.path={quoted(head)}",
     )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.toy_job import CONSTANT, SAMPLES
+from benchmarks.toy_job import SAMPLES
 from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 VLLM_LENGTHS = (1, 3, 7)
@@ -77,7 +77,7 @@ def arms(
     `cold_start` is `tlt.spot.cold_start_s` of the arm without a drafter; `longest` is the longest draft of TLT's arms
     and of `vllm-table`.
     """
-    common = (f"{CONSTANT}.speculation.costs_dir={costs}", f"tlt.speculation.max_draft_length={longest}")
+    common = (f"tlt.speculation.max_draft_length={longest}",)
     every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule, longest)]
     every += _of_tlt(heads.warm, common, cold_start)
     return {arm.name: arm for arm in every}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.plan import STEPS, Fault
-from benchmarks.toy_job import CONSTANT, QUICK_TO_LEARN, SAMPLES, Job, make_assets
+from benchmarks.toy_job import QUICK_TO_LEARN, SAMPLES, Job, make_assets
 from verl_tlt.commands.compare.job import read_rows
 from verl_tlt.commands.processes import ProcessTree, interruptible
 
@@ -77,7 +77,7 @@ def run(
         old.mkdir(parents=True)
     (out / "recorded").mkdir(exist_ok=True)
     assets = make_assets(out / "assets", lengths, rows=BATCH * STEPS)
-    own = (*TLT, f"{CONSTANT}.speculation.costs_dir={target}/tables") if tlt else ()
+    own = TLT if tlt else ()
     environment = {
         **arm(armed, faults),
         "PYTHONFAULTHANDLER": "1",

@@ -24,7 +24,7 @@ from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.server import calibration
 from verl_tlt.server.engine_arguments import most_requests, started_lengths
 from verl_tlt.server.engine_calls import ask_scheduler
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 
 PROFILES = {
     "good": (0.80, 0.78, 0.76, 0.75, 0.74, 0.73, 0.72),
@@ -72,8 +72,8 @@ async def _costs(bench: Bench, engine: StandaloneEngine, lengths: Sequence[int],
     start = time.monotonic()
     await engine.measure_costs(CALIBRATION_S)
     found["calibration_as_in_a_run_s"] = round(time.monotonic() - start, 1)
-    batches = [batch for batch in BATCHES if batch <= most_requests(engine.llm)]
-    table = await calibration.calibrate(engine.llm, lengths, batches, engine.vocab_size, budget_s=COSTS_S)
+    loads = [calibration.CalibrationLoad(batch, 32) for batch in BATCHES if batch <= most_requests(engine.llm)]
+    table = await calibration.calibrate(engine.llm, lengths, loads, engine.vocab_size, budget_s=COSTS_S)
     found["costs_ms"] = {k: [(b, round(1e3 * s, 3)) for b, s in table.by_batch(k)] for k in table.lengths()}
     found["costs"] = table.to_list()
     return table

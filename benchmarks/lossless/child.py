@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lossless.drawing import draw, parameters
 from benchmarks.lossless.exact import Sampling
 from verl_tlt.commands.child_engine import serve_job
-from verl_tlt.speculation.types import Load, Policy
+from verl_tlt.speculation.types import Policy
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 class AnyLength(Policy):
     """Chooses any draft length in any step, which stresses the engine more than a good choice would."""
 
-    def __init__(self, arms: tuple[int, ...], seed: int) -> None:
-        self._arms, self._random = arms, random.Random(seed)
+    def __init__(self, lengths: Sequence[int], largest_batch: int) -> None:
+        self._arms, self._random = lengths, random.Random(largest_batch)
 
-    def choose(self, load: Load) -> int:
+    def choose(self, batch: int) -> int:
         return self._random.choice(self._arms)
-
-
-def any_length(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> AnyLength:
-    return AnyLength(arms, seed)
 
 
 def engine_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def engine_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
     eager = bool(arguments.get("enforce_eager"))
     hybrid = is_hybrid(read_model_config(arguments["model"]))
     ours = engine_kwargs(tlt, drafter, SimpleNamespace(enforce_eager=eager), arguments, hybrid=hybrid)
-    ours["additional_config"]["tlt"]["policy_factory"] = "benchmarks.lossless.child:any_length"
+    ours["additional_config"]["tlt"]["speculation"]["policy"] = "benchmarks.lossless.child:AnyLength"
     return {**arguments, **ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from benchmarks.simulate.hardware import CostModel
 from benchmarks.simulate.workload import Rollout, Workload
-from verl_tlt.speculation.types import OFF, Load, Policy, Step
+from verl_tlt.speculation.types import OFF, Policy, Step
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Truth:
     accept_lengths: npt.NDArray[np.float64]
     """τ(0), τ(1), ... of the requests at hand."""
     cost: CostModel
+    kv_tokens: int
+    """Tokens of context that the requests hold."""
 
 
 @dataclass
@@ -106,8 +108,9 @@ class _Drain:
             kv_tokens = int(self.done[self.rows].sum()) + self.rows.size * self.engine.workload.prompt
             scales = self.rollout.scales(self.rows, self.done[self.rows])
             if (see := getattr(policy, "see", None)) is not None:
-                see(Truth(self.rollout.accept_lengths(scales, self.rollout.acceptance.size), self.engine.cost))
-            k = policy.choose(Load(self.rows.size, kv_tokens))
+                tau = self.rollout.accept_lengths(scales, self.rollout.acceptance.size)
+                see(Truth(tau, self.engine.cost, kv_tokens))
+            k = policy.choose(self.rows.size)
             self.late.append(self._step(k, kv_tokens, scales, prefill))
             prefill = self._admit()
             if len(self.late) > self.engine.observe_lag:

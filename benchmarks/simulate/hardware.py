@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from benchmarks.simulate.drain import StepSeconds
-from verl_tlt.speculation.costs.roofline import weights_read
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, interpolate
+from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """CUDA-graph sizes vLLM captures by default."""
+
+
+def weights_read(active_share: float, tokens: float) -> float:
+    """Share of a policy's weights that so many tokens use, where one uses `active_share` of them."""
+    return 1.0 - (1.0 - active_share) ** tokens
 
 
 class CostModel(Protocol):
@@ -29,7 +33,7 @@ def steady(cost: CostModel) -> StepSeconds:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """The roofline of `speculation.costs.roofline` for steps that may change K, with CUDA graphs."""
+    """A roofline for steps that may change K, with CUDA graphs: memory or compute, whichever takes longer."""
 
     weights_s: float
     """Reading all weights once."""
@@ -87,21 +91,20 @@ class TableCost:
     """
 
     def __init__(self, table: LatencyTable) -> None:
-        self._curves = {k: table.by_batch(k) for k in table.lengths()}
+        self._table = table
 
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
-        steady = interpolate(self._curves[drafted], batch)
+        steady = float(self._table.seconds(drafted, batch))
         if verified == max(drafted, 0):
             return steady
-        return 0.5 * (steady + interpolate(self._curves[verified], batch))
+        return 0.5 * (steady + float(self._table.seconds(verified, batch)))
 
 
 def calibration_of(cost: CostModel, arms: Sequence[int]) -> LatencyTable:
-    """What a calibration of such an engine would find, without noise: OFF and every arm at small batches."""
-    steps = [(batch, k) for batch in (1, 2, 4, 8, 16, 32) for k in (OFF, *arms)]
-    seconds = (steady(cost)(batch, 32 * batch, k) for batch, k in steps)
-    points = (LatencyPoint(b, 32 * b, k, s, 4, True) for (b, k), s in zip(steps, seconds, strict=True))
-    return LatencyTable(tuple(points))
+    """What a calibration of such an engine would find, without noise: OFF and every arm at two contexts."""
+    loads = [(batch, batch * context) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256) for context in (32, 1024)]
+    steps = [(batch, kv_tokens, k) for batch, kv_tokens in loads for k in (OFF, *arms)]
+    return LatencyTable(tuple(LatencyPoint(*load, steady(cost)(*load)) for load in steps))
 
 
 @dataclass(frozen=True)

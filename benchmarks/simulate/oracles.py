@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from benchmarks.simulate.engine import SimulatedEngine, SimulationResult, Truth
 from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.types import Load, Policy
+from verl_tlt.speculation.types import Policy
 
 
 class TrueGoodput(Policy):
@@ -24,13 +24,13 @@ class TrueGoodput(Policy):
     def see(self, truth: Truth) -> None:
         self._truth = truth
 
-    def choose(self, load: Load) -> int:
+    def choose(self, batch: int) -> int:
         """The argmax; RuntimeError outside the simulator."""
         if self._truth is None:
             raise RuntimeError("The true-goodput oracle runs in the simulator only.")
         tau: npt.NDArray[np.float64] = self._truth.accept_lengths
-        cost = self._truth.cost
-        return max(self._arms, key=lambda k: tau[k] / cost.seconds(load.batch, load.kv_tokens, k, k))
+        cost, kv_tokens = self._truth.cost, self._truth.kv_tokens
+        return max(self._arms, key=lambda k: tau[k] / cost.seconds(batch, kv_tokens, k, k))
 
 
 class PerBucket(Policy):
@@ -39,9 +39,9 @@ class PerBucket(Policy):
     def __init__(self, lengths: Mapping[int, int]) -> None:
         self._lengths = dict(lengths)
 
-    def choose(self, load: Load) -> int:
+    def choose(self, batch: int) -> int:
         """K of the octave; the nearest known octave where it was never measured."""
-        octave = load.batch.bit_length() - 1
+        octave = batch.bit_length() - 1
         return self._lengths[min(self._lengths, key=lambda known: abs(known - octave))]
 
 

@@ -9,7 +9,6 @@ from grpo_run import TLT, Run, grpo
 from struck import STRUCK
 
 from benchmarks.faults.run import arm
-from benchmarks.toy_job import CONSTANT
 
 COLD_START = "tlt.spot.cold_start_s=20"
 STARTUP = Path(__file__).parents[1] / "startup"
@@ -25,15 +24,12 @@ def run(tmp_path_factory) -> Run:
 @pytest.fixture(scope="session")
 def resumed(run) -> Run:
     """The same run, continued from its checkpoint for four more steps, in which faults strike; its engines run their
-    workers inside, and what a step costs is known from the run before."""
+    workers inside."""
     out = run.out.parent / "resumed"
     out.mkdir()
     (out / "checkpoints").symlink_to(run.out / "checkpoints")
-    tables = f"{CONSTANT}.speculation.costs_dir={run.out}/tables"
     (armed := out.parent / "armed").mkdir()
     faults = arm(armed, STRUCK)
     faults["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{faults['PYTHONPATH']}"
     cold = COLD_START  # which it has had
-    return grpo(
-        out, out.parent / "assets", 8, *TLT, cold, tables, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults
-    )
+    return grpo(out, out.parent / "assets", 8, *TLT, cold, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)

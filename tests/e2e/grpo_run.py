@@ -133,7 +133,6 @@ def grpo(
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
-        *(() if environment.get("TLT") == "0" else (f"{CONSTANT}.speculation.costs_dir={out}/tables",)),
         *overrides,
     ]
     log = out.with_name(f"{out.name}.log")

@@ -12,7 +12,6 @@ import psutil
 import pytest
 from grpo_run import RECIPE, ROOT, skew
 
-from benchmarks.toy_job import CONSTANT
 from demo.toy.assets import build_assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -45,8 +44,7 @@ def command(tmp_path):
     }
     out = tmp_path / "compared"
     loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}"
-    costs = f"{CONSTANT}.speculation.costs_dir={tmp_path}/costs"
-    recipe = [str(RECIPE), *RECIPE_SETTINGS, loop, costs]
+    recipe = [str(RECIPE), *RECIPE_SETTINGS, loop]
 
     def words(*options):
         ours = ["compare", "--steps", "2", "--out", str(out), *options, "--", *recipe]

@@ -1,27 +1,32 @@
-"""Policies the engine tests name in `additional_config.tlt.policy_factory`: they stress, they do not optimise."""
+"""Policies that the engine tests name as `tlt.speculation.policy`: they stress, they do not optimise."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from verl_tlt.speculation.types import Load, Policy, Step
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.types import OFF, Policy, Step
+
+COSTS = LatencyTable.calibrated(
+    {k: [(b, 0.001 * (1 + 0.03 * b * (k + 1))) for b in (1, 2, 4, 8, 64)] for k in (OFF, *range(8))}
+)
+"""Step costs by which small batches are worth long drafts, and large ones none."""
 
 
 class Scripted(Policy):
-    """Chooses by a function of the step number and load, and keeps what it was asked and told."""
+    """Chooses by a function of the step number and batch, and keeps what it was asked and told."""
 
-    def __init__(self, choose: Callable[[int, Load], int]) -> None:
+    def __init__(self, choose: Callable[[int, int], int]) -> None:
         self._choose = choose
-        self.loads: list[Load] = []
+        self.batches: list[int] = []
         self.chosen: list[int] = []
         self.steps: list[Step] = []
 
-    def choose(self, load: Load) -> int:
+    def choose(self, batch: int) -> int:
         """The scripted K."""
-        self.loads.append(load)
-        self.chosen.append(self._choose(len(self.loads), load))
+        self.batches.append(batch)
+        self.chosen.append(self._choose(len(self.batches), batch))
         return self.chosen[-1]
 
     def observe(self, step: Step) -> None:
@@ -29,22 +34,22 @@ class Scripted(Policy):
         self.steps.append(step)
 
 
-def cycle(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> Scripted:
+def cycle(arms: tuple[int, ...], largest_batch: int) -> Scripted:
     """Another K in every step."""
     return Scripted(lambda n, _: arms[n % len(arms)])
 
 
-def rand(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> Scripted:
+def rand(arms: tuple[int, ...], largest_batch: int) -> Scripted:
     """Any K in any step."""
     rng = random.Random(7)
     return Scripted(lambda *_: rng.choice(arms))
 
 
-def longest(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> Scripted:
+def longest(arms: tuple[int, ...], largest_batch: int) -> Scripted:
     """K_max always."""
     return Scripted(lambda *_: arms[-1])
 
 
-def up_to_four(speculation: Mapping[str, Any], arms: tuple[int, ...], seed: int) -> Scripted:
-    """K_max for at most four decoding requests, else none: flips when the count is wrong by one."""
-    return Scripted(lambda _, load: arms[-1] if load.batch <= 4 else 0)
+def up_to_four(arms: tuple[int, ...], largest_batch: int) -> Scripted:
+    """K_max for at most four requests, else none: flips when the count is wrong by one."""
+    return Scripted(lambda _, batch: arms[-1] if batch <= 4 else 0)

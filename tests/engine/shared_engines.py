@@ -116,7 +116,7 @@ def _ours(
     hybrid = is_hybrid(read_model_config(target))
     ours = engine_kwargs(tlt, str(directory), SimpleNamespace(enforce_eager=True), {}, hybrid=hybrid)
     if policy:
-        ours["additional_config"]["tlt"]["policy_factory"] = policy
+        ours["additional_config"]["tlt"]["speculation"]["policy"] = policy
     return {**ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}
 
 

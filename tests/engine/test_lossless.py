@@ -7,7 +7,7 @@ pytestmark = pytest.mark.engine
 TOKENS = 96
 
 
-CONTROLS = ("fixed", "rand", "cycle", "goodput", "bandit")
+CONTROLS = ("fixed", "rand", "cycle", "live_table", "bandit")
 
 
 @pytest.mark.parametrize(("family", "drafter"), [("qwen3", "good"), ("qwen3", "bad"), ("llama", "good")])
@@ -26,7 +26,7 @@ def test_greedy_tokens_are_stock_tokens(engine_of, stock_tokens, family, drafter
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_greedy_tokens_with_ngrams_are_stock_tokens(engine_of, stock_tokens, family):
     with engine_of("good", family=family, speculation={"source": "ngram"}) as engine:
-        for policy in ("fixed", "rand", "goodput"):
+        for policy in ("fixed", "rand", "live_table"):
             engine.put_in_charge(policy)
             assert engine.generate(8, TOKENS) == stock_tokens[family]
         drafts = engine.scheduler.tlt_ngram

@@ -27,10 +27,10 @@ def propose_often(engine):
 SETUPS = {  # the last is the engine that the sabotaged runs have too
     "ngrams-alone": ("llama", {"policy": "policies:longest", "speculation": {"source": "ngram"}}),
     "random": ("llama", {"policy": "policies:rand"}),
-    "goodput-under-pressure": (
+    "live_table-under-pressure": (
         "qwen3",
         {
-            "speculation": {"policy": "goodput"},
+            "speculation": {"policy": "live_table"},
             "enable_prefix_caching": True,
             "max_num_batched_tokens": 64,
             "num_gpu_blocks_override": 20,
@@ -41,7 +41,7 @@ SETUPS = {  # the last is the engine that the sabotaged runs have too
     "fixed": ("qwen3", {"policy": "policies:longest"}),
 }
 SAMPLINGS = {"hot": HOT, "cool": COOL}
-HEAVY = ("ngrams-alone-cool", "goodput-under-pressure-cool", "fixed-hot", "fixed-cool")
+HEAVY = ("ngrams-alone-cool", "live_table-under-pressure-cool", "fixed-hot", "fixed-cool")
 
 
 @pytest.mark.parametrize(

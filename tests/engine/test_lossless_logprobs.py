@@ -13,7 +13,7 @@ from benchmarks.lossless.exact import Exact, Sampling
 
 pytestmark = pytest.mark.engine
 
-CONTROLS = ("fixed", "rand", "cycle", "goodput", "bandit")
+CONTROLS = ("fixed", "rand", "cycle", "live_table", "bandit")
 ARMS = (0, 1, 2, 3)
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, top_k=20), Sampling(temperature=0.0)]
 REQUESTS, TOKENS, TOLERANCE = 6, 40, 1e-4

@@ -54,7 +54,7 @@ def scheduler(request, models):
         max_num_seqs=REQUESTS, max_num_batched_tokens=64, enable_prefix_caching=False,
         speculative_config=speculative_config(str(models["good"]), 3),
         additional_config={
-            "tlt": {"speculation": tlt["speculation"], "arms": [0, 1, 2, 3], "policy_factory": "policies:rand"}
+            "tlt": {"speculation": tlt["speculation"] | {"policy": "policies:rand"}, "arms": [0, 1, 2, 3]}
         },
     ).create_engine_config()  # fmt: skip
     config.scheduler_config.async_scheduling = request.param  # the CPU platform has just switched it off

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import policies
 import pytest
 
 from benchmarks.lossless.tiny_policy import V
@@ -49,6 +50,8 @@ class Engine:
         driver = getattr(self.core.model_executor, "driver_worker", None)  # None: ranks are other processes
         self.runner = driver and driver.worker.model_runner
         self.live_drafter = getattr(driver and driver.worker, "tlt_drafter", None)
+        if hasattr(self.scheduler, "tlt"):
+            self.scheduler.tlt.control(points=policies.COSTS.to_list())
 
     def rpc(self, method: str, *args: Any) -> Any:
         """One worker's answer to `collective_rpc`."""
@@ -86,19 +89,20 @@ class Engine:
         loaded = self.rpc("tlt_load_drafter", str(weights))
         assert loaded["ok"], loaded
         scheduler, control = self.scheduler, self.scheduler.tlt
-        control.__init__(load_policy(tlt), control.limits, control.trace)
+        control.__init__(load_policy(tlt, scheduler.max_num_running_reqs), control.limits, control.trace)
+        control.control(points=policies.COSTS.to_list())
         scheduler.tlt_ngram = ngram_drafts(tlt["speculation"])
         scheduler._tlt_k = 0
 
     def put_in_charge(self, policy: str) -> None:
         """Let another policy choose from now on: one of `policies`, else one that the benchmarks know by name."""
-        import policies
-
         from benchmarks.control.policies import named
 
         own, control = getattr(policies, policy, None), self.scheduler.tlt
         arms = tuple(self.scheduler.vllm_config.additional_config["tlt"]["arms"])
-        control.policy = own({}, arms, 0) if own else named(policy, arms)
+        largest = self.scheduler.max_num_running_reqs
+        control.policy = own(arms, largest) if own else named(policy, arms, largest)
+        control.control(points=policies.COSTS.to_list())
 
     def generate(self, count: int, tokens: int, **kwargs: Any) -> list[list[int]]:
         """Tokens of `count` ragged prompts, ragged lengths up to `tokens`."""

@@ -31,9 +31,6 @@ def test_paths_are_absolute_because_workers_start_elsewhere(recipe, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     recipe.trainer.default_local_dir = "relative"
     assert activate(recipe)["tlt"]["trace"]["dir"] == str(tmp_path / "relative" / "tlt_trace")
-    for given, found in (("costs", str(tmp_path / "costs")), ("~/costs", "~/costs"), (None, None)):  # ~ of each node
-        settings = TLTConfig.from_dict({"speculation": {"costs_dir": given}})
-        assert activation.resolve(recipe, settings).speculation.costs_dir == found
 
 
 def test_a_drafter_s_name_on_the_hub_stays_a_name_and_a_folder_becomes_absolute(recipe, tmp_path, monkeypatch):

@@ -109,15 +109,6 @@ class PolicyShape:
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
 
 
-def active_share(policy: PolicyLike) -> float:
-    """Share of a policy's parameters that one token uses; 1 where its config does not tell."""
-    try:
-        whole, active = policy_shape(policy).parameters
-    except DrafterError:
-        return 1.0
-    return min(1.0, active / whole)
-
-
 class NotHereError(DrafterError):
     """Files of a model on the hub are not on this disk and could not be fetched; the message says why."""
 

@@ -1,13 +1,11 @@
-"""vLLM's scheduler with a draft length K that is chosen anew in every engine step.
+"""vLLM's scheduler with a draft length K that is looked up anew in every engine step.
 
 `Scheduler.schedule` looks up `self.dynamic_sd_lookup[batch]` once per step, and sends the answer to the workers in
-`SchedulerOutput.num_spec_tokens_to_schedule` (vLLM ≥ 0.24). Here an object that asks the policy takes the place of that
-list. K is thus fixed before anything is drafted, from batch, context and past acceptance only, which keeps speculative
-sampling exact. The K tokens drafted in one step are verified in the next.
+`SchedulerOutput.num_spec_tokens_to_schedule` (vLLM ≥ 0.24). Here the policy's list takes the place of vLLM's, behind an
+object that abstains where drafts must not or cannot be made. K is fixed before anything is drafted, from the batch and
+past steps only, which keeps speculative sampling exact. The K tokens drafted in one step are verified in the next.
 
-Policy, statistics and trace get one `EngineStep` for each finished step. A step waits only for the choice of K. Its
-numbers are counted while the model runs the next one, in `get_grammar_bitmask`; so K is chosen without the outcome of
-the very latest step, as under asynchronous scheduling anyway.
+When a step is over, `update_from_output` counts it as one `EngineStep`, from which statistics, trace and policy learn.
 
 K is 0 while a request runs that vLLM verifies inexactly (`verified_inexactly`). K is also 0 from the first exception in
 our own code on (`_contained`): vLLM's part of every method still runs, so the engine decodes on without drafts.
@@ -16,7 +14,6 @@ our own code on (`_contained`): vLLM's part of every method still runs, so the e
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import time
 from collections import deque
@@ -30,7 +27,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from verl_tlt.engine_core.decode_load import DecodeLoad
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep
 from verl_tlt.messages.rollout import EngineStats
@@ -42,7 +38,6 @@ from verl_tlt.speculation.types import Policy
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
-    from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
@@ -50,32 +45,20 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-UNLEARNED = 4
-"""Finished steps that may wait to be learned from; without calls for a grammar bitmask so many wait."""
 MAX_NGRAM_BYTES = 256 << 20
 """Largest n-gram index of an engine: some two million tokens of responses."""
 
 
-def load_policy(settings: Mapping[str, Any]) -> Policy:
-    """The policy that `additional_config["tlt"]` asks for; a ValueError where that is none.
+def load_policy(settings: Mapping[str, Any], largest_batch: int) -> Policy:
+    """The policy that `additional_config["tlt"]` asks for; a ControlError where that is none.
 
-    `settings` hold `speculation` (a dict of `SpeculationConfig`), `arms` (ascending K), `seed`, and optionally
-    `active_share` (of the target's weights) and `policy_factory`, "module:function" taking the first three, for a
-    policy of one's own.
+    `settings` hold `speculation` (a dict of `SpeculationConfig`) and `arms` (ascending K). With n-grams the longest
+    draft takes the place of `live_table`: a request without a match has no draft, so steps have no cost by K.
     """
-    speculation, lengths, seed = settings["speculation"], tuple(settings["arms"]), settings.get("seed", 0)
-    path = settings.get("policy_factory")
-    if path is None:
-        return make_policy(speculation["policy"], lengths, speculation["fixed"], settings.get("active_share", 1.0))
-    module, _, name = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"additional_config.tlt.policy_factory={path} cannot be loaded: {error}") from error
-    policy = factory(speculation, lengths, seed)
-    if not isinstance(policy, Policy):
-        raise ValueError(f"additional_config.tlt.policy_factory={path} makes no verl_tlt.speculation.types.Policy.")
-    return policy
+    speculation = settings["speculation"]
+    without_costs = speculation["source"] == "ngram" and speculation["policy"] == "live_table"
+    name = "fixed" if without_costs else speculation["policy"]
+    return make_policy(name, tuple(settings["arms"]), largest_batch, speculation["fixed"])
 
 
 def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
@@ -83,14 +66,14 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     return NgramDrafts(NgramIndex(MAX_NGRAM_BYTES)) if speculation["source"] == "ngram" else None
 
 
-class _DraftLengthLookup:
-    """Takes the place of vLLM's table of draft lengths by batch size, which counts prefill chunks too."""
+class _DraftLengths:
+    """Takes the place of vLLM's list of draft lengths by batch size."""
 
-    def __init__(self, choose: Callable[[], int | None]) -> None:
+    def __init__(self, choose: Callable[[int], int | None]) -> None:
         self._choose = choose
 
     def __getitem__(self, batch: int) -> int:
-        return max(self._choose() or 0, 0)
+        return max(self._choose(batch) or 0, 0)
 
 
 def verified_inexactly(request: Request) -> bool:
@@ -154,26 +137,22 @@ class TLTScheduler(Scheduler):
         trace = StepTrace(Path(trace_dir) / f"engine-{os.environ.get('TLT_REPLICA', '0')}.jsonl") if trace_dir else None
         draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
-        limits = Limits(tuple(settings["arms"]), token_limit(config), longest - self.num_spec_tokens)
-        self.tlt = StepControl(load_policy(settings), limits, trace)
+        self._tlt_context_limit = longest - 2 * (self.num_spec_tokens + 1)
+        """Tokens of context from which on drafts of the coming steps may not fit into the drafter."""
+        policy = load_policy(settings, self.max_num_running_reqs)
+        self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config)), trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
-        self.dynamic_sd_lookup = _DraftLengthLookup(self._tlt_choose)
+        self.dynamic_sd_lookup = _DraftLengths(self._tlt_choose)
         EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)
-        self._tlt_load = DecodeLoad(limits.context_limit)
         self._tlt_inexact: list[Request] = []
         """Unfinished requests that are `verified_inexactly`, running or not."""
         # Of the step that is being scheduled.
         self._tlt_started_s = 0.0
         self._tlt_k = 0  # drafted in it, or OFF
         self._tlt_verified = 0  # drafted in the step before, or OFF
-        self._tlt_known = 0  # requests that were running before it admitted new ones
-        self._tlt_kv_tokens = 0
-        self._tlt_blocked = False
+        self._tlt_blocked = False  # a context is too long for the drafter
         # Of steps in flight (one under synchronous scheduling, two or more under asynchronous), and behind them.
         self._tlt_in_flight: deque[EngineStep] = deque()
-        self._tlt_finished: list[EngineStep] = []  # not yet learned from
-        self._tlt_ended: list[tuple[str, int]] = []  # requests that ended, not yet in a step
-        self._tlt_grown = 0  # tokens emitted since the last choice
         self._tlt_waited_s = 0.0  # what engine steps waited for verl-tlt, not yet in a step
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
 
@@ -188,7 +167,7 @@ class TLTScheduler(Scheduler):
             if self.tlt_ngram:
                 self.tlt_ngram.index.new_policy()
             return {}
-        return {"control": self.tlt.control, "learned": self.tlt.learned}[operation](**arguments)
+        return {"control": self.tlt.control}[operation](**arguments)
 
     def tlt_stats(self, reset: bool = False) -> EngineStats:
         """Sums since the last reset, n-grams included where they are in use."""
@@ -217,7 +196,6 @@ class TLTScheduler(Scheduler):
     @_contained
     def _tlt_begin_step(self) -> None:
         self._tlt_started_s = time.perf_counter()
-        self._tlt_known = len(self.running)
         self._tlt_verified = self._tlt_k
         if self._tlt_inexact:
             self._tlt_inexact = [r for r in self._tlt_inexact if not r.is_finished() and verified_inexactly(r)]
@@ -236,18 +214,11 @@ class TLTScheduler(Scheduler):
             request.spec_token_ids = []
 
     @_contained
-    def _tlt_choose(self) -> int:
+    def _tlt_choose(self, batch: int) -> int:
         """K for the step being scheduled, or OFF; vLLM's lookup calls it once per step that has work."""
         waiting = time.perf_counter()
-        load = self._tlt_load.count(
-            self.running, self._tlt_known, self._tlt_grown, max(self._tlt_k, 0), self.finished_req_ids
-        )
-        self._tlt_grown = 0
-        self._tlt_kv_tokens = load.kv_tokens
-        longest = self._tlt_load.longest
-        self._tlt_blocked = self.tlt.limits.outgrown(longest)
-        chosen = self.tlt.choose(load, longest)
-        self._tlt_k = min(chosen, 0) if self._tlt_abstains else chosen
+        chosen = self.tlt.choose(batch)
+        self._tlt_k = min(chosen, 0) if self._tlt_blocked or self._tlt_abstains else chosen
         self._tlt_waited_s += time.perf_counter() - waiting
         return self._tlt_k
 
@@ -262,19 +233,16 @@ class TLTScheduler(Scheduler):
             return
         if len(scheduled) < len(self.running):
             self._tlt_drop_stale_drafts(scheduled)
-        prefilling = self._tlt_load.prefilling & scheduled.keys() if self._tlt_load.prefilling else set()
-        batch = len(scheduled) - len(prefilling)
         self._tlt_in_flight.append(
             EngineStep(
                 output=output,
                 started_s=self._tlt_started_s,
                 paused_s=0.0 if self._tlt_in_flight else self._tlt_started_s - self._tlt_idle_since_s,
-                batch=batch,
-                kv_tokens=self._tlt_kv_tokens if batch else 0,
+                batch=0,
+                kv_tokens=0,
                 drafted=self._tlt_k,
                 verified=self._tlt_verified,
                 blocked=self._tlt_blocked,
-                prefilling=prefilling,
                 may_lack_drafts=self.tlt_ngram is not None,
             )
         )
@@ -305,22 +273,12 @@ class TLTScheduler(Scheduler):
         self.tlt_ngram.propose(self.requests, asked.req_ids, max(self._tlt_k, 0))
         self._tlt_waited_s += time.perf_counter() - waiting
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """As vLLM's, which asks for it once the step was handed to the workers: the time to learn from the last one."""
-        self._tlt_while_the_model_runs(scheduler_output)
-        return super().get_grammar_bitmask(scheduler_output)
-
-    @_contained
-    def _tlt_while_the_model_runs(self, output: SchedulerOutput) -> None:
-        self._tlt_learn()
-        self._tlt_load.refresh(self.running, output.num_scheduled_tokens)
-
     # ------------------------------------------------------------------ after the step
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's, and each step that did work is queued for `_tlt_learn`."""
+        """As vLLM's; then the step is counted, and the policy learns from it."""
         now = time.perf_counter()
         step = self._tlt_sampled(scheduler_output, model_runner_output, now)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
@@ -339,8 +297,6 @@ class TLTScheduler(Scheduler):
         if output.scheduled_spec_decode_tokens:
             step.sampled = list(map(len, sampled.sampled_token_ids))
             step.row_of = sampled.req_id_to_index
-            if isinstance(self, AsyncScheduler) or self.finished_req_ids:  # cleared when a step is scheduled
-                step.gone = output.num_scheduled_tokens.keys() - self.requests.keys()
             if self.tlt_ngram:
                 self.tlt_ngram.verified(output.scheduled_spec_decode_tokens, step.sampled, step.row_of)
         self._tlt_waited_s += time.perf_counter() - now
@@ -359,17 +315,17 @@ class TLTScheduler(Scheduler):
         self._tlt_idle_since_s = time.perf_counter()
         self._tlt_waited_s += self._tlt_idle_since_s - waiting
         if not self.running:
-            self._tlt_learn()
             self.tlt.flush()
 
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
-        """As vLLM's, which calls it once for each request that ends; only its length is noted."""
+        """As vLLM's, which calls it once for each request that ends."""
         self._tlt_request_ended(request)
         return super()._free_request(request, *args, **kwargs)
 
     @_contained
     def _tlt_request_ended(self, request: Request) -> None:
-        self._tlt_ended.append((request.request_id, request.num_output_tokens))
+        for step in self._tlt_in_flight:
+            step.gone.add(request.request_id)
 
     def _tlt_step_of(self, output: SchedulerOutput) -> EngineStep:
         """The step in flight that vLLM scheduled as `output`; those before it are steps whose result it threw away."""
@@ -379,26 +335,14 @@ class TLTScheduler(Scheduler):
         return step
 
     def _tlt_finish(self, step: EngineStep, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
-        """Complete the step with what came back and queue it; all that costs time is left to `_tlt_learn`."""
-        step.outputs = outputs
-        step.ended = list(self._tlt_ended)
-        self._tlt_ended.clear()
+        """Count the step, and have statistics and policy learn from it."""
         step.finished_s = now
         step.previous_finished_s = self._tlt_finished_s
         step.unix_s = time.time()
         step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
-        # A prefill's first token counts too, and one that ends may get fewer: `DecodeLoad` counts anew now and then.
-        self._tlt_grown += sum(step.sampled) or step.batch
-        self._tlt_finished.append(step)
-        if len(self._tlt_finished) > UNLEARNED:
-            self._tlt_learn()
-
-    def _tlt_learn(self) -> None:
-        """Count finished steps, and have the policy learn from them."""
-        finished, self._tlt_finished = self._tlt_finished, []
-        for step in finished:
-            step.count()
-            self.tlt.record(step)
+        step.count(outputs)
+        self._tlt_blocked = step.longest > self._tlt_context_limit
+        self.tlt.record(step)
 
     def shutdown(self) -> None:
         self._tlt_close()
@@ -406,7 +350,6 @@ class TLTScheduler(Scheduler):
 
     @_contained
     def _tlt_close(self) -> None:
-        self._tlt_learn()
         self.tlt.flush()
 
 

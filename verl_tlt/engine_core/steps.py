@@ -22,46 +22,72 @@ PAUSE_SHARE = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineStep(Step):
-    """A `Step` with vLLM's objects; until `count` ran, `verified` is what the step before drafted, K or OFF."""
+    """A `Step` with vLLM's objects; `verified` is what the step before drafted until `count` ran."""
 
     output: SchedulerOutput
     started_s: float
     paused_s: float
     """Seconds between the end of the step before and the start of this one, if none was in flight."""
     blocked: bool  # a context is too long for the drafter, so that nothing was drafted
-    prefilling: Collection[str]  # requests that still compute their prompt
     may_lack_drafts: bool
     """There is no drafter, so a request may go without a draft (`tlt.speculation.source=ngram`)."""
     sampled: Sequence[int] = ()
     """Tokens that the step sampled, by row, the target's own included, before vLLM cuts rows at a request's end."""
     row_of: Mapping[str, int] = field(default_factory=dict)  # request → row
-    gone: Collection[str] = ()  # requests that ended while the step ran; their drafts do not count
-    outputs: Mapping[int, EngineCoreOutputs] = field(default_factory=dict)
-    """What the requests got from the step, by client."""
+    gone: set[str] = field(default_factory=set)  # requests that ended while the step ran; their drafts do not count
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
+    longest: int = 0
+    """Tokens of the longest context, with what this step computed."""
 
-    def count(self) -> None:
-        """Fill in the numbers, as vLLM counts them; the next step does not wait for this."""
+    def count(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Fill in the numbers, as vLLM counts them; `outputs` is what the requests got from the step, by client."""
+        prefilling = self._count_load()
         paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
         self.latency_s = self.finished_s - (self.started_s if paused else self.previous_finished_s)
-        self.decode_only = not self.prefilling and not paused
-        for client in self.outputs.values():
-            for output in client.outputs:
-                tokens = len(output.new_token_ids)
-                self.num_generation_tokens += tokens
-                self.num_decode_tokens += 0 if output.request_id in self.prefilling else tokens
+        self.decode_only = not prefilling and not paused
+        for client in outputs.values():
+            self.num_generation_tokens += sum([len(one.new_token_ids) for one in client.outputs])
+            if prefilling:
+                first = [len(one.new_token_ids) for one in client.outputs if one.request_id in prefilling]
+                self.num_decode_tokens -= sum(first)
+        self.num_decode_tokens += self.num_generation_tokens
+        self._count_drafts()
+
+    def _count_load(self) -> Collection[str]:
+        """Count decode-phase requests and their context; returns the requests that compute their prompt."""
+        output, cached = self.output, self.output.scheduled_cached_reqs
+        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        contexts = cached.num_computed_tokens
+        self.batch, self.kv_tokens, self.longest = len(contexts), sum(contexts), max(contexts, default=0)
+        decoding = len(scheduled) == len(contexts) and 0 not in cached.num_output_tokens
+        if decoding and output.total_num_scheduled_tokens == len(scheduled) + sum(map(len, drafts.values())):
+            return ()
+        prefilling = {request.req_id for request in output.scheduled_new_reqs}
+        known = zip(cached.req_ids, contexts, cached.num_output_tokens, strict=True)
+        for request, context, tokens in known:
+            if tokens == 0 or scheduled[request] != 1 + len(drafts.get(request, ())):
+                prefilling.add(request)
+                self.batch -= 1
+                self.kv_tokens -= context
+        computed = [r.num_computed_tokens + scheduled[r.req_id] for r in output.scheduled_new_reqs]
+        self.longest = max(self.longest, *computed, 0)
+        return prefilling
+
+    def _count_drafts(self) -> None:
         drafts = self.output.scheduled_spec_decode_tokens if self.sampled else {}
-        lengths = {name: self.sampled[self.row_of[name]] for name in drafts if name not in self.gone}
-        self.accepted = [(name, tokens - 1) for name, tokens in lengths.items() if tokens]
-        self.num_draft_tokens = sum(len(drafts[name]) for name, _ in self.accepted)
+        if self.gone:
+            drafts = {request: draft for request, draft in drafts.items() if request not in self.gone}
+        exactly = Counter([self.sampled[self.row_of[request]] for request in drafts])
+        if 0 in exactly:  # vLLM discarded these requests' tokens
+            drafts = {request: draft for request, draft in drafts.items() if self.sampled[self.row_of[request]]}
+        self.num_draft_tokens = sum(map(len, drafts.values()))
         previous = self.verified
         # Where requests may lack a draft, a missing one counts as one of which nothing was accepted: what K costs and
         # brings is then that of the whole batch, as with a drafter.
-        self.num_drafts = self.batch if self.may_lack_drafts and previous > 0 else len(self.accepted)
+        self.num_drafts = self.batch if self.may_lack_drafts and previous > 0 else len(drafts)
         self.verified = previous if self.num_drafts else 0
-        exactly = Counter(tokens for _, tokens in self.accepted)
-        reached = accumulate(exactly[k] for k in range(self.verified, 0, -1))  # K, K-1, ... 1 tokens accepted
+        reached = accumulate(exactly[1 + k] for k in range(self.verified, 0, -1))  # K, K-1, ... 1 tokens accepted
         self.num_accepted_tokens_per_pos = tuple(reached)[::-1]
         # From 0.33 on vLLM's V2 runner drafts nothing where every request ends with the step or has prompt left.
         skipped = bool(getattr(self.output, "skip_drafts", False)) and self.drafted > 0

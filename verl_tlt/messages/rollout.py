@@ -50,33 +50,12 @@ class DrafterStatus:
     acceptance: tuple[float, ...] = ()  # `DrafterFile.acceptance` of the drafter that is served
 
 
-class LoadInterval(NamedTuple):
-    """A short interval of an engine's rollout, summed over its decode-only steps."""
-
-    start: float  # unix seconds, like `end`
-    end: float
-    batch: float  # decode-phase requests in a step, on average
-    context: float  # tokens of context of such a request, on average
-    seconds: float
-    plain_steps: float  # steps that the same tokens take without drafts: one of batch b for every b tokens
-    off: bool  # the drafter's pass did not run in any of the steps
-
-
 class StepTime(NamedTuple):
     """What a steady step took."""
 
     draft_length: int  # K, or -1 without the drafter's pass
     batch: int
     seconds: float  # median of the clean steps
-
-
-class ResponseDrafts(NamedTuple):
-    """Responses of about one length that ended, and the drafts verified for them."""
-
-    responses: int
-    num_tokens: int  # of all of them; the mean tells the length
-    num_drafts: int
-    num_accepted_tokens: int
 
 
 @dataclass  # not frozen: the scheduler counts in one
@@ -102,10 +81,11 @@ class EngineStats:
     num_ngram_drafts: int | None = None  # the part of `num_drafts` that were n-grams; None: n-grams are not in use
     num_ngram_accepted: int = 0  # those of them whose first token was accepted
     tokens_by_batch: Mapping[int, int] = field(default_factory=dict)  # tokens of decode-only steps by their batch
-    load_intervals: tuple[LoadInterval, ...] = ()
-    """Intervals in order of time; at most some hundred, however long the rollout was."""
+    mean_context: float = 0.0  # tokens of context of a decode-phase request, on average
+    decode_s: float = 0.0  # seconds of decode-only steps
+    undrafted_s: float = 0.0
+    """Estimate by the step costs: seconds in which decode-only steps without drafts give the same tokens."""
     step_times: tuple[StepTime, ...] = ()  # of every draft length and batch with a clean step, ascending
-    responses: tuple[ResponseDrafts, ...] = ()  # by length, ascending
     failure: str | None = None
     """Why there are no figures: the engine did not answer, or verl-tlt failed in it and it drafts nothing since."""
 

@@ -98,12 +98,11 @@ def engine_kwargs(
     user: Mapping[str, Any],
     on_cpu: bool | None = None,
     hybrid: bool = False,
-    active_share: float = 1.0,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM on top of verl's own and the user's (`rollout.engine_kwargs.vllm`).
 
-    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy;
-    `active_share`: `drafter.policy.active_share` of it. `TLTConfigError`: no drafter goes with what `user` asks for.
+    `on_cpu` is whether vLLM runs on its CPU backend; None: ask vLLM. `hybrid`: `graph_rules.is_hybrid` of the policy.
+    `TLTConfigError`: no drafter goes with what `user` asks for.
     """
     eager = user.get("enforce_eager")
     enforce_eager = bool(rollout.enforce_eager if eager is None else eager)
@@ -133,12 +132,7 @@ def engine_kwargs(
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
         "additional_config": {
             **_mapping(user, "additional_config"),
-            "tlt": {
-                "speculation": tlt.to_dict()["speculation"],
-                "arms": list(lengths),
-                "seed": tlt.drafter.seed,
-                "active_share": active_share,
-            },
+            "tlt": {"speculation": tlt.to_dict()["speculation"], "arms": list(lengths)},
         },
     }
 

@@ -21,18 +21,17 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
-from verl_tlt.drafter.policy import active_share, read_model_config
+from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.disk import make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
-from verl_tlt.server.calibration import calibrate, cost_key, draft_once, plan_batches
-from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, most_requests, started_lengths
+from verl_tlt.server.calibration import calibrate, draft_once, loads_of
+from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.graph_rules import is_hybrid
-from verl_tlt.speculation.types import OFF
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -52,7 +51,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
         self._tlt_staged: DrafterFile | None = None
         self._tlt_served = DrafterStatus()
-        self._tlt_key: TableKey | None = None
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_moves = asyncio.Lock()  # the engine falls asleep or wakes up: one after the other
         self._tlt_file = asyncio.Lock()  # the drafter's file is written or loaded: one after the other
@@ -89,8 +87,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_write(ray.get(store.latest.remote(), timeout=STORE_S))
         drafter = str(self._tlt_dir / "drafter")
         policy = read_model_config(self.model_config.local_path)
-        facts: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
-        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, **facts))
+        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, hybrid=is_hybrid(policy)))
         end_at_stop_strings(OutputProcessor)
         for plugin in entry_points(group="vllm.logits_processors"):
             logger.warning("vLLM does not apply the installed logits processor %s where it speculates", plugin.value)
@@ -309,7 +306,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """The scheduler's sums since the last call; all zero without speculation."""
         if not self._tlt_has_scheduler:
             return EngineStats()
-        await self._tlt_store()
         try:
             return from_plain(EngineStats, await ask_scheduler(self.engine, "stats", reset=True))
         except Exception as error:
@@ -319,58 +315,24 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     # ------------------------------------------------------------------ costs
 
     async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
-        """Measure step costs by batch and draft length, OFF included, and give them to the scheduler.
+        """Measure step costs by draft length, batch and context, OFF included, and give them to the scheduler.
 
-        `known` is what another replica measured, used as it is. With `tlt.speculation.calibrate=false` a stored table
-        is used and nothing measured. Empty where nothing is known: with n-grams alone, which would look free in random
-        prompts.
+        `known` is what another replica measured, used as it is. Empty with n-grams alone, which would look free in
+        random prompts: then nothing is measured.
         """
-        if not self._tlt_has_scheduler or self.tlt.speculation.source == "ngram":
+        if not self._tlt_has_scheduler or not self.tlt.speculation.calibrate:
             return LatencyTable()
-        return await self._tlt_measure(known)
-
-    async def _tlt_measure(self, known: LatencyTable | None) -> LatencyTable:
-        stored = await self._tlt_stored()
+        lengths = started_lengths(self.engine)
         # Of the policy: a tokenizer may know tokens that the policy has no embedding for.
         vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
-        lengths = started_lengths(self.engine)
-        measures = self.tlt.speculation.calibrate
-        if measures:
-            await draft_once(self.engine, lengths[-1], vocab_size)
-        costs = stored.calibration().for_lengths(lengths)
-        batches = plan_batches(most_requests(self.engine))
-        covered = costs.covers((OFF, *lengths), max(batches))
         if known is not None and known.points:
+            await draft_once(self.engine, lengths[-1], vocab_size)
             costs = known
-        elif measures and not covered:
-            costs = await calibrate(self.engine, lengths, batches, vocab_size)
-        used = stored if covered or (stored.points and not measures) else costs
-        await ask_scheduler(self.engine, "control", points=used.to_list())
+        else:
+            costs = await calibrate(self.engine, lengths, loads_of(self.engine, lengths[-1]), vocab_size)
+        await ask_scheduler(self.engine, "control", points=costs.to_list())
         await ask_scheduler(self.engine, "stats", reset=True)
         return costs
-
-    async def _tlt_stored(self) -> LatencyTable:
-        """Step costs that an earlier run measured on an engine like this one; empty: none."""
-        if (directory := self.tlt.speculation.costs_dir) is None:
-            return LatencyTable()
-        self._tlt_key = cost_key(self.engine.vllm_config, self.model_config.local_path, self._tlt_dir / "drafter")
-        if (table := load_table(directory, self._tlt_key)) is None:
-            return LatencyTable()
-        logger.info("replica %d takes its step costs from %s", self.replica_rank, directory)
-        return table
-
-    async def _tlt_store(self) -> None:
-        """Keep what this engine learned for the next run; of several replicas only the first does."""
-        directory, key = self.tlt.speculation.costs_dir, self._tlt_key
-        if directory is None or key is None or self.replica_rank != 0:
-            return
-        try:
-            learned = await ask_scheduler(self.engine, "learned")
-            table = LatencyTable.from_list(learned["points"])
-            await asyncio.to_thread(save_table, directory, key, table)
-        except Exception as error:
-            self._tlt_key = None
-            logger.warning("Learned step latencies are not kept (tlt.speculation.costs_dir=%s): %s", directory, error)
 
 
 class TLTvLLMReplica(vLLMReplica):

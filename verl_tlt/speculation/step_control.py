@@ -1,19 +1,16 @@
 """Speculation control of one engine: asks the policy for K, sums what came of it, answers the rollout server.
 
-vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one thread. An engine step waits for `choose`
-alone: `record` is called while the model runs the next step, and has the policy prepare its next choice.
+vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one thread.
 """
 
 import logging
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.step_statistics import StepSums
-from verl_tlt.speculation.types import OFF, Load, Policy, Step
+from verl_tlt.speculation.types import OFF, Policy, Step
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +23,6 @@ class Limits(NamedTuple):
 
     lengths: tuple[int, ...]  # draft lengths, ascending from 0
     token_limit: int = 0  # tokens of the largest step with a CUDA graph; 0: no graphs, no limit
-    context_limit: int = sys.maxsize
-    """Tokens of context beyond which a longest draft would not fit into the drafter any more."""
-
-    def outgrown(self, longest: int) -> bool:
-        """Whether the longest context of a step, in tokens, is too near the drafter's end: then no request drafts."""
-        return longest > self.context_limit
 
     def fitting(self, wanted: int, batch: int) -> int:
         """`wanted`, or the longest K below it whose step still has a graph; 0 at least."""
@@ -88,29 +79,21 @@ class StepControl:
         self.force_k: int | None = None
         self.failure: str | None = None
         """The exception that ended speculation in this engine: its caller draws no more drafts."""
-        self._costs = LatencyTable()
         self._sums = StepSums()
 
-    def choose(self, load: Load, longest: int = 0) -> int:
-        """K of the coming step, or OFF; an engine step waits for this. The policy is asked unless it is overruled.
-
-        `longest`: tokens of the longest context that the step may reach.
-        """
+    def choose(self, batch: int) -> int:
+        """K of the coming step of so many requests, or OFF; an engine step waits for this."""
         if not self.drafting:
             return OFF
-        wanted = self.force_k
-        if wanted is None:
-            wanted = self.policy.choose(load) if load.batch > 0 else 0
-        return 0 if self.limits.outgrown(longest) else self.limits.fitting(wanted, load.batch)
+        wanted = self.policy.choose(batch) if self.force_k is None else self.force_k
+        return self.limits.fitting(wanted, batch)
 
     def record(self, step: Step) -> None:
         self._sums.add(step)
         if self.trace is not None:
             self.trace.add(step)
-        forced = self.force_k is not None  # as in a calibration: random prompts show costs, and no acceptance
-        self.policy.observe(replace(step, num_drafts=0) if forced else step)
-        if self.drafting and not forced:
-            self.policy.prepare(Load(step.batch, step.kv_tokens))
+        if self.force_k is None:  # as in a calibration: random prompts show no acceptance
+            self.policy.observe(step)
 
     def fail(self, error: Exception) -> None:
         """Note the exception after which this engine drafts nothing any more."""
@@ -131,8 +114,8 @@ class StepControl:
         """Overrule or inform the policy; ValueError for an unknown setting or a value that cannot be.
 
         `force_k`: this K in every step, until None. `drafting`: False while the worker's drafter is off. `acceptance`:
-        conditional, per draft position, expected of a drafter just published; empty: nothing known. `points`: step
-        costs, measured or learned by an earlier run, rows of `LatencyTable.to_list`.
+        conditional, per draft position, expected of a drafter just published; empty: nothing known. `points`: the
+        calibration, rows of `LatencyTable.to_list`.
         """
         unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
         if unknown:
@@ -145,15 +128,8 @@ class StepControl:
         if "drafting" in settings:
             self.drafting = bool(settings["drafting"])
         if settings.get("points"):
-            table = LatencyTable.from_list(settings["points"])
-            self.policy.set_latency(table)
-            self._costs = table
+            self._sums.costs = LatencyTable.from_list(settings["points"])
+            self.policy.set_costs(self._sums.costs)
         if settings.get("acceptance"):
             self.policy.set_acceptance([float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}
-
-    def learned(self) -> dict[str, object]:
-        """Costs of engine steps for the next run: `points` as `control` takes them, and what was learned since."""
-        learned = self.policy.latency
-        table = self._costs if learned is None else learned.to_table(self._costs.calibration())
-        return {"points": table.to_list()}

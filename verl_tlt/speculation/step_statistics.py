@@ -1,61 +1,81 @@
 """Sums over an engine's steps since they were last asked for, which the server does once per RL step."""
 
-import math
 import statistics
 from collections import Counter, defaultdict, deque
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from verl_tlt.messages.rollout import EngineStats, LoadInterval, ResponseDrafts, StepTime
+from verl_tlt.messages.rollout import EngineStats, StepTime
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF, Step
 
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
-INTERVAL_S, MAX_INTERVALS = 0.25, 512
-"""Seconds of a `LoadInterval` at first, and how many there may be before the seconds double."""
 SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
 """Fields that `Step` and `EngineStats` both have."""
-CLASSES_PER_OCTAVE = 8
-"""Classes of response lengths between one and its double: they bound what an engine reports."""
 
 
-class _LoadIntervals:
-    def __init__(self) -> None:
-        self._width = INTERVAL_S
-        self._rows: list[list[float]] = []  # off, start, end; sums: batches, contexts, seconds, plain steps, steps
+@dataclass(slots=True)
+class Decoded:
+    """Decode-only steps of one draft length and batch, summed."""
+
+    draft_length: int  # verified, or OFF
+    batch: int
+    seconds: float = 0.0
+    tokens: int = 0
+    kv_tokens: int = 0
+    steps: int = 0
+    clean_seconds: float = 0.0
+    clean_steps: int = 0
+
+    @property
+    def context(self) -> float:
+        """Tokens of context of a request."""
+        return self.kv_tokens / (self.steps * self.batch)
 
     def add(self, step: Step) -> None:
-        row = [float(step.drafted == OFF), step.unix_s - step.latency_s, step.unix_s, 0.0, 0.0, 0.0, 0.0, 0.0]
-        if step.decode_only and step.batch > 0:
-            batch = step.batch
-            row[3:] = batch, step.kv_tokens / batch, step.latency_s, step.num_decode_tokens / batch, 1.0
-        self._put(row)
-        if len(self._rows) > MAX_INTERVALS:
-            self._width *= 2
-            rows, self._rows = self._rows, []
-            for row in rows:
-                self._put(row)
+        self.seconds += step.latency_s
+        self.tokens += step.num_decode_tokens
+        self.kv_tokens += step.kv_tokens
+        self.steps += 1
+        if step.clean:
+            self.clean_seconds += step.latency_s
+            self.clean_steps += 1
 
-    def _put(self, row: list[float]) -> None:
-        last = self._rows[-1] if self._rows else None
-        if last is None or last[0] != row[0] or last[2] // self._width != row[2] // self._width:
-            self._rows.append(row)
-            return
-        last[2] = row[2]
-        for i in range(3, len(row)):
-            last[i] += row[i]
 
-    def rows(self) -> tuple[LoadInterval, ...]:
-        return tuple(
-            LoadInterval(start, end, batches / max(n, 1.0), contexts / max(n, 1.0), seconds, plain_steps, off > 0)
-            for off, start, end, batches, contexts, seconds, plain_steps, n in self._rows
-        )
+def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable) -> float:
+    """Estimated seconds that the same tokens take without drafts.
+
+    By the calibrated cost of a step without the drafter, times the pace of the batch's octave: how many times as long
+    as calibrated its clean steps took, whatever their draft length. Steps that were OFF count as they are; so do all
+    where OFF was not calibrated.
+    """
+    cells = list(decoded)
+    if OFF not in costs.lengths():
+        return sum(cell.seconds for cell in cells)
+    took: defaultdict[int, float] = defaultdict(float)  # by octave of the batch
+    expected: defaultdict[int, float] = defaultdict(float)
+    for cell in (c for c in cells if c.clean_steps and c.draft_length in costs.lengths()):
+        octave = cell.batch.bit_length()
+        took[octave] += cell.clean_seconds
+        expected[octave] += cell.clean_steps * float(costs.seconds(cell.draft_length, cell.batch, cell.context))
+    total = 0.0
+    for cell in cells:
+        if cell.draft_length == OFF:
+            total += cell.seconds
+            continue
+        octave = cell.batch.bit_length()
+        pace = took[octave] / expected[octave] if expected[octave] else 1.0
+        total += cell.tokens / cell.batch * pace * float(costs.seconds(OFF, cell.batch, cell.context))
+    return total
 
 
 class StepSums:
     """Sums over engine steps since they were last reset; `EngineStats` says what each of them is."""
 
     def __init__(self) -> None:
-        self._responses = DraftsByLength()
+        self.costs = LatencyTable()
+        """The calibration, once there is one."""
         self._begin()
 
     def _begin(self) -> None:
@@ -63,8 +83,7 @@ class StepSums:
         self._offered: Counter[int] = Counter()  # by draft position, ascending
         self._accepted: Counter[int] = Counter()
         self._steps_by_draft_length: Counter[int] = Counter()
-        self._intervals = _LoadIntervals()
-        self._tokens_by_batch: Counter[int] = Counter()
+        self._decoded: dict[tuple[int, int], Decoded] = {}  # by draft length and batch
         self._step_times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATENCY_SAMPLES))
 
     def add(self, step: Step) -> None:
@@ -73,62 +92,36 @@ class StepSums:
         sums.num_passes += step.batch
         for name in SUMMED:
             setattr(sums, name, getattr(sums, name) + getattr(step, name))
-        self._intervals.add(step)
-        draft_length = OFF if step.drafted == OFF else step.verified
         for i, count in enumerate(step.num_accepted_tokens_per_pos):
             self._offered[i] += step.num_drafts
             self._accepted[i] += count
-        self._steps_by_draft_length[draft_length] += 1
+        key = (OFF if step.drafted == OFF else step.verified, step.batch)
+        self._steps_by_draft_length[key[0]] += 1
         if step.clean:
-            self._step_times[draft_length, step.batch].append(step.latency_s)
+            self._step_times[key].append(step.latency_s)
         if step.decode_only and step.batch:
-            self._tokens_by_batch[step.batch] += step.num_decode_tokens
-        self._responses.add(step)
+            if key not in self._decoded:
+                self._decoded[key] = Decoded(*key)
+            self._decoded[key].add(step)
 
     def stats(self, reset: bool = False) -> EngineStats:
         """The sums so far."""
+        decoded = list(self._decoded.values())
+        tokens_by_batch: Counter[int] = Counter()
+        for cell in decoded:
+            tokens_by_batch[cell.batch] += cell.tokens
+        steps = sum(cell.steps * cell.batch for cell in decoded)
         stats = replace(
             self._sums,
             num_draft_tokens_per_pos=tuple(self._offered.values()),
             num_accepted_tokens_per_pos=tuple(self._accepted.values()),
             steps_by_draft_length=dict(sorted(self._steps_by_draft_length.items())),
-            tokens_by_batch=dict(sorted(self._tokens_by_batch.items())),
-            load_intervals=self._intervals.rows(),
+            tokens_by_batch=dict(sorted(tokens_by_batch.items())),
+            mean_context=sum(cell.kv_tokens for cell in decoded) / steps if steps else 0.0,
+            decode_s=sum(cell.seconds for cell in decoded),
+            undrafted_s=undrafted_s(decoded, self.costs),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
-            responses=self._responses.rows(reset),
         )
         if reset:
             self._begin()
         return stats
-
-
-class DraftsByLength:
-    """Drafts and accepted tokens by the length that their response reached in the end.
-
-    A rollout ends with its longest responses, whose acceptance differs from the batch's: late in a response the context
-    is longer than most of what a drafter was trained on.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # request → [drafts, accepted tokens]
-        self._ended: dict[int, list[int]] = {}  # class → [responses, tokens, drafts, accepted tokens]
-
-    def add(self, step: Step) -> None:
-        """Count a step's drafts and the requests that ended; one without any token is forgotten."""
-        for request, tokens in step.accepted:
-            row = self._running[request]
-            row[0] += 1
-            row[1] += tokens
-        for request, tokens in step.ended:
-            drafts, accepted = self._running.pop(request, (0, 0))
-            if tokens > 0:
-                row = self._ended.setdefault(round(CLASSES_PER_OCTAVE * math.log2(tokens)), [0, 0, 0, 0])
-                for i, count in enumerate((1, tokens, drafts, accepted)):
-                    row[i] += count
-
-    def rows(self, reset: bool = False) -> tuple[ResponseDrafts, ...]:
-        """The sums by class of length, ascending, over the responses that ended since the last reset."""
-        rows = tuple(ResponseDrafts(*row) for _, row in sorted(self._ended.items()))
-        if reset:
-            self._ended = {}
-        return rows

@@ -10,12 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from verl_tlt.messages.rollout import EngineStats, ResponseDrafts, accept_length
+from verl_tlt.messages.rollout import EngineStats, accept_length
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Publish, Reload, Session
-
-TAIL = 0.1
-"""Share of the responses, the longest, that is their tail."""
 
 
 @dataclass
@@ -50,7 +47,7 @@ class StepObservations:
     buffer: BufferStats | None = None
     """What the spot trainer's buffer held; None: nothing yet."""
     saved_s: float | None = None
-    """Seconds by which the rollout ended earlier than without drafts (`speculation.savings`); None: unknown."""
+    """Estimated seconds by which the rollout ended earlier than without drafts (`speculation.off`)."""
     speculation_disabled: bool | None = None
     """Whether it is, for the run or from outside; None: the engines told nothing."""
     errors: Mapping[str, int] | None = None
@@ -68,7 +65,7 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
         **_idle_metrics(observations),
         **_spot_metrics(observations),
         **_drafter_metrics(observations),
-        "tlt/saved_s": observations.saved_s,
+        "tlt/saved_estimate_s": observations.saved_s,
         "tlt/speculation_disabled": observations.speculation_disabled,
     }
     if (errors := observations.errors) is not None:
@@ -93,7 +90,6 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
     if passes := sum(r.num_passes for r in replicas):
         metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
-    metrics["tlt/accept_length_tail"] = _tail_accept_length([row for r in replicas for row in r.responses])
     lengths = Counter[int]()
     for r in replicas:
         lengths.update(r.steps_by_draft_length)
@@ -111,20 +107,6 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     return metrics
-
-
-def _tail_accept_length(rows: Sequence[ResponseDrafts]) -> float | None:
-    """The accept length of the longest tenth of the responses; a row on its border counts in part."""
-    left = TAIL * sum(row.responses for row in rows)
-    if not left:
-        return None
-    drafts = accepted = 0.0
-    for row in sorted(rows, key=lambda row: row.num_tokens / row.responses, reverse=True):
-        part = min(1.0, left / row.responses)
-        drafts += part * row.num_drafts
-        accepted += part * row.num_accepted_tokens
-        left -= part * row.responses
-    return accept_length(accepted, drafts)
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
@@ -184,7 +166,7 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
 
 def counted_savings(metrics: Mapping[str, float]) -> float | None:
     """Savings of a rollout in which something was drafted; None where nothing was, or the savings are unknown."""
-    return metrics.get("tlt/saved_s") if metrics.get("tlt/draft_length_mean", 0.0) > 0 else None
+    return metrics.get("tlt/saved_estimate_s") if metrics.get("tlt/draft_length_mean", 0.0) > 0 else None
 
 
 def step_line(metrics: Mapping[str, float], step: int, total: int | None = None) -> str:

@@ -61,7 +61,7 @@ class Controller:
         self._pending_work = pending_work
         # The first of them try drafters and decode without; those on the trainer's devices may sleep meanwhile.
         replicas = sorted(servers.replicas, key=lambda name: servers.replicas[name].colocated)
-        self.speculation = SpeculationControl(replicas, tlt.speculation, facts.shared, facts.active_share)
+        self.speculation = SpeculationControl(replicas, tlt.speculation)
         self.served: DrafterProvenance = replace(
             facts.provenance, version=start.served.version, acceptance=start.served.acceptance
         )
@@ -132,9 +132,8 @@ class Controller:
     def _planner(self) -> IdlePlanner:
         if self.facts.rule.idle == "trainer":
             return TrainerIdlePlanner(self._trainer_device(), begin=self.log.clock.monotonic(), settle_s=SETTLE_S)
-        may_leave = self.spot.replicas if self.speculation.may_train else ()
         return IdlePlanner(
-            list(self.servers.replicas), may_leave, expected_requests=self.facts.requests, settle_s=SETTLE_S
+            list(self.servers.replicas), self.spot.replicas, expected_requests=self.facts.requests, settle_s=SETTLE_S
         )
 
     def _trainer_device(self) -> str:
@@ -159,7 +158,7 @@ class Controller:
                 self.guard.count("statistics", self.log.engine_stats(stats))
                 self.guard.warn("acceptance", falls_short(stats.values(), self.served.acceptance))
                 off = self.speculation.off
-                saved_s = self.speculation.rollout_ended(stats, [(s.start, s.end) for s in self._sessions])
+                saved_s = self.speculation.rollout_ended(stats)
                 self.log.speculated(step, saved_s, self.speculation.disabled, off)
         if last:
             self._sessions = []

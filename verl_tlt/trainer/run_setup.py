@@ -16,7 +16,7 @@ import ray
 from omegaconf import OmegaConf
 
 from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, TLTConfig, dtype_name
-from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, active_share, draft_vocab_size
+from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, draft_vocab_size
 from verl_tlt.errors import TLTError
 from verl_tlt.idle.planner import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
@@ -75,8 +75,6 @@ class RunFacts:
     gpus: int  # number of the trainer's GPUs
     keeps: int = 0  # with so many policies there verl removes the oldest before it writes the next one; 0: never
     cold_start_s: float = 0.0
-    shared: bool = False  # the replicas share a machine's processors, so that the work of one slows the others
-    active_share: float = 1.0  # share of the policy's weights that one token uses
     name: str = ""
     hardware: str = ""
 
@@ -117,7 +115,7 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
         gate=tlt.gate.enable,
         max_draft=tlt.speculation.longest,
     )
-    return tlt, _facts(config, tlt, MODE_RULES[base_mode], active_share(policy_dir)), start, plan
+    return tlt, _facts(config, tlt, MODE_RULES[base_mode]), start, plan
 
 
 def node_bytes() -> float:
@@ -126,7 +124,7 @@ def node_bytes() -> float:
     return min((node.get("memory", 0.0) for node in nodes if node.get("GPU")), default=0.0)
 
 
-def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: float) -> RunFacts:
+def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
     keeps, one = (config.trainer.get(key) for key in ("max_actor_ckpt_to_keep", "remove_previous_ckpt_in_save"))
@@ -147,9 +145,7 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule, active_share: flo
         cold_start_s=_cold_start_s(tlt, config.trainer.device == "cuda"),
         provenance=provenance,
         gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
-        shared=config.trainer.device == "cpu",
         name=f"{config.trainer.project_name}/{config.trainer.experiment_name}",
-        active_share=active_share,
         hardware=hardware_name(cluster, config.trainer.device == "cuda"),
     )
 

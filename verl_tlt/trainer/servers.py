@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.trainer.waits import CALL_S, CallFailed, answer, ask
 
 if TYPE_CHECKING:

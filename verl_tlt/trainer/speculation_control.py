@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from verl_tlt.config import SpeculationConfig
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.decision import RunDecision
-from verl_tlt.speculation.savings import ControlRollouts, SavingsAccount, Times
-from verl_tlt.speculation.types import OFF
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.off import OffDecision, saved_estimate_s
 
 logger = logging.getLogger(__name__)
 
@@ -16,22 +14,14 @@ logger = logging.getLogger(__name__)
 class SpeculationControl:
     """Decides before every rollout who drafts, and learns from every rollout.
 
-    `replicas` are in a fixed order; `shared`: on one machine. `active_share` is the policy's
-    (`drafter.policy.active_share`).
+    `replicas` are in a fixed order.
     """
 
-    def __init__(self, replicas: list[str], config: SpeculationConfig, shared: bool, active_share: float) -> None:
+    def __init__(self, replicas: list[str], config: SpeculationConfig) -> None:
         self.replicas = replicas
-        self.decision = RunDecision(self.replicas, config.policy, config.source, active_share, config.arms)
-        self.saving = self.decision.rollout.saving
-        self.account = SavingsAccount(shared, active_share)
-        self._controls = ControlRollouts(self.replicas, config.control_every, shared)
-        self.control: Sequence[str] = ()
-        """Replicas whose coming rollout is a control rollout."""
-        self._undrafted: Sequence[str] = ()
+        self.decision = OffDecision(self.replicas, config.policy, config.source)
         self.off = ""
         """Why no replica drafts in the coming rollout; empty: one does."""
-        self._shared = shared
         self._never = "the settings turn speculation off" if not config.enable or config.policy == "off" else ""
 
     @property
@@ -42,18 +32,12 @@ class SpeculationControl:
     @property
     def undrafted_since(self) -> str:
         """Why nothing is drafted, by the settings or since it did not pay; empty: drafting is allowed."""
-        return self._never or self.decision.rollout.never or self.decision.cause
-
-    @property
-    def may_train(self) -> bool:
-        """Whether drafters may be trained during the coming rollout: not on processors that a control rollout needs."""
-        return not (self._shared and self.control)
+        return self._never or self.decision.never or self.decision.cause
 
     def calibrated(self, table: LatencyTable) -> None:
-        self.decision.rollout.calibrated(table)
-        if not self._never and (why := self.decision.rollout.never):
+        self.decision.calibrated(table)
+        if not self._never and (why := self.decision.never):
             logger.warning("Nothing is drafted in this run: %s.", why)
-        self.account.calibrated(table.by_batch(OFF))
 
     def undrafted(self, step: int, acceptance: Sequence[float]) -> list[str]:
         """Replicas that decode the rollout of `step` without drafts.
@@ -61,16 +45,11 @@ class SpeculationControl:
         `acceptance` is the served drafter's conditional acceptance by draft position, empty where it is unknown.
         """
         drafting = self.decision.drafting(acceptance)
-        self.off = "" if drafting else self.disabled or self.decision.rollout.against
-        wanted = len(drafting) == len(self.replicas) and not self.disabled  # else the others are the measure
-        self.control = self._controls.chosen(step) if wanted else ()
-        self._undrafted = [name for name in self.replicas if name not in drafting or name in self.control]
-        return list(self._undrafted)
+        self.off = "" if drafting else self.disabled or self.decision.against
+        return [name for name in self.replicas if name not in drafting]
 
-    def rollout_ended(self, stats: Mapping[str, EngineStats], training: Times = ()) -> float | None:
-        """Seconds that TLT saved in a rollout during which replicas trained at some `Times`; None: unknown."""
-        savings = self.account.rollout(stats, training)
-        self._controls.ended(self._undrafted, bool(training), savings != (None, None))
-        if notice := self.decision.learn(stats, savings.gain):
+    def rollout_ended(self, stats: Mapping[str, EngineStats]) -> float:
+        """Estimated seconds that drafts saved in a rollout; `stats` are the engines' sums by replica."""
+        if notice := self.decision.rollout_ended(stats):
             logger.warning("%s", notice)
-        return savings.saved_s
+        return saved_estimate_s(stats)

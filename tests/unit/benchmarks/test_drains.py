@@ -9,7 +9,7 @@ from benchmarks.control import fixed
 from benchmarks.control.drains import ADAPTIVE, ARMS, FAR, NEAR, OURS, Drain, StepCosts, over_ours, predict, verdict
 from benchmarks.control.engine import Decoded, Models
 from verl_tlt.drafter import DrafterError
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 FREE = (1.0,) * 7
@@ -24,9 +24,9 @@ def table(token_s, step_s=0.06, drafter_s=0.0, context_s=0.0):
             (b, step_s + b * ((1 + max(k, 0)) * token_s + context_s) + (k >= 0) * (1 + k) * drafter_s)
             for b in (1, 4, 64)
         ]
-        for k in (OFF, 0, 1, 2, 7)
+        for k in (OFF, *range(8))
     }
-    return LatencyTable.calibrated(rows).for_lengths(range(8))
+    return LatencyTable.calibrated(rows)
 
 
 def costs(token_s, drafter_s=0.0, context_s=0.0):
@@ -91,7 +91,7 @@ def judged(each):
     ("best", "said"), [(22.0, "beats every fixed K here"), (20.8, "not claimed"), (20.0, "not claimed")]
 )
 def test_the_rule_asks_for_five_percent_over_every_fixed_k(best, said):
-    over = judged(rounds(goodput=20.0, vllm_k2=best))
+    over = judged(rounds(live_table=20.0, vllm_k2=best))
     assert over["vllm-k2"][0] == pytest.approx(best / 20, abs=1e-3) and over["off"][0] == pytest.approx(1.5, abs=1e-3)
     sentence = verdict(over, 8)
     assert said in sentence and "K=2" in sentence and "8 rounds" in sentence
@@ -102,14 +102,14 @@ def test_an_arm_that_sampled_longer_responses_is_not_the_slower_for_it():
     """Ours drew a tail of twice the length and took as much longer as was to be expected."""
     longer, c, a = [20] * 30 + [400, 480], costs(0.001), (0.8,) * 7
     as_long, twice = (predict(c, a, lengths, 10, OURS) for lengths in (LONG_TAIL, longer))
-    one = over_ours(rounds(goodput=20.0), c, a, 10)
-    other = over_ours(rounds(ours=longer, goodput=20.0 * twice / as_long), c, a, 10)
+    one = over_ours(rounds(live_table=20.0), c, a, 10)
+    other = over_ours(rounds(ours=longer, live_table=20.0 * twice / as_long), c, a, 10)
     assert other["plain"]["vllm-k3"][0] < 0.8 * one["plain"]["vllm-k3"][0]
     assert other["adjusted"]["vllm-k3"][0] == pytest.approx(one["adjusted"]["vllm-k3"][0], rel=0.05)
 
 
 def test_the_lower_end_counts_not_the_ratio_and_one_fixed_k_is_enough_to_fail():
-    wide = rounds(goodput=20.0)
+    wide = rounds(live_table=20.0)
     for each, took in zip(wide, [12.0, 34.0, 14.0, 33.0, 11.0, 32.0, 15.0, 31.0], strict=True):
         each["vllm-k3"]["seconds"] = took
     over = judged(wide)

@@ -12,7 +12,7 @@ from benchmarks.e2e.__main__ import calibrate, drafters, portable, read_options,
 from benchmarks.e2e.arms import LOADS, Heads, arms
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable, TableKey, save_table
+from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 
 PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
 REPLICAS = 2
@@ -120,11 +120,11 @@ def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
 def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
     seconds = {-1: 0.010, 0: 0.011, 3: 0.013, 7: 0.016}
     points = [
-        LatencyPoint(batch, 100 * batch, k, s * (1 + batch * (k + 1) / 60), calibrated=True)
+        LatencyPoint(batch, 100 * batch, k, s * (1 + batch * (k + 1) / 60))
         for k, s in seconds.items()
         for batch in (1, 4, 16, 32)
     ]
-    save_table(tmp_path, TableKey("cpu", "toy", "0"), LatencyTable(tuple(points)))
+    (tmp_path / "step_costs.json").write_text(json.dumps(LatencyTable(tuple(points)).to_list()))
     table = schedule(tmp_path, [0.8] * 7, LOADS["small"].requests)
     assert table[0][0] == 1 and table[-1][1] == 32 and table[0][2] > table[-1][2]
 

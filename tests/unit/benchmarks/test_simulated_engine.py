@@ -14,7 +14,7 @@ from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, SwitchCost, TableCost
 from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
-from verl_tlt.speculation.costs.tables import LatencyPoint, LatencyTable
+from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.types import OFF
 
@@ -74,9 +74,9 @@ def test_noise_moves_what_is_seen_not_what_is_charged():
 def test_waiting_requests_join_and_make_the_step_unclean():
     policy = scripted(0)
     SimulatedEngine(Workload(30, geometric(0.7), rollouts=1, max_batch=8, max_length=200), QWEN3_8B_H100).run(policy)
-    batches = [load.batch for load in policy.loads]
+    batches = policy.loads
     assert max(batches) == 8 and batches.count(8) > len(batches) // 3
-    joined = [r for before, r in zip(policy.loads, policy.records[1:], strict=False) if r.kv_tokens < before.kv_tokens]
+    joined = [r for before, r in pairwise(policy.records) if r.kv_tokens < before.kv_tokens]
     assert joined and not any(r.clean for r in joined if r.batch == 8)
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
@@ -29,19 +28,17 @@ from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.server import calibration
-from verl_tlt.server.calibration import cost_key
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 COSTS = LatencyTable.calibrated(
     {OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]}
 )
 STOCK, CLOSE = [{1: 0.010, 4: 0.020}, {1: 0.0125, 4: 0.025}], {1: 0.0101, 4: 0.0202}
-KEY = TableKey("H100 x2", "policy 123 bfloat16 graphs", "0.24.0")
 
 
 def test_a_good_machine():
-    answer = Answer(judge_costs(COSTS, STOCK, CLOSE), COSTS, KEY)
+    answer = Answer(judge_costs(COSTS, STOCK, CLOSE), COSTS, "H100")
     assert from_plain(Answer, json.loads(json.dumps(asdict(answer)))) == answer
     findings = {finding.what: finding for finding in answer.findings}
     assert {f.level for f in findings.values()} == {"ok"}
@@ -66,63 +63,14 @@ def test_a_step_without_drafts_is_compared_with_stocks(costs, off, always_on, le
 
 def test_the_report_has_findings_and_costs(tmp_path):
     findings = judge_costs(COSTS, STOCK, CLOSE)
-    write_report(tmp_path / "new" / "report.json", Answer(findings, COSTS, KEY))
+    write_report(tmp_path / "new" / "report.json", Answer(findings, COSTS, "H100"))
     written = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert LatencyTable.from_list(written["points"]) == COSTS and written["key"]["hardware"] == "H100 x2"
+    assert LatencyTable.from_list(written["points"]) == COSTS and written["hardware"] == "H100"
     assert [finding["sentence"] for finding in written["findings"]] == [finding.sentence for finding in findings]
 
 
-def engine_config(changes):
-    """What vLLM resolved of an engine, with these values at dotted names."""
-    config = OmegaConf.create(flags={"allow_objects": True})
-    usual = {
-        "model_config.dtype": torch.bfloat16, "model_config.enforce_eager": False, "model_config.quantization": None,
-        "compilation_config.mode.name": "VLLM_COMPILE", "compilation_config.cudagraph_mode.name": "FULL_AND_PIECEWISE",
-        "lora_config": None, "attention_config.backend": None, "cache_config.cache_dtype": "auto",
-        "use_v2_model_runner": False, "scheduler_config.async_scheduling": True,
-        "parallel_config.tensor_parallel_size": 2, "parallel_config.pipeline_parallel_size": 1,
-        "parallel_config.decode_context_parallel_size": 1, "parallel_config.enable_expert_parallel": False,
-        "num_speculative_tokens": 3,
-    }  # fmt: skip
-    for name, value in {**usual, **changes}.items():
-        OmegaConf.update(config, name, value)
-    return config
-
-
-CHANGES = (
-    {"model_config.enforce_eager": True}, {"model_config.dtype": torch.float32}, {"model_config.quantization": "fp8"},
-    {"compilation_config.cudagraph_mode.name": "PIECEWISE"}, {"compilation_config.mode.name": "NONE"},
-    {"lora_config": {"max_lora_rank": 16}}, {"lora_config": {"max_lora_rank": 64}}, {"cache_config.cache_dtype": "fp8"},
-    {"attention_config.backend": {"name": "FLASHINFER"}}, {"use_v2_model_runner": True},
-    {"scheduler_config.async_scheduling": False}, {"parallel_config.tensor_parallel_size": 4},
-    {"parallel_config.tensor_parallel_size": 1, "parallel_config.pipeline_parallel_size": 2},
-    {"parallel_config.decode_context_parallel_size": 2}, {"parallel_config.enable_expert_parallel": True},
-    {"num_speculative_tokens": 7},
-)  # fmt: skip
-DRAFTERS = (
-    {"draft_vocab_size": 50, "transformer_layer_config": {"intermediate_size": 64}},
-    {"draft_vocab_size": 50, "transformer_layer_config": {"intermediate_size": 128}},
-    {"speculators_model_type": "mtp"},
-)
-
-
-def test_the_key_of_a_calibration_is_what_costs_depend_on(tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
-    (tmp_path / "config.json").write_text("{}")
-    key = cost_key(engine_config({}), str(tmp_path))
-    assert key == cost_key(engine_config({}), str(tmp_path))
-    keys = [key, *(cost_key(engine_config(change), str(tmp_path)) for change in CHANGES)]
-    (tmp_path / "config.json").write_text('{"hidden_size": 1}')
-    keys.append(cost_key(engine_config({}), str(tmp_path)))
-    (drafter := tmp_path / "drafter").mkdir()
-    for config in DRAFTERS:
-        (drafter / "config.json").write_text(json.dumps(config))
-        keys.append(cost_key(engine_config({}), str(tmp_path), drafter))
-    assert len(set(keys)) == len(keys) == len(CHANGES) + 5
-
-
 def test_a_long_measurement_has_its_time_and_what_is_not_here_is_one_sentence(recipe, tmp_path, monkeypatch):
-    limits, plain, key = [], asdict(Answer([], COSTS, KEY)), "actor_rollout_ref.model.path"
+    limits, plain, key = [], asdict(Answer([], COSTS, "H100")), "actor_rollout_ref.model.path"
     monkeypatch.setattr(child_engine, "run_job", lambda *asked: limits.append(asked[-1]) or plain)
     job = EngineJob(Recipe((f"{key}={recipe.actor_rollout_ref.model.path}",)), cpu=False, budget_s=3600.0)
     run_job(job)

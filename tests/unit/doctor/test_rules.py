@@ -14,9 +14,7 @@ from verl_tlt.checks.rules import UNTAPPED_LAYOUTS, examine, judge_version
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
-from verl_tlt.errors import TLTError
 from verl_tlt.idle.planner import MODE_RULES
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, load_table, save_table
 from verl_tlt.upstream.versions import SUPPORTED, installed
 
 DEFAULTS = TLTConfig()
@@ -61,10 +59,6 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
     assert not findings(), "the default place of costs is given up, and nothing else"
     found = findings({"data.val_files": "~/x.parquet"})
     assert levels(found) == {"data.val_files": "if"}
-    key = TableKey("hardware", "policy", "0.28")
-    assert load_table("~/costs", key) is None
-    with pytest.raises(TLTError, match="set HOME"):
-        save_table("~/costs", key, LatencyTable())
 
 
 @pytest.mark.parametrize(

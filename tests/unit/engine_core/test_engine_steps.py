@@ -11,21 +11,52 @@ ROWS = {"a": 0, "b": 1, "c": 2}
 WHOLE = dict.fromkeys(ROWS, (7, 7, 7))
 
 
+def scheduled(drafts, rows, contexts=None, new=(), chunks=(), fresh=()):
+    """vLLM's output for a step: `new` requests and `chunks` of 50 tokens compute prompts, `fresh` have no token yet."""
+    known = [name for name in rows if name not in new]
+    tokens = {name: 50 if name in (*new, *chunks) else 1 + len(drafts.get(name, ())) for name in rows}
+    contexts = dict.fromkeys(known, 100) | dict(contexts or {})
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens=drafts, num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=known, num_computed_tokens=[contexts[name] for name in known],
+            num_output_tokens=[0 if name in (*chunks, *fresh) else 5 for name in known],
+        ),
+    )  # fmt: skip
+
+
 def counted(
-    drafts=WHOLE, sampled=(1, 1, 1), drafted=3, before=None, rows=ROWS, given=None, output=(), paused_s=0.0,
-    blocked=False, prefilling=(), may_lack_drafts=False, gone=(),
+    drafts=WHOLE, sampled=(1, 1, 1), drafted=3, before=None, rows=ROWS, given=None, skip_drafts=False, paused_s=0.0,
+    blocked=False, may_lack_drafts=False, gone=(), **load,
 ):  # fmt: skip
     """A finished step of the requests `rows`, of which `sampled` tokens came back by row."""
     given = given or {name: sampled[row] for name, row in rows.items()}
     outputs = [SimpleNamespace(request_id=name, new_token_ids=[9] * n) for name, n in given.items()]
+    output = scheduled(drafts, rows, **load)
+    output.skip_drafts = skip_drafts
     step = EngineStep(
-        output=SimpleNamespace(scheduled_spec_decode_tokens=drafts, **dict(output)), sampled=sampled, row_of=rows,
-        outputs={0: SimpleNamespace(outputs=outputs)}, batch=len(rows), kv_tokens=100, drafted=drafted,
+        output=output, sampled=sampled, row_of=rows, batch=0, kv_tokens=0, drafted=drafted,
         verified=drafted if before is None else before, started_s=1.0, finished_s=1.02, previous_finished_s=0.9,
-        paused_s=paused_s, blocked=blocked, prefilling=prefilling, may_lack_drafts=may_lack_drafts, gone=gone,
+        paused_s=paused_s, blocked=blocked, may_lack_drafts=may_lack_drafts, gone=set(gone),
     )  # fmt: skip
-    step.count()
+    step.count({0: SimpleNamespace(outputs=outputs)})
     return step
+
+
+def test_the_load_is_that_of_the_requests_that_decode():
+    step = counted(contexts={"a": 10, "b": 20, "c": 300})
+    assert (step.batch, step.kv_tokens, step.longest, step.decode_only) == (3, 330, 300, True)
+
+
+@pytest.mark.parametrize("prefill", ["new", "chunks", "fresh"])
+def test_a_prompt_in_the_step_is_not_decoded(prefill):
+    drafts = {"a": (7, 7, 7), "b": (7, 7, 7)}
+    step = counted(drafts, sampled=(4, 4, 1), contexts={"a": 10, "b": 20}, **{prefill: ("c",)})
+    assert (step.batch, step.kv_tokens, step.decode_only) == (2, 30, False)
+    assert (step.num_generation_tokens, step.num_decode_tokens) == (9, 8)
+    assert step.longest == (50 if prefill == "new" else 100)
 
 
 def test_positions_count_every_draft_that_got_as_far():
@@ -50,14 +81,13 @@ def test_requests_that_ended_or_got_nothing_do_not_count():
     drafts = dict.fromkeys(ROWS, (1, 2))
     ended = counted(drafts, (2, 3, 1), drafted=2, gone={"b"})
     assert (ended.num_drafts, ended.num_draft_tokens, ended.num_accepted_tokens_per_pos) == (2, 4, (1, 0))
-    assert ended.accepted == [("a", 1), ("c", 0)]
     empty = counted(drafts, (2, 0, 1), drafted=2)
     assert (empty.num_drafts, empty.num_draft_tokens, empty.num_accepted_tokens_per_pos) == (2, 4, (1, 0))
 
 
 def test_rows_are_found_by_request_and_not_by_order():
     step = counted({"a": [1, 2]}, (3, 1), drafted=2, rows={"a": 1, "x": 0})
-    assert step.num_accepted_tokens_per_pos == (0, 0) and step.accepted == [("a", 0)]
+    assert step.num_accepted_tokens_per_pos == (0, 0)
 
 
 def test_a_step_without_drafts_verified_nothing():
@@ -66,7 +96,8 @@ def test_a_step_without_drafts_verified_nothing():
 
 
 def test_tokens_are_those_that_requests_were_given_and_a_prefills_first_is_not_decoded():
-    step = counted(sampled=(4, 4, 1), given={"a": 2, "b": 4, "c": 1}, prefilling={"c"})
+    drafts = {name: WHOLE[name] for name in ("a", "b")}
+    step = counted(drafts, sampled=(4, 4, 1), given={"a": 2, "b": 4, "c": 1}, fresh=("c",))
     assert (step.num_generation_tokens, step.num_decode_tokens, step.decode_only) == (7, 6, False)
 
 
@@ -81,9 +112,9 @@ def test_a_step_as_chosen_is_clean(drafted):
     """Drafts that vLLM skips matter only where something was to be drafted."""
     drafts = WHOLE if drafted > 0 else {}
     assert counted(drafts, drafted=drafted).clean
-    assert counted(drafts, drafted=drafted, output={"skip_drafts": drafted <= 0}).clean
+    assert counted(drafts, drafted=drafted, skip_drafts=drafted <= 0).clean
 
 
-@pytest.mark.parametrize("fields", [{"before": 1}, {"blocked": True}, {"output": {"skip_drafts": True}}])
+@pytest.mark.parametrize("fields", [{"before": 1}, {"blocked": True}, {"skip_drafts": True}])
 def test_a_step_that_drafts_otherwise_than_it_verifies_is_not(fields):
     assert not counted(**fields).clean

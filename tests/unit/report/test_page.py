@@ -112,7 +112,9 @@ def test_steps_that_did_not_draft_say_why(tmp_path, writer):
 
 def test_without_savings_the_page_says_so(tmp_path, writer):
     assert "No step is finished yet." in written(tmp_path).words
-    writer.emit("step", step=1, metrics={"tlt/saved_s": 0.7, "tlt/draft_length_mean": 0.0, "tlt/overhead_s": 0.25})
+    writer.emit(
+        "step", step=1, metrics={"tlt/saved_estimate_s": 0.7, "tlt/draft_length_mean": 0.0, "tlt/overhead_s": 0.25}
+    )
     page = written(tmp_path)
     assert "TLT saved nothing in steps 1 to 1: nothing was drafted." in page.text and "0.7" not in page.text
     writer.emit("step", step=2, metrics={"tlt/accept_length": 1.6, "tlt/draft_length_mean": 1.0})

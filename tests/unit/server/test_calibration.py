@@ -1,31 +1,36 @@
+"""What a calibration measures, in which order, and that it leaves the engine as it was."""
+
 import asyncio
 from dataclasses import asdict
 
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
-from verl_tlt.server.calibration import calibrate, draft_once, plan_batches, plan_lengths
+from verl_tlt.server.calibration import LONG_TOKENS, CalibrationLoad, calibrate, draft_once, plan_loads
+from verl_tlt.speculation.costs import SHORT_CONTEXT
 from verl_tlt.speculation.types import OFF
 
 
 class MadeEngine:
-    """Costs a + b·batch + c·K a step, drafter pass 2 ms; answers what vLLM's client and the scheduler are asked."""
+    """Costs a + b·batch + c·K + d·context a step, drafter pass 2 ms; answers what vLLM and the scheduler are asked."""
 
     def __init__(self):
         self.engine_core, self.errored = self, False
         self.drafting, self.force_k = True, None
-        self.running, self.latency, self.tokens = 0, {}, 0
+        self.latency, self.tokens, self.prompts, self.running = {}, 0, [], 0
 
     async def generate(self, prompt, params, request_id):
         self.running += 1
         self.tokens += params.max_tokens
+        self.prompts.append(len(prompt["prompt_token_ids"]))
         await asyncio.sleep(0)
         arm = self.force_k if self.drafting else OFF
-        self.latency[arm, self.running] = self.seconds(arm, self.running)
+        context = len(prompt["prompt_token_ids"]) + params.max_tokens / 2
+        self.latency[arm, self.running] = self.seconds(arm, self.running, context)
         yield
 
-    def seconds(self, arm, batch):
-        return 0.010 + 0.001 * batch + (0 if arm == OFF else 0.002 + 0.003 * arm)
+    def seconds(self, arm, batch, context=SHORT_CONTEXT):
+        return 0.010 + 0.001 * batch + 1e-6 * batch * context + (0 if arm == OFF else 0.002 + 0.003 * arm)
 
     async def collective_rpc(self, method, args):
         self.drafting = args[0]
@@ -44,27 +49,21 @@ class MadeEngine:
         return asdict(EngineStats(step_times=times))
 
 
-def run(engine, arms=(0, 1, 2, 3), max_batch=8, budget_s=60.0):
-    return asyncio.run(calibrate(engine, arms, plan_batches(max_batch), 100, budget_s))
+def run(engine, arms=(0, 1, 2, 3), max_batch=8, longest=1000, budget_s=60.0):
+    return asyncio.run(calibrate(engine, arms, plan_loads(max_batch, longest, 100_000), 100, budget_s))
 
 
-def test_the_table_has_every_arm_and_the_stock_like_one():
+def test_every_draft_length_is_measured_at_every_batch_and_two_contexts():
     engine = MadeEngine()
-    table = run(engine, arms=(0, 1, 2, 3, 4))
-    assert table.lengths() == (OFF, 0, 1, 2, 3, 4)
-    for arm in table.lengths():
-        assert table.by_batch(arm) == [(b, pytest.approx(engine.seconds(arm, b))) for b in (1, 2, 4, 8)]
-    assert {p.draft_length for p in table.points if p.samples == 0} == {3}, "the one that is interpolated"
-    assert engine.drafting and engine.force_k is None, "left as it was found"
-
-
-def test_where_off_always_stalled_it_costs_what_k_0_costs():
-    engine = MadeEngine()
-    usual = engine.seconds
-    engine.seconds = lambda arm, batch: usual(arm, batch) * (3 if (arm, batch) == (OFF, 2) else 1)
     table = run(engine)
-    assert dict(table.by_batch(OFF))[2] == dict(table.by_batch(0))[2] == pytest.approx(usual(0, 2))
-    assert dict(table.by_batch(OFF))[4] == pytest.approx(usual(OFF, 4))
+    assert table.lengths() == (OFF, 0, 1, 2, 3)
+    for arm in table.lengths():
+        assert [b for b, _ in table.by_batch(arm)] == [1, 2, 4, 8]
+        for batch, context in ((2, SHORT_CONTEXT), (6, SHORT_CONTEXT), (1, 500), (8, 1000)):
+            assert float(table.seconds(arm, batch, context)) == pytest.approx(
+                engine.seconds(arm, batch, context), rel=0.02
+            )
+    assert engine.drafting and engine.force_k is None, "left as it was found"
 
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():
@@ -80,7 +79,7 @@ def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
     assert engine.force_k is None
 
 
-def test_a_failing_probe_restores_the_engine():
+def test_a_failing_measurement_restores_the_engine():
     engine = MadeEngine()
 
     async def fail(prompt, params, request_id):
@@ -93,42 +92,36 @@ def test_a_failing_probe_restores_the_engine():
     assert engine.drafting and engine.force_k is None
 
 
-def test_a_cold_start_and_a_stall_do_not_stay_in_the_table():
-    """The first uses of every arm take four times as long, and so does one probe in the first round."""
+def test_a_draft_length_without_a_clean_step_has_no_point():
     engine = MadeEngine()
-    usual, calls = engine.seconds, []
+    usual = engine.seconds
+    engine.seconds = lambda arm, batch, context: usual(arm, batch, context)
+    answer = engine.call_utility_async
 
-    def seconds(arm, batch):
-        calls.append((arm, batch))
-        slow = len(calls) < 40 or (arm == OFF and batch == 4 and calls.count((arm, batch)) <= 4)
-        return usual(arm, batch) * (4 if slow else 1)
+    async def without_three(method, operation, arguments):
+        if engine.force_k == 3:
+            engine.latency = {}
+        return await answer(method, operation, arguments)
 
-    engine.seconds = seconds
-    assert dict(run(engine).by_batch(OFF))[4] == pytest.approx(usual(OFF, 4))
-    arms = [arm for arm, batch in calls if batch == 1]
-    assert len({*arms[:4]}) > 1, "arms are measured beside each other, not one after the other"
+    engine.call_utility_async = without_three
+    assert run(engine).lengths() == (OFF, 0, 1, 2)
 
 
-def test_the_work_is_bounded():
-    engine = MadeEngine()
-    run(engine, arms=tuple(range(8)), max_batch=256)
-    assert engine.tokens < 11000  # 2 rounds of 5 arms and 6 batches up to 32, at most 34 tokens each, and warming up
+def test_the_ends_of_the_range_are_measured_first():
+    loads = plan_loads(6, 1000, 100_000)
+    assert [load.batch for load in loads if load.context == SHORT_CONTEXT] == [1, 6, 2, 4]
+    assert loads[4:] == [CalibrationLoad(1, 1000), CalibrationLoad(6, 1000)]
 
 
 @pytest.mark.parametrize(
-    ("arms", "measured"),
+    ("max_num_seqs", "longest", "cache_tokens", "long"),
     [
-        ((0,), [OFF, 0]),
-        ((0, 1), [OFF, 0, 1]),
-        ((0, 3), [OFF, 0, 3]),
-        ((0, 1, 3, 7), [OFF, 0, 7, 1, 3]),
-        (tuple(range(8)), [OFF, 0, 7, 1, 3]),
+        (1, 1000, 100_000, {1: 1000}),
+        (64, 4096, 10**6, {1: 4096, 8: 4096, 64: LONG_TOKENS // 64}),
+        (64, 4096, 2000, {1: 1000, 8: 125}),
+        (8, 50, 100_000, {}),
     ],
 )
-def test_four_lengths_carry_the_line_and_an_engine_with_graphs_has_no_others(arms, measured):
-    assert plan_lengths(arms) == measured
-
-
-@pytest.mark.parametrize(("largest", "batches"), [(1, [1]), (3, [1, 2]), (64, [1, 32, 16, 8, 4, 2])])
-def test_batches_span_the_range_first(largest, batches):
-    assert plan_batches(largest) == batches
+def test_long_contexts_fit_the_cache_and_the_time(max_num_seqs, longest, cache_tokens, long):
+    loads = plan_loads(max_num_seqs, longest, cache_tokens)
+    assert {load.batch: load.context for load in loads if load.context > SHORT_CONTEXT} == long

@@ -94,10 +94,10 @@ def test_vllms_own_enforce_eager_wins_unless_it_is_null():
 
 
 def test_settings_reach_the_scheduler_beside_the_users_own():
-    ours = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": '{"mine": 1}'}, active_share=0.1)
+    ours = kwargs(tlt(policy="fixed", fixed=2), user={"additional_config": '{"mine": 1}'})
     config = ours["additional_config"]
     assert config["mine"] == 1 and config["tlt"]["arms"] == [0, 1, 2, 3]
-    assert config["tlt"]["speculation"]["fixed"] == 2 and config["tlt"]["active_share"] == 0.1
+    assert config["tlt"]["speculation"]["fixed"] == 2
 
 
 @pytest.mark.parametrize(

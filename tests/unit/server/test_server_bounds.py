@@ -18,7 +18,7 @@ from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.server import TLTvLLMHttpServer
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, save_table
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 BOUND_S, LATE_S = 0.2, 8.0
@@ -26,7 +26,7 @@ BOUND_S, LATE_S = 0.2, 8.0
 
 @pytest.fixture
 def server():
-    return make_server(settings={"speculation": {"source": "ngram", "costs_dir": None}})
+    return make_server(settings={"speculation": {"source": "ngram"}})
 
 
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset(server):
@@ -134,61 +134,32 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
 
 
 @pytest.fixture
-def measured(server, tmp_path, monkeypatch):
-    """Have the server know a stored table, and its engine draft these lengths; returns the engine."""
-
-    def of(arms, stored, requests=64, **speculation):
-        """`requests` is what vLLM decodes at once, after what the user told it itself."""
-        key = TableKey("CPU", "policy", "0.28")
-        monkeypatch.setattr(module, "cost_key", lambda *_: key)
-        save_table(tmp_path, key, stored)
-        server.tlt = TLTConfig.from_dict({"speculation": {**speculation, "costs_dir": str(tmp_path)}})
-        server.engine = Engine(control={}, stats={})
-        server.engine.vllm_config = SimpleNamespace(
-            additional_config={"tlt": {"arms": arms}}, scheduler_config=SimpleNamespace(max_num_seqs=requests),
-            model_config=SimpleNamespace(get_vocab_size=lambda: 3),
-        )  # fmt: skip
-        server._tlt_dir, server.config = tmp_path, SimpleNamespace(max_num_seqs=64)
-        server.model_config = SimpleNamespace(local_path="nowhere", tokenizer="abcd")
-        return server.engine
-
-    return of
+def measured(server):
+    """Have the server's engine draft 0 or 2 tokens, for 8 requests of up to 1,000 tokens; returns the engine."""
+    server.tlt = TLTConfig.from_dict({})
+    server.engine = Engine(control={}, stats={})
+    server.engine.vllm_config = SimpleNamespace(
+        additional_config={"tlt": {"arms": [0, 2]}}, scheduler_config=SimpleNamespace(max_num_seqs=8),
+        cache_config=SimpleNamespace(num_gpu_blocks=1000, block_size=16),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 3, max_model_len=1000),
+    )  # fmt: skip
+    return server.engine
 
 
-@pytest.mark.parametrize("batch", [1, 32])
-async def test_without_a_calibration_the_stored_table_is_used_and_nothing_is_decoded(
-    server, measured, monkeypatch, batch
-):
-    monkeypatch.setattr(module, "draft_once", None)
-    table = LatencyTable.calibrated({k: [(1, 0.01), (batch + 1, 0.02)] for k in (OFF, 0, 1, 2)})
-    engine = measured([0, 1, 2], table, calibrate=False)
-    assert set((await server.tlt_calibrate()).points) == set(table.points)
-    assert engine.told() == [{"points": table.to_list()}]
-    other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 1, 2)})
-    assert await server.tlt_calibrate(other) == other, "replicas of a run use one table"
-
-
-@pytest.mark.parametrize(
-    ("requests", "stored", "batches"),
-    [(8, (OFF, 0, 2), None), (64, (OFF, 0, 2), [1, 32, 16, 8, 4, 2]), (8, (0, 2), [1, 8, 4, 2])],
-)
-async def test_a_stored_table_that_has_all_an_engine_like_this_can_do_is_used(
-    server, measured, monkeypatch, requests, stored, batches
-):
+async def test_a_replica_measures_and_the_others_use_what_it_measured(server, measured, monkeypatch):
     costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
-    async def calibrate(engine, lengths, batches, vocab_size):
+    async def calibrate(engine, lengths, loads, vocab_size):
         assert vocab_size == 3, "tokens that only the tokenizer knows would end the engine"
-        asked.append(batches)
+        asked.append((lengths, {load.batch for load in loads}))
         return costs
 
     monkeypatch.setattr(module, "draft_once", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(module, "calibrate", calibrate)
-    kept = LatencyTable.calibrated({k: [(1, 0.03), (8, 0.04)] for k in stored})
-    engine = measured([0, 2], kept, requests)
-    found = await server.tlt_calibrate()
-    assert asked == ([batches] if batches else []) and found == (costs if batches else kept)
-    assert engine.told() == [{"points": found.to_list()}]
+    assert await server.tlt_calibrate() == costs and asked == [((0, 2), {1, 2, 4, 8})]
+    other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 2)})
+    assert await server.tlt_calibrate(other) == other and len(asked) == 1
+    assert measured.told() == [{"points": costs.to_list()}, {"points": other.to_list()}]
 
 
 async def test_one_that_fails_to_sleep_keeps_its_gate_closed_until_the_weight_sync(server, monkeypatch):

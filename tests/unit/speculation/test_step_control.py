@@ -8,38 +8,32 @@ from pathlib import Path
 import pytest
 
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import EngineStats, ResponseDrafts
-from verl_tlt.speculation.acceptance import FIRST_GUESS
-from verl_tlt.speculation.costs.tables import LatencyTable
-from verl_tlt.speculation.policies import POLICIES, FixedPolicy, make_policy
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
-from verl_tlt.speculation.step_statistics import DraftsByLength
-from verl_tlt.speculation.types import OFF, Load, Policy, Step
+from verl_tlt.speculation.types import OFF, Policy, Step
 
 LIMITS = Limits((0, 1, 2, 3))
 GRAPHS = Limits((0, 1, 3), token_limit=512)
-LOAD = Load(4, 100)
 UNDRAFTED = dict(verified=0, num_drafts=0, num_accepted_tokens_per_pos=())
 
 
 class Remembers(Policy):
     def __init__(self, answer=2):
-        self.answer, self.seen, self.prepared = answer, [], []
+        self.answer, self.seen = answer, []
         self.acceptance = self.table = None
 
-    def choose(self, load):
+    def choose(self, batch):
         return self.answer
 
     def observe(self, step):
         self.seen.append(step)
 
-    def prepare(self, load):
-        self.prepared.append(load)
-
     def set_acceptance(self, conditional):
         self.acceptance = conditional
 
-    def set_latency(self, table):
+    def set_costs(self, table):
         self.table = table
 
 
@@ -71,38 +65,21 @@ def control():
 )
 def test_no_draft_is_longer_than_the_engine_can_have(wanted, batch, chosen):
     policy = FixedPolicy(wanted)
-    assert StepControl(policy, GRAPHS).choose(Load(batch, 0)) == chosen
-    assert StepControl(policy, Limits((0, 1, 3))).choose(Load(batch, 0)) == max(0, min(wanted, 3)), "without graphs"
+    assert StepControl(policy, GRAPHS).choose(batch) == chosen
+    assert StepControl(policy, Limits((0, 1, 3))).choose(batch) == max(0, min(wanted, 3)), "without graphs"
     forced = StepControl(FixedPolicy(0), GRAPHS)
     forced.force_k = max(wanted, 0)
-    assert forced.choose(Load(batch, 0)) == chosen
-
-
-@pytest.mark.parametrize("forced", [None, 3])
-def test_one_request_that_could_outgrow_the_drafter_stops_it_for_all(forced):
-    control = StepControl(FixedPolicy(3 if forced is None else 0), Limits((0, 1, 3), context_limit=61))
-    control.force_k = forced
-    assert [control.choose(LOAD, longest) for longest in (61, 62)] == [3, 0]
-
-
-def test_a_policy_is_asked_only_where_it_decides(control):
-    control.policy.choose = lambda load: 1 / 0
-    assert control.choose(Load(0, 0)) == 0, "nobody decodes"
-    control.force_k = 2
-    assert control.choose(LOAD) == 2
-    control.drafting = False
-    assert control.choose(LOAD, longest=10**9) == OFF
-    assert control.failure is None
+    assert forced.choose(batch) == chosen
 
 
 def test_force_and_off_overrule_it_and_the_first_step_after_off_drafts_again(control):
     control.control(force_k=1)
-    assert control.choose(LOAD) == 1
+    assert control.choose(4) == 1
     control.control(drafting=False)
     record(control, step(drafted=OFF, **UNDRAFTED))
-    assert control.choose(LOAD) == OFF
+    assert control.choose(4) == OFF
     assert control.control(drafting=True, force_k=None) == {"drafting": True, "force_k": None}
-    assert control.choose(LOAD) == 2
+    assert control.choose(4) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +94,7 @@ def test_force_and_off_overrule_it_and_the_first_step_after_off_drafts_again(con
 def test_a_wrong_setting_is_refused_and_changes_nothing(control, settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         control.control(**settings)
-    assert control.choose(Load(1, 1)) == 2
+    assert control.choose(1) == 2
 
 
 def test_estimates_reach_the_policy(control):
@@ -127,21 +104,9 @@ def test_estimates_reach_the_policy(control):
     assert control.policy.acceptance == [0.8, 0.5]
 
 
-def test_a_calibration_teaches_costs_and_no_acceptance():
-    policy = make_policy("goodput", LIMITS.lengths)
-    control = StepControl(policy, LIMITS)
-    control.control(force_k=3)
-    record(control, *[step(drafted=3, verified=3, num_accepted_tokens_per_pos=(0, 0, 0))] * 50)
-    control.control(points=points({0: [(4, 0.01)], 3: [(4, 0.02)]}), force_k=None)
-    assert policy.acceptance.conditional[0] == pytest.approx(FIRST_GUESS)
-    assert control.stats().num_drafts == 200 and policy.latency.largest_batch(3) == 4
-    record(control, *[step(drafted=3, verified=3, num_accepted_tokens_per_pos=(0, 0, 0))] * 50)
-    assert policy.acceptance.conditional[0] < 0.1
-
-
 def test_sums_are_those_of_the_steps_and_reset(control):
     steps = [
-        step(accepted=[("a", 2), ("b", 1)], ended=[("a", 12)]),
+        step(),
         step(drafted=0, clean=False, latency_s=0.06),
         step(drafted=0, **UNDRAFTED, num_decode_tokens=4),
         step(drafted=OFF, **UNDRAFTED, num_decode_tokens=4),
@@ -155,17 +120,9 @@ def test_sums_are_those_of_the_steps_and_reset(control):
     assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
     assert stats.tokens_by_batch == {4: 24}
     assert stats.step_times == ((OFF, 4, 0.02), (0, 4, 0.02), (2, 4, 0.02)), "medians of the clean steps alone"
-    assert stats.responses == (ResponseDrafts(1, 12, 1, 2),)
+    assert stats.mean_context == 25.0 and stats.decode_s == pytest.approx(0.12)
     assert from_plain(EngineStats, json.loads(json.dumps(asdict(stats)))) == stats, "nothing is lost on the way"
-    assert control.stats().num_steps == 0 and control.stats().responses == ()
-
-
-def test_the_next_choice_is_prepared_unless_it_is_overruled(control):
-    record(control, step())
-    assert control.policy.prepared == [LOAD]
-    control.control(force_k=1)
-    record(control, step())
-    assert control.policy.prepared == [LOAD]
+    assert control.stats().num_steps == 0
 
 
 def test_the_trace_holds_every_step_once_asked_for(tmp_path):
@@ -193,66 +150,48 @@ def test_a_trace_that_cannot_be_written_ends_alone(tmp_path, in_the_way):
     assert control.stats().num_steps == 2
 
 
-def test_the_calibration_is_stored_as_it_was_told(control):
-    told = {OFF: [(1, 0.010), (8, 0.012)], 0: [(1, 0.011), (8, 0.013)], 3: [(1, 0.02), (8, 0.03)]}
-    control.control(points=points(told))
-    record(control, *[step(drafted=OFF, **UNDRAFTED, batch=1, kv_tokens=32)] * 50)
-    stored = LatencyTable.from_list(control.learned()["points"]).calibration()
-    assert {k: stored.by_batch(k) for k in told} == told
-    again = StepControl(Remembers(), LIMITS)
-    again.control(points=control.learned()["points"])
-    assert LatencyTable.from_list(again.learned()["points"]).calibration() == stored
-
-
-def test_one_that_failed_says_why_in_place_of_figures(control, caplog):
+def test_forced_steps_are_summed_and_teach_the_policy_nothing(control):
+    control.control(force_k=2)
     record(control, step())
-    control.fail(ZeroDivisionError("division by zero"))
-    assert control.stats() == EngineStats(failure="ZeroDivisionError: division by zero")
-    assert [r.getMessage() for r in caplog.records] == [
-        "verl-tlt failed in this engine, which decodes with K=0 from here on."
-    ]
+    assert control.policy.seen == [] and control.stats().num_drafts == 4
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_that_learns_no_costs_keeps_those_of_earlier_runs(policy):
-    control, known = StepControl(make_policy(policy, LIMITS.lengths), LIMITS), points({0: [(1, 0.01)], 3: [(8, 0.02)]})
-    control.control(points=[point | {"calibrated": False, "samples": 20} for point in known])
-    assert len(control.learned()["points"]) == 2
+def test_what_failed_is_told_in_place_of_figures(control, caplog):
+    control.fail(ZeroDivisionError("made"))
+    assert control.stats().failure == "ZeroDivisionError: made" and "K=0 from here on" in caplog.text
 
 
-# ---------------------------------------------------------------------- drafts by the length of their response
+# ---------------------------------------------------------------------- what it would have taken without drafts
+
+COSTS = {OFF: [(4, 0.010), (8, 0.012)], 0: [(4, 0.011), (8, 0.013)], 2: [(4, 0.015), (8, 0.02)]}
 
 
-def by_length(drafts, accepted=(), ended=()):
-    drafts.add(Step(1, 9, 2, 2, accepted=accepted, ended=ended))
+def test_without_drafts_the_same_tokens_take_a_step_each(control):
+    control.control(points=points(COSTS))
+    record(control, *[step(latency_s=0.015)] * 10)  # 80 tokens in 10 steps of 4 requests
+    stats = control.stats(reset=True)
+    assert stats.decode_s == pytest.approx(0.15) and stats.undrafted_s == pytest.approx(20 * 0.010)
+    assert control.stats().undrafted_s == 0.0
 
 
-def test_drafts_count_for_the_length_their_response_reached():
-    drafts = DraftsByLength()
-    by_length(drafts, [("short", 0), ("long", 3)])
-    by_length(drafts, [("long", 1)], ended=[("short", 10)])
-    by_length(drafts, ended=[("undrafted", 10)])
-    assert drafts.rows() == (ResponseDrafts(2, 20, 1, 0),)
-    by_length(drafts, [("long", 2), ("next", 2)], ended=[("long", 500)])
-    assert drafts.rows(reset=True) == (ResponseDrafts(2, 20, 1, 0), ResponseDrafts(1, 500, 3, 6))
-    assert drafts.rows() == ()
-    by_length(drafts, [("next", 1)], ended=[("next", 64)])
-    assert drafts.rows() == (ResponseDrafts(1, 64, 2, 3),), "a reset keeps what is in flight"
+def test_a_slower_machine_would_have_been_slower_without_drafts_too(control):
+    control.control(points=points(COSTS))
+    record(control, *[step(latency_s=0.030)] * 10, step(latency_s=0.030, clean=False))
+    stats = control.stats()
+    assert stats.undrafted_s == pytest.approx(22 * 2 * 0.010), "by the pace of the clean steps"
 
 
-def test_a_request_that_ends_without_a_token_is_forgotten():
-    drafts = DraftsByLength()
-    by_length(drafts, [("a", 2)], ended=[("a", 0)])
-    by_length(drafts, ended=[("a", 7)])
-    assert drafts.rows() == (ResponseDrafts(1, 7, 0, 0),), "its earlier namesake's draft does not count"
+def test_steps_that_were_off_count_as_they_are_and_without_a_calibration_all_do(control):
+    off = step(drafted=OFF, **UNDRAFTED, num_decode_tokens=4, latency_s=0.05)
+    record(control, step())
+    assert control.stats(reset=True).undrafted_s == pytest.approx(0.02)
+    control.control(points=points(COSTS))
+    record(control, off, off)
+    assert control.stats().undrafted_s == pytest.approx(0.10)
 
 
-def test_lengths_within_a_twelfth_share_a_row_and_there_are_few_rows():
-    drafts = DraftsByLength()
-    for tokens in range(1, 32_769):
-        by_length(drafts, ended=[("r", tokens)])
-    rows = drafts.rows()
-    assert sum(row.responses for row in rows) == 32_768
-    assert len(rows) <= 8 * 15 + 1
-    means = [row.num_tokens / row.responses for row in rows]
-    assert means == sorted(means)
+def test_prefills_are_left_out(control):
+    control.control(points=points(COSTS))
+    record(control, step(decode_only=False, clean=False))
+    stats = control.stats()
+    assert (stats.decode_s, stats.undrafted_s) == (0.0, 0.0) and stats.num_steps == 1

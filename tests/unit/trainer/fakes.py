@@ -7,7 +7,7 @@ call. What goes wrong is set by the test: `broken` makes a method raise, `slow` 
 
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import BufferStats, CapturedStates, CaptureReady, Exported, SessionResult, Verdict
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.trainer.servers import Replica
 from verl_tlt.trainer.waits import CallFailed
 

@@ -75,7 +75,6 @@ def test_the_spot_trainer_gets_sizes_that_fit(composed, monkeypatch, device, giv
     tlt, facts, start, plan = prepare(config, "sync")
     assert plan.batch_tokens == sizes[0] and plan.buffer_bytes == pytest.approx(sizes[1], rel=0.03)
     assert (facts.requests, plan.device, start.checkpoint, plan.checkpoint) == (8, device, None, None)
-    assert facts.active_share == 1.0, "a dense policy"
     assert facts.cold_start_s == (30.0 if device == "cuda" else 0.0)
     context = config.data.max_prompt_length + config.data.max_response_length
     assert (plan.held_out, plan.window) == (MOST_HELD_OUT, min(4096, context))

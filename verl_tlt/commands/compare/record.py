@@ -89,7 +89,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         longest=metrics.get("response_length/max", 0.0),
         accept_length=metrics.get("tlt/accept_length"),
         accept_length_tail=metrics.get("tlt/accept_length_tail"),
-        saved_s=metrics.get("tlt/saved_s"),
+        saved_s=metrics.get("tlt/saved_estimate_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
         cold_start_s=metrics.get("tlt/overhead_cold_start_s"),
         off_frac=metrics.get("tlt/spec_off_frac"),

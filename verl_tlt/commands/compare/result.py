@@ -112,7 +112,7 @@ def ratio(
 
 
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """An arm's rollout and step against stock's, by step and by token, its lead, and its account of `tlt/saved_s`.
+    """An arm's rollout and step against stock's, by step and by token, its lead, and its `tlt/saved_estimate_s`.
 
     `rollout_off` is of the rollouts in which nothing was drafted, per token; None: there was none.
     """
@@ -130,7 +130,7 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
 
 
 def saved(both: Pairs) -> dict[str, float] | None:
-    """What an arm's `tlt/saved_s` claimed where it has one, and by how much those rollouts were shorter than stock's.
+    """What an arm's `tlt/saved_estimate_s` claimed, and by how much those rollouts were shorter than stock's.
 
     Both limits of what was measured and of the claim's error are of 95 % of the draws; the machine's pace is in them,
     since stock's step ran at another time. None: no step had a claim.

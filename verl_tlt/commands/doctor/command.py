@@ -216,7 +216,7 @@ def write_report(file: Path, answer: Answer) -> None:
     """Write what was measured, which `verl-tlt advise --costs` reads."""
     report = {
         "verl_tlt": verl_tlt.__version__,
-        "key": asdict(answer.key),
+        "hardware": answer.hardware,
         "findings": [asdict(finding) for finding in answer.findings],
         "points": answer.costs.to_list(),
     }

@@ -21,9 +21,8 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
-from verl_tlt.server.calibration import cost_key
 from verl_tlt.server.engine_calls import ask_scheduler
-from verl_tlt.speculation.costs.tables import LatencyTable, TableKey, interpolate
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
@@ -60,8 +59,8 @@ class Answer:
     """A finding per question; of step costs, one per draft length."""
     costs: LatencyTable
     """Seconds of a step at every draft length, OFF included."""
-    key: TableKey
-    """Hardware, models and release of vLLM that the costs hold for."""
+    hardware: str
+    """The device that the costs hold for, as vLLM calls it."""
 
 
 # ---------------------------------------------------------------------- in the child process
@@ -93,9 +92,14 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         if not always_on:
             await ask_scheduler(engine.llm, "control", drafting=False)
             off = await engine.wall_seconds(BATCHES)
-        key = cost_key(engine.llm.vllm_config, setup.model.path, engine.drafter if has_drafter else None)
     await read_stock()  # a machine's pace changes within minutes
-    return Answer([*findings, *judge_costs(costs, stock, off, always_on)], costs, key)
+    return Answer([*findings, *judge_costs(costs, stock, off, always_on)], costs, hardware_name())
+
+
+def hardware_name() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())
 
 
 def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
@@ -178,8 +182,7 @@ def judge_costs(
     sentence = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times stock's step, read before and after ({milliseconds})."
     findings = [Finding("ok" if ratios[0] <= TOO_SLOW else "warn", "drafter off against stock", sentence)]
     for k in (k for k in costs.lengths() if k >= 0):
-        seconds = costs.by_batch(k)
-        by_batch = ", ".join(f"{batch}: {interpolate(seconds, batch) / step_s:.2f}x" for batch, step_s in off_s)
+        by_batch = ", ".join(f"{batch}: {float(costs.seconds(k, batch)) / step_s:.2f}x" for batch, step_s in off_s)
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
         findings.append(Finding("ok", f"K={k} against off", f"by batch {by_batch}; {meaning}"))
     return findings

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import Recipe, compose, context_tokens, engine_dtype, read_settings, select
 from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter.policy import NotHereError, active_share, first_line, is_name, read_model_config
+from verl_tlt.drafter.policy import NotHereError, first_line, is_name, read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
-from verl_tlt.speculation.costs.tables import LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.graph_rules import is_hybrid
 from verl_tlt.upstream.versions import location
 
@@ -131,9 +131,9 @@ class StandaloneEngine:
 
     async def measure_costs(self, budget_s: float) -> LatencyTable:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
-        arms = engine_arguments.started_lengths(self.llm)
-        batches = calibration.plan_batches(engine_arguments.most_requests(self.llm))
-        return await calibration.calibrate(self.llm, arms, batches, self.vocab_size, budget_s=budget_s)
+        lengths = engine_arguments.started_lengths(self.llm)
+        loads = calibration.loads_of(self.llm, lengths[-1])
+        return await calibration.calibrate(self.llm, lengths, loads, self.vocab_size, budget_s)
 
 
 @asynccontextmanager
@@ -159,8 +159,7 @@ async def start(
         if drafter is None:
             return dict(extra or {})
         policy = read_model_config(setup.model.path)
-        about: dict[str, Any] = {"hybrid": is_hybrid(policy), "active_share": active_share(policy)}
-        ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, **about)
+        ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, hybrid=is_hybrid(policy))
         return {**ours, **(extra or {})}
 
     before = dict(os.environ)

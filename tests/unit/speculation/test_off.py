@@ -1,0 +1,138 @@
+"""OFF for a rollout: by the calibration, after rollouts that drafting made slower, and until when."""
+
+from itertools import takewhile
+
+import pytest
+
+from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.off import FIRST_WAIT, IN_A_ROW, LONGEST_WAIT, OffDecision, expected_saving, saved_estimate_s
+from verl_tlt.speculation.types import OFF, ControlError
+
+REPLICAS = ["a", "b"]
+COSTS = LatencyTable.calibrated(
+    {OFF: [(1, 0.010), (32, 0.020)], 0: [(1, 0.011), (32, 0.022)], 3: [(1, 0.014), (32, 0.050)]}
+)
+UNKNOWN, RANDOM, GOOD, BETTER = (), (0.01, 0.01, 0.01), (0.6, 0.6, 0.6), (0.9, 0.9, 0.9)
+
+
+def decision(policy="live_table", source="eagle", costs=COSTS):
+    made = OffDecision(REPLICAS, policy, source)
+    made.calibrated(costs)
+    return made
+
+
+def rollout(undrafted_s, decode_s=10.0, drafts=1000, tokens_by_batch=None, accepted=500, names=("a", "b")):
+    stats = EngineStats(
+        num_drafts=drafts, decode_s=decode_s, undrafted_s=undrafted_s, tokens_by_batch=tokens_by_batch or {1: 1000},
+        num_accepted_tokens_per_pos=(accepted,), num_passes=100, mean_context=100.0,
+    )  # fmt: skip
+    return dict.fromkeys(names, stats)
+
+
+def slow(made, rollouts=IN_A_ROW, acceptance=GOOD):
+    """Rollouts that drafting makes slower; what is said."""
+    said = []
+    for _ in range(rollouts):
+        assert made.drafting(acceptance)
+        said.append(made.rollout_ended(rollout(undrafted_s=9.0)))
+    return [one for one in said if one]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "tokens_by_batch", "drafts"),
+    [
+        (GOOD, {1: 1000}, True),
+        (GOOD, {32: 1000}, False),
+        (RANDOM, {1: 1000}, False),
+        (UNKNOWN, {32: 1000}, True),
+        (BETTER, {32: 1000}, True),
+    ],
+)
+def test_the_calibration_and_the_last_rollouts_batches_decide(acceptance, tokens_by_batch, drafts):
+    made = decision()
+    made.rollout_ended(rollout(12.0, tokens_by_batch=tokens_by_batch))
+    assert made.drafting(acceptance) == (REPLICAS if drafts else [])
+    assert bool(made.against) == (not drafts)
+
+
+def test_what_is_saved_is_that_of_the_best_draft_length_at_each_batch():
+    tau = 1 + 0.6 + 0.36 + 0.216
+    assert expected_saving(COSTS, GOOD, {1: 100.0}, 32) == pytest.approx(1 - 0.014 / tau / 0.010)
+    both = expected_saving(COSTS, GOOD, {1: 100.0, 32: 3200.0}, 32)
+    at_32 = min(0.022, 0.050 / tau)
+    assert both == pytest.approx(1 - (0.014 / tau + at_32) / 0.030)
+
+
+def test_fixed_and_ngrams_draft_whatever_it_costs_and_off_never():
+    for made in (decision("fixed"), decision(source="ngram")):
+        assert slow(made, 10) == [] and made.drafting(RANDOM) == REPLICAS and not made.cause
+    off = decision("off")
+    assert off.drafting(BETTER) == [] and off.against == "tlt.speculation.policy=off"
+
+
+def test_without_a_measured_draft_nothing_is_drafted_and_without_off_it_is_tried():
+    undrafted = decision(costs=LatencyTable.calibrated({OFF: [(1, 0.01)], 0: [(1, 0.011)]}))
+    assert undrafted.drafting(BETTER) == [] and "no step with a draft" in undrafted.never
+    unknown = decision(costs=LatencyTable.calibrated({0: [(1, 0.011)], 3: [(1, 0.018)]}))
+    assert unknown.drafting(RANDOM) == REPLICAS
+
+
+def test_three_slow_rollouts_in_a_row_switch_drafting_off_and_fewer_do_not():
+    made = decision()
+    assert slow(made, IN_A_ROW - 1) == []
+    made.rollout_ended(rollout(undrafted_s=12.0))
+    (said,) = slow(made)
+    assert "switched off after 3 rollouts" in said and "accept length of 1.50" in said
+    assert made.drafting(GOOD) == [] and made.cause == made.against
+
+
+def test_rollouts_with_hardly_a_draft_say_nothing():
+    made = decision()
+    for _ in range(5):
+        made.rollout_ended(rollout(undrafted_s=9.0, drafts=20))
+    assert not made.cause
+
+
+def test_one_replica_after_the_other_tries_again_at_doubling_intervals():
+    made, waits = decision(), []
+    slow(made)
+    for _ in range(5):
+        waited = list(takewhile(lambda drafting: not drafting, (tried(made) for _ in range(200))))
+        waits.append(len(waited))
+    assert waits == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, LONGEST_WAIT, LONGEST_WAIT]
+
+
+def tried(made):
+    """One rollout while drafting is switched off; who drafts in it, and loses."""
+    drafting = made.drafting(GOOD)
+    assert len(drafting) <= 1
+    made.rollout_ended(rollout(undrafted_s=9.0, names=drafting) if drafting else rollout(10.0, drafts=0))
+    return drafting
+
+
+def test_a_replica_that_gains_switches_drafting_on_again():
+    made = decision()
+    slow(made)
+    while not (drafting := made.drafting(GOOD)):
+        made.rollout_ended(rollout(10.0, drafts=0))
+    said = made.rollout_ended(rollout(undrafted_s=13.0, names=drafting))
+    assert "switched on again" in said and made.drafting(GOOD) == REPLICAS
+
+
+def test_a_better_drafter_is_tried_at_once_by_all():
+    made = decision()
+    slow(made)
+    assert made.drafting(GOOD) == []
+    assert made.drafting(BETTER) == REPLICAS and not made.cause
+
+
+def test_an_acceptance_that_is_none_is_refused():
+    with pytest.raises(ControlError):
+        decision().drafting([0.5, 1.5])
+
+
+def test_seconds_saved_are_those_of_the_slowest_engine_and_none_where_nothing_was_drafted():
+    both = rollout(undrafted_s=14.0, decode_s=10.0, names=["a"]) | rollout(undrafted_s=13.0, decode_s=11.0, names=["b"])
+    assert saved_estimate_s(both) == 3.0
+    assert saved_estimate_s(rollout(undrafted_s=12.0, drafts=0)) == 0.0 == saved_estimate_s({})

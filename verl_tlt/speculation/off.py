@@ -1,0 +1,144 @@
+"""Does drafting pay? Decided between rollouts, from the calibrated step costs and the last rollout's batches.
+
+OFF skips the drafter's own pass too, which K=0 does not. It holds for a whole rollout, because the drafter's KV cache
+must have no holes. The draft length of each step is decided in the engine (`step_control.py`).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from verl_tlt.messages.rollout import EngineStats, accept_length
+from verl_tlt.speculation.acceptance import expected_accept_lengths
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.types import OFF
+
+CLEARLY = 0.03
+"""Share of the decoding time that must be saved or lost to count; less may be noise of the calibration."""
+BETTER = 1.05
+"""A new drafter is tried at once if its held-out accept length is this many times that of the one that did not pay."""
+IN_A_ROW = 3
+"""Rollouts in a row that drafting made slower before it is switched off."""
+FEWEST_DRAFTS = 100
+"""Drafts in a rollout from which on it counts as drafted: its acceptance is then known to 0.05."""
+FIRST_WAIT, LONGEST_WAIT = 8, 64
+"""Rollouts before one replica tries again, and between two tries at most; each wait is twice the one before it."""
+
+
+def saved_estimate_s(stats: Mapping[str, EngineStats]) -> float:
+    """Estimated seconds by which a rollout ended earlier than without drafts; 0 where nothing was drafted.
+
+    An engine decodes for `decode_s`, and would have for `undrafted_s` by its step costs. The slowest engine counts.
+    """
+    if not any(s.num_drafts for s in stats.values()):
+        return 0.0
+    return max(s.undrafted_s for s in stats.values()) - max(s.decode_s for s in stats.values())
+
+
+def expected_saving(
+    costs: LatencyTable, acceptance: Sequence[float], work: Mapping[int, float], context: float
+) -> float:
+    """Share of the decoding time without drafts that the best K of each batch is expected to save.
+
+    `acceptance` is conditional, by draft position; `work`: tokens by batch; `context`: tokens of context of a request.
+    """
+    lengths = [k for k in costs.lengths() if k >= 0]
+    tau = expected_accept_lengths(acceptance, lengths[-1])
+    off_s = drafted_s = 0.0
+    for batch, tokens in work.items():
+        seconds = float(costs.seconds(OFF, batch, context))
+        # A step with the drafter never takes less than one without: where it was measured so, that was noise.
+        best = min(max(seconds, float(costs.seconds(k, batch, context))) / tau[k] for k in lengths)
+        off_s += tokens / batch * seconds
+        drafted_s += tokens / batch * best
+    return 1.0 - drafted_s / off_s
+
+
+class OffDecision:
+    """Which replicas draft in the coming rollout.
+
+    The policy "fixed" is an order, and n-grams (`source`) that match nothing cost nothing: then all draft, always.
+    """
+
+    def __init__(self, replicas: Sequence[str], policy: str, source: str = "eagle") -> None:
+        self.never = "tlt.speculation.policy=off" if policy == "off" else ""
+        """Why the drafter runs in no rollout of this run; empty: it may."""
+        self.cause = ""
+        """Why drafting is switched off after rollouts that it made slower; empty: it is not."""
+        self.against = ""
+        """Why no replica drafts in the coming rollout; empty: one does."""
+        self._replicas = list(replicas)
+        self._always = policy == "fixed" or source != "eagle"
+        self._costs: LatencyTable | None = None
+        self._work: Mapping[int, float] = {}  # tokens by batch, in the last rollout
+        self._context = 0.0  # tokens of context of a request, in the last rollout
+        self._slower = 0  # rollouts in a row
+        self._promised = 0.0  # held-out accept length of the drafter that did not pay, or was tried last
+        self._promise = 1.0  # of the drafter that is served
+        self._wait = self._left = 0  # rollouts between two tries, and before the next one
+        self._tries = 0
+
+    def calibrated(self, costs: LatencyTable) -> None:
+        """Take note of measured step costs; without a figure for OFF they say nothing."""
+        self._costs = costs if OFF in costs.lengths() else None
+        if self._costs and costs.lengths()[-1] <= 0 and not self._always:
+            self.never = self.never or "no step with a draft was measured at start"
+        batches = sorted({p.batch for p in costs.points})
+        self._work = {batch: batch / float(costs.seconds(OFF, batch, 0.0)) for batch in batches} if self._costs else {}
+
+    def drafting(self, acceptance: Sequence[float]) -> list[str]:
+        """Replicas that draft in the coming rollout; a drafter of which nothing is known is tried.
+
+        `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
+        """
+        self._promise = expected_accept_lengths(acceptance, len(acceptance))[-1] if acceptance else 1.0
+        if self.cause and self._promise > BETTER * self._promised:
+            self.cause = ""
+        self.against = self.never or ("" if self._always else self._why_not(acceptance))
+        if self.against:
+            return []
+        if not self.cause:
+            return self._replicas
+        self.against = self.cause if self._left > 0 else ""
+        return [] if self._left > 0 else [self._replicas[self._tries % len(self._replicas)]]
+
+    def _why_not(self, acceptance: Sequence[float]) -> str:
+        """Why the table says OFF, with the figure; empty: it does not."""
+        if not acceptance or self._costs is None:
+            return ""
+        saving = expected_saving(self._costs, acceptance, self._work, self._context)
+        if saving > CLEARLY:
+            return ""
+        return f"with a held-out accept length of {self._promise:.2f} drafts are expected to save {saving:.0%}"
+
+    def rollout_ended(self, stats: Mapping[str, EngineStats]) -> str | None:
+        """Take note of a rollout by its sums by replica; returns what the user is to be told, None: nothing new."""
+        self._work = +sum((Counter(s.tokens_by_batch) for s in stats.values()), Counter[int]()) or self._work
+        contexts = [s.mean_context for s in stats.values() if s.mean_context]
+        self._context = sum(contexts) / len(contexts) if contexts else self._context
+        drafted = [s for s in stats.values() if s.num_drafts >= FEWEST_DRAFTS]
+        undrafted_s = sum(s.undrafted_s for s in drafted)
+        gain = 1.0 - sum(s.decode_s for s in drafted) / undrafted_s if undrafted_s else 0.0
+        if self.cause:
+            return self._after_wait(tried=self._left <= 0, gain=gain)
+        if drafted:
+            self._slower = self._slower + 1 if gain < 0.0 else 0
+        if self._slower < IN_A_ROW or self._always:
+            return None
+        drafts = sum(s.num_drafts for s in drafted)
+        accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in drafted), drafts)
+        self.cause = f"an accept length of {accepted:.2f} does not make up for what drafting costs at these batches"
+        self._slower, self._promised = 0, self._promise
+        self._wait = self._left = FIRST_WAIT
+        return f"Drafting is switched off after {IN_A_ROW} rollouts that it made slower: {self.cause}."
+
+    def _after_wait(self, tried: bool, gain: float) -> str | None:
+        if not tried:
+            self._left -= 1
+            return None
+        self._tries += 1
+        if gain > CLEARLY:
+            self.cause = ""
+            return f"Drafting is switched on again: a replica that tried saved {gain:.0%} of its decoding time."
+        self._left = self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._promised = self._promise
+        return None
