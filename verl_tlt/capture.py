@@ -84,7 +84,10 @@ def with_appended(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 def _append(overrides: str) -> None:
     if started_program(sys.argv, sys.orig_argv).endswith(MAIN):
-        sys.argv[1:] = with_appended(sys.argv[1:], json.loads(overrides))
+        words = with_appended(sys.argv[1:], json.loads(overrides))
+        # Both lists grow, since the plugin, which reads the command line next, finds the program by their lengths.
+        sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] = words
+        sys.argv[1:] = words
         del os.environ[APPEND]
         modules = [name for name in os.environ.get(MODULES, "").split(",") if name != __name__]
         os.environ[MODULES] = ",".join(modules)

@@ -140,11 +140,13 @@ def test_a_turn_runs_the_users_own_command_with_more_overrides(tmp_path):
 
 def test_overrides_reach_main_ppo_of_the_users_command(tmp_path):
     """Hydra prints the composed config in the place of a run."""
-    script = f"{sys.executable} -m verl.trainer.main_ppo --cfg job trainer.experiment_name=mine data.seed=5"
+    words = "--cfg job trainer.experiment_name=mine data.seed=5 +trainer.plugin=tlt tlt.spot.max_epochs=3"
+    script = f"{sys.executable} -m verl.trainer.main_ppo {words}"
     plan = Plan(Recipe(("data.seed=5",)), None, 4, tmp_path, ("bash", "-c", script), ("data.seed=6",))
     command, environment = plan.job(ARM, 0, {"MINE": "yes, {it} is"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     config = yaml.safe_load(done.stdout)
     assert config["trainer"]["experiment_name"] == "stock" and config["data"]["seed"] == 6, done.stderr
+    assert config["tlt"] == {"spot": {"max_epochs": 3}}, "without TLT's flag they do nothing"
     assert config["trainer"]["plugin"] is None and config["trainer"]["total_training_steps"] == 4
     assert config["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]["MINE"] == "yes, {it} is"
