@@ -1,6 +1,7 @@
 """An exception in our own code inside the engine core ends speculation, not the engine, and changes no token."""
 
 import logging
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -17,14 +18,13 @@ TOKENS, REQUESTS, GOOD_CALLS = 96, 8, 5
 CALLS = {
     "a request arrives": (lambda _: module, "verified_inexactly"),
     "before a step is scheduled": (lambda s: s.tlt_stands_in, "is_finished"),
-    "the load of a step": (lambda s: s._tlt_load, "count"),
     "the policy's choice": (lambda s: s.tlt.policy, "choose"),
     "after a step was scheduled": (lambda _: module, "EngineStep"),
     "n-grams": (lambda s: s.tlt_ngram, "propose"),
-    "while the model runs": (lambda s: s._tlt_load, "refresh"),
     "what was sampled": (lambda s: s, "_tlt_step_of"),
-    "a request ends": (lambda s: s._tlt_ended, "append"),
+    "a request ends": (lambda s: s._tlt_in_flight, "each"),
     "what vLLM made of a step": (lambda s: s, "_tlt_finish"),
+    "the counting of a step": (lambda _: module.EngineStep, "count"),
     "what the policy learns": (lambda s: s.tlt.policy, "observe"),
     "the statistics": (lambda s: s.tlt._sums, "add"),
     "the trace": (lambda s: s.tlt.trace, "add"),
@@ -32,8 +32,14 @@ CALLS = {
 """By part of our code: (what has, in a scheduler, the function that raises, its name)."""
 
 
-class Ends(list):
-    """Requests that ended, in a list whose methods can be replaced."""
+class InFlight(deque):
+    """Steps in flight, over which a method goes that can be replaced."""
+
+    def __iter__(self):
+        return self.each()
+
+    def each(self):
+        return super().__iter__()
 
 
 def equipped(engine):
@@ -41,7 +47,7 @@ def equipped(engine):
     scheduler = engine.scheduler
     scheduler.tlt_stands_in = SimpleNamespace(is_finished=lambda: True)
     engine.patch.setattr(scheduler, "_tlt_inexact", [scheduler.tlt_stands_in])
-    engine.patch.setattr(scheduler, "_tlt_ended", Ends())
+    engine.patch.setattr(scheduler, "_tlt_in_flight", InFlight())
     engine.patch.setattr(scheduler, "tlt_ngram", NgramDrafts(NgramIndex(1 << 20)))
     engine.patch.setattr(scheduler.tlt, "trace", SimpleNamespace(add=lambda _: None, flush=lambda: None))
     return scheduler

@@ -67,4 +67,4 @@ async def test_every_arm_is_measured_on_a_live_engine(live):
 
     await ask_scheduler(live, "control", points=table.to_list(), acceptance=[0.01, 0.01, 0.01])
     assert engine.scheduler.tlt.drafting
-    assert set(engine.scheduler.tlt.policy.table) == {0}, "such a drafter is not worth a draft"
+    assert len(engine.scheduler.tlt.policy.table) == MAX_BATCH + 1
