@@ -153,6 +153,7 @@ class TLTScheduler(Scheduler):
         self._tlt_blocked = False  # a context is too long for the drafter
         # Of steps in flight (one under synchronous scheduling, two or more under asynchronous), and behind them.
         self._tlt_in_flight: deque[EngineStep] = deque()
+        self._tlt_ended = False  # whether a request ended since the last step was counted
         self._tlt_waited_s = 0.0  # what engine steps waited for verl-tlt, not yet in a step
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
 
@@ -324,6 +325,7 @@ class TLTScheduler(Scheduler):
 
     @_contained
     def _tlt_request_ended(self, request: Request) -> None:
+        self._tlt_ended = True
         for step in self._tlt_in_flight:
             step.gone.add(request.request_id)
 
@@ -340,6 +342,7 @@ class TLTScheduler(Scheduler):
         step.previous_finished_s = self._tlt_finished_s
         step.unix_s = time.time()
         step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
+        step.cut, self._tlt_ended = self._tlt_ended, False
         step.count(outputs)
         self._tlt_blocked = step.longest > self._tlt_context_limit
         self.tlt.record(step)

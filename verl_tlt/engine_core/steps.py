@@ -35,6 +35,7 @@ class EngineStep(Step):
     """Tokens that the step sampled, by row, the target's own included, before vLLM cuts rows at a request's end."""
     row_of: Mapping[str, int] = field(default_factory=dict)  # request → row
     gone: set[str] = field(default_factory=set)  # requests that ended while the step ran; their drafts do not count
+    cut: bool = False  # a request ended with this step: vLLM may have cut what was sampled for it
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
     longest: int = 0
@@ -46,13 +47,19 @@ class EngineStep(Step):
         paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
         self.latency_s = self.finished_s - (self.started_s if paused else self.previous_finished_s)
         self.decode_only = not prefilling and not paused
+        if self.sampled and not (self.cut or self.gone or prefilling):
+            self.num_generation_tokens = self.num_decode_tokens = sum(self.sampled)
+        else:
+            self._count_tokens(outputs, prefilling)
+        self._count_drafts()
+
+    def _count_tokens(self, outputs: Mapping[int, EngineCoreOutputs], prefilling: Collection[str]) -> None:
         for client in outputs.values():
             self.num_generation_tokens += sum([len(one.new_token_ids) for one in client.outputs])
             if prefilling:
                 first = [len(one.new_token_ids) for one in client.outputs if one.request_id in prefilling]
                 self.num_decode_tokens -= sum(first)
         self.num_decode_tokens += self.num_generation_tokens
-        self._count_drafts()
 
     def _count_load(self) -> Collection[str]:
         """Count decode-phase requests and their context; returns the requests that compute their prompt."""
@@ -60,8 +67,9 @@ class EngineStep(Step):
         drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         contexts = cached.num_computed_tokens
         self.batch, self.kv_tokens, self.longest = len(contexts), sum(contexts), max(contexts, default=0)
+        self.num_draft_tokens = sum(map(len, drafts.values()))
         decoding = len(scheduled) == len(contexts) and 0 not in cached.num_output_tokens
-        if decoding and output.total_num_scheduled_tokens == len(scheduled) + sum(map(len, drafts.values())):
+        if decoding and output.total_num_scheduled_tokens == len(scheduled) + self.num_draft_tokens:
             return ()
         prefilling = {request.req_id for request in output.scheduled_new_reqs}
         known = zip(cached.req_ids, contexts, cached.num_output_tokens, strict=True)
@@ -76,12 +84,15 @@ class EngineStep(Step):
 
     def _count_drafts(self) -> None:
         drafts = self.output.scheduled_spec_decode_tokens if self.sampled else {}
-        if self.gone:
+        if len(drafts) == len(self.sampled) and not self.gone:
+            exactly = Counter(self.sampled)
+        else:
             drafts = {request: draft for request, draft in drafts.items() if request not in self.gone}
-        exactly = Counter([self.sampled[self.row_of[request]] for request in drafts])
+            exactly = Counter([self.sampled[self.row_of[request]] for request in drafts])
+            self.num_draft_tokens = sum(map(len, drafts.values()))
         if 0 in exactly:  # vLLM discarded these requests' tokens
             drafts = {request: draft for request, draft in drafts.items() if self.sampled[self.row_of[request]]}
-        self.num_draft_tokens = sum(map(len, drafts.values()))
+            self.num_draft_tokens = sum(map(len, drafts.values()))
         previous = self.verified
         # Where requests may lack a draft, a missing one counts as one of which nothing was accepted: what K costs and
         # brings is then that of the whole batch, as with a drafter.

@@ -29,7 +29,7 @@ def scheduled(drafts, rows, contexts=None, new=(), chunks=(), fresh=()):
 
 def counted(
     drafts=WHOLE, sampled=(1, 1, 1), drafted=3, before=None, rows=ROWS, given=None, skip_drafts=False, paused_s=0.0,
-    blocked=False, may_lack_drafts=False, gone=(), **load,
+    blocked=False, may_lack_drafts=False, gone=(), cut=False, **load,
 ):  # fmt: skip
     """A finished step of the requests `rows`, of which `sampled` tokens came back by row."""
     given = given or {name: sampled[row] for name, row in rows.items()}
@@ -39,7 +39,7 @@ def counted(
     step = EngineStep(
         output=output, sampled=sampled, row_of=rows, batch=0, kv_tokens=0, drafted=drafted,
         verified=drafted if before is None else before, started_s=1.0, finished_s=1.02, previous_finished_s=0.9,
-        paused_s=paused_s, blocked=blocked, may_lack_drafts=may_lack_drafts, gone=set(gone),
+        paused_s=paused_s, blocked=blocked, may_lack_drafts=may_lack_drafts, gone=set(gone), cut=cut,
     )  # fmt: skip
     step.count({0: SimpleNamespace(outputs=outputs)})
     return step
@@ -118,3 +118,9 @@ def test_a_step_as_chosen_is_clean(drafted):
 @pytest.mark.parametrize("fields", [{"before": 1}, {"blocked": True}, {"skip_drafts": True}])
 def test_a_step_that_drafts_otherwise_than_it_verifies_is_not(fields):
     assert not counted(**fields).clean
+
+
+@pytest.mark.parametrize(("cut", "counted_as"), [(False, 9), (True, 7)])
+def test_tokens_that_vllm_cut_at_a_requests_end_were_not_given(cut, counted_as):
+    step = counted(sampled=(4, 4, 1), given={"a": 2, "b": 4, "c": 1}, cut=cut)
+    assert step.num_generation_tokens == step.num_decode_tokens == counted_as
