@@ -10,7 +10,7 @@
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
 
 The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`); what making it took is in the result.
-Step costs are measured once before, for TLT and for `vllm-table`. `--load large` has four times
+Step costs are measured once before, for `vllm-table`. `--load large` has four times
 as many responses in a step, `--load wide` eight times.
 
 `--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
@@ -23,7 +23,6 @@ for the lengths that each arm sampled (`lengths.py`): `benchmarks.control --fixe
 
 import argparse
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,9 +99,9 @@ def real(folder: Path) -> Subject:
     return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS, predicted)
 
 
-def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
-    """What engine steps cost here, measured unless it was before: as measured, and where arms go on learning it."""
-    calibrated, costs = work / "calibrated", work / "costs"
+def calibrate(work: Path, subject: Subject, load: Load) -> Path:
+    """Folder of what engine steps cost here, measured unless it was before."""
+    calibrated = work / "calibrated"
     if not list(calibrated.glob("*.json")):
         longest = f"tlt.speculation.max_draft_length={subject.longest}"
         given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
@@ -110,9 +109,7 @@ def calibrate(work: Path, subject: Subject, load: Load) -> tuple[Path, Path]:
         command = (str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides)
         answer = run_job(EngineJob(capture(command, environment=environment), cpu=True))
         write_report(calibrated / "report.json", answer)
-    if not costs.exists():
-        shutil.copytree(calibrated, costs)
-    return calibrated, costs
+    return calibrated
 
 
 def schedule(calibrated: Path, acceptance: Sequence[float], requests: int, longest: int = LONGEST) -> list[list[int]]:
@@ -205,9 +202,9 @@ def main() -> None:
     say(console, say_dtype(find_dtype()))
     load, kept = LOADS[options.load], ROOT / ".cache" / options.policy
     subject = real(kept) if options.policy == "real" else toy(kept, work)
-    calibrated, costs = calibrate(work, subject, load)
+    calibrated = calibrate(work, subject, load)
     table = schedule(calibrated, subject.warm.acceptance, load.requests, subject.longest)
-    every = arms(subject.heads, table, costs, options.cold_start, subject.longest)
+    every = arms(subject.heads, table, options.cold_start, subject.longest)
     every = {name: arm for name, arm in every.items() if not subject.arms or name in {STOCK, *subject.arms}}
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.__main__ import ROOT, STALL_S, calibrate, real, recipe_of
+from benchmarks.e2e.__main__ import ROOT, STALL_S, real, recipe_of
 from benchmarks.e2e.arms import LOADS
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import HALF
@@ -36,7 +36,7 @@ Runs = Mapping[str, Sequence[Sequence[Step]]]
 """By arm the steps of each seed."""
 
 
-def arms(head: Path, costs: Path, longest: int) -> list[Arm]:
+def arms(head: Path, longest: int) -> list[Arm]:
     common = (
         f"tlt.speculation.max_draft_length={longest}",
         f"tlt.drafter.path={quoted(head)}",
@@ -90,8 +90,7 @@ def main() -> None:
     work, load = options.work.resolve(), LOADS["small"]
     say(console, say_dtype(find_dtype()))
     subject = real(PLACE)
-    _, costs = calibrate(work, subject, load)
-    both = arms(PLACE / HALF, costs, subject.longest)
+    both = arms(PLACE / HALF, subject.longest)
     runs: dict[str, list[list[Step]]] = {arm.name: [] for arm in both}
     for seed in options.seeds:
         folder = work / f"seed-{seed}"

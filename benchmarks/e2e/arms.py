@@ -69,13 +69,12 @@ class Heads:
 
 
 def arms(
-    heads: Heads, schedule: Sequence[Sequence[int]], costs: Path, cold_start: str = COLD_START_S, longest: int = LONGEST
+    heads: Heads, schedule: Sequence[Sequence[int]], cold_start: str = COLD_START_S, longest: int = LONGEST
 ) -> dict[str, Arm]:
     """All by name, `stock` first.
 
-    `schedule` is that of `vllm-table`; `costs` is a folder of measured step costs, with which every arm of TLT starts;
-    `cold_start` is `tlt.spot.cold_start_s` of the arm without a drafter; `longest` is the longest draft of TLT's arms
-    and of `vllm-table`.
+    `schedule` is that of `vllm-table`; `cold_start` is `tlt.spot.cold_start_s` of the arm without a drafter; `longest`
+    is the longest draft of TLT's arms and of `vllm-table`.
     """
     common = (f"tlt.speculation.max_draft_length={longest}",)
     every = [Arm(STOCK, "stock verl, no speculation", False), *_of_vllm(heads, schedule, longest)]

@@ -73,7 +73,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
     engines = {r: TraceWriter(directory, f"engine-{r}") for r in names}
     config, drafter = {"speculation": {"max_draft_length": KMAX}}, str(directory / "drafter")
     driver.emit("run", step0=1, replicas=names, gpus=replicas, config=config, policy="toy", drafter=drafter)
-    alpha, version, published = 0.01, 0, 0
+    alpha, version = 0.01, 0
     for step in range(1, steps + 1):
         start = clock.now
         lengths = {r: np.clip(rng.lognormal(4.4, 0.75, BATCH), 20, 900) for r in names}
@@ -102,7 +102,7 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
             driver.emit("phase", step=step, name=name, start=clock.now, end=clock.now + seconds)
             clock.now += seconds
         if sessions:
-            version, published = version + 1, step
+            version += 1
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
             driver.emit("publish", step=step, version=version, decision="published", tau=tau, bytes=2**20)
         for r in names:
@@ -114,9 +114,9 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         stats = {r: _stats(decoded[r]) for r in names}
         observations = StepObservations(
             step=step, rollout_s=end - start, replicas=stats, idle_s={r: end - t for r, t in idle_from.items()},
-            trained_s=sum(end - t for t in sessions.values()), stop_s=0.05 if sessions else None,
+            trained_s=sum(end - t for t in sessions.values()),
             overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
-            served_since=published, spot_failures=0, saved_s=made.saved_s[step],
+            spot_failures=0, saved_s=made.saved_s[step],
         )  # fmt: skip
         tokens = sum(s.num_generation_tokens for s in stats.values())
         verl = {

@@ -26,8 +26,6 @@ class StepObservations:
     """Seconds in which a replica had nothing to decode while another still decoded."""
     trained_s: float | None = None
     """Seconds of idle time in which the spot trainer trained the drafter; one replica at a time lends its device."""
-    stop_s: float | None = None
-    """Seconds that the end of sampling waited for a training session to stop."""
     sessions: list[Session] = field(default_factory=list)
     publish: Publish | None = None
     reloads: Sequence[Reload] = ()
@@ -37,9 +35,6 @@ class StepObservations:
     """Drafter version that the engines were asked to serve."""
     served_version: int | None = None
     """The oldest version that an engine serves."""
-    served_since: int | None = None
-    """RL step that published `served_version`."""
-    step: int | None = None
     spot_failures: int | None = None
     """Times that the spot trainer failed and was replaced."""
     spot_off: bool | None = None
@@ -78,7 +73,7 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
     """Acceptance, draft lengths and speed, from counters summed over all engines.
 
     The accept length is tokens per verified draft, with the token that the target adds; it is 1 where nothing was
-    drafted. `tlt/tokens_per_pass` is the same over all passes of the target, drafted or not.
+    drafted.
     """
     if not any(r.num_steps for r in replicas):
         return {}
@@ -88,8 +83,6 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
     for i, offered in enumerate(_by_position(r.num_draft_tokens_per_pos for r in replicas)):
         if offered:
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered
-    if passes := sum(r.num_passes for r in replicas):
-        metrics["tlt/tokens_per_pass"] = sum(r.num_decode_tokens for r in replicas) / passes
     lengths = Counter[int]()
     for r in replicas:
         lengths.update(r.steps_by_draft_length)
@@ -99,11 +92,6 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
         metrics["tlt/drafter_off_frac"] = sum(n for k, n in lengths.items() if k < 0) / total
         metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
-    ngrams = [r for r in replicas if r.num_ngram_drafts is not None]
-    if drafts and ngrams:
-        verified = sum(r.num_ngram_drafts or 0 for r in ngrams)
-        metrics["tlt/ngram_draft_frac"] = verified / drafts
-        metrics["tlt/ngram_accept_rate"] = sum(r.num_ngram_accepted for r in ngrams) / verified if verified else None
     if rollout_s:
         metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     return metrics
@@ -114,7 +102,7 @@ def _by_position(counts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _idle_metrics(observations: StepObservations) -> Metrics:
-    metrics: Metrics = {"tlt/stop_s": observations.stop_s, "tlt/trained_s": observations.trained_s}
+    metrics: Metrics = {"tlt/trained_s": observations.trained_s}
     if observations.idle_s:
         metrics["tlt/idle_s"] = sum(observations.idle_s.values())
     overhead = dict(observations.overhead)
@@ -142,10 +130,8 @@ def _spot_metrics(observations: StepObservations) -> Metrics:
     losses = [(s.loss, s.tokens) for s in trained if math.isfinite(s.loss)]
     if weight := sum(tokens for _, tokens in losses):
         metrics["tlt/drafter_loss"] = sum(loss * tokens for loss, tokens in losses) / weight
-    if (buffer := observations.buffer) is not None:
-        metrics["tlt/buffer_tokens"] = buffer.tokens
-        if buffer.responses:
-            metrics["tlt/draft_vocab_coverage"] = buffer.draftable / buffer.responses
+    if (buffer := observations.buffer) is not None and buffer.responses:
+        metrics["tlt/draft_vocab_coverage"] = buffer.draftable / buffer.responses
     return metrics
 
 
@@ -154,8 +140,6 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
         "tlt/drafter_version_published": observations.published_version,
         "tlt/drafter_version": observations.served_version,
     }
-    if observations.step is not None and observations.served_since is not None:
-        metrics["tlt/drafter_staleness"] = observations.step - observations.served_since
     if (publish := observations.publish) is not None:
         metrics["tlt/held_out_accept_length_candidate"] = publish.tau.get("candidate")
         metrics["tlt/held_out_accept_length_served"] = publish.tau.get("served")

@@ -65,7 +65,6 @@ class Controller:
         self.served: DrafterProvenance = replace(
             facts.provenance, version=start.served.version, acceptance=start.served.acceptance
         )
-        self._served_since = 0  # RL step that published it
         self._to_publish: Exported | None = None
         self._verdict: Verdict | None = None  # of this step, not in the trace yet
         self._updated = 0  # the last RL step with an update of the policy
@@ -108,7 +107,6 @@ class Controller:
                 self.spot.wait_until_started()  # its imports would be measured, too
                 self.speculation.calibrated(self.servers.calibrate())
             self._choose_who_drafts(step + 1, at_once=True)
-        self._served_since = step
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
 
     def _choose_who_drafts(self, step: int, *, at_once: bool = False) -> None:
@@ -273,7 +271,6 @@ class Controller:
             self.servers.stage(self.spot.published)  # where this raises, the next step tries again
             exported, self._to_publish = self._to_publish, None
             self.served = replace(self.served, version=exported.version, acceptance=exported.acceptance)
-            self._served_since = step
         elif verdict is not None and verdict.publishes:
             verdict = replace(verdict, decision="reverted", reason="it could not be exported", acceptance=())
         elif verdict is not None and verdict.acceptance:
@@ -313,7 +310,6 @@ class Controller:
         with self.guard("metrics"):
             self._say_if_idle()
             self.log.observed.published_version = self.served.version
-            self.log.observed.served_since = self._served_since
             self.log.observed.spot_off = bool(self.spot.off) if self.tlt.spot.enable else None
             self.log.observed.buffer = self.spot.stats
             return self.log.finish(step, dict(metrics))

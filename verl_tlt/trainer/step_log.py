@@ -129,8 +129,6 @@ class StepLog:
         observed = self.observed
         _add(observed.idle_s, idle.idle_s)
         observed.trained_s = (observed.trained_s or 0.0) + idle.trained_s
-        if report.stop_s is not None:
-            observed.stop_s = max(observed.stop_s or 0.0, report.stop_s)
         start = report.first_dispatch or report.end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=report.end)
         for replica, seconds in idle.idle_s.items():
@@ -187,7 +185,7 @@ class StepLog:
     def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
         self.guard.count("trace", self.trace.failures - self.guard.counts["trace"])
-        self.observed.step, self.observed.rollout_s = step, metrics.get(self._rollout)
+        self.observed.rollout_s = metrics.get(self._rollout)
         tlt = step_metrics(self.observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything, off=self._off)

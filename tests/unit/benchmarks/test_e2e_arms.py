@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
-from benchmarks.e2e.__main__ import calibrate, drafters, portable, read_options, schedule
+from benchmarks.e2e.__main__ import drafters, portable, read_options, schedule
 from benchmarks.e2e.arms import LOADS, Heads, arms
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
@@ -20,12 +20,12 @@ REPLICAS = 2
 
 @pytest.fixture
 def every(tmp_path):
-    return arms(PLACES, [[1, 4, 5], [5, 32, 0]], tmp_path)
+    return arms(PLACES, [[1, 4, 5], [5, 32, 0]])
 
 
 def test_a_run_without_a_drafter_may_be_left_to_its_own_rule(every, tmp_path):
     assert "tlt.spot.cold_start_s=60" in every["tlt-fresh"].overrides and "60 s at most" in every["tlt-fresh"].label
-    by_rule = arms(PLACES, [], tmp_path, "null")["tlt-fresh"]
+    by_rule = arms(PLACES, [], "null")["tlt-fresh"]
     assert "tlt.spot.cold_start_s=null" in by_rule.overrides and "if that pays" in by_rule.label
 
 
@@ -88,7 +88,7 @@ def test_a_drafter_that_is_there_is_not_made_again(tmp_path):
     (home / heads.RECORD).write_text(json.dumps({"acceptance": [0.9, 0.8], "seconds": 500}))
     found = heads.prepare(tmp_path, heads.WARM)
     assert found.drafter == home / "drafter" and found.acceptance == [0.9, 0.8] and found.facts["seconds"] == 500
-    known = arms(Heads(*(heads.home_of(tmp_path, name) / "drafter" for name in heads.NAMES)), [], tmp_path)
+    known = arms(Heads(*(heads.home_of(tmp_path, name) / "drafter" for name in heads.NAMES)), [])
     assert drafters(tmp_path, [known[STOCK], known["tlt"]]) == {heads.WARM: found.facts}, "the others are not needed"
 
 
@@ -105,18 +105,6 @@ def test_a_result_names_no_folder_of_the_machine(tmp_path):
     assert json.loads(kept) == {"overrides": ["a=WORK/costs", "b=CLONE/file"]}
 
 
-def test_what_was_calibrated_stays_whatever_the_arms_learn(tmp_path):
-    calibrated = tmp_path / "calibrated"
-    calibrated.mkdir()
-    (calibrated / "warm.json").write_text("measured")
-    for _ in range(2):
-        found, costs = calibrate(tmp_path, None, LOADS["small"])
-        (costs / "warm.json").write_text("learned")
-        (costs / "fresh.json").write_text("learned")
-    assert [path.read_text() for path in found.iterdir()] == ["measured"]
-    assert sorted(path.read_text() for path in costs.iterdir()) == ["learned", "learned"]
-
-
 def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
     seconds = {-1: 0.010, 0: 0.011, 3: 0.013, 7: 0.016}
     points = [
@@ -124,7 +112,7 @@ def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
         for k, s in seconds.items()
         for batch in (1, 4, 16, 32)
     ]
-    (tmp_path / "step_costs.json").write_text(json.dumps(LatencyTable(tuple(points)).to_list()))
+    (tmp_path / "report.json").write_text(json.dumps({"points": LatencyTable(tuple(points)).to_list()}))
     table = schedule(tmp_path, [0.8] * 7, LOADS["small"].requests)
     assert table[0][0] == 1 and table[-1][1] == 32 and table[0][2] > table[-1][2]
 

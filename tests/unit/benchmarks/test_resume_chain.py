@@ -120,7 +120,7 @@ def test_what_a_cold_start_published_is_saved_with_its_step(tmp_path):
     assert history(read_trace(tmp_path), 3)["version"] == 2
 
 
-def test_all_go_on_with_the_optimizer_of_the_worker_that_trained_the_longest_in_each_job(tmp_path):
+def test_the_optimizer_has_the_steps_of_all_sessions_until_the_save_on_whichever_replica(tmp_path):
     clock = iter(range(1000))
     trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
     for first, trained in ((1, {"a": (5, 1), "b": (3, 4)}), (3, {"a": (2, 0), "b": (1, 0)})):
@@ -129,4 +129,4 @@ def test_all_go_on_with_the_optimizer_of_the_worker_that_trained_the_longest_in_
             for later, count in enumerate(steps):
                 session = {"step": first + later, "start": float(next(clock)), "end": 0.0, "steps": count, "tokens": 9}
                 trace.emit("session", replica=replica, outcome="stopped", **session)
-    assert history(read_trace(tmp_path), 4)["steps"] == (3 + 4) + 2
+    assert history(read_trace(tmp_path), 4)["steps"] == (5 + 1 + 3 + 4) + (2 + 0 + 1 + 0)

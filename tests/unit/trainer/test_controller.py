@@ -42,7 +42,7 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(fil
     assert spot.called("train") == [("b",)] and spot.called("stop") == spot.called("export") == [()]
     assert servers.staged == [1], "the drafter itself goes from the spot trainer to the servers"
     assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"] == 1
-    assert metrics["tlt/drafter_staleness"] == 0 and metrics["tlt/errors"] == 0
+    assert metrics["tlt/errors"] == 0
     assert metrics["tlt/idle_s"] > metrics["tlt/trained_s"] > 0 and metrics["tlt/trained_tokens"] == 5000
     assert metrics["tlt/held_out_accept_length_candidate"] == 2.2
     assert metrics["tlt/held_out_accept_length_served"] == 2.0
@@ -94,12 +94,11 @@ def test_a_drafter_that_could_not_be_exported_is_no_publication(filled):
     assert publish.decision == "reverted" and "could not be exported" in publish.reason
 
 
-def test_a_resumed_drafter_has_its_version_and_is_served_since_the_resumption(run):
+def test_a_resumed_drafter_has_its_version(run):
     controller = run(enable=False)
     controller.served = replace(controller.served, version=7)
     controller.after_first_sync(100)
-    metrics = rl_step(controller, 101)
-    assert (metrics["tlt/drafter_version_published"], metrics["tlt/drafter_staleness"]) == (7, 1)
+    assert rl_step(controller, 101)["tlt/drafter_version_published"] == 7
 
 
 def test_the_kernels_of_a_session_are_tuned_before_the_first_step(run):
