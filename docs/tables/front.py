@@ -88,7 +88,7 @@ def headlines() -> str:
              f"whole step {_step('cold_start_rule', 'tlt-fresh')} as fast as stock verl's, one turn"),
             ("K chosen with a trained drafter, against the best fixed K", k, _changing("trained")),
             ("Training an in-domain drafter along", drafter, _along(("in_domain",))),
-            ("Seconds saved, estimated", "runs.md#is-tltsaved_s-right", _saved()),
+            ("Seconds saved, estimated", "runs.md#is-tltsaved_estimate_s-right", _saved()),
             ("The toy: TLT with a trained drafter", "runs.md#end-to-end", _speed("tlt", "e2e")),
             ("Is it lossless?", "lossless.md#is-it-lossless", _lossless()),
             ("Training a random or a generic drafter along", drafter, _along(("random", "generic"))),

@@ -217,7 +217,7 @@ def _savings(file: str) -> str:
         body.append([f"`{name}`", lengths, *speeds, undrafted, *claims, *outside_cells])
     return rows(
         ("", "accept length: all / the longest tenth", "rollout", "step", "rollouts without drafts",
-         "`tlt/saved_s` claimed",
+         "`tlt/saved_estimate_s` claimed",
          "shorter than stock's by", "claimed too much", "outside rollout, a step: TLT / stock",
          "`tlt/overhead_s` of the step"), body,
     )  # fmt: skip

@@ -38,9 +38,18 @@ def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
     asked, attention = (_mapping(user, key) for key in ("compilation_config", "attention_config"))
     mode = str(asked.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()
     backend = str(user.get("attention_backend") or attention.get("backend") or "").upper()
-    split = int(user.get("decode_context_parallel_size") or 1) > 1 and mode == "FULL_AND_PIECEWISE"
+    split = _ranks(user, "decode_context_parallel_size") > 1 and mode == "FULL_AND_PIECEWISE"
     without_kernels = "FLASHINFER" in backend and "MLA" not in backend and not attention.get("use_trtllm_attention")
     return "PIECEWISE" if graph_rules.has_full_graphs(mode) and (split or without_kernels) else mode
+
+
+def _ranks(user: Mapping[str, Any], key: str) -> int:
+    """An engine argument that is a number of ranks; 1 where it is absent."""
+    value = user.get(key) or 1
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise TLTConfigError(f"{WHERE}.{key} must be a whole number, not {value!r}.") from None
 
 
 def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -157,7 +166,7 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
             yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
-    if int(user.get("data_parallel_size") or 1) > 1:
+    if _ranks(user, "data_parallel_size") > 1:
         yield (
             f"{WHERE}.data_parallel_size must be 1: data-parallel ranks inside one engine would choose different draft "
             "lengths and wait for each other forever; use more replicas."

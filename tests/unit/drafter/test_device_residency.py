@@ -190,7 +190,7 @@ def test_what_a_7b_policys_drafter_needs():
     short, long = (session_bytes(pruned, rows=1024, passes=3, scored=scored) for scored in (1024, 8192))
     assert long - short > 8192 * 8 * 32_768 - 1024 * 20 * 32_768, "sequences are scored whole"
     assert host_bytes(model) == pytest.approx(11.4e9, rel=0.01)
-    assert host_bytes(pruned) == pytest.approx(11.2e9, rel=0.02), "scores take the policy's whole head"
+    assert host_bytes(pruned) == pytest.approx(11.6e9, rel=0.01), "scores take the policy's whole head"
 
 
 class Runtime(TorchFunctionMode):

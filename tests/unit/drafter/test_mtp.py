@@ -280,11 +280,7 @@ def test_experts_that_are_no_such_head_are_refused(mixture_dir, tmp_path, name, 
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("num_experts", 1 << 40, r"num_experts must be 0\.\.4096, not 1099511627776"),
         ("num_experts_per_tok", 5, "num_experts_per_tok=5 of 4 experts"),
-        ("head_dim", 1 << 40, r"head_dim must be 0\.\.4096"),
-        ("num_key_value_heads", -2, r"num_key_value_heads must be 0\.\."),
-        ("moe_intermediate_size", -1, r"moe_intermediate_size must be 0\.\."),
         ("shared_expert_intermediate_size", 0, "shared_expert_intermediate_size must be above 0"),
     ],
 )
