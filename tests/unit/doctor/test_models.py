@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from verl_tlt.checks.models import check_policy, check_recipe_drafter
-from verl_tlt.commands.doctor.command import findings_table
+from verl_tlt.commands.console import say
 from verl_tlt.config import TLTConfig
 
 
@@ -186,6 +186,7 @@ def test_links_in_a_circle_and_deep_files_are_findings(policy, tmp_path):
 def test_a_name_with_codes_of_a_terminal_is_quoted(policy):
     name = "models/\x1b[31mred\x07"
     console = Console(file=io.StringIO(), width=200, force_terminal=False)
-    console.print(findings_table([check_policy(name), judged(policy, name)]))
+    for finding in (check_policy(name), judged(policy, name)):
+        say(console, finding.sentence)
     shown = console.file.getvalue()
     assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b[31mred\x07") == 2
