@@ -107,12 +107,13 @@ def test_a_state_of_another_kind_is_named(settings, answer, state):
 def test_stopped_while_it_notes_its_settings_it_goes_on(settings):
     """By a full disk, which leaves of a file what a kill might."""
     wanted = settings()
-    begin(wanted)
+    prompts = command.read_prompts(wanted, wanted.limit)
+    command.begin(wanted, prompts)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            begin(wanted)
+            command.begin(wanted, prompts)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert begin(wanted) is None
