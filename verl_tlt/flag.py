@@ -13,6 +13,8 @@ NAME = "tlt"
 KEY = "plugin"
 SWITCH = f"trainer.{KEY}"
 MAIN = "verl.trainer.main_ppo"
+CONFIG = "ppo_trainer"
+"""The top-level config of `main_ppo`."""
 OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
 """verl's experimental trainers. They have no hooks that say when devices are idle or a drafter can be published."""
 _OURS = re.compile(rf"\+{{0,2}}({re.escape(SWITCH)}|{NAME}\.[\w.]+)=")

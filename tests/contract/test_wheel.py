@@ -74,7 +74,7 @@ def installed(checkout, tmp_path_factory):
 def test_it_holds_the_plugin_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"verl_tlt"}
-    assert {"verl_tlt/py.typed", "verl_tlt/commands/report/page.html"} <= set(names)
+    assert {"verl_tlt/py.typed", "verl_tlt/commands/page.html"} <= set(names)
     inside = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert inside == {".html", ".py", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_tlt").rglob("*.py")}
@@ -100,7 +100,7 @@ def test_it_works_where_verl_and_vllm_are(installed, tmp_path):
     assert shell(installed / "python", "-c", where, cwd=tmp_path).startswith(str(installed.parent))
     assert shell(installed / "verl-tlt", "--version", cwd=tmp_path) == f"verl-tlt {verl_tlt.__version__}\n"
     said = shell(installed / "verl-tlt", "doctor", cwd=tmp_path)
-    assert "refuse" not in said and "TLT can run with what is installed here" in said
+    assert "refuse" not in said and "TLT can run with the packages installed here" in said
 
 
 def test_verl_finds_it(installed, tmp_path):

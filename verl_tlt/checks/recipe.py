@@ -30,8 +30,6 @@ from verl_tlt.upstream.versions import installed, location, release
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CONFIG = "ppo_trainer"
-"""The top-level config of `main_ppo`."""
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -40,7 +38,7 @@ class Recipe:
     """How `main_ppo` is started."""
 
     overrides: tuple[str, ...]
-    config: str = CONFIG
+    config: str = flag.CONFIG
     """Name of the top-level config, after its folder where that is not verl's own."""
     environment: Mapping[str, str] = field(default_factory=dict, compare=False)
     """What its command had set in the environment."""

@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 
 from verl_tlt.capture import CAPTURE, MODULES, environment_for
-from verl_tlt.checks.recipe import CONFIG, Recipe
+from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.processes import ProcessTree, running
 from verl_tlt.config import TLTConfigError
-from verl_tlt.flag import MAIN
+from verl_tlt.flag import CONFIG, MAIN
 
 GIVEN = "VERL_TLT_CAPTURED"
 """Variable with which a command goes on under the interpreter of the user's command; names the file of the answer."""

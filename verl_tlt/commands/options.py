@@ -11,16 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Argument, BadParameter, CallbackParam, Context, Option
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from verl_tlt.checks.recipe import CONFIG, Recipe
 from verl_tlt.errors import TLTError
-from verl_tlt.flag import MAIN
+from verl_tlt.flag import CONFIG, MAIN
 from verl_tlt.upstream.versions import look_first_in
+
+if TYPE_CHECKING:
+    from verl_tlt.checks.recipe import Recipe
 
 LEAST = 1e-9
 """Minimum of an option that must be above 0: typer has no exclusive limits."""
@@ -51,7 +53,7 @@ class RunOptions:
     def names_a_run(self) -> bool:
         return bool(self.overrides or self.config or self.command)
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
         if self.config is not None and self.command:
             raise TLTError("--config and a command after -- name two runs: give one of them.")
@@ -64,7 +66,9 @@ class RunOptions:
 @lru_cache(maxsize=1)
 def _read_recipe(
     command: tuple[str, ...], overrides: tuple[str, ...], config: Path | None, config_name: str, yes: bool
-) -> Recipe:
+) -> "Recipe":
+    from verl_tlt.checks.recipe import Recipe
+
     if command:
         from verl_tlt.commands.capture import capture
 

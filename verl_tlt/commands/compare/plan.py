@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
 from verl_tlt.checks.models import DRAFTER, Finding, located
-from verl_tlt.checks.recipe import CONFIG, Recipe, compose, read_run_dir, select
+from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.config import TLTConfigError
-from verl_tlt.flag import MAIN
+from verl_tlt.flag import CONFIG, MAIN
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 if TYPE_CHECKING:
