@@ -55,12 +55,12 @@ say "installing $(grep -c == requirements/cpu.lock) pinned packages"
 watched "${pip[@]}" --requirement requirements/cpu.lock || fail "a package of requirements/cpu.lock could not be installed; pip says which above."
 say "installing verl-tlt and its CPU platform"
 watched "${pip[@]}" --no-build-isolation ./requirements/vllm-metadata --editable . --editable ./verl_cpu
-# torch's and vLLM's platform choice is what goes wrong first: see it now rather than in a worker.
+# torch's and vLLM's platform choice, and the plugin that verl loads, are what goes wrong first: see it now.
 "$VENV/bin/python" - <<'PY' || fail "the environment does not hold together; remove it and run make setup again."
 import importlib.metadata as metadata
 assert metadata.version("vllm").endswith("+cpu") and metadata.version("verl") == "0.9.1"
-import verl_cpu.environment, verl_tlt.plugin
-assert verl_tlt.plugin.armed()
+import verl_cpu.environment, verl.utils.config
+assert verl.utils.config.validate_config._verl_tlt, "verl did not load the plugin of verl-tlt"
 PY
 printf '%s\n' "$inputs" > "$STAMP"
 say "done: $VENV"
