@@ -8,25 +8,18 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.e2e import heads
-from benchmarks.e2e.__main__ import drafters, portable, read_options, schedule
+from benchmarks.e2e.__main__ import schedule
 from benchmarks.e2e.arms import LOADS, Heads, arms
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
 from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 
 PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
-REPLICAS = 2
 
 
 @pytest.fixture
 def every(tmp_path):
     return arms(PLACES, [[1, 4, 5], [5, 32, 0]])
-
-
-def test_a_run_without_a_drafter_may_be_left_to_its_own_rule(every, tmp_path):
-    assert "tlt.spot.cold_start_s=60" in every["tlt-fresh"].overrides and "60 s at most" in every["tlt-fresh"].label
-    by_rule = arms(PLACES, [], "null")["tlt-fresh"]
-    assert "tlt.spot.cold_start_s=null" in by_rule.overrides and "if that pays" in by_rule.label
 
 
 def parsed(overrides):
@@ -75,36 +68,6 @@ def test_a_warm_up_has_none_of_the_prompts_that_are_compared_on(tmp_path):
     assert len(set(given)) == 200 and not set(given) & set(compared)
 
 
-@pytest.mark.heavy
-def test_the_stale_drafter_is_made_for_a_policy_as_far_away_as_runs_move(tmp_path):
-    told = heads._earlier_policy(tmp_path / "policy")
-    assert told["kl_per_token"] == pytest.approx(heads.MOVED, rel=0.25)
-    assert (tmp_path / "policy" / "model.safetensors").exists()
-
-
-def test_a_drafter_that_is_there_is_not_made_again(tmp_path):
-    home = heads.home_of(tmp_path, heads.WARM)
-    home.mkdir(parents=True)
-    (home / heads.RECORD).write_text(json.dumps({"acceptance": [0.9, 0.8], "seconds": 500}))
-    found = heads.prepare(tmp_path, heads.WARM)
-    assert found.drafter == home / "drafter" and found.acceptance == [0.9, 0.8] and found.facts["seconds"] == 500
-    known = arms(Heads(*(heads.home_of(tmp_path, name) / "drafter" for name in heads.NAMES)), [])
-    assert drafters(tmp_path, [known[STOCK], known["tlt"]]) == {heads.WARM: found.facts}, "the others are not needed"
-
-
-def test_the_large_load_begins_with_many_requests_in_every_engine():
-    large = LOADS["large"]
-    assert large.responses >= 96 and large.requests >= large.responses // REPLICAS >= 48
-    given = parsed(large.overrides)
-    assert given["data.train_batch_size"] == given["actor_rollout_ref.actor.ppo_mini_batch_size"] == large.prompts
-
-
-def test_a_result_names_no_folder_of_the_machine(tmp_path):
-    work = tmp_path / "demo-out" / "e2e"
-    kept = portable({"overrides": [f"a={work / 'costs'}", f"b={tmp_path / 'file'}"]}, {"WORK": work, "CLONE": tmp_path})
-    assert json.loads(kept) == {"overrides": ["a=WORK/costs", "b=CLONE/file"]}
-
-
 def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
     seconds = {-1: 0.010, 0: 0.011, 3: 0.013, 7: 0.016}
     points = [
@@ -115,10 +78,3 @@ def test_vllms_table_drafts_less_where_batches_are_large(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps({"points": LatencyTable(tuple(points)).to_list()}))
     table = schedule(tmp_path, [0.8] * 7, LOADS["small"].requests)
     assert table[0][0] == 1 and table[-1][1] == 32 and table[0][2] > table[-1][2]
-
-
-def test_given_lengths_are_of_the_toy_alone(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["e2e", "--policy", "real", "--forced"])
-    with pytest.raises(SystemExit):
-        read_options()
-    assert "--forced is of the toy" in capsys.readouterr().err

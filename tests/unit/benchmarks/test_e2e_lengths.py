@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.e2e.along import WINDOW, by_window
 from benchmarks.e2e.lengths import Sampled, adjusted, sampled
-from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT
+from verl_tlt.commands.compare.plan import STOCK, TLT
 from verl_tlt.commands.compare.record import Step
 
 STEP = Step(turn=0, step=2, step_s=40.0, rollout_s=30.0, tokens=100.0, longest=50.0, reward=0.5)
@@ -50,14 +49,3 @@ def test_lengths_are_counted_in_what_verl_wrote_of_the_step(tmp_path):
     (tmp_path / "2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (one,) = sampled([STEP, replace(STEP, step=3)], tmp_path, lambda text: len(text.split()), longest=50)
     assert one.step is STEP and one.lengths == (4, 50), "with the token that ended it, and no more than there may be"
-
-
-def test_windows_show_the_difference_that_training_makes():
-    def run(gain):
-        return [replace(STEP, step=n, accept_length=2.0 + gain * n, reward=0.1 * (n % 2)) for n in range(2, 26)]
-
-    windows = by_window({TLT: [run(0.1), run(0.12)], NO_SPOT: [run(0.0), run(0.0)]})
-    assert [window["steps"] for window in windows] == [[n, n + WINDOW - 1] for n in range(2, 26, WINDOW)]
-    gains = [window["accept_length"]["difference"] for window in windows]
-    assert all(low <= mean <= high for mean, low, high in gains) and gains[0][0] < gains[-1][0]
-    assert gains[-1][1] > 1.5 and windows[-1]["reward"]["difference"] == [0.0, 0.0, 0.0]

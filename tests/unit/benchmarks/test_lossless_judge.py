@@ -64,15 +64,6 @@ def test_a_token_that_cannot_be_is_seen_and_power_grows_with_what_is_wrong(exact
     assert share[0] == 0.0 and share[0] <= share[1] <= share[2] == 1.0
 
 
-def test_many_rows_are_judged_in_parts(exact, drawn, monkeypatch):
-    outputs = drawn(COOL)
-    whole = exact.judge(PROMPT, outputs, COOL)
-    monkeypatch.setattr("benchmarks.lossless.exact.AT_ONCE", 100 * TOKENS * SMALL)
-    parts = exact.judge(PROMPT, outputs, COOL)
-    np.testing.assert_allclose(parts.log_prob, whole.log_prob, atol=1e-5)
-    assert parts.position.tolist() == whole.position.tolist()
-
-
 def test_tokens_that_are_nearly_sure_pass_after_many_prompts(exact):
     """Their places are random numbers of the judge, which must be others after each prompt."""
     sure, parts = Sampling(temperature=1e-4), []

@@ -49,13 +49,6 @@ def test_a_phase_has_one_mark_and_not_in_a_jobs_first_step(name, event):
     assert not any(target.mark(other, first=4) for other in others if not (name == "rollout" and other.kind == "load"))
 
 
-def test_a_verdict_is_awaited_only_where_somebody_trained():
-    target = Target("judged", 0.0)
-    assert not target.mark(phase("rollout", 5), first=4)
-    target.mark(load(6, a=1, b=0), first=4)
-    assert target.mark(phase("rollout", 6), first=4)
-
-
 def test_what_the_spot_trainer_logs_is_read_back():
     line = f"INFO:x:the spot trainer goes on from /out/global_step_3/tlt_drafter after {HELD} optimizer steps\n"
     assert held_by(f"noise\n{line}") == [HELD]
@@ -110,23 +103,3 @@ def test_what_a_killed_job_published_after_the_save_is_not_what_was_saved(tmp_pa
     step(3, 2, trained=4)
     step(4, 3, trained=1)
     assert history(read_trace(tmp_path), 4) == {"version": 2, "steps": 17}
-
-
-def test_what_a_cold_start_published_is_saved_with_its_step(tmp_path):
-    trace = TraceWriter(tmp_path, "trainer", clock=lambda: 15.0)
-    trace.emit("run", step0=1, replicas=["a", "b"])
-    trace.emit("phase", step=3, name="cold_start", start=10.0, end=20.0)
-    trace.emit("publish", step=3, version=2, decision="published")
-    assert history(read_trace(tmp_path), 3)["version"] == 2
-
-
-def test_the_optimizer_has_the_steps_of_all_sessions_until_the_save_on_whichever_replica(tmp_path):
-    clock = iter(range(1000))
-    trace = TraceWriter(tmp_path, "trainer", clock=lambda: float(next(clock)))
-    for first, trained in ((1, {"a": (5, 1), "b": (3, 4)}), (3, {"a": (2, 0), "b": (1, 0)})):
-        trace.emit("run", step0=first, replicas=["a", "b"])
-        for replica, steps in trained.items():
-            for later, count in enumerate(steps):
-                session = {"step": first + later, "start": float(next(clock)), "end": 0.0, "steps": count, "tokens": 9}
-                trace.emit("session", replica=replica, outcome="stopped", **session)
-    assert history(read_trace(tmp_path), 4)["steps"] == (5 + 1 + 3 + 4) + (2 + 0 + 1 + 0)

@@ -15,13 +15,6 @@ def test_a_container_limits_memory_and_cores(tmp_path):
     assert machine.cores == pytest.approx(0.5)
 
 
-def test_without_a_container_the_machine_counts(tmp_path):
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    machine = find_machine(tmp_path)
-    assert machine.memory_gb > 0.1 and machine.cores >= 1
-
-
 def test_too_little_is_refused_and_little_is_said():
     with pytest.raises(DemoError, match=r"3\.0 GB are available"):
         Machine(3.0, 2).check()
