@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import itertools
 import typing
 from collections.abc import Mapping
@@ -28,72 +27,59 @@ INTRO = """# Settings
 
 <!-- Written by docs/generate.py from verl_tlt/config.py: edit those. -->
 
-`+trainer.plugin=tlt` switches TLT on, with every setting at its default. Settings follow it on the command line:
+`+trainer.plugin=tlt` switches TLT on. Every setting has a default, and most runs set `tlt.drafter.path` alone:
 
 ```bash
 python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
-    tlt.drafter.path=/models/my-drafter tlt.speculation.max_draft_length=5
+    tlt.drafter.path=/models/my-drafter
 ```
 
-Each of these may begin with a plus or not. Where verl-tlt is not installed, verl refuses those without a plus. A YAML
-config of your own may hold `trainer: {plugin: tlt}` and a `tlt:` node instead, and
-`++trainer.plugin=null` at the end of a command line runs stock verl.
-
-An unknown key, a value of the wrong type, or values that contradict each other stop the run before Ray starts, with a
-sentence that names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt ...` says so without a run.
-
-Most runs need only these:
-
-| You want | Set |
+| To do this | Set |
 |---|---|
-| to start with a trained drafter | `path` in [tlt.drafter](#tltdrafter) |
-| a larger or smaller longest draft | `max_draft_length` in [tlt.speculation](#tltspeculation) |
-| less host memory | `max_mb` in [tlt.buffer](#tltbuffer) |
-| never to wait for a first drafter, or longer | `cold_start_s` in [tlt.spot](#tltspot) |
-| speculation alone, or training alone | `enable=false` in [tlt.spot](#tltspot) or [tlt.speculation](#tltspeculation) |
+| start with a trained drafter | `tlt.drafter.path=DIR` |
+| draft with the policy's own MTP head | `tlt.drafter.method=mtp` |
+| allow longer drafts, or only shorter ones | `tlt.speculation.max_draft_length=5` |
+| use less host memory | `tlt.buffer.max_mb=1024` |
+| never pause RL to train a first drafter | `tlt.spot.cold_start_s=0` |
+| draft with a drafter that is never trained | `tlt.spot.enable=false` |
+| train a drafter and decode as stock verl does | `tlt.speculation.enable=false` |
+| run stock verl with the same command line | `++trainer.plugin=null` at its end |
+
+Settings on the command line may begin with a plus. Where verl-tlt is not installed, Hydra refuses those without one.
+Settings may also stand in [a YAML file of your own](quickstart.md#your-own-yaml-file).
+
+An unknown key, a value of the wrong type, or two settings that contradict each other stop the run before Ray starts.
+The message names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt` gives the same message without a run.
 """
 
 NOTES = {
-    "drafter": [
-        "`vocab` is a random head's; a drafter from `path` brings its own.",
-        "`method=mtp` is for policies that have such a head; `vocab` is then refused.",
-        "In a resumed run the drafter in the checkpoint wins over `path`.",
-        "`save_dir` is written only where spot training runs.",
-    ],
-    "speculation": [
-        "`enable=false` starts engines without a drafter; `policy=off` starts them with one that never runs.",
-        "`policy=fixed` drafts however little is accepted: for tests and comparisons.",
-    ],
-    "spot": [
-        "`cold_start_s` counts training, scores and publication. A resumed run with a drafter has no"
-        " [cold start](how-it-works.md#a-cold-start), nor has `separate_async`.",
-        "After three failures in a row nothing is trained any more in this run; the drafter is still written.",
-    ],
-    "buffer": [
-        "One token takes 8 bytes per unit of the policy's hidden size, 32 KiB at 4096; an MTP head's takes 2 bytes.",
-    ],
-    "gate": [
-        "*Surely* means at a level of 1 %. In doubt the served drafter stays, and the candidate trains on.",
-        "With fewer than 512 positions, or fewer than 7 prompts, it stays, too, unless what is served is useless.",
-    ],
-    "trace": ["What the files hold: [metrics](metrics.md). `verl-tlt report DIR` reads them."],
+    "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written only if the drafter is trained.",
+    "speculation": "[How K is chosen](how-it-works.md#how-k-is-chosen) says which lengths an engine can draft.",
+    "spot": "A run that resumes with a drafter has no [cold start](how-it-works.md#a-cold-start), nor has"
+    " `trainer.v1.trainer_mode=separate_async`.",
+    "buffer": "A token takes 8 bytes for each unit of the policy's hidden size, so 32 KiB at 4,096. For an MTP head it"
+    " takes 2 bytes.",
+    "gate": "[The test](how-it-works.md#test-and-publication) compares drafters on prompts that were not trained on.",
+    "trace": "[What the files hold](metrics-and-troubleshooting.md#the-trace).",
 }
-"""What a single key's line cannot say, by section."""
+"""What concerns several keys of a section, below its table."""
 
 
 def render() -> str:
-    """The page of settings: for each section its keys, each once, and what concerns several."""
+    """The page of settings: a table for each section."""
     defaults = TLTConfig().to_dict()
     parts = [INTRO]
     for section in dataclasses.fields(TLTConfig):
         cls = typing.get_type_hints(TLTConfig)[section.name]
-        lines = [
-            f"* `tlt.{section.name}.{key}` = `{_yaml(defaults[section.name][key])}` ({kind}): {meaning}"
+        settings = {f.name for f in dataclasses.fields(cls) if is_setting(f)}
+        rows = [
+            f"| `tlt.{section.name}.{key}` | `{_yaml(defaults[section.name][key])}` | {kind} | {meaning} |"
             for key, kind, meaning in _fields(cls.__name__)
-            if key in {f.name for f in dataclasses.fields(cls) if is_setting(f)}
+            if key in settings
         ]
-        lines += ["", *(f"* {note}" for note in NOTES[section.name])]
-        parts.append(f"## tlt.{section.name}\n\n{inspect.cleandoc(cls.__doc__)}\n\n" + "\n".join(lines) + "\n")
+        rows = ["| Setting | Default | Value | Meaning |", "|---|---|---|---|", *rows]
+        doc = " ".join(cls.__doc__.split())
+        parts.append(f"## tlt.{section.name}\n\n{doc}\n\n" + "\n".join(rows) + f"\n\n{NOTES[section.name]}\n")
     return "\n".join(parts)
 
 

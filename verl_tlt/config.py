@@ -107,20 +107,21 @@ Policy = Annotated[str, BeforeValidator(_policy)]
 
 @dataclass(frozen=True, config=STRICT)
 class DrafterConfig:
-    """What drafts, and how it learns."""
+    """The drafter and how it is trained."""
 
     method: Literal["eagle3", "mtp"] = "eagle3"
-    """What drafts: an EAGLE-3 head, or `mtp`, the multi-token prediction head in the policy's own checkpoint."""
+    """Kind of drafter: `eagle3`, a separate head, or `mtp`, the multi-token prediction head in the policy's files."""
     path: str | None = None
-    """Directory of a drafter to start from, or its name on the Hugging Face hub. EAGLE-3 heads are in speculators',
-    SpecForge's or SafeAILab's layout, MTP heads as verl-tlt saves them. Null: a random head, or the policy's own."""
+    """Folder of the drafter to start from, or its name on the Hugging Face hub. Null: a random EAGLE-3 head, or the
+    policy's own MTP head. A resumed run takes the drafter of its checkpoint instead."""
     save_dir: str | None = None
-    """Where the drafter is left at the end of the run; null: `<trainer.default_local_dir>/tlt_drafter`."""
+    """Folder in which the trained drafter is saved at the end. Null: `<trainer.default_local_dir>/tlt_drafter`."""
     vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None
-    """Tokens a new drafter can draft: the most frequent of the first rollout, or `full`, all of the policy's. Null: all
-    of up to 65,536, and 32,768 of a larger vocabulary, whose head would take most of a draft's time."""
+    """How many tokens a new EAGLE-3 drafter can draft, the most frequent ones of the first rollout; `full`: the whole
+    vocabulary. Null: the whole vocabulary up to 65,536 tokens, and 32,768 tokens of a larger one. A drafter from
+    `path` keeps its own."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    """AdamW's learning rate after warm-up."""
+    """Learning rate with which the drafter is trained (AdamW)."""
     objective: str = constant("hass")
     """How many draft positions a training step unrolls in the end, by the method that trains so (`OBJECTIVES`)."""
     loss: str = constant("kl_div")
@@ -144,24 +145,25 @@ class DrafterConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SpeculationConfig:
-    """How many tokens to draft, decided once per engine step before drafting."""
+    """Drafting in the rollout."""
 
     enable: bool = True
-    """False: decode as stock verl does; spot training can still run."""
+    """False: engines start without a drafter, as in stock verl. The drafter can still be trained."""
     policy: Policy = "live_table"
-    """Who chooses the draft length K: `live_table`, a list by batch size that follows measured step times and
-    acceptance; `fixed`, one K; `off`, nobody; or `module:Class`, a `verl_tlt.speculation.types.Policy` of your own."""
+    """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
+    step; `off`, engines have a drafter and never use it; or `module:Class`, a policy of your own."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
-    """K_max: the longest draft; null: 7 where vLLM's V2 model runner has FULL CUDA graphs for every draft length,
-    else 3. It is shorter (3 or 1) where draft logits of V2 would take more than a gibibyte of each GPU."""
+    """Longest draft, K_max. Null: 7 where vLLM has FULL CUDA graphs for every draft length (0.32 and later), otherwise
+    3. It is 3 or 1 where the draft logits would take more than 1 GiB of each GPU."""
     fixed: DraftLength | None = None
-    """The K of policy=fixed; null: K_max."""
+    """K of `policy=fixed`. Null: the longest draft."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = constant(None)
     """Draft lengths that the policy may use; null: all that the engine can serve."""
     calibrate: bool = constant(True)
     """Measure step latency by batch and K at start."""
     source: Literal["eagle", "ngram"] = "eagle"
-    """Who drafts: the drafter, or n-grams of sibling responses, which need none and give up vLLM's async scheduling."""
+    """`eagle`: the drafter proposes tokens. `ngram`: text of other responses to the same prompt does, without a drafter
+    and without vLLM's async scheduling."""
 
     @property
     def longest(self) -> int:
@@ -176,30 +178,30 @@ class SpotConfig:
     """
 
     enable: bool = True
-    """False: the drafter stays as it was loaded."""
+    """False: the drafter is not trained and stays as it was loaded."""
     stop_timeout_s: Positive = 5.0
-    """A spot trainer that has not stopped by then is killed and replaced; RL does not wait longer."""
+    """Seconds that RL waits for a training session to stop. Then the spot trainer is killed and replaced."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
-    """Passes over the buffer's tokens per session at most (a small buffer is memorised otherwise)."""
+    """Passes over the buffered tokens in one training session, at most: more would memorise a small buffer."""
     cold_start_s: NotNegative | None = None
-    """Seconds for which a run without a drafter stops, once in its third step, to train one; 0: never. Null: 30 seconds
-    on GPUs, less than one RL step of a run that lasts hundreds, and never on the CPU."""
+    """Seconds that a run without a drafter pauses once, in its third step, to train one; 0: never. Null: 30 on GPUs,
+    0 on the CPU."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class BufferConfig:
-    """The hidden states of recent rollouts, kept on the node that made them."""
+    """The hidden states of recent rollouts, which the drafter is trained on."""
 
     max_mb: Count | None = None
-    """Bytes of hidden states that the spot trainer keeps, in MiB; the oldest step goes first. Null: 2048, or on GPUs
-    what drafter and optimizer leave of 15 % of a node's memory, where that is more."""
+    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: 2048, or on GPUs what drafter
+    and optimizer leave of 15 % of the node's memory, if that is more."""
     keep_steps: Count = constant(8)
     """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)
     """Tokens below which no session starts: a replica does not leave for less than a few optimizer steps."""
     tokens_per_step: Count | None = None
-    """Tokens whose hidden states are captured in an RL step of the run; each length gets its share of them. Null:
-    65,536, which is 2 GB for a 7B policy and 4 GB for a 70B one."""
+    """Tokens whose hidden states are captured in each RL step. Null: 65,536, which is 2 GB for a 7B policy and
+    4 GB for a 70B one."""
     window: Count = constant(4096)
     """Longest stretch kept of one sequence, at its true positions: it bounds the memory of one micro-batch."""
     held_out: Annotated[float, Field(gt=0, lt=0.9)] | None = constant(None)
@@ -208,18 +210,18 @@ class BufferConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class GateConfig:
-    """Whether a trained drafter is served."""
+    """The test that a newly trained drafter has to pass before it is served."""
 
     enable: bool = True
-    """False: the drafter is published after every training session, unscored."""
+    """False: each newly trained drafter is served without being scored first."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class TraceConfig:
-    """What is written down."""
+    """The trace, which `verl-tlt report` reads."""
 
     dir: str | None = None
-    """Directory of the JSONL trace; null: `<trainer.default_local_dir>/tlt_trace`."""
+    """Folder of the trace. Null: `<trainer.default_local_dir>/tlt_trace`."""
 
 
 @dataclass(frozen=True, config=STRICT)
