@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 SETUP = Path(__file__).parents[1] / "setup.py"
-TERMS = Path(__file__).parent / "metrics.md"
-"""The page whose last section explains the terms."""
+TERMS = Path(__file__).parent / "how-it-works.md"
+"""The page whose section "Terms" explains the terms."""
 
 
 def on_page_markdown(markdown: str, *, config: Mapping[str, Any], **_: Any) -> str:
@@ -39,10 +39,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def terms() -> dict[str, str]:
-    """Each noun of the glossary with its meaning, and its plural; a row may hold several of each."""
-    glossary = TERMS.read_text(encoding="utf-8").partition("## Terms")[2]
-    found = {}
-    for names, meanings in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", glossary, re.MULTILINE)[1:]:
-        found |= dict(zip(names.split(", "), meanings.split("; "), strict=True))
-    found = {term: meaning for term, meaning in found.items() if not meaning.startswith("to ")}  # verbs have other uses
+    """Each term of the glossary with its meaning, and its plural."""
+    glossary = TERMS.read_text(encoding="utf-8").partition("## Terms")[2].partition("\n## ")[0]
+    found = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", glossary, re.MULTILINE)[1:])
     return found | {f"{term}s": meaning for term, meaning in found.items() if term.islower()}
