@@ -1,4 +1,6 @@
-"""Computes the `tlt/*` metrics of an RL step, and the line that is printed of them. docs/metrics.md has a row for each.
+"""Computes the `tlt/*` metrics of an RL step, and the line that is printed of them.
+
+docs/metrics-and-troubleshooting.md has a row for each.
 
 What could not be measured gets no key, so a dashboard shows a gap, never a NaN or a zero.
 """

@@ -149,5 +149,5 @@ def test_every_metric_is_documented():
     }
     names = {re.sub(r"overhead_\w+_s$", "overhead_<part>_s", name) for name in names}
     names = {re.sub(r"errors_\w+$", "errors_<what>", name) for name in names}
-    page = Path(verl_tlt.__file__).parents[1] / "docs" / "metrics.md"
+    page = Path(verl_tlt.__file__).parents[1] / "docs" / "metrics-and-troubleshooting.md"
     assert names == set(re.findall(r"^\| `(tlt/[^`]+)` \|", page.read_text(), flags=re.MULTILINE))
