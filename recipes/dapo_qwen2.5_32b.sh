@@ -5,7 +5,7 @@
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment, so no replica leaves before the batch
-#           is complete: tlt/bubble_s counts the last round's tail only, and is smaller than under plain GRPO.
+#           is complete: tlt/idle_s counts the last round's tail only, and is smaller than under plain GRPO.
 #
 #   DATA=/data DRAFTER=/drafters/qwen2.5-32b recipes/dapo_qwen2.5_32b.sh [more verl overrides]
 set -euo pipefail

@@ -4,7 +4,7 @@
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0; tlt/bubble_s large in the very first steps already; then as in grpo_qwen2.5_7b.sh. Acceptance
+# Watch:    tlt/errors 0; tlt/idle_s large in the very first steps already; then as in grpo_qwen2.5_7b.sh. Acceptance
 #           differs between policies that look alike: do not start from a drafter made for the base model.
 #
 #   DATA=/data DRAFTER=/drafters/r1-distill-7b recipes/grpo_deepseek_r1_distill_qwen_7b.sh [more verl overrides]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-8B on one node: the recipe to try TLT with; FSDP2.
 #
-# Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most bubbles one node can have.
+# Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most idle time one node can have.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0; tlt/bubble_s against timing_s/gen times 8: the share of the fleet that waits. With one node there
+# Watch:    tlt/errors 0; tlt/idle_s against timing_s/gen times 8: the share of the fleet that waits. With one node there
 #           are more requests for each engine than in a cluster, so expect less than a cluster gains.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-8b recipes/grpo_qwen3_8b.sh [more verl overrides]
