@@ -124,3 +124,13 @@ def test_what_a_setting_means(section, key, value, attribute, wanted):
 )
 def test_dtypes_have_one_spelling(spelled, name):
     assert dtype_name(spelled) == name
+
+
+def test_every_setting_is_read_somewhere():
+    package = Path(module.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if path.name != "config.py"]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    sections = typing.get_type_hints(TLTConfig).values()
+    assert {f.name for section in sections for f in dataclasses.fields(section)} <= read

@@ -4,19 +4,16 @@ tests/contract/test_docs_run.py runs those that take seconds and no engine.
 """
 
 import ast
-import contextlib
-import io
 import json
 import re
 import tomllib
 
 import pytest
 import typer
-from doc_commands import ROOT, blocks, commands, overrides
+from doc_commands import ROOT, commands, overrides
 
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.cli import app
-from verl_tlt.trace.metrics import step_line
 from verl_tlt.upstream.versions import location
 
 COMMANDS = commands()
@@ -37,12 +34,6 @@ def overrides_of_commands():
     return sorted(found - {()})
 
 
-def test_every_command_is_of_a_kind_that_is_tested():
-    known = {"verl-tlt", "make", "python", "pytest", "pip", "hf", "vllm", "mkdocs"}
-    others = {command.words[0] for command in COMMANDS} - known
-    assert others and all(name.endswith(".sh") and (ROOT / name).stat().st_mode & 0o100 for name in others)
-
-
 def test_make_has_the_targets():
     targets = re.findall(r"^([a-z0-9.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {command.words[1] for command in COMMANDS if command.words[0] == "make"} <= set(targets)
@@ -56,13 +47,6 @@ def test_verl_tlt_takes_these_words(command, monkeypatch):
         monkeypatch.setattr(one, "callback", lambda name=name, **_: called.append(name))
     group.main(list(command.words[1:]), prog_name="verl-tlt", standalone_mode=False)
     assert called == [command.words[1]]
-
-
-def test_every_command_is_in_the_readme():
-    named = re.findall(r"^\| `verl-tlt .*? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert {word for row in named for word in re.findall(r"`(?:verl-tlt )?([\w-]+)`", row)} == set(
-        typer.main.get_command(app).commands
-    )
 
 
 @pytest.mark.parametrize("given", overrides_of_commands(), ids=" ".join)
@@ -112,23 +96,3 @@ def test_vllm_knows_the_speculative_config(command):
     module = ast.parse((location("vllm") / "config" / "speculative.py").read_text())
     config = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "SpeculativeConfig")
     assert set(given) <= {n.target.id for n in config.body if isinstance(n, ast.AnnAssign)}
-
-
-def test_the_five_tokens_are_aligned_as_the_page_shows():
-    (code,) = [block for block in blocks(ROOT / "docs" / "drafter.md", "python") if "align(" in block]
-    (shown,) = [block for block in blocks(ROOT / "docs" / "drafter.md", "text") if block.startswith("102 ")]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(code, {})
-    assert said.getvalue() == shown
-
-
-def test_the_lines_of_a_run_are_recorded_ones():
-    """With what a step prints first."""
-    turns = json.loads((ROOT / "benchmarks" / "results" / "cold_start.json").read_text())["turns"]
-    steps = {step["step"]: step for turn in turns if turn["arm"] == "tlt-fresh" for step in turn["steps"]}
-    (shown,) = [block for block in blocks(ROOT / "docs" / "quickstart.md", "console") if block.startswith("step ")]
-    for line in shown.splitlines():
-        step = steps[int(line.split()[1])]
-        found = {"critic/score/mean": step["reward"], "timing_s/gen": step["rollout_s"]}
-        assert line == step_line(found | {"tlt/accept_length": step["accept_length"]}, step["step"])
