@@ -55,7 +55,7 @@ The message names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt` g
 NOTES = {
     "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written only if the drafter is trained.",
     "speculation": "[How K is chosen](how-it-works.md#how-k-is-chosen) says which lengths an engine can draft.",
-    "spot": "A run that resumes with a drafter has no [cold start](how-it-works.md#a-cold-start), nor has"
+    "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a drafter, nor with"
     " `trainer.v1.trainer_mode=separate_async`.",
     "buffer": "A token takes 8 bytes for each unit of the policy's hidden size, so 32 KiB at 4,096. For an MTP head it"
     " takes 2 bytes.",

@@ -117,9 +117,9 @@ class DrafterConfig:
     save_dir: str | None = None
     """Folder in which the trained drafter is saved at the end. Null: `<trainer.default_local_dir>/tlt_drafter`."""
     vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None
-    """How many tokens a new EAGLE-3 drafter can draft, the most frequent ones of the first rollout; `full`: the whole
-    vocabulary. Null: the whole vocabulary up to 65,536 tokens, and 32,768 tokens of a larger one. A drafter from
-    `path` keeps its own."""
+    """Number of tokens that a new EAGLE-3 drafter can draft, the most frequent ones of the first rollout, or `full`.
+    Null: the whole vocabulary up to 65,536 tokens, and 32,768 tokens of a larger one. A drafter from `path` keeps its
+    own."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Learning rate with which the drafter is trained (AdamW)."""
     objective: str = constant("hass")
