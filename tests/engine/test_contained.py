@@ -1,4 +1,4 @@
-"""An exception in our own code inside the engine core ends speculation, not the engine, and changes no token."""
+"""An exception in our code inside the engine core, or in a drafter's pass, ends speculation and changes no token."""
 
 import logging
 from collections import deque
@@ -11,6 +11,7 @@ from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.ngram_index import NgramIndex
+from verl_tlt.vllm_worker.drafter_pass import contain
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +55,7 @@ def equipped(engine):
 
 
 def break_after(owner, name, calls, patch):
-    """Have this function raise from so many calls on."""
+    """Have this function raise from so many calls on; returns a list with an item for each call."""
     original, seen = getattr(owner, name), []
 
     def broken(*args, **kwargs):
@@ -64,6 +65,7 @@ def break_after(owner, name, calls, patch):
         return original(*args, **kwargs)
 
     patch.setattr(owner, name, broken)
+    return seen
 
 
 @pytest.mark.parametrize("part", CALLS)
@@ -95,3 +97,28 @@ def test_a_call_that_raises_is_answered_with_what_it_raised(engine_of, stock_tok
             engine.core.tlt_call("control", {"force_k": 99})
         assert engine.generate(REQUESTS, TOKENS) == stock_tokens["qwen3"]
         assert engine.scheduler.tlt.stats().num_drafts > 0
+
+
+@pytest.mark.parametrize("part", ["forward", "compute_logits"])
+def test_a_drafter_that_raises_in_its_pass_leaves_the_engine_as_stock(engine_of, stock_tokens, models, caplog, part):
+    with engine_of("good", policy="policies:rand") as engine:
+        engine.patch.setattr(engine.drafters_pass, "failure", "")  # as it is after this test
+        calls = break_after(engine.runner.drafter.model, part, GOOD_CALLS, engine.patch)
+        logger = logging.getLogger("verl_tlt.vllm_worker.drafter_pass")
+        logger.addHandler(caplog.handler)
+        try:
+            for _ in range(2):
+                assert engine.generate(REQUESTS, TOKENS) == stock_tokens["qwen3"]
+        finally:
+            logger.removeHandler(caplog.handler)
+        assert len(calls) == GOOD_CALLS + 1, "the pass was tried again"
+        reply = engine.rpc("tlt_load_drafter", str(models["good"] / "model.safetensors"))
+        assert not reply["ok"] and "ArithmeticError: broken by a test" in reply["error"]
+    said = [r for r in caplog.records if "drafts nothing any more" in r.getMessage()]
+    assert [record.exc_info is not None for record in {id(r): r for r in said}.values()] == [True]
+
+
+def test_a_worker_of_several_ranks_does_not_contain_what_the_others_wait_in():
+    runner = SimpleNamespace(drafter=SimpleNamespace(propose=max))
+    ranks = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    assert contain(runner, ranks) is None and runner.drafter.propose is max

@@ -1,4 +1,4 @@
-"""A drafter whose weights are no numbers, or make none, costs its drafts and no token."""
+"""A drafter whose weights are no numbers, or make none, or whose pass raises, leaves the target's distribution."""
 
 import pytest
 import torch
@@ -48,3 +48,16 @@ def test_with_the_logits_that_it_computes_they_would_not(engine):
     engine.patch.delattr(engine.runner.drafter.model, "compute_logits")  # ours; the class has vLLM's
     for outputs in draw(engine, HOT, DRAWS):
         assert (outputs[:, 1:] == 0).mean() > 0.4, "NaN does not fool the rejection sampler: drop `finite_logits`?"
+
+
+def test_drafts_in_place_of_a_pass_that_raises_leave_the_targets_distribution(engine, exact):
+    """They are token 0 throughout, and verified."""
+
+    def fail(*_args, **_kwargs):
+        raise ArithmeticError("broken by a test")
+
+    engine.patch.setattr(engine.drafters_pass, "failure", "")  # as it is after this test
+    engine.patch.setattr(engine.runner.drafter.model, "forward", fail)
+    chi, martingale = p_values(exact, draw(engine, HOT, DRAWS), HOT)
+    assert engine.scheduler.tlt.stats().num_draft_tokens > 10 * DRAWS and engine.drafters_pass.failure
+    assert chi > FAILS and martingale > FAILS

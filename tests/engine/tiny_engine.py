@@ -50,6 +50,7 @@ class Engine:
         driver = getattr(self.core.model_executor, "driver_worker", None)  # None: ranks are other processes
         self.runner = driver and driver.worker.model_runner
         self.live_drafter = getattr(driver and driver.worker, "tlt_drafter", None)
+        self.drafters_pass = getattr(driver and driver.worker, "tlt_pass", None)
         if hasattr(self.scheduler, "tlt"):
             self.scheduler.tlt.control(points=policies.COSTS.to_list())
 
@@ -116,5 +117,5 @@ class Engine:
             if beside:
                 patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
             self.core.shutdown()
-        del self.llm, self.core, self.scheduler, self.runner, self.live_drafter
+        del self.llm, self.core, self.scheduler, self.runner, self.live_drafter, self.drafters_pass
         gc.collect()

@@ -38,7 +38,6 @@ class PhaseReport:
     end: float = 0.0  # when the last request had finished
     first_dispatch: float | None = None
     sessions: list[Session] = field(default_factory=list)
-    stop_s: float | None = None  # how long the end of sampling waited for the session to stop
     error: str | None = None
 
 
@@ -174,17 +173,15 @@ class SamplingWatch:
             logger.error("the end of sampling goes on without its watch: %s", self._report.error)
         now = self._clock.monotonic()
         self._planner.end(now)
-        self._report.stop_s = self._stop(stop_timeout_s)
+        self._stop(stop_timeout_s)
         self._report.idle = self._planner.idle_time(self._clock.monotonic())
         self._report.end = self._report.idle.end + self._unix
         return self._report
 
-    def _stop(self, stop_timeout_s: float) -> float | None:
-        """Stop the session that runs; returns the seconds that this took, None without one."""
+    def _stop(self, stop_timeout_s: float) -> None:
+        """Stop the session, if one runs."""
         if self._session is None:
-            return None
+            return
         begun = self._clock.monotonic()
         result = self._spot.stop(stop_timeout_s)
-        stop_s = self._clock.monotonic() - begun
-        self._session_ended(result, stop_s)
-        return stop_s
+        self._session_ended(result, self._clock.monotonic() - begun)

@@ -1,1 +1,1 @@
-"""Runs in vLLM's worker processes: loads drafters in place, skips their pass, captures graphs."""
+"""Runs in vLLM's worker processes: loads drafters in place, skips and contains their pass."""

@@ -1,13 +1,14 @@
-"""OFF in a vLLM worker: a step that drafts nothing does without the drafter's own pass.
+"""The drafter's pass in a vLLM worker: left out of steps that draft nothing (OFF), and contained where it fails.
 
-Such a step then costs what it costs in an engine that has no drafter, and the drafter's KV cache has a hole: so switch
-only an engine without requests, and reset its prefix cache before it drafts again. vLLM has two model runners: V1, and
-V2, which serves from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
+A step without the pass costs what it costs in an engine that has no drafter, and the drafter's KV cache has a hole: so
+switch only an engine without requests, and reset its prefix cache before it drafts again. vLLM has two model runners:
+V1, and V2, which serves from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+logger = logging.getLogger(__name__)
+
 
 class NoProposals:
     """The proposer of an engine that drafts n-grams alone: vLLM's `custom_class` proposer, which proposes nothing."""
@@ -31,6 +34,56 @@ class NoProposals:
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_args: object, **_kwargs: object) -> list[list[int]]:
         return [[] for _ in sampled_token_ids]
+
+
+def certain_drafts(proposer: SpecDecodeBaseProposer, batch: int, draft_length: int) -> torch.Tensor:
+    """Drafts as `propose` returns them, int64 [batch, K], without a pass: token 0 everywhere; none at K=0.
+
+    Without probabilities vLLM verifies a draft as one that was certain, which is exact for any token.
+    """
+    proposer._last_draft_probs = None  # else the sampler would pair old probabilities with these drafts
+    proposer.num_speculative_tokens = draft_length
+    return torch.zeros(batch, draft_length, dtype=torch.int64, device=proposer.device)
+
+
+def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Requests and K that a call of V1's `propose` asks for."""
+    return kwargs["common_attn_metadata"].batch_size(), args[0] if args else kwargs["num_speculative_tokens"]
+
+
+class ContainedPass:
+    """A drafter's pass (V1's `propose`) whose first exception ends drafting in this worker, not the engine.
+
+    No pass runs after it, and loading a drafter fails with what it was, so the rollout server has the engine draft
+    nothing from the next weight sync on. Until then `certain_drafts` are verified.
+    """
+
+    def __init__(self, proposer: SpecDecodeBaseProposer) -> None:
+        self.failure = ""
+        self._proposer, self._propose = proposer, proposer.propose
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.failure:
+            try:
+                return self._propose(*args, **kwargs)
+            except Exception as error:
+                self.failure = f"the drafter's pass failed with {type(error).__name__}: {error}"
+                logger.error("The drafter's pass failed; this engine drafts nothing any more.", exc_info=error)
+        return certain_drafts(self._proposer, *_asked(args, kwargs))
+
+
+# Changes vllm: patches/README.md#a-drafters-pass-that-fails-ends-no-engine
+def contain(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig) -> ContainedPass | None:
+    """Contain the drafter's pass; None where an exception in it has to end the engine, as it does in stock vLLM.
+
+    * On several ranks: the others wait in a collective operation of the pass, or would take the next one for it.
+    * On the V2 model runner: its verification reads the drafts' logits from a buffer that the pass left unfinished.
+    """
+    if hasattr(runner, "speculator") or vllm_config.parallel_config.world_size > 1:
+        return None
+    contained = ContainedPass(runner.drafter)
+    runner.drafter.propose = contained
+    return contained
 
 
 # Changes vllm: patches/README.md#no-drafter-pass-in-a-rollout-that-is-off
@@ -52,23 +105,17 @@ def _make_v1_skippable(runner: GPUModelRunner, proposer: SpecDecodeBaseProposer)
     """
     propose, prepare_and_propose = proposer.propose, runner.propose_draft_token_ids
 
-    def nothing_drafted(batch: int) -> torch.Tensor:
-        """As `propose` at K=0: no drafts, int64 [batch, 0]."""
-        proposer._last_draft_probs = None  # else the sampler would pair old probabilities with no drafts
-        proposer.num_speculative_tokens = 0
-        return torch.empty(batch, 0, dtype=torch.int64, device=proposer.device)
-
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        draft_length = args[0] if args else kwargs["num_speculative_tokens"]
+        batch, draft_length = _asked(args, kwargs)
         if proposer.tlt_drafting or draft_length > 0:
             return propose(*args, **kwargs)
-        return nothing_drafted(kwargs["common_attn_metadata"].batch_size())
+        return certain_drafts(proposer, batch, 0)
 
     def prepare_and_run(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> torch.Tensor:
         if proposer.tlt_drafting or scheduler_output.num_spec_tokens_to_schedule > 0:
             return prepare_and_propose(scheduler_output, *args, **kwargs)
         runner._draft_probs = runner._draft_prob_req_ids = None
-        return nothing_drafted(len(runner.input_batch.req_ids))
+        return certain_drafts(proposer, len(runner.input_batch.req_ids), 0)
 
     proposer.propose = run
     if not runner.use_async_scheduling:

@@ -283,6 +283,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension with three methods of ours. vLLM refuses name clashes with its worker, hence the prefix."""
 
     tlt_drafter: LiveDrafter | None = None
+    tlt_pass: drafter_pass.ContainedPass | None = None
+    """The drafter's pass where it is contained."""
 
     # Changes vllm: patches/README.md#a-vllm-worker-is-prepared-between-model-load-and-graph-capture
     def __new__(cls, **kwargs: object) -> Self:
@@ -304,6 +306,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         if drafter is not None:
             self.tlt_drafter = LiveDrafter(self.model_runner, vllm_config)
             keep_logits_finite(drafter)
+            self.tlt_pass = drafter_pass.contain(self.model_runner, vllm_config)
 
     def tlt_load_drafter(self, path: str | None = None) -> dict[str, object]:
         """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
@@ -311,6 +314,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         if self.tlt_drafter is None:  # a pipeline stage without the drafter
             return asdict(LoadReply(ok=True))
         try:
+            if self.tlt_pass is not None and self.tlt_pass.failure:
+                raise DrafterError(f"No drafter is loaded any more: {self.tlt_pass.failure}")
             self.tlt_drafter.load(Path(path) if path else None)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)

@@ -17,7 +17,8 @@ HEADROOM = 128
 def keep_logits_finite(drafter: Eagle3LlamaForCausalLM) -> None:
     """Have the drafter compute finite logits, before a token is drawn from them: NaN becomes 0.
 
-    Drafts and the probabilities that they are verified with come from the same finite logits, so sampling is exact.
+    vLLM draws a draft from these logits and verifies it with their softmax, so sampling is exact whatever they are. A
+    row of NaN drafts uniformly. An exception here is one in the drafter's pass (`drafter_pass.ContainedPass`).
     """
     compute = drafter.compute_logits
 

@@ -3,6 +3,9 @@
 Such a layer keeps a state instead of a KV cache: one after each token of a row's last draft, of which the next step
 reads the one after the last token accepted. vLLM (V1 model runner, 0.24 to 0.31) reads the right one only if every row
 has drafts in every step. On the CPU backend verl_cpu makes a third change.
+
+An exception in these changes is not contained: without them a row reads the state of another token, and its tokens are
+wrong. It ends the engine, and with it the run, as an error of vLLM's own there does.
 """
 
 from __future__ import annotations
