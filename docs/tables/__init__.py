@@ -10,30 +10,21 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tables.checks import lossless, resumptions
 from tables.control import changing, control_by_batch, drain, fixed, foreign, off, oracles, race
-from tables.drafter import learning, merging, real_head, study
+from tables.drafter import learning, study
 from tables.front import expectations, headlines
-from tables.long_runs import growth, overhead, resumptions, stops
 from tables.page import FILES
 from tables.runs import (
     arms,
     cold_start,
     cold_start_rule,
-    cold_start_small,
-    cold_start_turns,
-    drafters,
     end_to_end,
-    end_to_end_avx2,
     end_to_end_large,
     end_to_end_real,
     end_to_end_real_large,
-    end_to_end_stale,
-    readings,
-    same_tokens,
     savings,
-    savings_avx2,
 )
-from tables.system import lossless, mutation
 
 ROOT = Path(__file__).parents[2]
 __all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
@@ -44,11 +35,9 @@ BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (same_tokens, oracles, drain, control_by_batch, resumptions, growth, stops, overhead,
-                  learning, study, merging, end_to_end, readings, foreign, expectations, headlines, savings, changing,
-                  mutation, end_to_end_avx2, savings_avx2, fixed, lossless, arms, drafters, end_to_end_large,
-                  end_to_end_stale, end_to_end_real, end_to_end_real_large, cold_start, cold_start_small,
-                  cold_start_rule, cold_start_turns, off, race, real_head)
+    for table in (arms, changing, cold_start, cold_start_rule, control_by_batch, drain, end_to_end, end_to_end_large,
+                  end_to_end_real, end_to_end_real_large, expectations, fixed, foreign, headlines, learning, lossless,
+                  off, oracles, race, resumptions, savings, study)
 }  # fmt: skip
 
 
