@@ -127,13 +127,15 @@ def test_equal_prompts_count_once_and_a_limit_holds(options, prompts_file, tmp_p
         ("p.jsonl", '{"text": "w1"}', "has no `prompt`, which verl reads by data.prompt_key."),
         ("p.jsonl", '{"prompt": "w1"}', "prompt 1 is no list of messages with `role` and `content`."),
         ("p.jsonl", '{"prompt": [{"role": "none", "content": "w1"}]}', "prompt 1 is refused by verl's single_turn"),
+        ("p.jsonl", '{"prompt": [{"role": "empty", "content": ""}]}', "; 1 are empty in the policy's chat template."),
         ("p.parquet", "not parquet", "cannot be read by verl's dataset: "),
     ],
 )  # fmt: skip
 def test_unusable_files_are_named(options, tmp_path, name, content, sentence):
     (tmp_path / name).write_text(content)
     template = (
-        "actor_rollout_ref.model.custom_chat_template='{{ raise_exception(1) if messages[0].role == \"none\" }}w47'"
+        'actor_rollout_ref.model.custom_chat_template=\'{% for m in messages %}{{ m.content if m.role == "empty" }}'
+        '{{ raise_exception(1) if m.role == "none" }}{% endfor %}{{ "w47" if messages[0].role != "empty" }}\''
     )
     with pytest.raises(DrafterError) as caught:
         read_prompts(options(template, prompts=[tmp_path / name]))

@@ -67,6 +67,8 @@ def read_prompts(options: EngineOptions, limit: int | None = None, least: int = 
     if len(kept) < least:
         long = sum(len(r.tokens) > longest for r in requests)
         why = f"; {long} are longer than {longest} tokens, which leaves no room for a response" if long else ""
+        if empty := sum(not r.tokens for r in requests):
+            why += f"; {empty} are empty in the policy's chat template"
         why += f"; {with_media} have images, videos or sound, which a warm-up leaves out" if with_media else ""
         usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
         raise DrafterError(f"{named} holds {usable}{why}.")
