@@ -4,7 +4,6 @@ One process tries everything, since importing verl and vLLM takes longer than al
 JSON for each, [name, what was found].
 """
 
-import asyncio
 import gc
 import json
 import os
@@ -25,16 +24,6 @@ SHIMMED = sys.argv[1:] == ["shim"]
 def entry() -> tuple[int, str | None]:
     """(objects between two looks for garbage, where verl looks for its FSDP engine) in such a process."""
     return gc.get_threshold()[0], os.environ.get("VERL_ENGINE_DEVICE")
-
-
-def expand() -> bool:
-    """Whether the rejection sampler's per-token values are those of each token's request."""
-    from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample import rejection_sampler
-
-    rejection_sampler.expand_kernel = cpu_triton_utils.expand_kernel  # as vLLM's CPU model runner does
-    out = rejection_sampler.expand_batch_to_tokens(torch.tensor([0.5, 0.0, 0.25]), torch.tensor([2, 3, 6]), 6, 0, 1)
-    return torch.equal(out, torch.tensor([0.5, 0.5, 1.0, 0.25, 0.25, 0.25]))
 
 
 def linear() -> str:
@@ -150,38 +139,6 @@ def sleep() -> tuple[bool, str, str]:
     return CpuPlatform().is_sleep_mode_available(), *said
 
 
-def buckets() -> str:
-    """Whether received weights outlive the shared memory they came in. Without the shim the sender waits for ever."""
-    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
-
-    kept, handle = [], f"ipc://{tempfile.mkdtemp()}/weights.sock"
-
-    def receive() -> None:
-        receiver = transfer.BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True)
-        try:
-            receiver.receive_weights(lambda weights, is_last: kept.extend(weights))
-        except BufferError:
-            say("buckets", "BufferError")
-            os._exit(0)
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    sender = transfer.BucketedWeightSender(zmq_handle=handle, bucket_size_mb=1, use_shm=True)
-    asyncio.run(sender.async_send_weights(iter([("w", torch.arange(8.0))])))
-    thread.join()
-    return "kept" if kept[0][1].tolist() == list(range(8)) else "overwritten"
-
-
-def megatron_dtype() -> str:
-    """In what a Megatron engine may compute."""
-    from verl.workers.config import McoreEngineConfig
-
-    try:
-        return McoreEngineConfig(dtype="float32").dtype
-    except AssertionError:
-        return "16 bits only"
-
-
 def megatron_layers() -> str:
     """What megatron-core makes a layer of where it would take Transformer Engine's parts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -201,23 +158,6 @@ def megatron_router() -> str:
         return f"{router_gating_linear(torch.ones(1, 2), torch.ones(4, 2), None, torch.float32).sum():.0f}"
     except NameError as error:
         return str(error)
-
-
-def megatron_load() -> str:
-    """What becomes of float32 parameters that Megatron's optimizer loads."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    weight = torch.nn.Parameter(torch.zeros(4))
-    optimizer = SimpleNamespace(
-        model_param_group_index_map={weight: (0, 0)},
-        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
-        optimizer=SimpleNamespace(param_groups=[{"params": [view := weight.view(-1)]}], state={view: {}}),
-    )
-    try:
-        DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, weight, {"param": torch.ones(4)})
-    except RuntimeError as error:
-        return str(error).partition(" that")[0]
-    return f"loaded {weight.sum().item():.0f}"
 
 
 def megatron_fresh() -> str:
@@ -278,9 +218,8 @@ def main() -> None:
     else:
         from verl_cpu.platform import register  # stock verl knows no platform of that name
     register()
-    loading = megatron_load, megatron_fresh
-    megatron = megatron_dtype, megatron_layers, megatron_router, *loading, megatron_random, megatron_engine
-    for check in (entry, expand, linear, experts, backend, critic, queue, sleep, *megatron, buckets):
+    megatron = megatron_layers, megatron_router, megatron_fresh, megatron_random, megatron_engine
+    for check in (entry, linear, experts, backend, critic, queue, sleep, *megatron):
         say(check.__name__, check())
 
 

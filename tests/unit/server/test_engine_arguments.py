@@ -141,11 +141,13 @@ def test_a_reasoning_parser_goes_with_a_drafter():
     assert kwargs(user={"reasoning_parser": "qwen3"})["speculative_config"]
 
 
-@pytest.mark.parametrize("release", ["0.30.0", "0.31.0", "0.32.0", "0.33.0"])
 @pytest.mark.parametrize("spelled", ["speculative_config", "speculative-config"])
-def test_vllms_adaptive_verification_cannot_be_switched_on_beside_ours(vllm_is, release, spelled):
-    """It is not exact (`tests/contract/test_vllm_adaptive_verification.py`)."""
-    vllm_is(release)
+def test_vllms_adaptive_verification_cannot_be_switched_on_beside_ours(vllm_is, spelled):
+    """From vLLM 0.30 to 0.32 it changes what is sampled: its budget reads confidences of the step before, which know
+    the noise of a position that is drafted again. Commit 748ae15a computed it for every outcome of a small policy, in
+    test_vllm_adaptive_verification.py.
+    """
+    vllm_is("0.32.0")
     adaptive = "enable_adaptive_verification"
     assert adaptive not in kwargs()["speculative_config"], "vLLM's default is off"
     for user in ({spelled: {adaptive: True}}, {f"{spelled}.{adaptive}": True}):
