@@ -54,7 +54,7 @@ def changed(recipe, changes):
     return config
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(changes=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
 @example(changes={f"{ROLLOUT}.data_parallel_size": "two"})
 @example(changes={f"{ROLLOUT}.engine_kwargs.vllm": 3})

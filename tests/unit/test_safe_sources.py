@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parents[1]
@@ -40,10 +38,3 @@ def test_no_module_runs_what_it_reads():
     found = {str(path.relative_to(ROOT)): set(offences(path.read_text())) for path in files}
     unexpected = {path: what - ALLOWED.get(path, set()) for path, what in found.items()}
     assert not {path: what for path, what in unexpected.items() if what}
-
-
-@pytest.mark.parametrize(
-    "source", ["import pickle", "torch.load(file)", "run(words, shell=True)", "load(path, trust_remote_code=True)"]
-)
-def test_the_test_sees_an_offence(source):
-    assert list(offences(source)) and not list(offences("model.eval(); yaml.safe_load(text)"))
