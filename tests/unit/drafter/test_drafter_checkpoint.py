@@ -3,28 +3,21 @@
 import json
 import logging
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from drafter_bits import fingerprint
-from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 from tiny_policy import drafter_of, make_policy, verifier_weights
-from vllm_by_hand import passes
 
 from verl_tlt.drafter import (
     DrafterError,
-    DrafterTrainer,
-    TrainingSequence,
     VerifierWeights,
-    align,
     build_drafter,
     from_drafter_file,
     load_drafter,
     load_training_state,
-    pack,
     provenance,
     refresh_verifier_weights,
     save_drafter,
@@ -51,24 +44,6 @@ def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_d
     facts = provenance(saved)
     assert facts.pop("versions").keys() >= {"verl_tlt", "torch", "transformers", "speculators"}
     assert facts == {"policy": "tiny", "rl_steps": 7}
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_heads_need_not_divide_the_hidden_size(heads, tmp_path):
-    """As in policies with a `head_dim` of their own."""
-    policy = make_policy(num_attention_heads=heads, num_key_value_heads=1)
-    loaded = load_drafter(save_drafter(drafter_of(policy), tmp_path / "drafter", {}), policy.config)
-    served = from_drafter_file(*to_drafter_file(loaded, "float32"), "sdpa")
-    assert served.layers[0].self_attn.q_proj.weight.shape == (heads * 16, 64)
-    assert served.config.to_json_string() == loaded.config.to_json_string()
-
-
-def test_a_home_directory_is_filled_in(drafter, policy, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    saved = save_drafter(drafter, "~/drafter", {}, training_state={"steps": 3})
-    assert saved == tmp_path / "home" / "drafter" and load_training_state("~/drafter") == {"steps": 3}
-    load_drafter("~/drafter", policy.config)
 
 
 def standalone(model):
@@ -148,7 +123,7 @@ def test_a_failure_in_the_middle_leaves_the_old_one(drafter, saved, policy):
     assert torch.equal(load_drafter(saved, policy.config).fc.weight, drafter.fc.weight)
 
 
-@pytest.mark.parametrize("mine", ["actor/model.pt", "notes.txt", None])
+@pytest.mark.parametrize("mine", ["actor/model.pt", None])
 def test_a_directory_that_holds_anything_else_is_left_as_it_is(drafter, saved, mine):
     """The run's own, say, with the policies' checkpoints, or a policy's."""
     if mine:
@@ -180,18 +155,15 @@ def test_nan_is_not_saved(policy, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["own"]
 
 
-@pytest.mark.parametrize("name", ["training_state.pt", "training/training_state.pt"])
-def test_a_pickled_state_is_not_read_and_that_is_said(saved, caplog, name):
-    (saved / name).parent.mkdir(exist_ok=True)
-    torch.save({"steps": 5}, saved / name)
+def test_a_pickled_state_is_not_read_and_that_is_said(saved, caplog):
+    torch.save({"steps": 5}, saved / "training_state.pt")
     with caplog.at_level(logging.WARNING):
         assert load_training_state(saved) is None
-    assert f"{saved / name} is pickled and not read" in caplog.text
+    assert f"{saved / 'training_state.pt'} is pickled and not read" in caplog.text
 
 
-@pytest.mark.parametrize("umask", [0o022, 0])
-def test_the_served_folder_holds_what_is_served_with_the_permissions_of_other_files(drafter, tmp_path, umask):
-    mask = os.umask(umask)
+def test_the_served_folder_holds_what_is_served_with_the_permissions_of_other_files(drafter, tmp_path):
+    mask = os.umask(umask := 0o022)
     try:
         saved = save_drafter(drafter, tmp_path / "drafter", {}, training_state={"steps": 3})
     finally:
@@ -228,30 +200,10 @@ def test_what_is_no_training_state_is_named(tmp_path):
     write_state({"a": torch.zeros(100)}, file)
     contents = [file.read_bytes()[:-4], b"", b"\x80\x04pickled"]
     elsewhere = json.dumps({"a": {"tensor": "elsewhere"}})
-    for header in (None, {"format": "pt"}, *({"state": text} for text in ("{", "[" * 10**5 + "]" * 10**5, elsewhere))):
+    for header in (None, *({"state": text} for text in ("{", elsewhere))):
         save_file({"a": torch.zeros(1)}, file, metadata=header)
         contents.append(file.read_bytes())
     for content in contents:
         file.write_bytes(content)
         with pytest.raises(DrafterError, match=f"^{file} is damaged, or no training state"):
             read_state(file)
-
-
-def test_a_drafter_that_an_earlier_version_saved_has_its_weights_logits_and_optimizer():
-    """`recorded/`: as 0.1.0 saved it after three steps, pruned; `expected.safetensors` is what it computed then."""
-    folder = Path(__file__).parent / "recorded"
-    with safe_open(folder / "expected.safetensors", "pt") as file:
-        expected, facts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    model = load_drafter(folder / "drafter", json.loads((folder / "policy_config.json").read_text()))
-    refresh_verifier_weights(model, VerifierWeights(expected["embed"], expected["lm_head"], expected["norm"]))
-    saved = load_file(folder / "drafter" / "model.safetensors")
-    assert fingerprint(serving_tensors(model)) == fingerprint(saved)
-    tokens, prompt_len = expected["tokens"], int(facts["prompt_len"])
-    sequence = TrainingSequence(tokens, prompt_len, expected["aux"], expected["last"])
-    for k, (logits, _) in enumerate(passes(model, align(sequence))):
-        torch.testing.assert_close(logits, expected[f"logits.{k}"], rtol=1e-4, atol=1e-5)
-    trainer = DrafterTrainer(model, warmup_steps=2)
-    trainer.load_state(load_training_state(folder / "drafter"))
-    moments = trainer.optimizer.state[trainer.parameters["fc.weight"]]
-    assert trainer.steps == moments["step"] == 3 and bool(moments["exp_avg_sq"].any())
-    assert not trainer.step(pack([sequence])).skipped
