@@ -44,7 +44,7 @@ def test_a_drafter_s_name_on_the_hub_stays_a_name_and_a_folder_becomes_absolute(
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("actor_rollout_ref.actor.strategy", "veomni", "veomni has no hidden-state tap"),
+        ("actor_rollout_ref.actor.strategy", "veomni", "veomni has no hidden-state capture"),
         ("algorithm.rollout_correction.bypass_mode", True, "True skips the old-log-prob forward"),
     ],
 )

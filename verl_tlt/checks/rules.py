@@ -50,14 +50,14 @@ NOT_WITH_DRAFTS = {
 }
 """Why a setting does not go with drafts; what vLLM rejects is in its `SamplingParams._validate_spec_decode`."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
-"""Actor strategies whose engine has a hidden-state tap; the others can speculate, but not train the drafter."""
+"""Actor strategies whose engine has a hidden-state capture; the others can speculate, but not train the drafter."""
 ROUTES_NEED_V2 = (0, 31, 0)
 """From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
 UNTAPPED_LAYOUTS = {
-    "dynamic_context_parallel": "deals sequences out to ranks anew in every step, which the tap cannot follow",
-    "use_megatron_fsdp": "shards layers in a way that the tap was never tried with",
+    "dynamic_context_parallel": "moves sequences between ranks in every step, which hidden-state capture cannot follow",
+    "use_megatron_fsdp": "shards layers in a way that the hidden-state capture was never tried with",
 }
-"""Switches of `actor.megatron` with which the tap does not work."""
+"""Switches of `actor.megatron` with which the hidden-state capture does not work."""
 
 
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
@@ -162,7 +162,7 @@ def untapped(config: DictConfig) -> tuple[str, str] | None:
     """Why the drafter cannot learn from the actor, as (key, beginning of a sentence); None where it can."""
     key, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
     if strategy not in TAPPED:
-        return key, f"{key}={strategy} has no hidden-state tap (only {', '.join(TAPPED)} have)"
+        return key, f"{key}={strategy} has no hidden-state capture (only {', '.join(TAPPED)} have)"
     for name, why in UNTAPPED_LAYOUTS.items() if strategy == "megatron" else ():
         if select(config, key := f"{ACTOR}.megatron.{name}", False):
             return key, f"{key}=True {why}"

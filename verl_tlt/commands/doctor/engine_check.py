@@ -38,7 +38,7 @@ torch.cuda.synchronize()
 print("ready", flush=True)
 sys.stdin.read()
 """
-"""A program that has on the device what a spot worker has between two sessions: nothing but a CUDA context."""
+"""A program that has on the device what a spot trainer has between two sessions: nothing but a CUDA context."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
     """Whether the engine wakes up from sleep while another process has a CUDA context on its device."""
     import torch
 
-    what = "waking beside a spot worker"
+    what = "waking beside a spot trainer"
     await engine.llm.sleep(level=1)
     before = torch.cuda.mem_get_info()[0]
     other = subprocess.Popen(
@@ -152,7 +152,7 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
             remedy = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
             return Finding("refuse", what, f"{asleep}: {cause}; {remedy}.")
         if not opened:
-            unopened = "Beside the engine no other process could open a CUDA context, as a spot worker must"
+            unopened = "Beside the engine no other process could open a CUDA context, as a spot trainer must"
             return Finding("refuse", what, f"{unopened}: nvidia-smi shows the device's compute mode and memory.")
         free_gib = torch.cuda.mem_get_info()[0] / 2**30
         return Finding("ok", what, f"context {context_gib:.2f} GiB, {free_gib:.2f} GiB free after waking")
