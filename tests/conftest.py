@@ -70,33 +70,3 @@ def pytest_unconfigure(config):
         config.get_terminal_writer().flush()
         atexit._run_exitfuncs()
         os._exit(int(session.exitstatus))
-
-
-TRIED = {
-    "engine": {
-        "test_contained", "test_custom_worker", "test_fleet_bounds", "test_head_layouts", "test_leaving",
-        "test_lossless", "test_scheduler", "test_scheduler_sim", "test_spot_trainer",
-    },
-    "e2e": {"test_grpo"},
-}  # fmt: skip
-"""Files of engine and e2e tests that have passed since the redesigns of November 28 (one spot trainer, one table)."""
-TRIED_RUNS = {
-    "test_a_replicas_engine_and_rank_run_on_its_core",
-    "test_a_run_without_a_drafter_trains_one_once_before_rl_goes_on",
-    "test_a_resumed_run_has_no_other_cold_start",
-}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items) -> None:
-    """Tests that were not run since the redesigns are heavy until somebody has: `make test-all` runs them.
-
-    Temporary. Run each file, mend it, add it to `TRIED`; when all are there, remove this.
-    """
-    for item in items:
-        tried = TRIED.get(item.path.parent.name)
-        if tried is None:
-            continue
-        whole = item.path.parent.name == "engine" or item.originalname in TRIED_RUNS
-        if item.path.stem not in tried or not whole:
-            item.add_marker(pytest.mark.heavy)

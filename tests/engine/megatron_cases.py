@@ -120,7 +120,7 @@ def look_at(actor: Any, case: Case) -> dict[Any, Any]:
     rows = make_rows(LENGTHS[group], seed=group)
     found: dict[Any, Any] = {}
     for window in (10_000, 11):
-        actor.tap_budget, actor.tap_window = TOKENS // (case.tensor * case.pipeline * case.context), window
+        actor.tap_budget, actor.tap_window = TOKENS, window
         output = actor.infer_batch(make_batch(rows, 60, compute_loss=False))
         found[window] = (group, actor.tap.take(), actor.tap.errors)
     found["log-probs"] = None if output is None else [row.clone() for row in output["log_probs"].unbind()]

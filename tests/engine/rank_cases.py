@@ -20,7 +20,7 @@ from demo.toy.assets import SHIPPED_POLICY
 
 LENGTHS = [[(4, 20), (6, 30), (3, 12), (5, 1)], [(3, 9), (8, 41), (7, 7), (2, 26)]]
 TOKENS = 104
-"""All tokens of a group's sequences: what the budgets of the ranks that compute these are together."""
+"""All tokens of a group's sequences, which is the budget of the ranks that compute them."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
         rows = make_rows(LENGTHS[CASES[name].batch_of(rank)], seed=CASES[name].batch_of(rank))
         found = {}
         for window in (10_000, 11):
-            actor.tap_budget, actor.tap_window = TOKENS // CASES[name].ulysses, window
+            actor.tap_budget, actor.tap_window = TOKENS, window
             output = actor.infer_batch(make_batch(rows, CASES[name].max_tokens, compute_loss=False))
             found[window] = (actor.tap.take(), actor.tap.errors, output is not None)
         torch.save(found, f"{root}/{name}-{rank}.pt")

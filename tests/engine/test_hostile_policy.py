@@ -121,11 +121,7 @@ def test_a_head_with_few_positions_drafts_as_is_predicted(answered, script, poli
         *("--learning-rate", 3e-3, "--objective", "eagle"),
     )
     assert code == 0, said
-    facts = provenance(out)
-    assert facts["policy"] == str(policy) and facts["prompt_form"] == {
-        "key": "question",
-        "template": {"thinking": True},
-    }
+    assert provenance(out)["policy"] == str(policy)
     config = json.loads((out / "config.json").read_text())
     config["transformer_layer_config"]["max_position_embeddings"] = 32
     (out / "config.json").write_text(json.dumps(config))

@@ -42,7 +42,7 @@ def test_least_length_and_stop_tokens(engine_of, exact, across):
         engine.scheduler.tlt.control(force_k=2)
         if across:
             engine.patch.setattr(scheduler, "verified_inexactly", lambda _: False)
-        draws = draw(engine, sampling, DRAWS)
+        draws = draw(engine, sampling, 4 * DRAWS if across else DRAWS)
         assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[1] > 20
     ends = min(exact.stops(list(prompt), found, sampling) for prompt, found in zip(PROMPTS, draws, strict=True))
     if across:
@@ -161,12 +161,12 @@ def off_for_one_request(engine):
 
 
 def doubtful_drafts_cut_for_all(engine):
-    """A K that peeks: nobody's draft is verified where the first request's first token was held unlikely."""
+    """A K that peeks: nobody's draft is verified where the first request's first token is not the likeliest one."""
     update = engine.scheduler.update_draft_token_ids
 
     def peek(drafts):
         rows, probs = drafts.draft_token_ids, engine.runner._draft_probs
-        if probs is not None and rows and rows[0] and probs[0, 0, rows[0][0]] < 0.5:
+        if probs is not None and rows and rows[0] and probs[0, 0].argmax() != rows[0][0]:
             for row in rows:
                 row.clear()
         update(drafts)

@@ -31,7 +31,7 @@ def overrides(models, tmp_path_factory):
     return [
         f"data.train_files={tmp_path / 'data.parquet'}", f"data.val_files={tmp_path / 'data.parquet'}",
         f"actor_rollout_ref.model.path={policy}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
-        "trainer.device=cpu", f"{rollout}.enforce_eager=True",
+        "trainer.device=cpu", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{rollout}.enforce_eager=True",
         "data.max_prompt_length=64", "data.max_response_length=192",
         f"{rollout}.max_num_seqs=4", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",

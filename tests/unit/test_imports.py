@@ -17,11 +17,12 @@ import verl_tlt
 ROOT = Path(verl_tlt.__file__).parent
 FRAMEWORKS = {"verl", "vllm", "ray", "torch", "megatron", "transformers", "speculators"}
 
-SHARED = {"config", "errors", "files", "messages"}
+SHARED = {"config", "errors", "files", "logs", "messages"}
 CORE = {
     # decisions over numbers, records, files; torch at most
     "errors": set(),
     "messages": set(),
+    "logs": set(),
     "bootstrap": set(),
     "files": {"errors"},
     "speculation": {"errors", "files", "messages"},

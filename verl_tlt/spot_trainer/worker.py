@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from verl_tlt.logs import log_to_stderr
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
@@ -53,6 +54,7 @@ class SpotTrainerWorker:
         device_module: Callable[[], Any] | None = None,
     ) -> None:
         """`device_module`: verl's, where a device is something else than a GPU: the core of a replica."""
+        log_to_stderr()
         os.environ.update(environment)
         # Triton keeps on the disk which tiles of a kernel are the fastest. Trying the 21 of each of the loss's two
         # kernels takes seconds, and a process that replaces this one need not do it again.

@@ -6,8 +6,6 @@ Imported once verl's own trainers are. How the modes differ for TLT is in `idle.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrai
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from verl_tlt.logs import log_to_stderr
 from verl_tlt.messages.rollout import store_name
 from verl_tlt.server.client import TLTFullyAsyncLLMServerClient, TLTLLMServerClient
 from verl_tlt.trace.events import TraceWriter
@@ -47,7 +46,7 @@ class TLTMixin(PPOTrainer):
     tlt: Controller
 
     def __init__(self, config: DictConfig) -> None:
-        _log_to_stderr()
+        log_to_stderr()
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.tlt_base_mode  # verl's base classes know no other
         RolloutReplicaRegistry.register("vllm", _tlt_replica)
@@ -199,12 +198,3 @@ def _tlt_replica() -> type:
     from verl_tlt.server.server import TLTvLLMReplica
 
     return TLTvLLMReplica
-
-
-def _log_to_stderr() -> None:
-    """TLT's messages go to the run's log, whatever libraries do to the root logger; verl does the same."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
-    root = logging.getLogger("verl_tlt")
-    root.handlers, root.propagate = [handler], False
-    root.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))

@@ -97,7 +97,11 @@ class SamplingWatch:
             self._session_ended(result)
         work = self._pending_work()
         ready = self._session is None and self._spot.ready()
-        self._carry_out(self._planner.observe(Look(now, load, work.pending, work.more, ready)))
+        commands = self._planner.observe(Look(now, load, work.pending, work.more, ready))
+        for command in commands:
+            if command.do == "rejoin":
+                logger.warning("the load balancer had lost replica %s; it is put back", command.replica)
+        self._carry_out(commands)
 
     def _carry_out(self, commands: list[Command]) -> None:
         """Carry out commands one by one, until sampling ends: the trainer waits for the one under way then."""
