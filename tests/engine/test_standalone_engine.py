@@ -60,7 +60,7 @@ def doctor(overrides, tmp_path_factory):
 def test_the_doctor_measures_on_this_machine(doctor):
     done, answers, report = doctor
     assert done.exit_code == 0, done.output
-    said = ("sleep discarded it", "weights and buffers are as before", "times stock's step", "K=2 against off")
+    said = ("it was loaded again after sleep", "times stock's step", "K=2 against off")
     for text in (*said, f"Wrote {report}."):
         assert text in done.output
     (answer,) = answers
