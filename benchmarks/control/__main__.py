@@ -50,7 +50,7 @@ def main() -> None:
         from benchmarks.control.replay import run_all
 
         command = {"command": "python -m benchmarks.control --replay"}
-        _add(options.out / "live_table.json", command | run_all(console.print, options.jobs) | {"replay_on": machine()})
+        _add(options.out / "live_table.json", command | run_all(console.print, options.jobs) | {"machine": machine()})
     if "overhead" in chosen:
         from benchmarks.control.overhead import measure
 

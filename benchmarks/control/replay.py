@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.control.policies import RIVALS, named
 from benchmarks.simulate.engine import Noise, SimulatedEngine, SimulationResult
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTURE, CostModel, SwitchCost, TableCost
-from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
+from benchmarks.simulate.oracles import TrueSpeed, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import STEPS, plan_loads
 from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
@@ -115,7 +115,7 @@ def compare(replay: Replay) -> dict[str, Any]:
         worst octave of batch sizes); under "detail" what the printed table adds.
     """
     engine = SimulatedEngine(replay.workload, replay.cost, replay.noise, observe_lag=replay.lag)
-    oracle = engine.run(TrueGoodput(replay.arms)).seconds
+    oracle = engine.run(TrueSpeed(replay.arms)).seconds
     static = static_runs(engine, replay.arms)
     runs: dict[str, SimulationResult] = {f"fixed-{k}" if k else "off": run for k, run in static.items()}
     for name in (*RIVALS, OURS):
@@ -140,7 +140,7 @@ def compare(replay: Replay) -> dict[str, Any]:
 def _again(replay: Replay, seed: int) -> dict[str, float]:
     workload = dataclasses.replace(replay.workload, seed=seed)
     engine = SimulatedEngine(workload, replay.cost, replay.noise, observe_lag=replay.lag)
-    oracle = engine.run(TrueGoodput(replay.arms)).seconds
+    oracle = engine.run(TrueSpeed(replay.arms)).seconds
     return _score(engine.run(contestant(OURS, replay, seed)), oracle)
 
 

@@ -14,7 +14,7 @@ from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.types import Policy
 
 
-class TrueGoodput(Policy):
+class TrueSpeed(Policy):
     """O3: sees true acceptance and true costs before every step."""
 
     def __init__(self, arms: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class TrueGoodput(Policy):
     def choose(self, batch: int) -> int:
         """The argmax; RuntimeError outside the simulator."""
         if self._truth is None:
-            raise RuntimeError("The true-goodput oracle runs in the simulator only.")
+            raise RuntimeError("The oracle of true speed runs in the simulator only.")
         tau: npt.NDArray[np.float64] = self._truth.accept_lengths
         cost, kv_tokens = self._truth.cost, self._truth.kv_tokens
         return max(self._arms, key=lambda k: tau[k] / cost.seconds(batch, kv_tokens, k, k))

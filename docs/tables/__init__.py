@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tables.checks import lossless, resumptions
-from tables.control import changing, control_by_batch, drain, fixed, foreign, off, oracles, race
+from tables.control import control_by_batch, off, oracles, race
 from tables.drafter import learning, study
 from tables.front import expectations, headlines
 from tables.page import FILES
@@ -35,9 +35,9 @@ BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (arms, changing, cold_start, cold_start_rule, control_by_batch, drain, end_to_end, end_to_end_large,
-                  end_to_end_real, end_to_end_real_large, expectations, fixed, foreign, headlines, learning, lossless,
-                  off, oracles, race, resumptions, savings, study)
+    for table in (arms, cold_start, cold_start_rule, control_by_batch, end_to_end, end_to_end_large, end_to_end_real,
+                  end_to_end_real_large, expectations, headlines, learning, lossless, off, oracles, race, resumptions,
+                  savings, study)
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.simulate.engine import Noise, SimulatedEngine
 from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, SwitchCost, TableCost
-from benchmarks.simulate.oracles import TrueGoodput, best_per_bucket, static_runs
+from benchmarks.simulate.oracles import TrueSpeed, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, Workload, geometric
 from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy
@@ -95,7 +95,7 @@ def test_oracles_are_ordered():
     static = static_runs(engine, arms)
     o1 = min(run.seconds for run in static.values())
     o2 = engine.run(best_per_bucket(static)).seconds
-    o3 = engine.run(TrueGoodput(arms)).seconds
+    o3 = engine.run(TrueSpeed(arms)).seconds
     assert o3 <= 1.005 * o2 <= 1.005 * 1.005 * o1
 
 

@@ -131,7 +131,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("goodput", "known: live_table, fixed, off, or module:Class"),
+        ("tables", "known: live_table, fixed, off, or module:Class"),
         ("no_such_module:X", "no_such_module"),
         ("examples.custom_policy:Missing", "Missing"),
         ("operator:itemgetter", "is no verl_tlt.speculation.types.Policy"),
