@@ -3,7 +3,8 @@
 vLLM's real scheduler under ours, with a made worker that accepts drafts at random and a made clock that advances as a
 8B model on an H100 would, so that the policy sees believable latencies and chooses among several K. Counted is the CPU
 time of this thread in our code only, less what the same measurement says of a scheduler that extends the same methods
-and adds nothing. An engine step waits for all of it: K chosen, drafts counted, statistics, the policy's learning.
+and adds nothing. What a step waits for (`schedule`, `update_from_output`, `update_draft_token_ids`) is reported apart
+from what runs while the model computes (`get_grammar_bitmask`: counting, statistics, the policy's learning).
 
 All runs take the same steps, and each step counts with its median over the runs: what interrupts a machine now here,
 now there is not what control costs. Single runs, interruptions included, are reported beside it, and what vLLM's own
@@ -18,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ARMS = (0, 1, 2, 3, 5, 7)
 ACCEPTANCE = 0.6
 PROMPT = 16
-METHODS = ("schedule", "update_from_output", "update_draft_token_ids")
+METHODS = ("schedule", "update_from_output", "update_draft_token_ids", "get_grammar_bitmask")
 """Of vLLM's scheduler, which ours extend."""
 
 
@@ -89,6 +90,9 @@ def bare(base: type, lengths: Sequence[int]) -> type:
 
         def update_draft_token_ids(self, draft_token_ids: Any) -> None:
             super().update_draft_token_ids(draft_token_ids)
+
+        def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+            return super().get_grammar_bitmask(scheduler_output)
 
         def _tlt_choose(self, batch: int) -> int:
             return next(steps)
@@ -154,13 +158,26 @@ def made_scheduler(
             setattr(Scheduler, name, method)
 
 
-def step(scheduler: Any, clock: Clock, ledger: Ledger, rng: np.random.Generator, verified: int) -> tuple[int, float]:
-    """One engine step of a made worker: K drafted, and our seconds that the step waited for."""
+class Spent(NamedTuple):
+    """Microseconds of one step."""
+
+    waited: float  # our own, that the step waited for
+    overlapped: float  # our own, while the model computes
+    vllm: float  # of vLLM's scheduler
+
+
+def step(
+    scheduler: Any, clock: Clock, ledger: Ledger, rng: np.random.Generator, verified: int
+) -> tuple[int, float, float]:
+    """One engine step of a made worker: K drafted, our seconds that the step waited for, and those that overlap it."""
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from benchmarks.simulate.hardware import QWEN3_8B_H100
 
     output = scheduler.schedule()
+    waited = ledger.take()
+    scheduler.get_grammar_bitmask(output)  # vLLM calls it while the model computes
+    overlapped = ledger.take()
     ids = list(output.num_scheduled_tokens)
     drafted = output.num_spec_tokens_to_schedule
     hits = rng.random((len(ids), max(verified, 1))) < ACCEPTANCE
@@ -175,7 +192,7 @@ def step(scheduler: Any, clock: Clock, ledger: Ledger, rng: np.random.Generator,
     live = [request for request in ids if request in scheduler.requests]
     if drafted:
         scheduler.update_draft_token_ids(DraftTokenIds(live, [[7] * drafted for _ in live]))
-    return int(drafted), ledger.take()
+    return int(drafted), waited + ledger.take(), overlapped
 
 
 def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any]:
@@ -188,9 +205,9 @@ def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any
         nothing.append(_run(batch, steps, lengths)[1])  # in turn, so that both meet the same machine
     if any(other != lengths for other in chosen):
         raise SystemExit("Two runs of the same steps chose different draft lengths; they cannot be compared.")
-    measuring = np.median(nothing, axis=1, keepdims=True) * (1.0, 0.0)  # [runs, 1, 2]
-    spent = np.array(found) - measuring  # [runs, steps, 2]: waited for, vLLM's
-    waited_us, vllm_us = np.median(spent, axis=0).T  # [steps] each
+    measuring = np.median(nothing, axis=1, keepdims=True) * (1.0, 1.0, 0.0)  # [runs, 1, 3], vLLM's own is no overhead
+    spent = np.array(found) - measuring  # [runs, steps, 3]: the columns of `Spent`
+    waited_us, overlapped_us, vllm_us = np.median(spent, axis=0).T  # [steps] each
     share = {str(k): round(lengths.count(k) / len(lengths), 3) for k in sorted(set(lengths))}
     return {
         "batch": batch,
@@ -198,6 +215,8 @@ def measure(batch: int = 256, steps: int = 1200, runs: int = 5) -> dict[str, Any
         "runs": runs,
         "overhead_us_p50": _percentile(waited_us, 50),
         "overhead_us_p99": _percentile(waited_us, 99),
+        "overlapped_us_p50": _percentile(overlapped_us, 50),
+        "overlapped_us_p99": _percentile(overlapped_us, 99),
         "vllm_us_p50": _percentile(vllm_us, 50),
         "single_run_us_p99": [_percentile(run, 99) for run in spent[:, :, 0]],
         "measuring_us_p50": [round(float(x), 1) for x in measuring[:, 0, 0]],
@@ -209,8 +228,8 @@ def _percentile(values: np.ndarray, percent: float) -> float:
     return round(float(np.percentile(values, percent)), 1)
 
 
-def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[int], list[tuple[float, float]]]:
-    """K of each step; and from the hundredth on, microseconds: that a step waited for, and vLLM's own."""
+def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[int], list[Spent]]:
+    """K of each step, and what was spent in each from the hundredth on."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -223,13 +242,13 @@ def _run(batch: int, steps: int, k: Sequence[int] | None = None) -> tuple[list[i
                 params = SamplingParams(max_tokens=int(rng.integers(400, 1800)), ignore_eos=True)
                 scheduler.add_request(Request(f"r{number}", [5] * PROMPT, params, None))
                 number += 1
-            verified, waited = step(scheduler, clock, ledger, rng, verified)
+            verified, waited, overlapped = step(scheduler, clock, ledger, rng, verified)
             lengths.append(verified)
             if n == 100:
                 gc.collect()
                 gc.freeze()
             vllm = ledger.take_vllm()
             if n > 100:
-                spent.append((1e6 * waited, 1e6 * vllm))
+                spent.append(Spent(1e6 * waited, 1e6 * overlapped, 1e6 * vllm))
     gc.unfreeze()
     return lengths, spent

@@ -39,8 +39,7 @@ class MadeWorker:
         )
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def scheduler(request, models):
+def make_scheduler(models, is_async, **speculative):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -52,23 +51,33 @@ def scheduler(request, models):
     config = EngineArgs(
         model=str(models["target"]), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512,
         max_num_seqs=REQUESTS, max_num_batched_tokens=64, enable_prefix_caching=False,
-        speculative_config=speculative_config(str(models["good"]), 3),
+        speculative_config=speculative_config(str(models["good"]), 3) | speculative,
         additional_config={
             "tlt": {"speculation": tlt["speculation"] | {"policy": "policies:rand"}, "arms": [0, 1, 2, 3]}
         },
     ).create_engine_config()  # fmt: skip
-    config.scheduler_config.async_scheduling = request.param  # the CPU platform has just switched it off
+    config.scheduler_config.async_scheduling = is_async  # the CPU platform has just switched it off
     config.cache_config.num_gpu_blocks = 2000
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
     config.cache_config.block_size = 16
-    made = (TLTAsyncScheduler if request.param else TLTScheduler)(
+    return (TLTAsyncScheduler if is_async else TLTScheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(2000, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=16,
     )
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def scheduler(request, models):
+    made = make_scheduler(models, request.param)
     yield made
     made.shutdown()
+
+
+def test_block_verification_is_refused_where_vllm_chose_its_v1_model_runner(models):
+    with pytest.raises(ValueError, match="rejection_sample_method=block would make drafts greedy"):
+        make_scheduler(models, False, rejection_sample_method="block")
 
 
 def add_requests(scheduler, rng):
@@ -90,6 +99,7 @@ def drain(scheduler, worker, depth):
     while scheduler.has_unfinished_requests() or in_flight:
         output = scheduler.schedule() if len(in_flight) < depth and scheduler.has_unfinished_requests() else None
         if output is not None and output.num_scheduled_tokens:
+            scheduler.get_grammar_bitmask(output)
             in_flight.append(output)
             if len(in_flight) < depth:
                 continue
@@ -121,6 +131,27 @@ def test_after_an_exception_of_ours_nothing_is_drafted_and_every_request_gets_it
     assert scheduler.tlt.stats().failure == "ArithmeticError: broken by a test"
     drafted = [bool(widths - {0}) for widths in worker.widths]
     assert any(drafted[:13]) and not any(drafted[16:]) and len(drafted) > 30
+
+
+def test_a_policy_learns_from_a_step_while_the_next_one_computes(scheduler):
+    add_requests(scheduler, random.Random(2))
+    worker, policy = MadeWorker(random.Random(2)), scheduler.tlt.policy
+    for learned in range(5):
+        output = scheduler.schedule()
+        scheduler.get_grammar_bitmask(output)
+        assert len(policy.steps) == learned
+        scheduler.update_from_output(output, worker.step(output))
+    assert len(policy.steps) == 4, "an engine step waits for what is learned from it"
+
+
+def test_what_the_server_asks_for_counts_every_step_that_is_over(scheduler):
+    add_requests(scheduler, random.Random(2))
+    worker = MadeWorker(random.Random(2))
+    for steps in (1, 2):
+        output = scheduler.schedule()
+        scheduler.get_grammar_bitmask(output)
+        scheduler.update_from_output(output, worker.step(output))
+        assert scheduler.tlt_call("stats", {})["num_steps"] == steps
 
 
 def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):

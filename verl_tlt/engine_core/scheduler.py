@@ -5,7 +5,8 @@
 object that abstains where drafts must not or cannot be made. K is fixed before anything is drafted, from the batch and
 past steps only, which keeps speculative sampling exact. The K tokens drafted in one step are verified in the next.
 
-When a step is over, `update_from_output` counts it as one `EngineStep`, from which statistics, trace and policy learn.
+When a step is over, `update_from_output` queues it as one `EngineStep`. It is counted while the model computes the next
+step (`_tlt_learn`), and statistics, trace and policy learn from it then, so that no engine step waits for that.
 
 K is 0 while a request runs that vLLM verifies inexactly (`verified_inexactly`). K is also 0 from the first exception in
 our own code on (`_contained`): vLLM's part of every method still runs, so the engine decodes on without drafts.
@@ -38,6 +39,7 @@ from verl_tlt.speculation.types import Policy
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
@@ -132,13 +134,21 @@ class TLTScheduler(Scheduler):
         is_async = bool(config.scheduler_config.async_scheduling)
         if isinstance(self, AsyncScheduler) != is_async:
             raise ValueError(f"{type(self).__name__} with async_scheduling={is_async} would draft nothing.")
+        method = getattr(config.speculative_config, "rejection_sample_method", "standard")
+        if method == "block" and not config.use_v2_model_runner:
+            raise ValueError(
+                "vLLM has chosen its V1 model runner, on which rejection_sample_method=block would make drafts greedy: "
+                "set VLLM_USE_V2_MODEL_RUNNER=0, and verl-tlt starts the engine without it."
+            )
         settings = config.additional_config["tlt"]
         trace_dir = os.environ.get("TLT_TRACE_DIR")
         trace = StepTrace(Path(trace_dir) / f"engine-{os.environ.get('TLT_REPLICA', '0')}.jsonl") if trace_dir else None
         draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
-        self._tlt_context_limit = longest - 2 * (self.num_spec_tokens + 1)
-        """Tokens of context from which on drafts of the coming steps may not fit into the drafter."""
+        behind = 3 if is_async else 2  # K is chosen by the contexts of so many steps before
+        self._tlt_context_limit = longest - (behind + 2) * (self.num_spec_tokens + 1)
+        """Tokens of context, so many steps before, from which on a draft may not fit into the drafter: each of these
+        steps may add a whole draft, and the coming step verifies one and makes another."""
         policy = load_policy(settings, self.max_num_running_reqs)
         self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config)), trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
@@ -153,7 +163,8 @@ class TLTScheduler(Scheduler):
         self._tlt_blocked = False  # a context is too long for the drafter
         # Of steps in flight (one under synchronous scheduling, two or more under asynchronous), and behind them.
         self._tlt_in_flight: deque[EngineStep] = deque()
-        self._tlt_ended = False  # whether a request ended since the last step was counted
+        self._tlt_finished: list[EngineStep] = []  # not yet counted
+        self._tlt_ended = False  # whether a request ended since the last step was queued
         self._tlt_waited_s = 0.0  # what engine steps waited for verl-tlt, not yet in a step
         self._tlt_finished_s = self._tlt_idle_since_s = time.perf_counter()
 
@@ -162,6 +173,7 @@ class TLTScheduler(Scheduler):
 
         vLLM returns an exception to the server, and goes on.
         """
+        self._tlt_learn()
         if operation == "stats":
             return asdict(self.tlt_stats(**arguments))
         if operation == "policy_changed":
@@ -262,7 +274,9 @@ class TLTScheduler(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """As vLLM's, cut to the K that was asked for: a worker returns K_max zeros where it could not draft."""
         k = max(self._tlt_k, 0)
-        draft_token_ids.draft_token_ids = [row[:k] for row in draft_token_ids.draft_token_ids]
+        rows = draft_token_ids.draft_token_ids
+        if rows and len(rows[0]) > k:  # all rows of a step are equally long
+            draft_token_ids.draft_token_ids = [row[:k] for row in rows]
         super().update_draft_token_ids(draft_token_ids)
         self._tlt_propose_ngrams(draft_token_ids)
 
@@ -274,12 +288,28 @@ class TLTScheduler(Scheduler):
         self.tlt_ngram.propose(self.requests, asked.req_ids, max(self._tlt_k, 0))
         self._tlt_waited_s += time.perf_counter() - waiting
 
+    # ------------------------------------------------------------------ while the model computes
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """As vLLM's, which calls it once the workers have been given the step."""
+        self._tlt_learn()
+        return super().get_grammar_bitmask(scheduler_output)
+
+    @_contained
+    def _tlt_learn(self) -> None:
+        """Count the steps that are over, and have statistics, trace and policy learn from them."""
+        finished, self._tlt_finished = self._tlt_finished, []
+        for step in finished:
+            step.count()
+            self._tlt_blocked = step.longest > self._tlt_context_limit
+            self.tlt.record(step)
+
     # ------------------------------------------------------------------ after the step
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's; then the step is counted, and the policy learns from it."""
+        """As vLLM's; then the step is queued for `_tlt_learn`."""
         now = time.perf_counter()
         step = self._tlt_sampled(scheduler_output, model_runner_output, now)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
@@ -315,7 +345,8 @@ class TLTScheduler(Scheduler):
         self._tlt_finished_s = now
         self._tlt_idle_since_s = time.perf_counter()
         self._tlt_waited_s += self._tlt_idle_since_s - waiting
-        if not self.running:
+        if not self.running:  # no step follows at once
+            self._tlt_learn()
             self.tlt.flush()
 
     def _free_request(self, request: Request, *args: object, **kwargs: object) -> object:
@@ -337,15 +368,16 @@ class TLTScheduler(Scheduler):
         return step
 
     def _tlt_finish(self, step: EngineStep, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
-        """Count the step, and have statistics and policy learn from it."""
+        """Queue the step, with all that is known only now."""
+        step.outputs = outputs
         step.finished_s = now
         step.previous_finished_s = self._tlt_finished_s
         step.unix_s = time.time()
-        step.control_s, self._tlt_waited_s = self._tlt_waited_s, 0.0
-        step.cut, self._tlt_ended = self._tlt_ended, False
-        step.count(outputs)
-        self._tlt_blocked = step.longest > self._tlt_context_limit
-        self.tlt.record(step)
+        step.control_s = self._tlt_waited_s
+        self._tlt_waited_s = 0.0
+        step.cut = self._tlt_ended
+        self._tlt_ended = False
+        self._tlt_finished.append(step)
 
     def shutdown(self) -> None:
         self._tlt_close()
@@ -353,6 +385,7 @@ class TLTScheduler(Scheduler):
 
     @_contained
     def _tlt_close(self) -> None:
+        self._tlt_learn()
         self.tlt.flush()
 
 

@@ -36,13 +36,15 @@ class EngineStep(Step):
     row_of: Mapping[str, int] = field(default_factory=dict)  # request → row
     gone: set[str] = field(default_factory=set)  # requests that ended while the step ran; their drafts do not count
     cut: bool = False  # a request ended with this step: vLLM may have cut what was sampled for it
+    outputs: Mapping[int, EngineCoreOutputs] = field(default_factory=dict)
+    """What the requests got from the step, by client."""
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
     longest: int = 0
     """Tokens of the longest context, with what this step computed."""
 
-    def count(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Fill in the numbers, as vLLM counts them; `outputs` is what the requests got from the step, by client."""
+    def count(self) -> None:
+        """Fill in the numbers, as vLLM counts them. No engine step waits for this."""
         prefilling = self._count_load()
         paused = self.paused_s > max(PAUSE_FLOOR_S, PAUSE_SHARE * (self.finished_s - self.started_s))
         self.latency_s = self.finished_s - (self.started_s if paused else self.previous_finished_s)
@@ -50,11 +52,11 @@ class EngineStep(Step):
         if self.sampled and not (self.cut or self.gone or prefilling):
             self.num_generation_tokens = self.num_decode_tokens = sum(self.sampled)
         else:
-            self._count_tokens(outputs, prefilling)
+            self._count_tokens(prefilling)
         self._count_drafts()
 
-    def _count_tokens(self, outputs: Mapping[int, EngineCoreOutputs], prefilling: Collection[str]) -> None:
-        for client in outputs.values():
+    def _count_tokens(self, prefilling: Collection[str]) -> None:
+        for client in self.outputs.values():
             self.num_generation_tokens += sum([len(one.new_token_ids) for one in client.outputs])
             if prefilling:
                 first = [len(one.new_token_ids) for one in client.outputs if one.request_id in prefilling]
@@ -63,10 +65,14 @@ class EngineStep(Step):
 
     def _count_load(self) -> Collection[str]:
         """Count decode-phase requests and their context; returns the requests that compute their prompt."""
-        output, cached = self.output, self.output.scheduled_cached_reqs
-        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        output = self.output
+        cached = output.scheduled_cached_reqs
+        drafts = output.scheduled_spec_decode_tokens
+        scheduled = output.num_scheduled_tokens
         contexts = cached.num_computed_tokens
-        self.batch, self.kv_tokens, self.longest = len(contexts), sum(contexts), max(contexts, default=0)
+        self.batch = len(contexts)
+        self.kv_tokens = sum(contexts)
+        self.longest = max(contexts, default=0)
         self.num_draft_tokens = sum(map(len, drafts.values()))
         decoding = len(scheduled) == len(contexts) and 0 not in cached.num_output_tokens
         if decoding and output.total_num_scheduled_tokens == len(scheduled) + self.num_draft_tokens:

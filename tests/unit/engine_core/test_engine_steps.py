@@ -40,8 +40,9 @@ def counted(
         output=output, sampled=sampled, row_of=rows, batch=0, kv_tokens=0, drafted=drafted,
         verified=drafted if before is None else before, started_s=1.0, finished_s=1.02, previous_finished_s=0.9,
         paused_s=paused_s, blocked=blocked, may_lack_drafts=may_lack_drafts, gone=set(gone), cut=cut,
+        outputs={0: SimpleNamespace(outputs=outputs)},
     )  # fmt: skip
-    step.count({0: SimpleNamespace(outputs=outputs)})
+    step.count()
     return step
 
 
