@@ -113,7 +113,8 @@ async def decode(engine: AsyncLLM, prompt: Sequence[int], **sampling: Any) -> li
     """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`."""
     from vllm import SamplingParams
 
-    params, last = SamplingParams(detokenize=False, **sampling), None
+    params = SamplingParams(detokenize=False, **sampling)
+    last = None
     async for output in engine.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
         last = output
     return list(last.outputs[0].token_ids) if last and last.outputs else []
@@ -123,7 +124,8 @@ class _Measurement:
     """Holds an engine at one draft length and reads its step times."""
 
     def __init__(self, engine: AsyncLLM, vocab_size: int) -> None:
-        self._engine, self._vocab_size = engine, vocab_size
+        self._engine = engine
+        self._vocab_size = vocab_size
         self._rng = random.Random(0)
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}

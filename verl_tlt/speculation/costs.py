@@ -153,7 +153,8 @@ class LiveCosts:
         if not step.clean or step.drafted not in self.lengths:
             return
         row = self.lengths.index(step.drafted)
-        factors, steps = self._factor[row], self._steps[row]
+        factors = self._factor[row]
+        steps = self._steps[row]
         expected = float(self._no_context[row, step.batch] + context * self._per_token[row, step.batch])
         ratio = min(step.latency_s / expected, 2.0 * self._pace)  # one that takes longer was held up by something else
         self._pace += (ratio / factors[octave] - self._pace) / REBUILD_STEPS

@@ -127,7 +127,8 @@ class OffDecision:
         drafts = sum(s.num_drafts for s in drafted)
         accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in drafted), drafts)
         self.cause = f"an accept length of {accepted:.2f} does not make up for what drafting costs at these batches"
-        self._slower, self._promised = 0, self._promise
+        self._slower = 0
+        self._promised = self._promise
         self._wait = self._left = FIRST_WAIT
         return f"Drafting is switched off after {IN_A_ROW} rollouts that it made slower: {self.cause}."
 

@@ -85,9 +85,11 @@ class LiveTablePolicy(Policy):
         self._steps = 0
         if self._costs is None:
             return
-        lengths, tau = self._costs.lengths, self.acceptance.accept_lengths()
+        lengths = self._costs.lengths
+        tau = self.acceptance.accept_lengths()
         speed = np.array([tau[k] for k in lengths])[:, None] / self._costs.seconds()  # [lengths, batches]
-        now, batches = np.array([lengths.index(k) for k in self.table]), np.arange(len(self.table))
+        now = np.array([lengths.index(k) for k in self.table])
+        batches = np.arange(len(self.table))
         best = speed.argmax(axis=0)
         better = speed[best, batches] > (1.0 + HYSTERESIS) * speed[now, batches]
         self.table = [lengths[i] for i in np.where(better, best, now)]

@@ -121,7 +121,8 @@ class StepControl:
         if unknown:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         if "force_k" in settings:
-            k, longest = settings["force_k"], self.limits.lengths[-1]
+            k = settings["force_k"]
+            longest = self.limits.lengths[-1]
             if k is not None and (not isinstance(k, int) or not 0 <= k <= longest):
                 raise ValueError(f"force_k must be 0..{longest} or null, not {k!r}.")
             self.force_k = k
