@@ -33,8 +33,7 @@ QUIET_S = 600.0
 """Without a line in the trace a job hangs."""
 SHOWN = (
     "timing_s/step", "timing_s/update_weights", "training/rollout_probs_diff_max", "tlt/accept_length",
-    "tlt/drafter_off_frac", "tlt/drafter_version", "tlt/drafter_version_published",
-    "tlt/reload_failures", "tlt/overhead_s", "tlt/overhead_cold_start_s",
+    "tlt/drafter_off_frac", "tlt/drafter_version", "tlt/reload_failures", "tlt/overhead_s", "tlt/overhead_cold_start_s",
 )  # fmt: skip
 """verl's own metrics that the report holds, of every step."""
 

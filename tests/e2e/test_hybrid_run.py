@@ -40,7 +40,6 @@ def test_a_hybrid_policy_trains_with_a_drafter(family, tmp_path):
     )  # fmt: skip
     assert any(session.steps > 0 for session in run.trace.sessions), "no spot training happened"
     for metrics in run.steps.values():
-        assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"]
         assert metrics["tlt/draft_length_frac_2"] > 0.5, "nothing was drafted"
         assert metrics["tlt/reload_failures"] == metrics["tlt/spot_failures"] == 0
         assert metrics["training/rollout_probs_diff_mean"] < 0.01

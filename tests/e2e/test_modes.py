@@ -74,7 +74,7 @@ def assert_sound(run: Run, steps: int) -> None:
     for step, metrics in run.steps.items():
         assert metrics["tlt/errors"] == 0.0, step
         assert metrics["tlt/spot_failures"] == 0.0, step
-        assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"], step
+        assert metrics["tlt/reload_failures"] == 0.0, step
         assert metrics["training/rollout_probs_diff_max"] < 0.02, step  # older weights wrote a part of it
         assert metrics["response_length/min"] >= 80.0, "a response was cut short"
     assert run.steps[steps]["tlt/drafter_version"] >= 1, "nothing was published"

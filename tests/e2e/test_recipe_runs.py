@@ -162,7 +162,7 @@ def test_a_megatron_actor(megatron):
         rollout = rl_steps(trace)[session.step]
         assert rollout.start < session.start < rollout.end
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
-    assert all(step["tlt/drafter_version"] == step["tlt/drafter_version_published"] for step in steps)
+    assert all(step["tlt/reload_failures"] == 0.0 for step in steps)
     assert all(reload.ok for reload in trace.reloads)
     assert all(step["tlt/spot_failures"] == 0.0 for step in steps)
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
@@ -211,7 +211,7 @@ def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
     """What is captured comes from both stages, embedding and head from the first and the last."""
     out, recipe = tmp_path / "pipeline", check.RECIPES["dapo_qwen2.5_32b_megatron"]
     steps = check.run(recipe, out, steps=3, extra=["actor_rollout_ref.actor.optim.lr=1e-4"], timeout_s=LIMIT_S)
-    assert any(step.get("tlt/trained_tokens", 0.0) > 0.0 for step in steps), "nothing was captured"
+    assert any(step.get("tlt/trained_s", 0.0) > 0.0 for step in steps), "nothing was captured"
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)

@@ -113,9 +113,9 @@ def make_run(directory: Path, steps: int = 6, seed: int = 3, replicas: int = 2) 
         made.saved_s[step] = max(start + sum(map(stock_s, rows)) for rows in decoded.values()) - end
         stats = {r: _stats(decoded[r]) for r in names}
         observations = StepObservations(
-            rollout_s=end - start, replicas=stats, idle_s={r: end - t for r, t in idle_from.items()},
+            replicas=stats, idle_s={r: end - t for r, t in idle_from.items()},
             trained_s=sum(end - t for t in sessions.values()),
-            overhead={"stop": 0.05, "publish": 0.02}, published_version=version, served_version=version,
+            overhead={"stop": 0.05, "publish": 0.02}, served_version=version,
             spot_failures=0, saved_s=made.saved_s[step],
         )  # fmt: skip
         tokens = sum(s.num_generation_tokens for s in stats.values())

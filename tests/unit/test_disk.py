@@ -8,11 +8,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from verl_tlt.errors import TLTError
-from verl_tlt.files.disk import CONFIG, remove_model, replacing, replacing_folder
+from verl_tlt.files.disk import CONFIG, free_bytes, remove_model, replacing, replacing_folder
 from verl_tlt.files.json_files import JSONFileError, read_object
 
 
@@ -55,7 +56,7 @@ def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
 def test_a_mount_that_cannot_flush_a_folder_has_the_files(tmp_path, monkeypatch, number, before):
     """CIFS, sshfs and other FUSE shares answer EINVAL or ENOTSUP."""
     fsync = os.fsync
@@ -106,6 +107,24 @@ def test_a_full_disk_is_one_sentence_with_the_place(tmp_path, monkeypatch, where
         write(tmp_path / "d", "new")
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] in (["d"], []) and held(tmp_path / "d").get(CONFIG) in ("old", None)
+
+
+def enosys(path):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "free"),
+    [
+        (lambda _: SimpleNamespace(total=0, used=0, free=0), None),  # BlobFuse, rclone
+        (enosys, None),
+        (lambda _: SimpleNamespace(total=10, used=10, free=0), 0),
+        (lambda _: SimpleNamespace(total=2**63, used=0, free=2**63), 2**63),
+    ],
+)
+def test_a_mount_that_does_not_tell_its_free_space_is_not_full(tmp_path, monkeypatch, answer, free):
+    monkeypatch.setattr(shutil, "disk_usage", answer)
+    assert free_bytes(tmp_path) == free
 
 
 def test_a_model_that_is_removed_loses_its_config_first(tmp_path, monkeypatch):

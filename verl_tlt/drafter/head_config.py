@@ -92,6 +92,11 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
             must = f"must be {values[0]!r}" if values else "must not be set"
             raise DrafterError(f"{file}: {field}={value!r}, but of the heads that are served it {must}.")
     layer = _layer(flat, file)
+    if layer["hidden_size"] != policy.hidden_size == flat.get("target_hidden_size"):
+        raise DrafterError(
+            f"{file}: hidden_size={layer['hidden_size']}, but the policy's is {policy.hidden_size} ({policy.source}): a "
+            "head of another width is served by vLLM and cannot be trained by speculators; verl-tlt warmup makes one."
+        )
     for field, value, expected in (
         ("hidden_size", layer["hidden_size"], policy.hidden_size),
         ("vocab_size", layer["vocab_size"], policy.vocab_size),

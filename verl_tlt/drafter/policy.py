@@ -199,15 +199,23 @@ def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
     return fields
 
 
+_QUANTIZED = ("quantization_config", "compression_config")
+"""Fields of a config by which vLLM takes weights for quantized: transformers', and compressed-tensors' former one."""
+_QUANTIZED_BY_MODELOPT = "hf_quant_config.json"
+
+
 def check_unquantized(model: Model) -> None:
     """Raise a `DrafterError` where a policy's weights are quantized."""
-    fields = read_model_config(model)
-    given = fields.get("quantization_config") or (fields.get("text_config") or {}).get("quantization_config")
-    if given:
-        method = given.get("quant_method") if isinstance(given, dict) else None
+    fields, config, separate = read_model_config(model), Path(model) / CONFIG, Path(model) / _QUANTIZED_BY_MODELOPT
+    text = fields.get("text_config") or {}
+    found = [(config, key, place[key]) for key in _QUANTIZED for place in (fields, text) if place.get(key)]
+    if separate.is_file() and (given := read_json(separate).get("quantization")):
+        found.append((separate, "quantization", given))
+    for file, key, given in found:
+        method = (given.get("quant_method") or given.get("quant_algo")) if isinstance(given, dict) else None
         raise DrafterError(
-            f"{Path(model) / CONFIG}: quantization_config ({method or 'no method named'}): verl's weight sync does not "
-            "quantize, and drafters beside a quantized policy were not tested; use the policy in 16 bits."
+            f"{file}: {key} ({method or 'no method named'}): verl's weight sync does not quantize, and drafters beside "
+            "a quantized policy were not tested; use the policy in 16 bits."
         )
 
 

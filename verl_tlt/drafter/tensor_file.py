@@ -159,8 +159,8 @@ def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]
             f"{directory / pickle} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
             "beside it, with save_file of safetensors.torch or save_pretrained of transformers."
         )
-    if single.is_symlink():
-        raise DrafterError(f"{single} {_missing(single)}.")
+    if dangling := next((file for file in (single, index) if file.is_symlink()), None):
+        raise DrafterError(f"{dangling} {_missing(dangling)}.")
     raise DrafterError(f"{directory} holds no weights: there is neither {WEIGHTS} nor {INDEX}.")
 
 
@@ -185,6 +185,8 @@ def check_weights(model: Model) -> None:
 
 
 def _missing(file: Path) -> str:
+    if file.is_dir():
+        return "is a folder"
     return f"is a link to {os.readlink(file)}, which does not exist" if file.is_symlink() else "does not exist"
 
 

@@ -103,6 +103,15 @@ def _flush(path: Path) -> None:
             raise
 
 
+def free_bytes(path: str | os.PathLike[str]) -> int | None:
+    """Bytes that are left on the disk of `path`; None: the mount does not tell, as those of object stores."""
+    try:
+        disk = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return disk.free if disk.total else None
+
+
 def check_writable(directory: str | os.PathLike[str], key: str) -> None:
     """Raise a TLTError, which names `key`, where no file can be made in a directory that may have to be made itself."""
     path = Path(os.path.abspath(expanded(directory)))

@@ -51,7 +51,7 @@ class StepTrace:
             f'"produced":{step.num_decode_tokens},"latency_s":{step.latency_s:.6f},'
             f'"clean":{"true" if step.clean else "false"}}}\n'
         )
-        if step.unix_s - self._flushed_at > FLUSH_S:
+        if abs(step.unix_s - self._flushed_at) > FLUSH_S:  # also where the clock was set back
             self._flushed_at = step.unix_s
             self.flush()
 

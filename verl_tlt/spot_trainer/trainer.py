@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -39,6 +38,7 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.errors import DrafterError
+from verl_tlt.files.disk import free_bytes
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
@@ -327,13 +327,9 @@ def check_room(step: Path, needed: int, keeps: int) -> None:
     policy = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
     rotates = 0 < keeps <= len(list(step.parent.glob(f"global_step_*/{POLICY}")))
     coming = 0 if rotates else policy
-    try:
-        disk = shutil.disk_usage(step)
-    except OSError:  # mounts of object stores need not know
-        return
-    if disk.total and disk.free < needed + coming:
-        free = disk.free / 1e9
+    free = free_bytes(step)
+    if free is not None and free < needed + coming:
         raise DrafterError(
-            f"{step} gets no drafter: the disk has {free:.3f} GB left, the drafter takes {needed / 1e9:.3f} GB, "
+            f"{step} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes {needed / 1e9:.3f} GB, "
             f"and the policy's next checkpoint {coming / 1e9:.3f} GB."
         )

@@ -21,8 +21,6 @@ from verl_tlt.trace.events import Publish, Reload, Session
 class StepObservations:
     """What was measured in one RL step. Mappings are by replica; None and empty mean not measured."""
 
-    rollout_s: float | None = None
-    """Seconds in which the engines of `replicas` decoded."""
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
     idle_s: dict[str, float] = field(default_factory=dict)
     """Seconds in which a replica had nothing to decode while another still decoded."""
@@ -33,8 +31,6 @@ class StepObservations:
     reloads: Sequence[Reload] = ()
     overhead: dict[str, float] = field(default_factory=dict)
     """Seconds of TLT's own work and waits on the critical path, by part: stop, capture, publish, reload, ..."""
-    published_version: int | None = None
-    """Drafter version that the engines were asked to serve."""
     served_version: int | None = None
     """The oldest version that an engine serves."""
     spot_failures: int | None = None
@@ -58,7 +54,7 @@ Metrics = dict[str, float | None]
 def step_metrics(observations: StepObservations) -> dict[str, float]:
     """The `tlt/*` metrics of one RL step; all are finite."""
     metrics: Metrics = {
-        **_speculation_metrics(list(observations.replicas.values()), observations.rollout_s),
+        **_speculation_metrics(list(observations.replicas.values())),
         **_idle_metrics(observations),
         **_spot_metrics(observations),
         **_drafter_metrics(observations),
@@ -71,8 +67,8 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
-def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | None) -> Metrics:
-    """Acceptance, draft lengths and speed, from counters summed over all engines.
+def _speculation_metrics(replicas: Sequence[EngineStats]) -> Metrics:
+    """Acceptance and draft lengths, from counters summed over all engines.
 
     The accept length is tokens per verified draft, with the token that the target adds; it is 1 where nothing was
     drafted.
@@ -92,10 +88,7 @@ def _speculation_metrics(replicas: Sequence[EngineStats], rollout_s: float | Non
         for k in range(max(0, *lengths) + 1):
             metrics[f"tlt/draft_length_frac_{k}"] = lengths[k] / total
         metrics["tlt/drafter_off_frac"] = sum(n for k, n in lengths.items() if k < 0) / total
-        metrics["tlt/spec_off_frac"] = sum(n for k, n in lengths.items() if k <= 0) / total
         metrics["tlt/draft_length_mean"] = sum(max(k, 0) * n for k, n in lengths.items()) / total
-    if rollout_s:
-        metrics["tlt/rollout_tok_per_s"] = sum(r.num_generation_tokens for r in replicas) / rollout_s
     return metrics
 
 
@@ -127,7 +120,6 @@ def _spot_metrics(observations: StepObservations) -> Metrics:
     }
     trained = [s for s in observations.sessions if s.steps > 0 and s.outcome != "failed"]
     if observations.sessions:
-        metrics["tlt/trained_tokens"] = sum(s.tokens for s in trained)
         metrics["tlt/skipped_steps"] = sum(s.skipped for s in observations.sessions)
     losses = [(s.loss, s.tokens) for s in trained if math.isfinite(s.loss)]
     if weight := sum(tokens for _, tokens in losses):
@@ -139,7 +131,6 @@ def _spot_metrics(observations: StepObservations) -> Metrics:
 
 def _drafter_metrics(observations: StepObservations) -> Metrics:
     metrics: Metrics = {
-        "tlt/drafter_version_published": observations.published_version,
         "tlt/drafter_version": observations.served_version,
     }
     if (publish := observations.publish) is not None:
@@ -164,7 +155,6 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
         f"step {step:>{width}}" + (f"/{total}" if total else ""),
         _part(metrics, "critic/score/mean", "reward {:.2f}"),
         _part(metrics, "timing_s/gen", "rollout {:.1f} s"),
-        _part(metrics, "tlt/rollout_tok_per_s", "{:.0f} tokens/s"),
         _part(metrics, "tlt/accept_length", "accept {:.2f}"),
         _draft_lengths(metrics),
         idle + (idle and _part(metrics, "tlt/trained_s", ", of which {:.1f} s trained the drafter")),
@@ -181,9 +171,10 @@ def _part(metrics: Mapping[str, float], name: str, form: str) -> str:
 
 def _draft_lengths(metrics: Mapping[str, float]) -> str:
     """Mean K of the engine steps that drafted, and the share of those that did not."""
-    off, mean = metrics.get("tlt/spec_off_frac"), metrics.get("tlt/draft_length_mean")
-    if off is None or mean is None:
+    mean, off = metrics.get("tlt/draft_length_mean"), metrics.get("tlt/drafter_off_frac")
+    if mean is None or off is None:
         return ""
+    off += metrics["tlt/draft_length_frac_0"]
     if off > 0.995:
         return "no drafts"
     text = f"K {mean / (1.0 - off):.1f}"

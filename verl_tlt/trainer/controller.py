@@ -309,7 +309,6 @@ class Controller:
         self._count_failures()
         with self.guard("metrics"):
             self._say_if_idle()
-            self.log.observed.published_version = self.served.version
             self.log.observed.spot_off = bool(self.spot.off) if self.tlt.spot.enable else None
             self.log.observed.buffer = self.spot.stats
             return self.log.finish(step, dict(metrics))

@@ -64,7 +64,6 @@ class StepLog:
 
     def __init__(self, trace: TraceWriter, clock: Clock = SYSTEM) -> None:
         self.trace, self.clock, self.guard = trace, clock, Guard()
-        self._rollout = "timing_s/gen"  # verl's name of the time in which engines decode
         self._disabled = ""
         self._begin()
 
@@ -87,8 +86,6 @@ class StepLog:
     def run_started(self, step0: int, config: TLTConfig, replicas: Mapping[str, Replica], facts: RunFacts) -> None:
         """Write the trace's first event; `step0` is the first RL step, which is not charged with the start."""
         self.observed.overhead.clear()
-        if facts.rule.idle == "trainer":  # which waits for samples in `gen`, while engines decode all the time
-            self._rollout = "timing_s/step"
         standalone = [name for name, info in replicas.items() if not info.colocated]
         versions = dict.fromkeys(DISTRIBUTIONS, "not installed")
         for name in DISTRIBUTIONS:
@@ -185,7 +182,6 @@ class StepLog:
     def finish(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
         self.guard.count("trace", self.trace.failures - self.guard.counts["trace"])
-        self.observed.rollout_s = metrics.get(self._rollout)
         tlt = step_metrics(self.observed)
         everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
         self.trace.emit("step", step=step, metrics=everything, off=self._off)

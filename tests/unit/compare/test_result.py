@@ -96,9 +96,9 @@ def test_what_an_arm_is_ahead_counts_all_seconds_up_to_a_step():
 
 def test_rollouts_in_which_nothing_was_drafted_have_a_ratio_of_their_own():
     stock, arm = [step(0, n, 10.0) for n in range(4)], [step(0, n, 5.0) for n in range(3)]
-    arm.append(step(0, 3, 20.0, tokens=1600.0, off_frac=1.0))
+    arm.append(step(0, 3, 20.0, tokens=1600.0, draft_length=0.0))
     assert ratios(stock, arm[:3])["rollout_off"] is None
-    assert ratios(stock, [replace(arm[0], off_frac=0.9), *arm[1:]])["rollout_off"]["each"] == [0.8]
+    assert ratios(stock, [replace(arm[0], draft_length=0.2), *arm[1:]])["rollout_off"]["each"] == [0.8]
 
 
 def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
@@ -106,8 +106,8 @@ def test_the_checkpoint_of_a_turn_is_no_part_of_its_steps():
                "response_length/mean": 10.0, "response_length/max": 30.0, "critic/score/mean": 0.25,
                "prompt_length/mean": 5.0, "perf/total_num_tokens": 360.0}  # fmt: skip
     found = read_step(2, 7, metrics)
-    assert (found.step_s, found.tokens, found.accept_length, found.off_frac) == (7.0, 240.0, None, None)
-    assert found.prompt == 5.0 and read_step(2, 7, metrics | {"tlt/spec_off_frac": 1.0}).off_frac == 1.0
+    assert (found.step_s, found.tokens, found.accept_length, found.draft_length) == (7.0, 240.0, None, None)
+    assert found.prompt == 5.0 and read_step(2, 7, metrics | {"tlt/draft_length_mean": 0.0}).draft_length == 0.0
     with pytest.raises(CompareError, match="no rollout_s and no tokens and no reward for step 7"):
         read_step(0, 7, {"timing_s/step": 9.0})
 

@@ -94,12 +94,19 @@ def test_a_policy_without_its_weights_is_refused_before_a_run(tmp_path):
     assert found.level == "refuse" and "holds no weights" in found.sentence
 
 
-def test_a_quantized_policy_is_refused_before_a_run(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config (awq)"),
+        ("config.json", {"compression_config": {"quant_method": "sparseml"}}, "compression_config (sparseml)"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "hf_quant_config.json: quantization (FP8)"),
+    ],
+)
+def test_a_quantized_policy_is_refused_before_a_run(tmp_path, file, fields, said):
     path = published(tmp_path / "policy", "Qwen3-8B")
-    fields = PUBLISHED["Qwen3-8B"] | {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    (path / "config.json").write_text(json.dumps(fields))
+    (path / file).write_text(json.dumps((PUBLISHED["Qwen3-8B"] if file == "config.json" else {}) | fields))
     found = check_policy(str(path))
-    assert found.level == "refuse" and "quantization_config (awq)" in found.sentence
+    assert found.level == "refuse" and said in found.sentence
 
 
 @pytest.mark.parametrize("other", [True, False])

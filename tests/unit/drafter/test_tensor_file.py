@@ -75,6 +75,15 @@ def test_a_folder_with_all_its_weights_is_fine(model):
         ),
         (lambda folder: [f.unlink() for f in folder.glob("*.saf*")], "holds no weights: there is neither"),
         (lambda folder: ((folder / INDEX).unlink(), dangle(folder / WEIGHTS)), f"{WEIGHTS} is a link to gone, which"),
+        (
+            lambda folder: (dangle(folder / INDEX), (folder / WEIGHTS).unlink(missing_ok=True)),
+            "index.json is a link to",
+        ),
+        (
+            lambda folder: ((file := folder / "model-1.safetensors").unlink(), file.mkdir()),
+            "safetensors is a folder, and",
+        ),
+        (lambda folder: name_in_index(folder, "shards/1.safetensors"), "/shards/1.safetensors does not exist, and"),
         (lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": []})), "weight_map must say"),
     ],
 )
@@ -82,6 +91,10 @@ def test_a_folder_without_some_of_its_weights_is_one_sentence(model, break_it, s
     break_it(sharded(model))
     with pytest.raises(DrafterError, match=f"^{model}.*{said}"):
         check_weights(model)
+
+
+def name_in_index(folder, file):
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, file)}))
 
 
 def dangle(file):

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +137,14 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
         "latency_s": 0.02, "clean": True,
     }  # fmt: skip
     assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
+
+
+def test_a_clock_that_is_set_back_holds_up_no_trace(tmp_path):
+    control = StepControl(Remembers(), LIMITS, StepTrace(tmp_path / "engine-0.jsonl"))
+    record(control, step())
+    for n in range(3):
+        record(control, replace(step(), unix_s=1e9 + n))
+    assert len(control.trace.path.read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("in_the_way", [Path.mkdir, lambda path: path.parent.touch()])

@@ -11,7 +11,6 @@ from fakes import KEEPS, PUBLISHES
 from rl_steps import LOOKS_S, STOP_S, rest_of_step, rl_step, sampling, training
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer import watch
 from verl_tlt.trainer.controller import WARM_UP_S
@@ -41,9 +40,9 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(fil
     metrics = rest_of_step(controller, 2)
     assert spot.called("train") == [("b",)] and spot.called("stop") == spot.called("export") == [()]
     assert servers.staged == [1], "the drafter itself goes from the spot trainer to the servers"
-    assert metrics["tlt/drafter_version"] == metrics["tlt/drafter_version_published"] == 1
+    assert metrics["tlt/drafter_version"] == 1 and metrics["tlt/reload_failures"] == 0
     assert metrics["tlt/errors"] == 0
-    assert metrics["tlt/idle_s"] > metrics["tlt/trained_s"] > 0 and metrics["tlt/trained_tokens"] == 5000
+    assert metrics["tlt/idle_s"] > metrics["tlt/trained_s"] > 0
     assert metrics["tlt/held_out_accept_length_candidate"] == 2.2
     assert metrics["tlt/held_out_accept_length_served"] == 2.0
     assert servers.balancer == {"a", "b"} and controller.served.acceptance == (0.6, 0.6, 0.6)
@@ -98,7 +97,9 @@ def test_a_resumed_drafter_has_its_version(run):
     controller = run(enable=False)
     controller.served = replace(controller.served, version=7)
     controller.after_first_sync(100)
-    assert rl_step(controller, 101)["tlt/drafter_version_published"] == 7
+    controller.servers.loaded = dict.fromkeys(controller.servers.replicas, 7)
+    metrics = rl_step(controller, 101)
+    assert metrics["tlt/drafter_version"] == 7 and metrics["tlt/reload_failures"] == 0
 
 
 def test_the_kernels_of_a_session_are_tuned_before_the_first_step(run):
@@ -377,13 +378,6 @@ def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run
     metrics = controller.metrics(1, {})
     assert metrics["tlt/drafter_version"] == 1, "those that sleep are not asked"
     assert metrics["tlt/reload_failures"] == metrics["tlt/errors"] == 0
-
-
-@pytest.mark.parametrize(("mode", "seconds"), [("sync", 1.0), ("colocate_async", 1.0), ("separate_async", 2.0)])
-def test_tokens_a_second_are_of_the_time_in_which_engines_decode(run, mode, seconds):
-    controller = run("abc", mode=mode, standalone="c" if mode == "separate_async" else "")
-    controller.servers.stats = {"c": EngineStats(num_steps=4, num_generation_tokens=60)}
-    assert rl_step(controller, 1)["tlt/rollout_tok_per_s"] == pytest.approx(60 / seconds)
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -1,7 +1,6 @@
 """`verl-tlt compare`: takes the turns that are left, and reports the results of all of them."""
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.page import check_packages, write_page
 from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.run_metrics import read_run
-from verl_tlt.files.disk import replacing
+from verl_tlt.files.disk import free_bytes, replacing
 
 SAY_EVERY_S = 600.0
 PAGE, ROWS = "compare.html", "compare.json"
@@ -138,8 +137,9 @@ def announce(
         say(console, f"{arm.name}: {arm.label}")
     say(console, f"All begin with {plan.start or 'the policy of the recipe'}.")
     say(console, time_needed(plan, arms, options, record))
-    free = shutil.disk_usage(plan.folder).free
-    say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, where {free / 1e9:.0f} GB are free.")
+    free = free_bytes(plan.folder)
+    room = "which does not tell its free space" if free is None else f"where {free / 1e9:.0f} GB are free"
+    say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, {room}.")
     untrained = [arm.name for arm in arms if arm.tlt] if drafter is None else []
     if untrained and (steps := options.rounds * plan.steps) < FEW_STEPS:
         few = f"No drafter is given for {' and '.join(untrained)}, and {steps} steps are too few to train one"

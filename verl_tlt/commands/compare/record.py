@@ -34,13 +34,12 @@ class Step:
     """Tokens of the longest response."""
     reward: float
     accept_length: float | None = None
-    accept_length_tail: float | None = None
     """Accept length of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
     cold_start_s: float | None = None
     """Part of `overhead_s` in which the drafter of a run without one was trained."""
-    off_frac: float | None = None
+    draft_length: float | None = None
     """Share of engine steps that drafted nothing; None: the run has no TLT."""
     prompt: float | None = None
     """Mean tokens of the step's prompts: steps that differ in it had other prompts."""
@@ -88,11 +87,10 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         **known,
         longest=metrics.get("response_length/max", 0.0),
         accept_length=metrics.get("tlt/accept_length"),
-        accept_length_tail=metrics.get("tlt/accept_length_tail"),
         saved_s=metrics.get("tlt/saved_estimate_s"),
         overhead_s=metrics.get("tlt/overhead_s"),
         cold_start_s=metrics.get("tlt/overhead_cold_start_s"),
-        off_frac=metrics.get("tlt/spec_off_frac"),
+        draft_length=metrics.get("tlt/draft_length_mean"),
         prompt=metrics.get("prompt_length/mean"),
         probs_diff_max=row["probs_diff_max"],
     )

@@ -60,7 +60,6 @@ def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
         "overrides": list(arm.overrides),
         "environment": dict(arm.environment),
         "accept_length": usual(step.accept_length for step in steps) or (round(mean(logged), 4) if logged else None),
-        "accept_length_tail": usual(step.accept_length_tail for step in steps),
         "reward": [round(step.reward, 4) for step in steps],
     }
 
@@ -117,7 +116,7 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
     `rollout_off` is of the rollouts in which nothing was drafted, per token; None: there was none.
     """
     both = pairs(stock, arm)
-    off = [(theirs, ours) for theirs, ours in both if ours.off_frac == 1.0]
+    off = [(theirs, ours) for theirs, ours in both if ours.draft_length == 0.0]
     return {
         "saved": saved(both),
         "lead": lead(both),

@@ -169,12 +169,12 @@ def listed_gpus(value: str, devices: float) -> int:
     """
     known: list[str] = []
     for word in value.split(","):
-        index = re.match(r"\s*(-?\d+)", word)
+        index = re.match(r"\s*([+-]?\d+)", word)
         if index is not None and not 0 <= int(index[1]) < devices:
             break
         if index is None and not word.strip().startswith(("GPU-", "MIG-")):
             break
-        known.append(index[1] if index is not None else word.strip())
+        known.append(str(int(index[1])) if index is not None else word.strip())
     return len(known) if len(set(known)) == len(known) else 0
 
 
