@@ -94,8 +94,8 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
     layer = _layer(flat, file)
     if layer["hidden_size"] != policy.hidden_size == flat.get("target_hidden_size"):
         raise DrafterError(
-            f"{file}: hidden_size={layer['hidden_size']}, but the policy's is {policy.hidden_size} ({policy.source}): a "
-            "head of another width is served by vLLM and cannot be trained by speculators; verl-tlt warmup makes one."
+            f"{file}: hidden_size={layer['hidden_size']}, but the policy's is {policy.hidden_size} ({policy.source}): "
+            "speculators cannot train a head of another width, though vLLM serves it; verl-tlt warmup makes one."
         )
     for field, value, expected in (
         ("hidden_size", layer["hidden_size"], policy.hidden_size),

@@ -81,7 +81,7 @@ def test_layers_that_are_not_said_are_vllms_default_ones(tmp_path, said):
         ({"hidden_size": 64}, "hidden_size=64, but the policy's is 32"),
         ({"num_attention_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
         ({"target_hidden_size": 64}, "target_hidden_size=64, but the policy's is 32"),
-        ({"hidden_size": 24, "target_hidden_size": 32}, "another width is served by vLLM and cannot be trained"),
+        ({"hidden_size": 24, "target_hidden_size": 32}, "speculators cannot train a head of another width"),
         ({"architectures": ["PEagleDraftModel"]}, "architectures must name one of"),
         ({"intermediate_size": None}, "intermediate_size must be a positive integer, not None"),
         ({"draft_vocab_size": 10}, "d2t is [20], but config.json asks for [10]"),
