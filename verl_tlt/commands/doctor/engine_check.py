@@ -88,6 +88,8 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         if not job.cpu:
             findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
+        if has_drafter and (error := failure_of(await load_drafter(engine))):  # as after a pass that failed
+            findings.append(Finding("refuse", "drafter", error))
         always_on = next(filter(None, await engine.every("tlt_set_drafting", False)), "")
         if not always_on:
             await ask_scheduler(engine.llm, "control", drafting=False)
@@ -108,22 +110,31 @@ def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
         return asdict(asyncio.run(check(job, directory)))
 
 
+async def load_drafter(engine: StandaloneEngine) -> list[LoadReply]:
+    """Have every worker load the drafter; their answers."""
+    assert engine.drafter is not None
+    answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
+    return [from_plain(LoadReply, answer) for answer in answers]
+
+
+def failure_of(replies: Sequence[LoadReply]) -> str | None:
+    return next((reply.error for reply in replies if not reply.ok), None)
+
+
 async def check_sleep(engine: StandaloneEngine) -> Finding:
     """Whether the drafter can be loaded again after verl's deepest sleep, where the engine has one.
 
     The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
     """
-    assert engine.drafter is not None
     what, sleeps = "drafter after sleep", engine.llm.model_config.enable_sleep_mode
     if sleeps:
         await engine.llm.sleep(level=2)
         await engine.llm.wake_up(tags=["weights"])
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-    answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
-    replies = [from_plain(LoadReply, answer) for answer in answers]
+    replies = await load_drafter(engine)
     if sleeps:
         await engine.llm.wake_up(tags=["kv_cache"])
-    if error := next((reply.error for reply in replies if not reply.ok), None):
+    if error := failure_of(replies):
         return Finding("refuse", what, f"The drafter could not be loaded again: {error}")
     slept = "after sleep" if sleeps else "(the engine has no sleep mode)"
     return Finding("ok", what, f"it was loaded again {slept} in {max(reply.seconds for reply in replies):.2f} s")
