@@ -94,7 +94,7 @@ def test_a_drafter_that_could_not_be_exported_is_no_publication(filled):
 
 
 def test_a_resumed_drafter_has_its_version(run):
-    controller = run(enable=False)
+    controller = run()
     controller.served = replace(controller.served, version=7)
     controller.after_first_sync(100)
     controller.servers.loaded = dict.fromkeys(controller.servers.replicas, 7)
