@@ -18,8 +18,8 @@ BETTER = 1.05
 """A new drafter is tried at once if its held-out accept length is this many times that of the one that did not pay."""
 IN_A_ROW = 3
 """Rollouts in a row that drafting made slower before it is switched off."""
-FEWEST_DRAFTS = 100
-"""Drafts in a rollout from which on it counts as drafted: its acceptance is then known to 0.05."""
+FEWEST_STEPS = 100
+"""Engine steps with the drafter's pass from which on a rollout counts: fewer may all be disturbed ones."""
 FIRST_WAIT, LONGEST_WAIT = 8, 64
 """Rollouts before one replica tries again, and between two tries at most; each wait is twice the one before it."""
 
@@ -51,6 +51,11 @@ def expected_saving(
         off_s += tokens / batch * seconds
         drafted_s += tokens / batch * best
     return 1.0 - drafted_s / off_s
+
+
+def _steps_with_drafter(stats: EngineStats) -> int:
+    """Engine steps in which the drafter ran, with K=0 too."""
+    return sum(steps for k, steps in stats.steps_by_draft_length.items() if k != OFF)
 
 
 class OffDecision:
@@ -115,18 +120,19 @@ class OffDecision:
         self._work = +sum((Counter(s.tokens_by_batch) for s in stats.values()), Counter[int]()) or self._work
         contexts = [s.mean_context for s in stats.values() if s.mean_context]
         self._context = sum(contexts) / len(contexts) if contexts else self._context
-        drafted = [s for s in stats.values() if s.num_drafts >= FEWEST_DRAFTS]
-        undrafted_s = sum(s.undrafted_s for s in drafted)
-        gain = 1.0 - sum(s.decode_s for s in drafted) / undrafted_s if undrafted_s else 0.0
+        ran = [s for s in stats.values() if _steps_with_drafter(s) >= FEWEST_STEPS]
+        undrafted_s = sum(s.undrafted_s for s in ran)
+        gain = 1.0 - sum(s.decode_s for s in ran) / undrafted_s if undrafted_s else 0.0
         if self.cause:
             return self._after_wait(tried=self._left <= 0, gain=gain)
-        if drafted:
+        if ran:
             self._slower = self._slower + 1 if gain < 0.0 else 0
         if self._slower < IN_A_ROW or self._always:
             return None
-        drafts = sum(s.num_drafts for s in drafted)
-        accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in drafted), drafts)
-        self.cause = f"an accept length of {accepted:.2f} does not make up for what drafting costs at these batches"
+        self.cause = "no draft length makes up for what the drafter costs at these batches"
+        if drafts := sum(s.num_drafts for s in ran):
+            accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in ran), drafts)
+            self.cause += f", with an accept length of {accepted:.2f}"
         self._slower = 0
         self._promised = self._promise
         self._wait = self._left = FIRST_WAIT

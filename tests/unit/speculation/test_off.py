@@ -22,8 +22,11 @@ def decision(policy="live_table", source="eagle", costs=COSTS):
     return made
 
 
-def rollout(undrafted_s, decode_s=10.0, drafts=1000, tokens_by_batch=None, accepted=500, names=("a", "b")):
+def rollout(
+    undrafted_s, decode_s=10.0, drafts=1000, tokens_by_batch=None, accepted=500, names=("a", "b"), k=3, steps=100
+):
     stats = EngineStats(
+        steps_by_draft_length={k: steps},
         num_drafts=drafts, decode_s=decode_s, undrafted_s=undrafted_s, tokens_by_batch=tokens_by_batch or {1: 1000},
         num_accepted_tokens_per_pos=(accepted,), num_passes=100, mean_context=100.0,
     )  # fmt: skip
@@ -87,11 +90,13 @@ def test_three_slow_rollouts_in_a_row_switch_drafting_off_and_fewer_do_not():
     assert made.drafting(GOOD) == [] and made.cause == made.against
 
 
-def test_rollouts_with_hardly_a_draft_say_nothing():
+@pytest.mark.parametrize(("k", "steps", "counts"), [(0, 100, True), (0, 20, False), (OFF, 100, False)])
+def test_rollouts_count_in_which_the_drafter_ran_although_nothing_was_drafted(k, steps, counts):
+    """K=0 saves no pass of the drafter, so a run in which no draft pays would pay for it for ever."""
     made = decision()
-    for _ in range(5):
-        made.rollout_ended(rollout(undrafted_s=9.0, drafts=20))
-    assert not made.cause
+    for _ in range(IN_A_ROW):
+        made.rollout_ended(rollout(undrafted_s=9.0, drafts=0, k=k, steps=steps))
+    assert bool(made.cause) == counts
 
 
 def test_one_replica_after_the_other_tries_again_at_doubling_intervals():
@@ -107,7 +112,7 @@ def tried(made):
     """One rollout while drafting is switched off; who drafts in it, and loses."""
     drafting = made.drafting(GOOD)
     assert len(drafting) <= 1
-    made.rollout_ended(rollout(undrafted_s=9.0, names=drafting) if drafting else rollout(10.0, drafts=0))
+    made.rollout_ended(rollout(undrafted_s=9.0, names=drafting) if drafting else rollout(10.0, drafts=0, k=OFF))
     return drafting
 
 
@@ -115,7 +120,7 @@ def test_a_replica_that_gains_switches_drafting_on_again():
     made = decision()
     slow(made)
     while not (drafting := made.drafting(GOOD)):
-        made.rollout_ended(rollout(10.0, drafts=0))
+        made.rollout_ended(rollout(10.0, drafts=0, k=OFF))
     said = made.rollout_ended(rollout(undrafted_s=13.0, names=drafting))
     assert "switched on again" in said and made.drafting(GOOD) == REPLICAS
 
