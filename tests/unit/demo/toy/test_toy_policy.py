@@ -1,31 +1,15 @@
 """The toy's policy as it is trained and saved, what widening keeps, and the files of the demo."""
 
-import dataclasses
-import random
-
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from demo.toy import assets, task, train
+from demo.toy import assets, task
 from demo.toy.tokenizer import save_tokenizer
 from demo.toy.widen import widen
 
-SHORT = train.TrainConfig(steps=2, batch_tokens=64)
 TOKENS = torch.randint(5, 50, (4, 40), generator=torch.Generator().manual_seed(1))  # [B, T]
-
-
-def test_a_seed_fixes_the_policy_which_is_saved_for_verl_and_vllm(tmp_path):
-    policy, again, other = (train.train(dataclasses.replace(SHORT, seed=seed)) for seed in (0, 0, 1))
-    weights = policy.state_dict()
-    assert all(torch.equal(weights[k], v) for k, v in again.state_dict().items())
-    assert not torch.equal(weights["lm_head.weight"], other.state_dict()["lm_head.weight"])
-    train.save_policy(policy, tmp_path)
-    loaded = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert loaded.dtype == torch.bfloat16 and loaded.config.model_type == "qwen3"
-    assert loaded.generation_config.eos_token_id == task.TOKEN_ID[task.EOS]
-    assert len(AutoTokenizer.from_pretrained(tmp_path)) == loaded.config.vocab_size == 64
 
 
 @pytest.fixture
@@ -82,17 +66,6 @@ def test_rows_have_verls_columns(wide):
         assert (extra["index"], extra["split"]) == (i, "train")
         assert len(extra["forced_lengths"]) == assets.FORCED_LENGTHS
         assert max(extra["forced_lengths"]) <= task.MAX_RESPONSE
-
-
-def test_the_wide_policy_is_the_shipped_one(wide):
-    paths = (assets.SHIPPED_POLICY, wide.policy)
-    small, big = (Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
-    assert 30e6 < big.num_parameters() < 45e6
-    problem = task.sample_problem(rng := random.Random(0))
-    words = task.prompt_tokens(problem) + task.sample_response(problem, rng)
-    ids = torch.tensor([[task.TOKEN_ID[w] for w in words]])  # [1, T]
-    with torch.no_grad():
-        torch.testing.assert_close(small(ids).logits, big(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_an_equal_call_finds_everything_and_another_seed_writes_other_prompts(out, wide):

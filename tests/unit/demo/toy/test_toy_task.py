@@ -57,16 +57,6 @@ def test_texts_survive_the_tokenizers_round_trip(tokenizer, responses):
         assert tokenizer.decode(ids) == " ".join(words)
 
 
-def test_the_tokenizer_has_what_verl_asks_of_a_qwen3_tokenizer(tokenizer):
-    content = " ".join(task.prompt_tokens(task.Problem((1,), (2,))))
-    messages = [{"role": "user", "content": content}]
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == content
-    assert len(tokenizer) == 64
-    assert tokenizer.encode("\n", add_special_tokens=False) == [task.TOKEN_ID[task.NEWLINE]]
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == task.TOKEN_ID[task.IM_END]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (task.TOKEN_ID[task.EOS], task.TOKEN_ID[task.PAD])
-
-
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
