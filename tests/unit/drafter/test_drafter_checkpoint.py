@@ -200,7 +200,7 @@ def test_what_is_no_training_state_is_named(tmp_path):
     write_state({"a": torch.zeros(100)}, file)
     contents = [file.read_bytes()[:-4], b"", b"\x80\x04pickled"]
     elsewhere = json.dumps({"a": {"tensor": "elsewhere"}})
-    for header in (None, *({"state": text} for text in ("{", elsewhere))):
+    for header in (None, {"format": "pt"}, *({"state": text} for text in ("{", elsewhere))):
         save_file({"a": torch.zeros(1)}, file, metadata=header)
         contents.append(file.read_bytes())
     for content in contents:

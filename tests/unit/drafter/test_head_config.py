@@ -34,16 +34,12 @@ def pruned(policy, tmp_path):
         (f"{LAYER}quantization_config", {"quant_method": "fp8"}, None),
         (f"{LAYER}model_type", "qwen3", "of model_type 'llama', not 'qwen3'"),
         (f"{LAYER}layer_types", ["sliding_attention"], None),
-        (f"{LAYER}hidden_act", "gelu", None),
-        (f"{LAYER}mlp_bias", True, None),
         (f"{LAYER}num_hidden_layers", 2, "num_hidden_layers=2, but"),
-        (f"{LAYER}num_attention_heads", None, "num_attention_heads must be a positive integer"),
         (f"{LAYER}rms_norm_eps", "1e-6", "rms_norm_eps"),
         (f"{LAYER}num_key_value_heads", 0, None),
         (f"{LAYER}num_key_value_heads", 1, "k_proj.weight is [32, 64], but config.json asks for [16, 64]"),
         (f"{LAYER}max_position_embeddings", True, None),
         (ROPES, [1], None),
-        (ROPES, ROPE | {"rope_type": "fope"}, "fope"),
         (ROPES, ROPE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         (ROPES, ROPE | {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         (IDS, [1, "2", 3], None),
@@ -54,7 +50,6 @@ def pruned(policy, tmp_path):
         ("draft_vocab_size", 2.5, None),
         ("draft_vocab_size", 99, "draft_vocab_size must be 1..48"),
         ("draft_vocab_size", 20, "no tensor 'd2t'"),
-        ("target_hidden_size", 64, None),
     ],
 )
 def test_what_vllm_could_not_serve_is_refused_by_its_key(whole, policy_dir, key, value, said):
@@ -138,9 +133,7 @@ def test_a_folder_that_may_not_be_looked_into(whole, policy, monkeypatch):
     [
         ("config.json", None, "config.json does not exist"),
         ("config.json", b"{", "config.json is not readable JSON"),
-        ("config.json", b'{"a":' * 10**5 + b"1" + b"}" * 10**5, "is not readable JSON"),
         ("model.safetensors", None, "holds no weights: there is neither model.safetensors"),
-        ("model.safetensors", b"PK\x03\x04 pickled", "model.safetensors is not a complete safetensors file"),
         ("model.safetensors", "half", "model.safetensors is not a complete safetensors file"),
     ],
 )
@@ -193,7 +186,6 @@ def test_a_table_of_positions_is_as_long_as_the_engine_needs(whole, policy, poli
     [
         ({0: -2}, "the tokens i + d2t[i] must ascend within 0..47"),
         ({3: 45}, "the tokens i + d2t[i] must ascend within 0..47"),
-        ({2: 2**62}, "ascend within 0..47"),
         ({1: 0}, "the tokens i + d2t[i] must ascend"),  # not injective
         ({2: 29}, "t2d does not mark the 4 tokens"),
     ],
@@ -212,7 +204,6 @@ def test_maps_stay_within_the_vocabulary_and_agree(pruned, policy_dir, offsets, 
     [
         ("fc.weight", torch.zeros(32, 96, dtype=torch.float8_e4m3fn), "fc.weight holds F8_E4M3"),
         ("d2t", torch.zeros(4), "d2t holds F32"),
-        ("layers.0.self_attn.q_norm.weight", torch.zeros(16), "q_norm.weight, which the network"),
         ("mask_hidden", torch.zeros(1, 96), "mask_hidden, which the network"),
         ("embed_tokens.weight", torch.zeros(10, 32), "embed_tokens.weight is [10, 32], but config.json asks for [48"),
         ("embed_tokens.weight", torch.zeros(48, 32, dtype=torch.int64), "embed_tokens.weight holds I64"),

