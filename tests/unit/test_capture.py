@@ -144,7 +144,7 @@ def test_overrides_are_appended_in_the_process_of_main_ppo_alone(tmp_path):
     command = [sys.executable, "-m", MAIN, "trainer.total_epochs=3", "--cfg", "job", "--package", "trainer"]
     done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "total_epochs: 77\n" in done.stdout and "project_name: a b\n" in done.stdout, done.stderr
-    code = f"import sys, verl, os; print(sys.argv, '{APPEND}' in os.environ)"
+    code = f"import sys, verl_tlt.capture, os; print(sys.argv, '{APPEND}' in os.environ)"  # as verl would import it
     done = subprocess.run([sys.executable, "-c", code, "a"], env=own, capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("['-c', 'a'] True\n"), done.stderr
 
