@@ -1,6 +1,6 @@
 """The simulated engine keeps what makes control hard: delay, unclean changes, joins; and counts every token once.
 
-Its costs are calibrated to the paper where it has numbers, monotone, padded, recorded.
+Its costs are monotone, and recorded ones are linear between their points.
 """
 
 from itertools import cycle, pairwise
