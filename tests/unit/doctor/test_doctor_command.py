@@ -211,9 +211,7 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
         (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
         (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
         (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "7"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "1, 3,4,0"}, 2),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "2,-2,3"}, 1),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "1,0,1"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "00,0"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": " +1 ,2 "}, 2),
@@ -221,18 +219,11 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
         (FOUR, {"CUDA_VISIBLE_DEVICES": " GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, GPU-d1c6ab0f"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-8932f937"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-d1c6ab0f"}, 2),
+        (FOUR, {"CUDA_VISIBLE_DEVICES": "0,NoDevFiles,1"}, 1),
         (FOUR, {"HIP_VISIBLE_DEVICES": "0"}, 4),
-        *(
-            (FOUR, {"CUDA_VISIBLE_DEVICES": word}, 0)
-            for word in ("NoDevFiles", "none", "all", "void", "cuda:0", "[0,1]")
-        ),
-        *((FOUR, {"CUDA_VISIBLE_DEVICES": word}, 1) for word in ("0 1", "0;1", "0-3", "0,NoDevFiles,1")),
-        (FOUR, {"ROCR_VISIBLE_DEVICES": "0"}, 4),
         (["dev/dxg"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
         (AMD, {"ROCR_VISIBLE_DEVICES": "0,1"}, 2),
         (AMD, {"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0"}, 1),
-        (AMD, {"HIP_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}, 2),
-        (AMD, {"HIP_VISIBLE_DEVICES": "3"}, 0),
         (AMD[:2], {}, 1),
     ],
 )
@@ -311,7 +302,7 @@ def verls():
 @pytest.mark.parametrize("key", ["trainer.nnodes", "actor_rollout_ref.rollout.tensor_model_parallel_size"])
 def test_a_count_that_is_none_is_named_by_its_key(verls, key):
     config = copy.deepcopy(verls)
-    for value in (MOST + 1, -1, 8.0, float("inf"), "two", True, [8], {"a": 1}):
+    for value in (MOST + 1, -1, 8.0, "two", True):
         with open_dict(config):
             OmegaConf.update(config, key, value, merge=False, force_add=True)
         with pytest.raises(TLTConfigError) as error:

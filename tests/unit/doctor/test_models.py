@@ -64,13 +64,11 @@ MLA = "latent attention (MLA) does not start on vLLM's CPU backend"
         ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "does not read its experts as transformers 5", {}),
         ("mimo", "MiMoForCausalLM", "to no EAGLE-3 head; its own MTP head drafts with tlt.drafter.method=mtp", {}),
         ("qwen2", "MiMoForCausalLM", "vLLM hands the hidden states of MiMoForCausalLM to no", {}),
-        ("martian", "MartianForCausalLM", "drafters exist for llama, qwen2", {}),
         ("martian", None, "drafters exist for llama, qwen2", {}),
-        *((family, "DeepseekV3ForCausalLM", re.escape(MLA), fields)
-          for family in ("deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite")
-          for fields in ({"kv_lora_rank": 512}, {"text_config": {"kv_lora_rank": 512}})),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", re.escape(MLA), {"kv_lora_rank": 512}),
+        ("kimi_k25", "KimiK25ForConditionalGeneration", re.escape(MLA), {"text_config": {"kv_lora_rank": 512}}),
     ],
-)  # fmt: skip
+)
 def test_another_family_is_refused_with_the_reason(cached, family, architecture, said, fields):
     changes = {"model_type": family, "architectures": architecture and [architecture], **fields}
     found = check_policy(cached("Org/policy", **changes))
@@ -164,23 +162,6 @@ def test_a_drafter_for_another_method_is_refused_wherever_its_config_can_be_read
         elif there == "no policy":
             assert f"{path} is a drafter for tlt.drafter.method={kind}; whether it fits was not" in found.sentence
     assert levels.pop(kind) == ("ok" if there == "all" else "warn") and list(levels.values()) == ["refuse"]
-
-
-def test_links_in_a_circle_and_deep_files_are_findings(policy, tmp_path):
-    config = drafter_at(tmp_path / "drafter", policy) / "config.json"
-    weights, whole = config.with_name("model.safetensors"), config.read_text()
-    for file in (config, weights, config.with_name("provenance.json")):
-        for other in (config, weights):
-            other.unlink(missing_ok=True)
-        config.write_text(whole)
-        weights.touch()
-        file.unlink(missing_ok=True)
-        file.symlink_to(file)
-        found = judged(policy, config.parent)
-        assert found.level == "refuse" and "\n" not in found.sentence
-    Path(policy, "config.json").write_text('{"model_type": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    said = check_policy(policy).sentence
-    assert "is not readable JSON" in said
 
 
 def test_a_name_with_codes_of_a_terminal_is_quoted(policy):

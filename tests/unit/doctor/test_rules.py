@@ -212,7 +212,7 @@ def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_r
 
 
 @pytest.mark.parametrize("field", ["text_config", "architectures", "layer_types"])
-@pytest.mark.parametrize("value", [True, 7, "abc", [1], [["linear_attention"]]])
+@pytest.mark.parametrize("value", ["abc", [1]])
 @pytest.mark.parametrize("inside", [False, True])
 def test_fields_of_a_policy_that_are_of_another_kind_are_named(findings, recipe, tmp_path, field, value, inside):
     fields = json.loads(Path(recipe.actor_rollout_ref.model.path, "config.json").read_text())
