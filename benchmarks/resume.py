@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.stored import store
 from benchmarks.toy_job import CONSTANT, FORCED, QUICK_TO_LEARN, Job, make_assets
 from demo.toy.assets import Assets
-from verl_tlt.commands.processes import interruptible
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.drafter import load_training_state
 from verl_tlt.trace.events import Event, LoadSample, Phase, Publish, Reload, RunStarted

@@ -15,10 +15,10 @@ from demo.warmup import warm_up
 from verl_tlt.commands.capture import capture
 from verl_tlt.commands.compare.command import compare
 from verl_tlt.commands.console import make_console
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.page import write_page
-from verl_tlt.commands.processes import interruptible
-from verl_tlt.commands.report.page import run_page, serve_command
+from verl_tlt.commands.report.page import how_to_serve, run_page
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.commands.report.steps import Row, initial_lengths, rich_table, rows_of_trace
 from verl_tlt.errors import TLTError
@@ -128,7 +128,7 @@ def _show(console: Console, out: Path, trace: RunTrace) -> None:
     ):
         console.print(text, highlight=False, soft_wrap=True)
     console.print(gain(rows), style="bold", highlight=False, soft_wrap=True)
-    if command := serve_command(trace):
+    if command := how_to_serve(trace):
         console.print("Serve the drafter with", highlight=False)
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 

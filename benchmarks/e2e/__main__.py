@@ -33,6 +33,7 @@ from transformers import AutoTokenizer
 from benchmarks.control.engine import VllmTable
 from benchmarks.control.fixed import real_models, recorded_costs
 from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Heads, Load, arms
+from benchmarks.e2e.claims import claims
 from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, Head, home_of, prepare
 from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
 from benchmarks.gpu.parts import machine
@@ -51,7 +52,7 @@ from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
-from verl_tlt.commands.processes import interruptible
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs import LatencyTable
 
@@ -135,13 +136,16 @@ def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
 
 
 def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dict[str, Any]:
+    found = found_of(arms, record)
+    for name, ratios in found["ratios"].items():
+        ratios |= claims(record.steps(STOCK), record.steps(name))
     return {
         "machine": machine(),
         "dtype": find_dtype(),
         "lengths": "forced" if forced else "sampled",
         "runs": max((len(record.of(arm.name)) for arm in arms), default=0),
         "steps_of_a_turn": plan.steps,
-        **found_of(arms, record),
+        **found,
     }
 
 

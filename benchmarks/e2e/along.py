@@ -26,7 +26,7 @@ from verl_tlt.commands.compare.plan import NO_SPOT, TLT, Arm, make_plan, quoted
 from verl_tlt.commands.compare.record import Record, Step
 from verl_tlt.commands.compare.result import pooled
 from verl_tlt.commands.console import make_console, say
-from verl_tlt.commands.processes import interruptible
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.errors import TLTError
 
 WINDOW = 4

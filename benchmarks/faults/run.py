@@ -14,7 +14,8 @@ import psutil
 from benchmarks.faults.plan import STEPS, Fault
 from benchmarks.toy_job import QUICK_TO_LEARN, SAMPLES, Job, make_assets
 from verl_tlt.commands.compare.job import read_rows
-from verl_tlt.commands.processes import ProcessTree, interruptible
+from verl_tlt.commands.interrupts import interruptible
+from verl_tlt.commands.processes import ProcessTree
 
 ROOT = Path(__file__).parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -24,7 +24,7 @@ from benchmarks.gpu.engines import LITTLE
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
 from verl_tlt.commands.compare.job import read_rows
-from verl_tlt.commands.processes import interruptible
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.report.reader import read_trace
 
 BATCH, LONG, SHORT = 4, 200, 40

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from verl_tlt.commands import processes
-from verl_tlt.commands.processes import LONGEST_BASE, ProcessTree, interruptible
+from verl_tlt.commands.interrupts import interruptible
+from verl_tlt.commands.processes import LONGEST_BASE, ProcessTree
 
 FAMILY = """
 import multiprocessing, os, signal, sys, tempfile, time
@@ -67,7 +68,7 @@ INTERRUPTED = """
     from pathlib import Path
     from verl_tlt.commands import processes
     from demo.run import DemoRun, run_recipe
-    from verl_tlt.commands.processes import interruptible
+    from verl_tlt.commands.interrupts import interruptible
     from demo.screen import Screen
     from verl_tlt.commands.console import make_console
     with interruptible(), Screen(make_console()) as screen:

@@ -13,6 +13,7 @@ try:
     from typer.core import TyperGroup
 
     from verl_tlt.commands.console import make_console
+    from verl_tlt.commands.interrupts import interruptible
     from verl_tlt.commands.options import (
         AdviseOptions,
         CommandAfterDashes,
@@ -32,7 +33,8 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().main(*args, **kwargs)
+            with interruptible():
+                return super().main(*args, **kwargs)
         except ModuleNotFoundError as error:  # also a package by which newer releases of typer read the command line
             raise SystemExit(needs(error)) from None
         except (TLTError, OSError) as error:
@@ -92,7 +94,7 @@ def advise(options: AdviseOptions) -> None:
     Examples:
       verl-tlt advise metrics.jsonl
       verl-tlt advise wandb_export.csv
-      verl-tlt advise metrics.jsonl --drafter drafters/qwen3-8b --costs doctor.json
+      verl-tlt advise metrics.jsonl --drafter drafters/qwen3-8b --costs tlt-doctor.json
     """
     from verl_tlt.commands.advise.command import advise as run
 

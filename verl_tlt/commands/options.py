@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from typer import Argument, BadParameter, CallbackParam, Context, Option
+from typer import Argument, Context, Option
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
@@ -135,6 +134,7 @@ class EngineOptions(RunOptions):
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values given by name; where a run is among them, also the values that the run decides."""
         from verl_tlt.commands.warmup.run import decided_options
+        from verl_tlt.drafter.policy import policy_shape
 
         names = [f.name for f in dataclasses.fields(cls)]
         run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
@@ -142,7 +142,9 @@ class EngineOptions(RunOptions):
             given = {name: value for name, value in decided_options(run.recipe()).items() if name in names} | given
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         if missing := next((name for name in needed if given.get(name) is None), None):
-            raise BadParameter(f"--{missing} is missing; a run's command after -- says model and prompts too.")
+            if missing != "model":
+                policy_shape(given["model"])  # a policy that is not there is named first
+            raise TLTError(f"--{missing} is missing: give it, or your run's command after --, which says it too.")
         return given
 
 
@@ -165,7 +167,7 @@ class WarmupOptions(EngineOptions):
     loss: Annotated[str, Option(help="Loss: kl_div, ce, tv, nla or lk_hybrid.")] = "kl_div"
     epochs: Annotated[float, Option(min=LEAST, help="Most passes over the responses.")] = 4.0
     max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED
-    max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training.")] = UNLIMITED
+    max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training, without the checks.")] = UNLIMITED
     batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed micro-batch.")] = 2048
     learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's peak learning rate.")] = 1e-3
     cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; what exceeds it is recomputed.")] = (
@@ -198,13 +200,6 @@ class CommandAfterDashes(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def finite(param: CallbackParam, value: float | None) -> float | None:
-    """Callback of an option: refuse NaN, which typer's limits let pass, and infinity where it is not the default."""
-    if value is not None and not math.isfinite(value) and value != param.default:
-        raise BadParameter(f"{value} is not a finite number.")
-    return value
-
-
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a typer command of a function of one `options`, each field of which is an option or an argument.
 
@@ -215,9 +210,7 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
     for field in inspect.signature(options, eval_str=True).parameters.values():
         if field.name == COMMAND:
             continue
-        kind, info = typing.get_args(field.annotation)[:2]
-        if float in (kind, *typing.get_args(kind)):
-            info.callback = finite
+        info = typing.get_args(field.annotation)[1]
         fillable = completed and field.default is field.empty and isinstance(info, OptionInfo)
         parameters.append(field.replace(default=None) if fillable else field)
     parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)  # required ones first

@@ -130,7 +130,7 @@ class Reload(DrafterStatus):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Speculation was disabled because it does not pay, or enabled again; or spot training on one replica was."""
+    """Speculation was disabled because it does not pay, or enabled again."""
 
     kind: ClassVar[str] = "stopped"
     t: float
@@ -138,8 +138,6 @@ class Stopped:
     """The RL step after whose rollout this happened."""
     cause: str
     """Why; empty: it goes on again."""
-    replica: str = ""
-    """Replica whose spot training it is; empty: it is speculation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from benchmarks.e2e.lengths import Sampled, adjusted, sampled
 from verl_tlt.commands.compare.plan import STOCK, TLT
 from verl_tlt.commands.compare.record import Step
 
-STEP = Step(turn=0, step=2, step_s=40.0, rollout_s=30.0, tokens=100.0, longest=50.0, reward=0.5)
+STEP = Step(turn=0, step=2, step_s=40.0, rollout_s=30.0, tokens=100.0, reward=0.5)
 SHORT, LONG = (10,) * 24, (*(10,) * 23, 500)
 
 

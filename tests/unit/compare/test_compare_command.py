@@ -30,13 +30,13 @@ def said(tmp_path):
 
 
 def test_it_says_beforehand_how_long_it_takes(said, tmp_path):
-    assert "4 jobs of 6 RL steps are left, one at a time: 24 times what a step takes, and 4 starts" in said()
+    assert "4 jobs of 6 RL steps each are left, one after the other: 24 steps and 4 starts." in said()
     step = {"timing_s/gen": 200.0, "timing_s/step": 300.0}
     (log := tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": n, "data": step}) + "\n" for n in (1, 2))
     )
-    assert "about 2 h 0 min, and 4 times what a job takes to start and end" in said(metrics=log)
-    assert "3 jobs of 6 RL steps are left, one at a time: about 30 min." in said(
+    assert "about 2 h 0 min, and 4 times the start and end of a job" in said(metrics=log)
+    assert "3 jobs of 6 RL steps each are left, one after the other: about 30 min." in said(
         turns=[Turn("tlt", 0, [], 600.0, 9.0, 9.0)]
     )
 

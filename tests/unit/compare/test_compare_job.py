@@ -73,17 +73,6 @@ def test_one_checkpoint_is_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_8", "turn-1.log"]
 
 
-def test_a_drafter_that_a_full_disk_left_out_is_kept_from_the_checkpoint_before(tmp_path):
-    for step, part in ((4, "tlt_drafter"), (8, "tlt_drafter"), (8, "actor"), (12, "actor"), (16, "actor")):
-        (tmp_path / f"global_step_{step}" / part).mkdir(parents=True, exist_ok=True)
-    (tmp_path / "global_step_8" / "tlt_drafter" / "config.json").write_text("{}")
-    (tmp_path / "global_step_8" / "data.pt").touch()
-    keep_only(tmp_path, tmp_path / "global_step_12")
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
-        "global_step_12/actor", "global_step_8/tlt_drafter",
-    ]  # fmt: skip
-
-
 def test_rows_are_finished_steps(tmp_path):
     file = tmp_path / "turn-1.jsonl"
     assert read_rows(file) == {}

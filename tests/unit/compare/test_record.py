@@ -13,7 +13,7 @@ ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+trainer.plugin=tlt"]}
 
 
 def turn(arm, number=0, seconds=50.0):
-    steps = [Step(number, n, 9.0, 5.0, 800.0, 300.0, reward=0.5) for n in (2, 3)]
+    steps = [Step(number, n, 9.0, 5.0, 800.0, reward=0.5) for n in (2, 3)]
     return Turn(arm, number, steps, seconds, 11.0, 3.0)
 
 

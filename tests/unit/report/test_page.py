@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.page import write_page
-from verl_tlt.commands.report.page import run_page, serve_command
+from verl_tlt.commands.report.page import how_to_serve, run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.trace.events import TraceWriter
 
@@ -130,7 +130,6 @@ def test_the_probability_difference_stands_beside_that_of_steps_without_drafts(t
 
 def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):
     writer.emit("stopped", step=4, cause="accept length of 1.02")
-    writer.emit("stopped", step=12, replica="b", cause="out of memory")
     writer.emit("stopped", step=30, cause="")
     writer.emit("session", step=4, replica="a", start=1.0, end=2.0, outcome="failed", error="out of memory")
     writer.emit("reload", step=4, replica="a", version=3, ok=False)
@@ -138,7 +137,6 @@ def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):
     (tmp_path / "more.jsonl").write_text("half a line")
     assert {
         "Drafting was switched off: accept length of 1.02 (step 4).", "Drafting was switched on again (step 30).",
-        "Training of the drafter on replica 1 was switched off: out of memory (step 12).",
         "In step 4 the run waited 24 s for its first drafter (cold start).",
         "1 lines of the trace could not be read.", "out of memory", "v3 was loaded instead",
         "2 failures of TLT did not end the run.",
@@ -148,17 +146,17 @@ def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):
 def test_the_command_that_serves_the_drafter(tmp_path, writer):
     run = {"policy": "assets/policy", "drafter": "demo-out/the drafter"}
     writer.emit("run", step0=1, **run, config={"speculation": {"max_draft_length": 5}})
-    argv = shlex.split(serve_command(read_trace(tmp_path)))
+    argv = shlex.split(how_to_serve(read_trace(tmp_path)))
     assert argv[:3] == ["vllm", "serve", "assets/policy"]
     config = json.loads(argv[4])
     assert config["model"] == "demo-out/the drafter" and config["num_speculative_tokens"] == 5
     writer.emit("run", step0=1, **run, config={"drafter": {"method": "mtp"}})
-    argv = shlex.split(serve_command(read_trace(tmp_path)))
+    argv = shlex.split(how_to_serve(read_trace(tmp_path)))
     assert argv[:5] == ["verl-tlt", "write-back", "demo-out/the drafter", "assets/policy", "&&"]
     config = json.loads(argv[-1])
     assert config["method"] == "mtp" and "model" not in config, "vLLM looks for it in the policy's directory"
     writer.emit("run", step0=1, config={"speculation": None})
-    assert serve_command(read_trace(tmp_path)) == ""
+    assert how_to_serve(read_trace(tmp_path)) == ""
 
 
 def report(*words):

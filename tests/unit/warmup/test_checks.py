@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,27 +12,10 @@ from rich.console import Console
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.warmup import command, engine, train
-from verl_tlt.commands.warmup.train import CHECK_SHARE, CHECKS, FEW_TOKENS, FREE_TOKENS, JUDGED_TOKENS, plan_checks
+from verl_tlt.commands.warmup.train import CHECKS
 from verl_tlt.drafter.evaluate import acceptance
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.errors import TLTError
-
-
-@pytest.mark.parametrize("run_s", [10.0, 600.0, 36_000.0])
-@pytest.mark.parametrize("token_s", [1e-5, 1e-3, 1e-1])
-@pytest.mark.parametrize("held_out", [40, 3_000, 500_000])
-def test_checks_take_a_tenth_of_the_run_at_most(run_s, token_s, held_out):
-    scores, tokens = plan_checks(run_s, token_s, held_out).values()
-    assert 2 <= scores <= CHECKS + 1 and 0 < tokens <= min(held_out, JUDGED_TOKENS)
-    assert scores * tokens <= max(FREE_TOKENS, CHECK_SHARE * run_s / token_s)
-    if scores < CHECKS + 1:  # fewer checks, before each tells nothing
-        assert tokens >= min(held_out, FEW_TOKENS)
-
-
-def test_where_time_is_plenty_all_is_scored_ten_times():
-    assert plan_checks(3600.0, 1e-4, 500_000) == {"scores": CHECKS + 1, "tokens": JUDGED_TOKENS}
-    few = plan_checks(1.0, 1.0, 100)
-    assert few == {"scores": CHECKS + 1, "tokens": 100}, "a few tokens cost nothing worth saving"
 
 
 @pytest.fixture
@@ -68,18 +52,14 @@ def ended(warm, now, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", [{"epochs": 1}, {"epochs": 9, "max_minutes": 5.0}], ids=str)
-def test_a_large_vocabularys_scores_do_not_take_the_run(ended, now, monkeypatch, budget):
-    monkeypatch.setattr(train, "FREE_TOKENS", 100)
-    monkeypatch.setattr(train, "PROBE_TOKENS", 30)
-    run, said = ended(samples=6, batch_tokens=128, **budget)
-    spent = run.progress
-    assert 0.03 < spent.check_seconds / (spent.seconds + spent.check_seconds) < CHECK_SHARE + 0.03  # with the probe
-    assert spent.checks[0]["step"] == 0 and spent.checks[-1]["step"] == run.trainer.steps
+def test_checks_are_spread_over_the_run_and_are_no_minutes_of_training(ended, budget):
+    run, _ = ended(samples=6, batch_tokens=128, **budget)
+    steps = [check["step"] for check in run.progress.checks]
+    assert steps[0] == 0 and steps[-1] == run.trainer.steps and len(steps) == CHECKS + 1
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert max(gaps) - min(gaps) <= 1, "evenly"
     if "max_minutes" in budget:
-        assert spent.seconds + spent.check_seconds == pytest.approx(300.0, abs=30.0), "checks are minutes too"
-    stamps = [float(second) for second in re.findall(r" after (\d+) s", said)]
-    longest = max(b - a for a, b in zip([0.0, *stamps], [*stamps, now[0]], strict=True))
-    assert longest < 0.25 * now[0], said
+        assert run.progress.seconds == 300.0
 
 
 def test_a_check_has_as_many_prompts_as_it_can_and_counts_no_token_of_theirs(ended):
@@ -88,7 +68,6 @@ def test_a_check_has_as_many_prompts_as_it_can_and_counts_no_token_of_theirs(end
     prompts = [text.tokens[: text.prompt_len] for text in (run.library.texts[i] for i in run.judged)]
     once = len(prompts) // 4
     assert once > 1 and len(set(prompts[:once])) == once
-    assert run.progress.plan["tokens"] == run.library.responses(run.judged), "so few are all scored"
 
 
 @pytest.mark.parametrize(

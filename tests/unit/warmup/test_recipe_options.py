@@ -86,8 +86,9 @@ def test_evaluate_takes_the_same(overrides, policy_dir, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((), "--model is missing; a run's command after -- says model and prompts too."),
-        (("--model", "m"), "--prompts is missing; a run's command after -- says model and prompts too."),
+        ((), "--model is missing: give it, or your run's command after --, which says it too."),
+        (("--model", "POLICY"), "--prompts is missing: give it, or your run's command after --"),
+        (("--model", "m"), "m/config.json does not exist."),
         (("data.train_files=hdfs://far/x.parquet",), "is on another file system: give --prompts."),
         (("actor_rollout_ref.rollout.temperature=hot",), "temperature must be a number from 0 to 2"),
         (("actor_rollout_ref.rollout.temperature=-1",), "rollout.temperature must be a number from 0 to"),
@@ -95,6 +96,7 @@ def test_evaluate_takes_the_same(overrides, policy_dir, tmp_path):
         (("actor_rollout_ref.rollout.top_k=inf",), "rollout.top_k must be a number from -1 to"),
     ],
 )
-def test_what_is_missing_or_wrong_is_one_sentence(words, sentence, tmp_path):
+def test_what_is_missing_or_wrong_is_one_sentence(words, sentence, policy_dir, tmp_path):
+    words = [word.replace("POLICY", str(policy_dir)) for word in words]
     result = CliRunner().invoke(app, ["warmup", "--out", str(tmp_path / "out"), *words], env={"COLUMNS": "200"})
     assert result.exit_code in (1, 2) and sentence in re.sub(r"[\s│]+", " ", result.output), result.output

@@ -30,7 +30,7 @@ def advise(options: AdviseOptions, console: Console) -> None:
     source = ", ".join(map(str, options.metrics))
     run = shape_of(read_runs(options.metrics), source)
     gains, minutes = read_gains(options)
-    say(console, f"{source}: {run.steps} steps without TLT")
+    say(console, f"{source}: {run.steps} steps of stock verl, without the first after a start")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
     if run.tool_share:
         say(console, f"  tools             {run.tool_share:.0%} of a response's time, which drafts do not shorten")

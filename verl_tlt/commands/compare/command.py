@@ -19,7 +19,6 @@ from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.page import check_packages, write_page
-from verl_tlt.commands.processes import interruptible
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.files.disk import free_bytes, replacing
 
@@ -41,8 +40,10 @@ def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
     record = Record(plan.folder, plan.asked(arms))
     announce(plan, arms, options, record, drafter, console)
     try:
-        with interruptible():
-            take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
+        take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
+    except KeyboardInterrupt:
+        say(console, "Interrupted: the turn under way is lost. The same command takes the turns that are left.")
+        raise
     finally:
         report(plan, arms, record, console)
 
@@ -150,10 +151,11 @@ def time_needed(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record
     """How long the jobs that are left will take: by the turns taken, or by the metrics of an earlier run."""
     names = [arm.name for arm in arms]
     jobs = len(record.left(names, options.rounds))
-    what = f"{jobs} jobs of {plan.steps} RL steps are left, one at a time"
+    what = f"{jobs} jobs of {plan.steps} RL steps each are left, one after the other"
     if (seconds := record.seconds_left(names, options.rounds)) is not None:
         return f"{what}: about {clock(seconds)}."
     if options.metrics is not None:
         step_s = shape_of(read_run(options.metrics), str(options.metrics)).step_s
-        return f"{what}: about {clock(jobs * plan.steps * step_s)}, and {jobs} times what a job takes to start and end."
-    return f"{what}: {jobs * plan.steps} times what a step takes, and {jobs} starts. --metrics of a run says how long."
+        return f"{what}: about {clock(jobs * plan.steps * step_s)}, and {jobs} times the start and end of a job."
+    hint = "Give the metrics of an earlier run with --metrics to see how long that takes."
+    return f"{what}: {jobs * plan.steps} steps and {jobs} starts. {hint}"

@@ -11,7 +11,6 @@ from verl_tlt.commands.compare.plan import Arm, Plan
 from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.processes import running
 from verl_tlt.commands.run_metrics import read_run
-from verl_tlt.trainer.checkpoints import saved_drafter
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
@@ -76,17 +75,10 @@ def with_cluster(environment: dict[str, str]) -> dict[str, str]:
 
 
 def keep_only(home: Path, checkpoint: Path | None) -> None:
-    """Remove an arm's other checkpoints: those before, and what a turn that was killed left.
-
-    TLT leaves its drafter out of a checkpoint where the disk is full; the next turn then needs the one before.
-    """
-    drafter = saved_drafter(checkpoint)
+    """Remove an arm's other checkpoints: those before, and what a turn that was killed left."""
     for path in home.glob(f"{STEP}*"):
-        if path != checkpoint and not (drafter and path in drafter.parents):
+        if path != checkpoint:
             shutil.rmtree(path)
-        elif path != checkpoint:
-            for part in (part for part in path.iterdir() if part != drafter):
-                shutil.rmtree(part) if part.is_dir() else part.unlink()
 
 
 def read_rows(metrics: Path) -> dict[int, dict[str, float]]:

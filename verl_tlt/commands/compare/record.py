@@ -30,11 +30,8 @@ class Step:
     rollout_s: float
     tokens: float
     """Tokens of all responses."""
-    longest: float
-    """Tokens of the longest response."""
     reward: float
     accept_length: float | None = None
-    """Accept length of the longest tenth of the responses."""
     saved_s: float | None = None
     overhead_s: float | None = None
     cold_start_s: float | None = None
@@ -85,7 +82,6 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         turn=turn,
         step=step,
         **known,
-        longest=metrics.get("response_length/max", 0.0),
         accept_length=metrics.get("tlt/accept_length"),
         saved_s=metrics.get("tlt/saved_estimate_s"),
         overhead_s=metrics.get("tlt/overhead_s"),

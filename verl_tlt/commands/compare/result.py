@@ -111,37 +111,15 @@ def ratio(
 
 
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """An arm's rollout and step against stock's, by step and by token, its lead, and its `tlt/saved_estimate_s`.
-
-    `rollout_off` is of the rollouts in which nothing was drafted, per token; None: there was none.
-    """
+    """An arm's rollout and step against stock's, by step and by token, and its lead."""
     both = pairs(stock, arm)
-    off = [(theirs, ours) for theirs, ours in both if ours.draft_length == 0.0]
     return {
-        "saved": saved(both),
         "lead": lead(both),
-        "rollout_off": ratio(off, lambda s: s.rollout_s, lambda s: s.tokens) if off else None,
         "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
         "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
         "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),
         "e2e_per_token": ratio(both, lambda s: s.step_s, lambda s: s.tokens),
     }
-
-
-def saved(both: Pairs) -> dict[str, float] | None:
-    """What an arm's `tlt/saved_estimate_s` claimed, and by how much those rollouts were shorter than stock's.
-
-    Both limits of what was measured and of the claim's error are of 95 % of the draws; the machine's pace is in them,
-    since stock's step ran at another time. None: no step had a claim.
-    """
-    claims = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in both if ours.saved_s is not None]
-    if not claims:
-        return None
-    measured = pooled(claims, lambda sums: sums[:, 1])
-    error = pooled(claims, lambda sums: sums[:, 0] - sums[:, 1])
-    names = ("claimed_s", "measured_s", "measured_low_s", "measured_high_s", "error_low_s", "error_high_s")
-    figures = (sum(claim for claim, _ in claims), *measured, *error[1:])
-    return {name: round(figure, 2) for name, figure in zip(names, figures, strict=True)}
 
 
 def lead(both: Pairs) -> dict[str, object]:

@@ -45,12 +45,12 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     findings = diagnose(recipe, dataclasses_too=True)
     if options.gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, options, console)
-    shown = [finding for finding in findings if options.all or finding.level != "ok"]
+    answer, status = conclude(findings, options.names_a_run())
+    shown = [f for f in findings if options.all or (f.level != "ok" and f.sentence not in answer)]
     if not options.all:
         say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
     for finding in shown:
         say(console, f"{finding.level:6} {finding.what}: {finding.sentence}", STYLES[finding.level])
-    answer, status = conclude(findings, options.names_a_run())
     say(console, answer, "bold")
     if following := next_command(options, status):
         say(console, f"Next: {following}")
@@ -128,22 +128,17 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
 
 def build_dataclasses(recipe: Recipe) -> Finding | None:
     """A refusal where verl's own dataclasses do not take the recipe, as with a key that Hydra was told to add."""
+    from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
     config = compose(recipe.overrides, recipe.config)
     for node in (ROLLOUT, "actor_rollout_ref.actor"):
         try:
-            omega_conf_to_dataclass(select_node(config, node))
+            omega_conf_to_dataclass(OmegaConf.select(config, node))
         except Exception as error:  # whatever verl's checks and the classes themselves raise
             reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
             return Finding("refuse", node, f"verl does not take {node} of this recipe: {reason[:300]}.")
     return Finding("ok", "verl's dataclasses", "verl takes the rollout's and the actor's settings")
-
-
-def select_node(config: DictConfig, node: str) -> DictConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(config, node)
 
 
 def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:

@@ -74,7 +74,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         raise TLTError(f"torch {torch.__version__} cannot use a GPU here; --cpu measures on the CPU.")
     setup = set_up(job.recipe)
     findings = list[Finding]()
-    stock, off = list[dict[int, float]](), dict[int, float]()
+    stock = list[dict[int, float]]()
 
     async def read_stock() -> None:
         async with start(setup, directory, drafting=False) as engine:
@@ -90,12 +90,11 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         costs = await engine.measure_costs(job.budget_s)
         if has_drafter and (error := failure_of(await load_drafter(engine))):  # as after a pass that failed
             findings.append(Finding("refuse", "drafter", error))
-        always_on = next(filter(None, await engine.every("tlt_set_drafting", False)), "")
-        if not always_on:
-            await ask_scheduler(engine.llm, "control", drafting=False)
-            off = await engine.wall_seconds(BATCHES)
+        await engine.every("tlt_set_drafting", False)
+        await ask_scheduler(engine.llm, "control", drafting=False)
+        off = await engine.wall_seconds(BATCHES)
     await read_stock()  # a machine's pace changes within minutes
-    return Answer([*findings, *judge_costs(costs, stock, off, always_on)], costs, hardware_name())
+    return Answer([*findings, *judge_costs(costs, stock, off)], costs, hardware_name())
 
 
 def hardware_name() -> str:
@@ -171,16 +170,11 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
         other.communicate(timeout=60)  # closes its input, which ends it
 
 
-def judge_costs(
-    costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: Mapping[int, float], always_on: str = ""
-) -> list[Finding]:
+def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: Mapping[int, float]) -> list[Finding]:
     """Findings on the cost of a step by draft length, and with drafting OFF against stock's; seconds by batch.
 
-    `stock` has two readings: from before our engine ran and from after. `always_on`: why the
-    engine cannot leave the drafter's pass out of a step, a sentence; "": it can.
+    `stock` has two readings: from before our engine ran and from after.
     """
-    if always_on:
-        return [Finding("warn", "drafter off against stock", always_on)]
     off_s = costs.by_batch(OFF)
     if not off_s or not stock or not off:
         sentence = "The costs of a step could not be measured in this time; --seconds gives it more."

@@ -1,7 +1,5 @@
 """The page of one run: did it pay, the picture, the numbers."""
 
-import json
-import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
@@ -9,6 +7,7 @@ from verl_tlt.commands.page import Fact, Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import IN_PAGES, Row, did_it_pay, own_work_s, rows_of_trace, sentences, table
 from verl_tlt.commands.report.timeline import most_trained, rl_steps
+from verl_tlt.commands.serve import serve_command
 
 
 def run_page(trace: RunTrace) -> Page:
@@ -24,7 +23,7 @@ def run_page(trace: RunTrace) -> Page:
         facts=list(_facts(rows)),
         charts=[step_chart(trace, steps[most_trained(steps)]), *run_charts(trace)],
         tables=list(_tables(trace)),
-        command=serve_command(trace),
+        command=how_to_serve(trace),
     )
 
 
@@ -78,24 +77,11 @@ def about(trace: RunTrace) -> str:
     return "; ".join(part for part in (run.policy, start, where, versions) if part)
 
 
-def serve_command(trace: RunTrace) -> str:
-    """The shell command that serves the policy with the run's drafter; empty where it kept none.
-
-    Drafts are sampled, since greedy ones are accepted less often at temperature 1. An MTP head is put into the policy's
-    directory first, where vLLM looks for it.
-    """
+def how_to_serve(trace: RunTrace) -> str:
+    """The shell command that serves the policy with the run's drafter; empty where it kept none."""
     run = trace.run
     if run is None or not run.policy or not run.drafter:
         return ""
-    speculation, settings = (
-        section if isinstance(section := run.config.get(name), Mapping) else {} for name in ("speculation", "drafter")
-    )
-    drafter, policy = shlex.quote(run.drafter), shlex.quote(run.policy)
-    own = settings.get("method") == "mtp"
-    config = {
-        **({"method": "mtp"} if own else {"method": "eagle3", "model": run.drafter}),
-        "num_speculative_tokens": speculation.get("max_draft_length") or 3,
-        "draft_sample_method": "probabilistic",
-    }
-    serve = f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}"
-    return f"verl-tlt write-back {drafter} {policy} && {serve}" if own else serve
+    speculation, drafter = run.config.get("speculation") or {}, run.config.get("drafter") or {}
+    longest = speculation.get("max_draft_length") or 3
+    return serve_command(drafter.get("method") or "eagle3", run.drafter, run.policy, longest)

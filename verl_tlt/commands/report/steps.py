@@ -102,8 +102,7 @@ def sentences(trace: RunTrace) -> Iterator[str]:
         if seconds := metrics.get(COLD_START):
             yield f"In step {step} the run waited {seconds:.0f} s for its first drafter (cold start)."
     for stop in trace.stops:
-        what = f"Training of the drafter on {trace.label(stop.replica)}" if stop.replica else "Drafting"
-        yield f"{what} was {f'switched off: {stop.cause}' if stop.cause else 'switched on again'} (step {stop.step})."
+        yield f"Drafting was {f'switched off: {stop.cause}' if stop.cause else 'switched on again'} (step {stop.step})."
     if difference := probability_difference(trace):
         yield difference
     if failures := counted(metrics.get(ERRORS, 0.0) for metrics in trace.steps.values()):

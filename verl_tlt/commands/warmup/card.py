@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from verl_tlt.commands.serve import serve_command
 from verl_tlt.drafter.policy import MTP, is_name
 
 SHOWN = (
     "accept length", "draft positions", "objective", "loss", "temperature", "top_p", "top_k", "prompts", "responses",
     "response_tokens", "training_seconds", "date",
 )  # fmt: skip
-
-
-def serve_command(method: str, drafter: str, policy: str) -> str:
-    """The command that serves a policy with a drafter in stock vLLM.
-
-    Drafts are sampled, because greedy ones are accepted less often at temperature 1. vLLM looks for an MTP head in the
-    policy's own directory.
-    """
-    config: dict[str, object] = {"method": method} if method == MTP else {"method": method, "model": drafter}
-    config |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-    serve = f"vllm serve {shlex.quote(policy)} --speculative-config {shlex.quote(json.dumps(config))}"
-    return f"verl-tlt write-back {shlex.quote(drafter)} {shlex.quote(policy)} && {serve}" if method == MTP else serve
 
 
 def model_card(method: str, name: str, policy: str | os.PathLike[str], facts: Mapping[str, object]) -> str:

@@ -22,8 +22,9 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.options import WarmupOptions
+from verl_tlt.commands.serve import serve_command
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.card import model_card, serve_command
+from verl_tlt.commands.warmup.card import model_card
 from verl_tlt.commands.warmup.prompts import Prompts, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
@@ -81,10 +82,14 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     with take_lock(options.work / "lock", f"Another warm-up is writing to {options.work}; give another --out."):
         if notice := begin(options, prompts):
             say(console, notice)
-        with engine.make_bars(console) as bars:
-            responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
-            run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
-            run()
+        try:
+            with engine.make_bars(console) as bars:
+                responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
+                run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
+                run()
+        except KeyboardInterrupt:
+            say(console, f"Interrupted: the same command goes on with what is in {options.work}.")
+            raise
         directory = _save(options, prompts, responses, run)
         shutil.rmtree(options.work)
     say(console, conclusion(options, directory, max(run.taus)))

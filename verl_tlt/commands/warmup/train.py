@@ -1,8 +1,8 @@
 """Trains a drafter on recorded responses of its policy until a budget is used up; a killed run can go on.
 
 Everything random follows from the seed and the place in the run, so a killed run that goes on ends as one that was not
-killed. Held-out responses are scored along the way and the best weights are kept: a small set of prompts is learnt by
-heart sooner or later.
+killed. Held-out responses are scored before training and along the way, and the best weights are kept: a small set of
+prompts is learnt by heart sooner or later.
 """
 
 from __future__ import annotations
@@ -32,27 +32,12 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 CHECKS = 10
-"""Most checks: scorings of trained weights on the held-out responses."""
-CHECK_SHARE = 0.1
-"""Largest share of a run's time that checks take."""
-JUDGED_TOKENS, FEW_TOKENS, PROBE_TOKENS = 8_192, 1_024, 512
-"""Tokens of held-out responses: most in a check, fewest in one of several checks, and timed before the first."""
-FREE_TOKENS = 2_048
-"""Tokens that a run may always score, however long that takes: with fewer nothing can be judged."""
+"""Scorings of trained weights on the held-out responses, evenly spread over the run."""
+JUDGED_TOKENS = 8_192
+"""Most tokens of held-out responses in a check."""
 SAVE_EVERY_S = 60.0
 LAST_LR = 0.1
 """Learning rate at the end of the budget, as a share of the first; the rate falls linearly."""
-
-
-def plan_checks(run_s: float, token_s: float, held_out: int) -> dict[str, int]:
-    """How many `scores` of how many held-out `tokens` fit into their share of a run of `run_s` seconds.
-
-    The first is of the weights before training, the last of those at the end, all of the same tokens. `token_s`:
-    seconds to score a token of a response, its share of the prompt included; `held_out`: all such tokens.
-    """
-    whole, affordable = min(held_out, JUDGED_TOKENS), max(FREE_TOKENS, int(CHECK_SHARE * run_s / token_s))
-    scores = max(2, min(CHECKS + 1, affordable // max(1, min(whole, FEW_TOKENS))))
-    return {"scores": scores, "tokens": min(whole, affordable // scores)}
 
 
 class PolicyTexts(Library):
@@ -106,14 +91,11 @@ class TrainingProgress:
     batch: int = 0  # batches done in this epoch
     tokens: int = 0  # rows with a loss that were learned from
     seconds: float = 0.0  # of training, without the checks
-    check_seconds: float = 0.0
     loss: float = math.nan  # moving average
     checks: list[dict[str, float]] = field(default_factory=list)
     """{"step", "tokens", "seconds", "tau"} of each check of the held-out responses."""
     acceptance: list[float] = field(default_factory=list)
     """Acceptance of the best weights, by draft position."""
-    plan: dict[str, int] = field(default_factory=dict)
-    """What `plan_checks` says, once it was asked."""
 
 
 @dataclass
@@ -141,7 +123,7 @@ class TrainingRun:
         """Share of the budget used: 1 is all of it."""
         p, most = self.progress, self.options
         epochs = p.epoch + p.batch / max(1, len(self._plan))
-        minutes = (p.seconds + p.check_seconds) / 60
+        minutes = p.seconds / 60
         return min(1.0, max(epochs / most.epochs, self.trainer.steps / most.max_steps, minutes / most.max_minutes))
 
     @property
@@ -165,6 +147,9 @@ class TrainingRun:
         """Train to the end of the budget, then take the best weights."""
         saved, checks = time.perf_counter(), len(self.taus)
         with ahead(self._batches(), self.trainer.feed()) as source:
+            if not self.taus:
+                with self._turn:
+                    self._check()
             while self.spent < 1.0:
                 started = time.perf_counter()
                 fed = next(source)
@@ -185,35 +170,18 @@ class TrainingRun:
         self.save()
 
     def _check_if_due(self) -> None:
-        """Score the weights at evenly spread places of the run; the first tenth of its budget says at how many."""
-        p = self.progress
-        if not p.plan and self.spent >= 1.0 / CHECKS:
-            p.plan = self._plan_checks()
-        if p.plan and not p.checks:
-            with self.trainer.holding(self.best):  # the weights before training
-                self._check(step=0, tokens=0)
-        if p.plan and self.spent >= len(p.checks) / (p.plan["scores"] - 1):
-            self._check(self.trainer.steps, p.tokens)
+        """Score the weights at evenly spread places of the run, and at its end."""
+        if self.spent >= len(self.progress.checks) / CHECKS:
+            self._check()
 
-    def _plan_checks(self) -> dict[str, int]:
-        begun, p = time.perf_counter(), self.progress
-        probe = next(grouped(self.judged, lambda n: self.library.tokens([n]), PROBE_TOKENS), [])
-        self._score(probe)  # the first use allocates and compiles
-        warm = time.perf_counter()
-        self._score(probe)
-        token_s = (time.perf_counter() - warm) / max(1, self.library.responses(probe))
-        p.check_seconds += time.perf_counter() - begun
-        return plan_checks(p.seconds / self.spent, max(token_s, 1e-9), self.library.responses(self.judged))
-
-    def _check(self, step: int, tokens: int) -> None:
+    def _check(self) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
-        begun, p = time.perf_counter(), self.progress
-        chosen = grouped(self.judged, lambda n: self.library.responses([n]), p.plan["tokens"])
+        p, chosen = self.progress, grouped(self.judged, lambda n: self.library.responses([n]), JUDGED_TOKENS)
         score = self._score(next(chosen, []))
         if not self.taus or score.accept_length > max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
-        p.check_seconds += time.perf_counter() - begun
-        p.checks.append({"step": step, "tokens": tokens, "seconds": p.seconds, "tau": score.accept_length})
+        check = {"step": self.trainer.steps, "tokens": p.tokens, "seconds": p.seconds, "tau": score.accept_length}
+        p.checks.append(check)
 
     def _score(self, numbers: Sequence[int]) -> SequenceScore:
         def tell(done: int, total: int) -> None:
