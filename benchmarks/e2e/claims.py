@@ -10,7 +10,7 @@ from verl_tlt.commands.compare.result import Pairs, pairs, pooled, ratio
 def claims(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
     """An arm's `saved`, and `rollout_off`: rollouts in which nothing was drafted, per token; None: there was none."""
     both = pairs(stock, arm)
-    off = [(theirs, ours) for theirs, ours in both if ours.off_frac == 1.0]
+    off = [(theirs, ours) for theirs, ours in both if ours.draft_length == 0.0]
     return {
         "saved": saved(both),
         "rollout_off": ratio(off, lambda s: s.rollout_s, lambda s: s.tokens) if off else None,

@@ -22,6 +22,6 @@ def test_what_was_claimed_to_be_saved_is_compared_where_something_was_claimed():
 
 def test_rollouts_in_which_nothing_was_drafted_have_a_ratio_of_their_own():
     stock, arm = [step(0, n, 10.0) for n in range(4)], [step(0, n, 5.0) for n in range(3)]
-    arm.append(step(0, 3, 20.0, tokens=1600.0, off_frac=1.0))
+    arm.append(step(0, 3, 20.0, tokens=1600.0, draft_length=0.0))
     assert claims(stock, arm[:3])["rollout_off"] is None
-    assert claims(stock, [replace(arm[0], off_frac=0.9), *arm[1:]])["rollout_off"]["each"] == [0.8]
+    assert claims(stock, [replace(arm[0], draft_length=0.2), *arm[1:]])["rollout_off"]["each"] == [0.8]

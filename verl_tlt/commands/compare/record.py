@@ -37,7 +37,7 @@ class Step:
     cold_start_s: float | None = None
     """Part of `overhead_s` in which the drafter of a run without one was trained."""
     draft_length: float | None = None
-    """Share of engine steps that drafted nothing; None: the run has no TLT."""
+    """Mean K of the engine steps; None: the run has no TLT."""
     prompt: float | None = None
     """Mean tokens of the step's prompts: steps that differ in it had other prompts."""
     probs_diff_max: float | None = None
