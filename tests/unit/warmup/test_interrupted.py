@@ -1,10 +1,11 @@
 """Ctrl-C and SIGTERM end a command and every process of it, in whatever it is, and the command says how to go on."""
 
-import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,19 +39,16 @@ def heeds():
 def interrupted(words, number, begun):
     """(exit status, output) of a command that is sent a signal once `begun(its output so far)`."""
     command = [sys.executable, "-m", "verl_tlt.commands.cli", *map(str, words)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds, start_new_session=True
-    )
-    os.set_blocking(process.stdout.fileno(), False)
-    said, deadline = "", time.monotonic() + 240
-    while not begun(said):
-        assert process.poll() is None and time.monotonic() < deadline, said
-        said += process.stdout.read() or ""
-        time.sleep(0.05)
-    process.send_signal(number)
-    os.set_blocking(process.stdout.fileno(), True)
-    rest, _ = process.communicate(timeout=60)
-    return process.returncode, said + rest
+    with tempfile.NamedTemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=heeds, start_new_session=True
+        )
+        deadline = time.monotonic() + 240
+        while not begun(Path(output.name).read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, Path(output.name).read_text()
+            time.sleep(0.05)
+        process.send_signal(number)
+        return process.wait(timeout=60), Path(output.name).read_text()
 
 
 @pytest.fixture
