@@ -51,11 +51,12 @@ def watch_drafts(engine):
     """(position of the last known token but one, drafted ids [K], their probabilities [K, V]) of every draft of a
     batch of one request, as they come."""
     drafter, seen = engine.runner.drafter, []
-    real, names = drafter.propose, inspect.signature(drafter.propose)
+    real = drafter.propose
+    names = inspect.signature(type(drafter).propose)
 
     def propose(*args, **kwargs):
         ids = real(*args, **kwargs)
-        given = names.bind(*args, **kwargs).arguments
+        given = names.bind(drafter, *args, **kwargs).arguments
         at = given.get("token_indices_to_sample")
         position = given["target_positions"][..., -1 if at is None else at[0]].reshape(-1)[0]
         seen.append((int(position), ids[0].clone(), drafter._last_draft_probs[0].clone()))

@@ -34,6 +34,7 @@ def rollout(seconds, drafting):
         name: EngineStats(
             num_drafts=1000 if name in drafting else 0,
             num_accepted_tokens_per_pos=(800,),
+            steps_by_draft_length={3 if name in drafting else OFF: 100},
             tokens_by_batch={4: 400},
             decode_s=seconds if name in drafting else 1.0,
             undrafted_s=1.0,
