@@ -179,10 +179,11 @@ class Controller:
         self._tokens += session.tokens
         if session.skipped:
             logger.warning("%d micro-batches were left out: not finite", session.skipped)
-        if session.verdict is not None:
-            self._verdict = session.verdict
-            if session.verdict.publishes:
-                self.spot.export()
+        verdict = session.verdict
+        if verdict is not None and (verdict.publishes or self._verdict is None or not self._verdict.publishes):
+            self._verdict = verdict  # of several in a step, the one that publishes is told
+        if verdict is not None and verdict.publishes:
+            self.spot.export()
 
     # ------------------------------------------------------------------ _balance_batch: the cold start
 

@@ -66,6 +66,16 @@ def test_a_verdict_that_keeps_what_is_served_brings_its_newer_acceptance(filled)
     assert controller.served.acceptance == (0.5, 0.4, 0.3)
 
 
+def test_of_several_verdicts_in_a_step_the_one_that_publishes_is_told(filled):
+    controller = filled()
+    for verdict in (PUBLISHES, KEEPS):
+        with training(controller, 2):
+            controller.spot.verdict = verdict
+    assert rest_of_step(controller, 2)["tlt/drafter_version"] == 1
+    (publish,) = read_trace(controller.tlt.trace.dir).publishes
+    assert (publish.decision, publish.version) == ("published", 1)
+
+
 def test_a_late_export_keeps_the_served_drafter_and_is_published_a_step_later(filled):
     controller = filled()
     controller.spot.late = True
