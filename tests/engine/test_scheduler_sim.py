@@ -39,7 +39,7 @@ class MadeWorker:
         )
 
 
-def make_scheduler(models, is_async, **speculative):
+def make_scheduler(models, is_async):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -51,7 +51,7 @@ def make_scheduler(models, is_async, **speculative):
     config = EngineArgs(
         model=str(models["target"]), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512,
         max_num_seqs=REQUESTS, max_num_batched_tokens=64, enable_prefix_caching=False,
-        speculative_config=speculative_config(str(models["good"]), 3) | speculative,
+        speculative_config=speculative_config(str(models["good"]), 3),
         additional_config={
             "tlt": {"speculation": tlt["speculation"] | {"policy": "policies:rand"}, "arms": [0, 1, 2, 3]}
         },
@@ -73,11 +73,6 @@ def scheduler(request, models):
     made = make_scheduler(models, request.param)
     yield made
     made.shutdown()
-
-
-def test_block_verification_is_refused_where_vllm_chose_its_v1_model_runner(models):
-    with pytest.raises(ValueError, match="rejection_sample_method=block would make drafts greedy"):
-        make_scheduler(models, False, rejection_sample_method="block")
 
 
 def add_requests(scheduler, rng):

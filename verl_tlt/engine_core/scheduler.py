@@ -34,7 +34,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
+from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
 from verl_tlt.speculation.types import Policy
 
 if TYPE_CHECKING:
@@ -134,21 +134,13 @@ class TLTScheduler(Scheduler):
         is_async = bool(config.scheduler_config.async_scheduling)
         if isinstance(self, AsyncScheduler) != is_async:
             raise ValueError(f"{type(self).__name__} with async_scheduling={is_async} would draft nothing.")
-        method = getattr(config.speculative_config, "rejection_sample_method", "standard")
-        if method == "block" and not config.use_v2_model_runner:
-            raise ValueError(
-                "vLLM has chosen its V1 model runner, on which rejection_sample_method=block would make drafts greedy: "
-                "set VLLM_USE_V2_MODEL_RUNNER=0, and verl-tlt starts the engine without it."
-            )
         settings = config.additional_config["tlt"]
         trace_dir = os.environ.get("TLT_TRACE_DIR")
         trace = StepTrace(Path(trace_dir) / f"engine-{os.environ.get('TLT_REPLICA', '0')}.jsonl") if trace_dir else None
         draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
-        behind = 3 if is_async else 2  # K is chosen by the contexts of so many steps before
-        self._tlt_context_limit = longest - (behind + 2) * (self.num_spec_tokens + 1)
-        """Tokens of context, so many steps before, from which on a draft may not fit into the drafter: each of these
-        steps may add a whole draft, and the coming step verifies one and makes another."""
+        # K is chosen by the contexts of two steps before; of three, where two steps are in flight.
+        self._tlt_context_limit = context_limit(longest, self.num_spec_tokens, behind=3 if is_async else 2)
         policy = load_policy(settings, self.max_num_running_reqs)
         self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config)), trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])

@@ -33,6 +33,15 @@ class Limits(NamedTuple):
         return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
 
 
+def context_limit(positions: int, longest_draft: int, behind: int) -> int:
+    """Tokens of context above which a draft may not fit into a drafter with so many positions.
+
+    The contexts that are known are those at the start of the step that was `behind` steps before. Since then each step
+    may have accepted a whole draft; the coming step verifies one, and another is made after it.
+    """
+    return positions - (behind + 2) * (longest_draft + 1)
+
+
 class StepTrace:
     """Appends one JSON line per engine step to a file, a buffer at a time; a disk that fails costs only the trace."""
 

@@ -11,7 +11,7 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy
-from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace
+from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
 from verl_tlt.speculation.types import OFF, Policy, Step
 
 LIMITS = Limits((0, 1, 2, 3))
@@ -203,3 +203,16 @@ def test_prefills_are_left_out(control):
     record(control, step(decode_only=False, clean=False))
     stats = control.stats()
     assert (stats.decode_s, stats.undrafted_s) == (0.0, 0.0) and stats.num_steps == 1
+
+
+@pytest.mark.parametrize(("behind", "longest"), [(2, 1), (2, 7), (3, 3)])
+def test_drafts_end_before_the_drafters_positions_do_and_not_much_earlier(behind, longest):
+    """Every draft is accepted whole, so that each step adds as many tokens as it can."""
+    positions, each = 200, longest + 1
+    ends = []
+    for first in range(20, 20 + each):
+        starts = range(first, positions, each)  # tokens of context by step
+        known = zip(starts, starts[behind:], strict=False)
+        drafted = [start for before, start in known if before <= context_limit(positions, longest, behind)]
+        ends.append(drafted[-1] + each + longest)  # what this step verifies, and the draft after it
+    assert positions - each <= max(ends) <= positions
