@@ -42,7 +42,7 @@ def test_least_length_and_stop_tokens(engine_of, exact, across):
         engine.scheduler.tlt.control(force_k=2)
         if across:
             engine.patch.setattr(scheduler, "verified_inexactly", lambda _: False)
-        draws = draw(engine, sampling, 4 * DRAWS if across else DRAWS)
+        draws = draw(engine, sampling, 4 * DRAWS if across else 2 * DRAWS)
         assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[1] > 20
     ends = min(exact.stops(list(prompt), found, sampling) for prompt, found in zip(PROMPTS, draws, strict=True))
     if across:
