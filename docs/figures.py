@@ -1,4 +1,6 @@
-"""Draws the figures of the pages from files of results, the same bytes from the same file: `python docs/figures.py`.
+"""Draws the figures of the pages from benchmarks/results/rollout.json: `python docs/figures.py`.
+
+The same file gives the same bytes.
 
 Texts are paths and the ground is white, so that a figure looks alike on a bright and a dark page.
 
@@ -23,18 +25,9 @@ if TYPE_CHECKING:
     from verl_tlt.commands.report.reader import RunTrace
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results"
+ROLLOUT = DOCS.parent / "benchmarks" / "results" / "rollout.json"
 BLUE, ORANGE, GREEN, PURPLE, INK, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#222222", "#F0E442"
 PHASES = {"old_log_prob": ("log-probs", PURPLE), "update_actor": ("update", GREEN), "update_weights": ("sync", YELLOW)}
-ARMS = {
-    "online": (BLUE, "online: trained along"),
-    "extra": (GREEN, "extra: trained before"),
-    "frozen": (ORANGE, "frozen"),
-}
-"""Of the study: colour, and name in the figure."""
-STARTS = {"random": "random", "generic": "trained on other text", "in_domain": "trained on the task's text"}
-T_95 = 2.776
-"""Student's t, two-sided 95 %, for the five runs of the study."""
 STYLE = {
     "svg.hashsalt": "verl-tlt", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
     "legend.frameon": False, "text.color": INK,
@@ -83,44 +76,19 @@ def draw_length(figure: Figure, step: Mapping[str, Any]) -> None:
     axes[0].legend()
 
 
-def draw_accept_length(figure: Figure, study: Mapping[str, Any]) -> None:
-    """Accept length over RL steps: mean of the study's runs and a 95 % band over them, a panel for each start."""
-    axes = figure.subplots(3, 1, sharex=True, sharey=True)
-    for ax, (start, title) in zip(axes, STARTS.items(), strict=True):
-        for arm, (color, label) in ARMS.items():
-            rows = [row for row in study["served"] if (row["start"], row["arm"]) == (start, arm)]
-            steps = sorted({row["step"] for row in rows})
-            values = np.array([[row["accept_length"] for row in rows if row["step"] == step] for step in steps])
-            mean, half = values.mean(1), T_95 * values.std(1, ddof=1) / np.sqrt(values.shape[1])
-            ax.plot(steps, mean, ".-", color=color, label=label)
-            ax.fill_between(steps, np.maximum(mean - half, 1.0), mean + half, color=color, alpha=0.15, linewidth=0)
-        ax.set_title(f"drafter at the start: {title}", fontsize=10, loc="left")
-        ax.set_ylabel("accept length")
-        ax.grid(alpha=0.3)
-    axes[-1].set_xlabel("RL step")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
-
-
-FIGURES: dict[str, tuple[str, float, Callable[[Figure, Mapping[str, Any]], None]]] = {
-    "bubble": ("rollout", 2.8, draw_bubble),
-    "chosen-k": ("rollout", 3.2, draw_length),
-    "accept-length": ("drafter_study", 6.0, draw_accept_length),
+FIGURES: dict[str, tuple[float, Callable[[Figure, Mapping[str, Any]], None]]] = {
+    "bubble": (2.8, draw_bubble),
+    "chosen-k": (3.2, draw_length),
 }
-"""Name: the file of results, the height in inches, and what draws it."""
-
-
-def numbers(name: str) -> Mapping[str, Any]:
-    """What a figure is drawn from."""
-    found = json.loads((RESULTS / f"{FIGURES[name][0]}.json").read_text())
-    return found.get(name, found)
+"""Name: the height in inches, and what draws it."""
 
 
 def draw(name: str, folder: Path) -> Path:
     """Draw one figure as SVG into `folder`. 4.6 inches wide, so that texts can be read on a phone."""
-    _, height, draw_it = FIGURES[name]
+    height, draw_it = FIGURES[name]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, height), layout="constrained")
-        draw_it(figure, numbers(name))
+        draw_it(figure, json.loads(ROLLOUT.read_text())[name])
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, facecolor="white")
     return folder / f"{name}.svg"
 
@@ -151,7 +119,7 @@ def numbers_of(trace: RunTrace, number: int) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", choices=("bubble", "chosen-k"), help="take the numbers of this figure first")
+    parser.add_argument("--record", choices=FIGURES, help="take the numbers of this figure first")
     parser.add_argument("--trace", type=Path, help="of a run")
     parser.add_argument("--step", type=int)
     parser.add_argument("--command", help="how the run was started")
@@ -160,11 +128,10 @@ def main() -> None:
         from benchmarks.stored import store
         from verl_tlt.commands.report.reader import read_trace
 
-        file = RESULTS / "rollout.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
+        known = json.loads(ROLLOUT.read_text())
         known.pop("machine", None)
         found = {"command": options.command, **numbers_of(read_trace(options.trace), options.step)}
-        store(file, {**known, options.record: found})
+        store(ROLLOUT, {**known, options.record: found})
     for name in FIGURES:
         print(draw(name, DOCS))
 

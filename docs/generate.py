@@ -121,11 +121,7 @@ def _yaml(value: Any) -> str:
 
 if __name__ == "__main__":
     import tables
-    from tables import picture
 
-    rows = picture.shown()
-    if picture.drawn() != picture.digest(rows):  # another matplotlib would draw the same rows a little differently
-        picture.draw(rows)
     filled = [(page, tables.render(page.read_text())) for page in tables.PAGES]
     for page, text in ((PAGE, render()), *filled):
         page.write_text(text)

@@ -1,24 +1,20 @@
 """RL end to end: stock verl, vLLM's own speculation and TLT, in turns, on a policy that learns.
 
-    python -m benchmarks.e2e --out benchmarks/results/e2e.json [--rounds 3] [--steps 4] [--arms NAME ...]
-    python -m benchmarks.e2e --load large --work demo-out/e2e-large --out FILE
+    python -m benchmarks.e2e --out FILE [--rounds 3] [--steps 4] [--arms NAME ...] [--load large]
     python -m benchmarks.e2e --forced --steps 8 --arms tlt-fresh tlt --work demo-out/forced --out FILE
-    python -m benchmarks.e2e --forced --load large --rounds 1 --steps 13 --arms tlt-fresh tlt
     python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out FILE
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
+The trained drafter is made by `verl-tlt warmup` on other prompts (`head.py`), and step costs are measured for
+`vllm-table`, once each.
 
-The trained drafter was made by `verl-tlt warmup` on other prompts (`heads.py`); what making it took is in the result.
-Step costs are measured once before, for `vllm-table`. `--load large` has four times
-as many responses in a step, `--load wide` eight times.
-
-`--forced` makes a second table: every response has the length that its prompt's row says, on the same replica in every
-arm, so that what `tlt/saved_estimate_s` claims can be compared with what was saved.
-
-The last command but one shows what a cold start costs and when it has paid for itself (`lead` in the result). The last
-one has a real language model in the toy's place (`benchmarks.real_policy`), fewer arms, and ratios that are adjusted
-for the lengths that each arm sampled (`lengths.py`): `benchmarks.control --fixed` comes before it.
+* `--load large` has four times as many responses in a step, `--load wide` eight times.
+* `--forced` gives every response the length in its prompt's row, on the same replica in every arm. So what
+  `tlt/saved_estimate_s` claims can be compared with what was saved (`saved` in the result), and seen when a cold start
+  has paid for itself (`lead`).
+* `--policy real` has a language model in the toy's place (`benchmarks.real_policy`), fewer arms, and ratios that are
+  adjusted for the lengths that each arm sampled (`lengths.py`): `benchmarks.control --fixed` comes before it.
 """
 
 import argparse
@@ -32,10 +28,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.control.engine import VllmTable
 from benchmarks.control.fixed import real_models, recorded_costs
-from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Heads, Load, arms
-from benchmarks.e2e.claims import claims
-from benchmarks.e2e.heads import BENCH_PROMPTS, BENCH_SEED, NAMES, WARM, Head, home_of, prepare
+from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Load, arms
+from benchmarks.e2e.head import BENCH_PROMPTS, BENCH_SEED, Head, prepare
 from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
+from benchmarks.e2e.savings import saved
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
 from benchmarks.real_policy.job import LONGEST_RESPONSE, real_assets, real_overrides
@@ -65,10 +61,9 @@ RACE = ROOT / ".cache" / "race"
 
 @dataclass(frozen=True)
 class Subject:
-    """A policy, its prompts, and the heads that arms start from."""
+    """A policy, its prompts, and the trained drafter that arms start from."""
 
     assets: Assets
-    heads: Heads
     warm: Head
     overrides: tuple[str, ...]
     """Of the demo's recipe, whatever the arm."""
@@ -83,21 +78,20 @@ class Subject:
 
 
 def toy(folder: Path, work: Path) -> Subject:
-    """The toy; `folder` keeps its heads, `work` policy and prompts."""
+    """The toy; `folder` keeps its head, `work` policy and prompts."""
     assets = build_assets(work / "assets", width=demo_width(find_dtype()), train_rows=BENCH_PROMPTS, seed=BENCH_SEED)
-    heads = Heads(*(home_of(folder, name) / "drafter" for name in NAMES))
-    return Subject(assets, heads, prepare(folder, WARM), toy_overrides(assets))
+    return Subject(assets, prepare(folder), toy_overrides(assets))
 
 
 def real(folder: Path) -> Subject:
-    """SmolLM2-135M-Instruct; `folder` keeps all of it. It has one head, the warmed-up one."""
+    """SmolLM2-135M-Instruct; `folder` keeps all of it."""
     assets, warm = real_assets(folder), real_head(folder)
     overrides = (*toy_overrides(assets), *real_overrides(assets))
     shape = (f"tlt.drafter.vocab={DRAFT_VOCAB}",)
     models, _ = real_models(folder)
     costs, prompt = recorded_costs(RACE, models)
     predicted = rollouts(costs, warm.acceptance, prompt)
-    return Subject(assets, Heads(*[warm.drafter] * 3), warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS, predicted)
+    return Subject(assets, warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS, predicted)
 
 
 def calibrate(work: Path, subject: Subject, load: Load) -> Path:
@@ -129,16 +123,10 @@ def recipe_of(work: Path, subject: Subject, load: Load, forced: bool) -> Recipe:
     return capture((str(RECIPE), *words), environment=environment)
 
 
-def drafters(folder: Path, chosen: Sequence[Arm]) -> dict[str, Any]:
-    """What is known of the toy's heads that these arms start from, each made unless it is there."""
-    told = " ".join(override for arm in chosen for override in arm.overrides)
-    return {name: prepare(folder, name).facts for name in NAMES if str(home_of(folder, name)) in told}
-
-
 def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dict[str, Any]:
     found = found_of(arms, record)
     for name, ratios in found["ratios"].items():
-        ratios |= claims(record.steps(STOCK), record.steps(name))
+        ratios["saved"] = saved(record.steps(STOCK), record.steps(name))
     return {
         "machine": machine(),
         "dtype": find_dtype(),
@@ -208,15 +196,15 @@ def main() -> None:
     subject = real(kept) if options.policy == "real" else toy(kept, work)
     calibrated = calibrate(work, subject, load)
     table = schedule(calibrated, subject.warm.acceptance, load.requests, subject.longest)
-    every = arms(subject.heads, table, options.cold_start, subject.longest)
+    every = arms(subject.warm.drafter, table, options.cold_start, subject.longest)
     every = {name: arm for name, arm in every.items() if not subject.arms or name in {STOCK, *subject.arms}}
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
     chosen = [arm for name, arm in every.items() if not options.arms or name in {STOCK, *options.arms}]
     if subject.predicted is not None:
         chosen = [keeping_responses(arm, work) for arm in chosen]
-    found = {WARM: subject.warm.facts} if options.policy == "real" else drafters(kept, chosen)
-    known = {"policy": options.policy, "load": options.load, "vllm_table": table, "drafters": found}
+    drafters = {"warm": subject.warm.facts}
+    known = {"policy": options.policy, "load": options.load, "vllm_table": table, "drafters": drafters}
     plan = make_plan(recipe_of(work, subject, load, options.forced), options.steps, work)
     record = Record(work, plan.asked(chosen))
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.heads import Head, evaluated, timed
+from benchmarks.e2e.head import Head, evaluated, timed
 from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store

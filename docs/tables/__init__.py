@@ -1,7 +1,8 @@
 """The tables of README, docs and benchmarks/results, made from the files there by `python docs/generate.py`.
 
-A table stands in its page between `<!-- table: NAME -->` and `<!-- end -->`, NAME being a function of this package.
-What is in between is replaced, so that no figure in a table can differ from its file (tests/unit/test_docs.py).
+A table stands in its page between `<!-- table: NAME FILE -->` and `<!-- end -->`. NAME is a function of this package,
+and FILE the result that it reads, if it reads any. What is in between is replaced, so that no figure in a table can
+differ from its file (tests/unit/test_docs.py).
 """
 
 from __future__ import annotations
@@ -10,37 +11,28 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tables.checks import lossless, resumptions
-from tables.control import control_by_batch, off, oracles, race
-from tables.drafter import learning, study
 from tables.front import expectations, headlines
 from tables.page import FILES
-from tables.runs import (
-    arms,
-    cold_start,
-    cold_start_rule,
-    end_to_end,
-    end_to_end_large,
-    end_to_end_real,
-    end_to_end_real_large,
-    savings,
-)
+from tables.parts import lossless, oracles, race, resumptions, study
+from tables.runs import arms, cold_start, end_to_end, savings
 
 ROOT = Path(__file__).parents[2]
-__all__ = ["BLOCK", "FILES", "PAGES", "TABLES", "render"]
-
 PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(FILES.glob("*.md"))]
 """Pages with tables."""
-BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
-
-TABLES: dict[str, Callable[[], str]] = {
+BLOCK = re.compile(r"<!-- table: (\w+) ?(\w*) -->\n(.*?)<!-- end -->", re.DOTALL)
+TABLES: dict[str, Callable[..., str]] = {
     table.__name__: table
-    for table in (arms, cold_start, cold_start_rule, control_by_batch, end_to_end, end_to_end_large, end_to_end_real,
-                  end_to_end_real_large, expectations, headlines, learning, lossless, off, oracles, race, resumptions,
-                  savings, study)
+    for table in (arms, cold_start, end_to_end, expectations, headlines, lossless, oracles, race, resumptions, savings,
+                  study)
 }  # fmt: skip
 
 
 def render(page: str) -> str:
     """The page with its tables made anew."""
-    return BLOCK.sub(lambda block: f"<!-- table: {block[1]} -->\n{TABLES[block[1]]()}<!-- end -->", page)
+
+    def block(found: re.Match[str]) -> str:
+        name, file, _ = found.groups()
+        table = TABLES[name](*([file] if file else []))
+        return f"<!-- table: {' '.join(filter(None, (name, file)))} -->\n{table}<!-- end -->"
+
+    return BLOCK.sub(block, page)

@@ -39,12 +39,11 @@ def headlines() -> str:
             ("The same with vLLM's best fixed K, in engines that never sleep", "runs.md#end-to-end", _speed(FIXED)),
             ("The same as verl runs vLLM's speculation", "runs.md#end-to-end", _speed(f"{FIXED}-lost")),
             ("A run without a drafter, 96 responses a step", cold, _cold("cold_start")),
-            ("A run without a drafter, 24 responses a step", cold, _cold("cold_start_rule")),
             ("Training a good drafter during the run", drafter, _along("in_domain")),
             ("Training a drafter for other text during the run", drafter, _along("generic")),
             ("Training a random drafter during the run", drafter, _along("random")),
             ("Seconds saved, by the estimate and measured", "runs.md#is-tltsaved_estimate_s-right", _saved()),
-            ("Is it lossless?", "lossless.md#is-it-lossless", _lossless()),
+            ("Is it lossless?", "robustness.md#is-it-lossless", _lossless()),
             ("Jobs killed and resumed", "robustness.md#when-the-whole-job-is-killed", _resumed()),
         )
     ]  # fmt: skip

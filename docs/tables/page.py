@@ -21,6 +21,12 @@ def recorded(name: str) -> bool:
     return (FILES / f"{name}.json").exists()
 
 
+def source(name: str) -> str:
+    """A line with the file, the day, and the commit whose code was measured."""
+    machine = load(name)["machine"]
+    return f"[{name}.json]({name}.json), {machine['date'][:10]}, commit {machine['commit'][:8]}:\n\n"
+
+
 def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
 

@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.e2e.arms import Heads, arms
+from benchmarks.e2e.arms import arms
 from verl_tlt.commands.compare.plan import NO_SLEEP
 
 pytestmark = pytest.mark.engine
@@ -19,8 +19,8 @@ def counted(engine, **sampling):
     return tokens, drafts, accepted
 
 
-def test_the_lost_arm_loses_its_drafter_in_a_sync_and_says_nothing(engine_of, models, tmp_path):
-    lost = arms(Heads(models["good"], models["good"], models["bad"]), [], tmp_path)["vllm-3-lost"]
+def test_the_lost_arm_loses_its_drafter_in_a_sync_and_says_nothing(engine_of, models):
+    lost = arms(models["good"], [])["vllm-3-lost"]
     assert NO_SLEEP not in lost.overrides and not lost.tlt
     config = OverridesParser.create().parse_override(lost.overrides[0])
     with engine_of(None, speculative_config=config.value(), enable_sleep_mode=True) as engine:

@@ -45,12 +45,7 @@ def test_the_figures_in_tables_are_those_of_the_files(docs_module):
     tables = docs_module("tables")
     pages = [page.read_text() for page in tables.PAGES]
     assert pages == [tables.render(page) for page in pages], "run `python docs/generate.py`"
-    assert set(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == set(tables.TABLES)
-
-
-def test_the_picture_shows_the_figures_of_its_file(docs_module):
-    picture = docs_module("tables.picture")
-    assert picture.drawn() == picture.digest(picture.shown()), "run `python docs/generate.py`"
+    assert {block[0] for block in tables.BLOCK.findall("".join(pages))} == set(tables.TABLES)
 
 
 def test_no_file_of_results_names_a_folder_of_a_machine():

@@ -128,7 +128,7 @@ def build_drafter(
 def begin_at_the_token(model: Eagle3DraftModel) -> None:
     """Initialise half of a new layer's heads so that they add their position's token embedding to the residual stream.
 
-    The residual stream holds the policy's state alone (benchmarks/results/drafter.md#what-makes-a-head-learn-fast).
+    The residual stream holds the policy's state alone (benchmarks/results/drafter.md#finished-studies).
     """
     attention, hidden = model.layers[0].self_attn, model.hidden_size
     size = attention.head_dim

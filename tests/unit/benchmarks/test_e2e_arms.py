@@ -7,19 +7,17 @@ import pyarrow.parquet as pq
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.e2e import heads
+from benchmarks.e2e import head
 from benchmarks.e2e.__main__ import schedule
-from benchmarks.e2e.arms import LOADS, Heads, arms
+from benchmarks.e2e.arms import LOADS, arms
 from demo.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
 from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 
-PLACES = Heads(Path("/warm"), Path("/stale"), Path("/random"))
-
 
 @pytest.fixture
-def every(tmp_path):
-    return arms(PLACES, [[1, 4, 5], [5, 32, 0]])
+def every():
+    return arms(Path("/warm"), [[1, 4, 5], [5, 32, 0]])
 
 
 def parsed(overrides):
@@ -34,11 +32,11 @@ def engine_config(arm):
 
 def test_every_arm_is_stock_or_says_what_it_changes(every):
     assert next(iter(every)) == STOCK and not every[STOCK].overrides
-    assert len({arm.label for arm in every.values()}) == len(every) == 13
+    assert len({arm.label for arm in every.values()}) == len(every) == 10
     of_vllm = {name: config for name, arm in every.items() if (config := engine_config(arm))}
     assert not any(every[name].tlt for name in of_vllm)
     assert {name: config["num_speculative_tokens"] for name, config in of_vllm.items()} == {
-        "vllm-1": 1, "vllm-3": 3, "vllm-7": 7, "vllm-table": 7, "vllm-3-lost": 3, "vllm-3-stale": 3, "vllm-3-random": 3,
+        "vllm-3": 3, "vllm-7": 7, "vllm-table": 7, "vllm-3-lost": 3,
     }  # fmt: skip
     assert of_vllm["vllm-table"]["num_speculative_tokens_per_batch_size"] == [[1, 4, 5], [5, 32, 0]]
 
@@ -53,14 +51,14 @@ def test_only_an_arm_whose_engines_never_sleep_keeps_its_drafter_and_says_so(eve
 
 
 def test_the_drafters_are_those_that_the_names_say(every):
-    found = {name: config["model"] for name, arm in every.items() if (config := engine_config(arm))}
-    assert found.pop("vllm-3-stale") == "/stale" and found.pop("vllm-3-random") == "/random"
-    assert set(found.values()) == {"/warm"} and "tlt.drafter.path=/warm" in every["tlt"].overrides
+    assert {config["model"] for arm in every.values() if (config := engine_config(arm))} == {"/warm"}
+    trained = {name for name, arm in every.items() if "tlt.drafter.path=/warm" in arm.overrides}
+    assert trained == {"tlt", "tlt-no-spot"}
 
 
 def test_a_warm_up_has_none_of_the_prompts_that_are_compared_on(tmp_path):
-    asked = build_assets(tmp_path, train_rows=heads.BENCH_PROMPTS, val_rows=1, seed=heads.BENCH_SEED)
-    heads.other_prompts(tmp_path / "other.parquet", 200, heads.BENCH_SEED, heads.BENCH_PROMPTS)
+    asked = build_assets(tmp_path, train_rows=head.BENCH_PROMPTS, val_rows=1, seed=head.BENCH_SEED)
+    head.other_prompts(tmp_path / "other.parquet", 200, head.BENCH_SEED, head.BENCH_PROMPTS)
     given, compared = (
         [row["prompt"][0]["content"] for row in pq.read_table(file).to_pylist()]
         for file in (tmp_path / "other.parquet", asked.train)

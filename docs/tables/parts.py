@@ -1,0 +1,128 @@
+"""Tables about the parts: the choice of K, the drafter, sampling, and jobs that were killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from statistics import mean, median
+from typing import Any
+
+from tables.page import load, percent, recorded, rows, source
+
+KILLED = {
+    "start": "while it resumed", "rollout": "in a rollout", "session": "while a replica trained",
+    "merge": "in a merge", "judged": "while it waited for a verdict", "update": "in an update",
+    "save": "while it saved", "publish": "while it published", "sync": "in a weight sync",
+}  # fmt: skip
+"""Phases of `benchmarks.resume`; there is no merge any more."""
+
+
+def oracles(file: str) -> str:
+    """Worst and median replay of every policy; nothing where none were recorded."""
+    if not recorded(file):
+        return ""
+    found = load(file)
+    replays, detail = found["replay"], found["replay_detail"]
+
+    def scores(name: str) -> list[float]:
+        return [r["policies"][name]["pct_of_oracle"] for r in replays]
+
+    def row(name: str, values: Sequence[float]) -> list[str]:
+        return [name, f"{min(values):.1f}", f"{median(values):.1f}"]
+
+    others = [seed["pct_of_oracle"] for of in detail.values() for seed in of["other_seeds"]]
+    single = [r["policies"][detail[r["name"]]["O1"]]["pct_of_oracle"] for r in replays]
+    body = [
+        row("`live_table`, five seeds of each replay", [*scores("live_table"), *others]),
+        row("best K per range of batch sizes, in hindsight (O2)", [of["O2_pct"] for of in detail.values()]),
+        row("best single K, in hindsight (O1)", single),
+        row("`ema`", scores("ema")),
+        row("`bandit`", scores("bandit")),
+    ]
+    return source(file) + rows(("", "worst", "median"), body)
+
+
+def race(file: str) -> str:
+    """A chosen K against each fixed K and none, load by load: predicted and measured, with the verdict."""
+    if not recorded(file):
+        return ""
+    found, body = load(file), []
+    for text, of in found["loads"].items():
+        over, predicted = of["over"]["adjusted"], of["predicted"]
+        seconds = {arm: mean(turn[arm]["seconds"] for turn in of["rounds"]) for arm in over}
+        body += [
+            [f"`{text}`: predicted", *(f"{predicted[arm] / predicted['live_table']:.2f}x" for arm in over)],
+            ["measured", *("{:.2f}x ({:.2f} to {:.2f})".format(*ratio) for ratio in over.values())],
+            ["seconds of a drain", *(f"{of_arm:.1f}" for of_arm in seconds.values())],
+        ]
+    named = {"off": "no drafts", "table": "vLLM's table, told the same calibration"}
+    shown = [named.get(arm) or arm.replace("vllm-k", "K=") for arm in over]
+    verdicts = "".join(f"* `{text}`: {of['verdict']}\n" for text, of in found["loads"].items())
+    return f"{source(file)}{_raced(found)}\n{rows(('`live_table` over', *shown), body)}\n{verdicts}\n"
+
+
+def _raced(found: Mapping[str, Any]) -> str:
+    """On what was raced, and what a verified draft costs there at the two ends of a drain."""
+    policy, costs = found["policy"], found["near"]
+    size = (
+        f"{policy['parameters'] / 1e6:.0f}M parameters, {policy['layers']} layers and {policy['vocabulary']:,} tokens"
+    )
+    largest = max(costs["-1"], key=int)
+    knee = [f"{costs['3'][batch] / costs['-1'][batch]:.1f}x at a batch of {batch}" for batch in ("1", largest)]
+    tau = 1.0 + sum(accumulate(found["acceptance"][:5], mul))
+    return (
+        f"A policy of {size}, in {found['dtype']}. A step at K=3 takes {' and '.join(knee)} as long as one without "
+        f"drafts. The accept length of the head at K=5 is {tau:.2f} on held-out prompts. An arm's seconds over those "
+        "of `live_table`:\n"
+    )
+
+
+def study(file: str) -> str:
+    """Drafters late in a run by their start: frozen, trained online, and trained offline for as long."""
+
+    def gain(of: Mapping[str, Any]) -> str:
+        digits = 1 if abs(of["mean"]) < 0.1 else 0
+        mean, low, high = (percent(of[key], digits) for key in ("mean", "low", "high"))
+        return f"{mean} % ({low} to {high} %)"
+
+    compared = {
+        "online_vs_frozen_accept_length_late": "online against frozen",
+        "online_vs_extra_accept_length_late": "online against extra",
+        "online_vs_none_speed_late": "tokens a second, online against no drafter",
+        "frozen_vs_none_speed_late": "frozen against no drafter",
+    }
+    body = []
+    for name, of in load(file)["summary"].items():
+        lengths = " / ".join(f"{of[f'{arm}_late']:.2f}" for arm in ("frozen", "extra", "online"))
+        body.append([name.replace("_", "-"), lengths, *(gain(of[key]) for key in compared)])
+    return rows(("Start", "accept length late in the run: frozen / extra / online", *compared.values()), body)
+
+
+def lossless() -> str:
+    """Stock vLLM and verl-tlt, judged by Hugging Face."""
+    shown = {
+        "engine": "", "setting": "", "tokens": "", "accepted": ".2f", "p_places": ".2g", "p_martingale": ".2g",
+        "power": ".2f", "logprob_error": ".0e",
+    }  # fmt: skip
+    names = {"p_places": "p, places", "p_martingale": "p, martingale", "logprob_error": "log-prob error"}
+    found = [row for name in ("lossless", "lossless_tlt") for row in load(name)["rows"]]
+    body = [
+        [*(format(row[key], style) for key, style in shown.items()), f"{row['wrong_ends']} of {row['responses']}"]
+        for row in found
+    ]
+    return rows((*(names.get(key, key) for key in shown), "wrong ends"), body)
+
+
+def resumptions() -> str:
+    """Whether killed jobs resumed with parts of one and the same step, by where they were killed."""
+    found: dict[str, list[bool]] = {}
+    kills: list[str] = []
+    for link in load("resume")["links"]:
+        if "equal" in link:
+            found.setdefault(", then ".join(kills), []).append(link["equal"])
+            kills = []
+        kills.append(KILLED.get(link["killed_in"], ""))
+    body = [[killed, len(equal), sum(equal)] for killed, equal in found.items()]
+    every = [one for equal in found.values() for one in equal]
+    return rows(("killed", "resumed", "all of one step"), [*body, ["**together**", len(every), f"**{sum(every)}**"]])
