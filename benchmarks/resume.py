@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.stored import store
 from benchmarks.toy_job import CONSTANT, FORCED, QUICK_TO_LEARN, Job, make_assets
-from demo.toy.assets import Assets
+from tests.toy.assets import Assets
 from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 from verl_tlt.drafter import load_training_state

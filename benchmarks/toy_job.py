@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demo.follow import TraceTail
-from demo.toy.assets import Assets, build_assets
+from tests.toy.assets import Assets, build_assets
 from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.trace.events import Event
 
@@ -24,7 +24,7 @@ RECIPE = Path(__file__).parents[1] / "demo" / "demo_grpo.sh"
 SAMPLES = 4
 """Responses of a prompt."""
 FORCED = "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length"
-"""Override of the jobs whose responses are as long as their prompts' rows say (`demo.toy.agent`)."""
+"""Override of the jobs whose responses are as long as their prompts' rows say (`tests.toy.agent`)."""
 
 CONSTANT = "++actor_rollout_ref.rollout.custom.tlt"
 """Where an override of a small job changes what is no setting (`verl_tlt.config.constant`)."""

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo.machine import DemoError, Dtype, check_packages, find_dtype, find_machine, say_dtype
+from demo.machine import DemoError, check_packages, find_machine
 from demo.run import STALL_S, DemoRun, run_recipe
 from demo.screen import Screen
-from demo.toy.assets import Assets, build_assets, demo_width
 from demo.warmup import warm_up
+from tests.toy.assets import Assets, build_assets, demo_width
+from verl_cpu.dtype import Dtype, find_dtype, say_dtype
 from verl_tlt.commands.capture import capture
 from verl_tlt.commands.compare.command import compare
 from verl_tlt.commands.console import make_console

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on the toy task with two replicas, on a machine without an accelerator: the recipe behind `make demo`.
 #
-# Hardware: 2 cores, 18 GB of memory.  Data: `python -m demo.toy.assets ASSETS` makes policy and prompts.
+# Hardware: 2 cores, 18 GB of memory.  Data: `python -m tests.toy.assets ASSETS` makes policy and prompts.
 # Expected: accept length from 1.0 to about 2 within ten steps, with a warmed-up drafter 3 to 5 from the first on; the reward
 # of 24 samples a step is noisy.
 #
@@ -13,7 +13,7 @@
 # prompts) OUT/assets; SAVE_FREQ and RESUME are verl's.
 set -euo pipefail
 
-# Reward, sampler and agent loops are in the `demo` package of this clone: every process of the run imports them.
+# Reward, sampler and agent loops are in `tests.toy` of this clone: every process of the run imports them.
 export PYTHONPATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH}"
 
 OUT=${OUT:-demo-out}
@@ -27,7 +27,7 @@ TP=${TP:-1}
 DEVICES=$((REPLICAS * TP))
 DEVICE=${DEVICE:-cpu}
 EXECUTOR=${EXECUTOR:-uni}
-DTYPE=${DTYPE:-$(python -c 'from demo.machine import find_dtype; print(find_dtype())')}
+DTYPE=${DTYPE:-$(python -c 'from verl_cpu.dtype import find_dtype; print(find_dtype())')}
 case $DTYPE in bfloat16) WIDTH=wide ;; *) WIDTH=half ;; esac # as many bytes to read a token in either dtype
 POLICY=${POLICY:-$ASSETS/policy-$WIDTH}
 
@@ -81,11 +81,11 @@ exec python -m verl.trainer.main_ppo hydra.run.dir="$OUT/hydra" \
   ++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend="$EXECUTOR" \
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 \
   actor_rollout_ref.rollout.agent.num_workers=1 \
-  reward.num_workers=1 reward.custom_reward_function.path=pkg://demo.toy.reward \
+  reward.num_workers=1 reward.custom_reward_function.path=pkg://tests.toy.reward \
   transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
   trainer.logger='["console","file","tensorboard"]' trainer.project_name=verl-tlt trainer.experiment_name=demo \
   trainer.n_gpus_per_node="$DEVICES" trainer.nnodes=1 trainer.device="$DEVICE" \
-  trainer.v1.sampler.custom_sampler.path=pkg://demo.toy.sampler trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer \
+  trainer.v1.sampler.custom_sampler.path=pkg://tests.toy.sampler trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer \
   trainer.total_training_steps="$STEPS" trainer.total_epochs=1000 trainer.val_before_train=False \
   trainer.save_freq="${SAVE_FREQ:-$STEPS}" trainer.test_freq=-1 trainer.resume_mode="${RESUME:-disable}" \
   trainer.default_local_dir="$OUT/checkpoints" \

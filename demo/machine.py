@@ -1,24 +1,15 @@
-"""Can the demo run here, and in which dtype? Packages, memory, cores and the processor; each obstacle is one sentence.
-
-A processor without bf16 products converts every factor back and forth: it takes 2 to 8 times as long as in fp32.
-"""
+"""Can the demo run here? Packages, memory and cores; each obstacle is one sentence."""
 
 import importlib.util
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-Dtype = Literal["float32", "bfloat16"]
 
 PACKAGES = ("verl", "vllm", "ray", "torch", "transformers", "speculators", "psutil", "matplotlib")
 NEEDED_GB = 14.0
 """Available memory below which the run would be killed half-way."""
 COMFORTABLE_GB = 18.0
 COMFORTABLE_CORES = 2
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-"""What Linux calls the instructions that multiply bf16."""
 
 
 class DemoError(RuntimeError):
@@ -49,23 +40,6 @@ class Machine:
         if self.cores < COMFORTABLE_CORES:
             warnings.append(f"With {self.cores:.1f} cores the two replicas share one: expect twice the time, no gain.")
         return warnings
-
-
-def compute_dtype(flags: Iterable[str]) -> Dtype:
-    """The faster one on a processor with these flags, as `/proc/cpuinfo` names them."""
-    return "float32" if BF16_FLAGS.isdisjoint(flags) else "bfloat16"
-
-
-def find_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """`compute_dtype` of this machine; float32 where the flags are not to be found."""
-    lines = (line.partition(":") for line in _read(cpuinfo).splitlines())
-    return compute_dtype(next((flags.split() for name, _, flags in lines if name.strip() == "flags"), ()))
-
-
-def say_dtype(dtype: Dtype) -> str:
-    """The choice and its reason, a sentence."""
-    has = "has" if dtype == "bfloat16" else "lacks"
-    return f"Computing in {dtype}: this processor {has} bfloat16 products (AVX512-BF16 or AMX)."
 
 
 def check_packages(packages: tuple[str, ...] = PACKAGES) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from demo.follow import Tail
 from demo.machine import DemoError
 from demo.screen import Screen
-from demo.toy.assets import Assets, hash_sources
-from demo.toy.head import other_prompts, warmup_command
+from tests.toy.assets import Assets, hash_sources
+from tests.toy.head import other_prompts, warmup_command
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.compare.job import failure
 from verl_tlt.commands.processes import running

@@ -37,10 +37,10 @@ TOY = (
     f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu=2048", f"{ROLLOUT}.agent.num_workers=1",
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",
-    "reward.num_workers=1", "reward.custom_reward_function.path=pkg://demo.toy.reward",
+    "reward.num_workers=1", "reward.custom_reward_function.path=pkg://tests.toy.reward",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "trainer.logger=[console,file]", "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.device=cpu",
-    "trainer.v1.sampler.custom_sampler.path=pkg://demo.toy.sampler",
+    "trainer.v1.sampler.custom_sampler.path=pkg://tests.toy.sampler",
     "trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer",
     "trainer.val_before_train=False", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable",
     "ray_kwargs.ray_init.num_cpus=16", "++ray_kwargs.ray_init.num_gpus=2",
@@ -97,7 +97,7 @@ CRITIC = (
 )  # fmt: skip
 TOOLS = (
     *SHORT, f"{ROLLOUT}.multi_turn.format=toy", f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
-    f"{ROLLOUT}.agent.agent_loop_config_path={HERE.parent}/demo/toy/agent_loop.yaml",
+    f"{ROLLOUT}.agent.agent_loop_config_path={HERE.parent}/tests/toy/agent_loop.yaml",
     f"{ROLLOUT}.agent.default_agent_loop=toy_tool_agent",
     "actor_rollout_ref.model.custom_chat_template=\"{% for m in messages %}{{ m['content'] }} {% endfor %}\"",
 )  # fmt: skip
@@ -170,7 +170,7 @@ def problems(recipe: Recipe, data: Path) -> list[str]:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from demo.toy.assets import SHIPPED_POLICY
+    from tests.toy.assets import SHIPPED_POLICY
     from verl_tlt.checks import rules
     from verl_tlt.checks.recipe import compose, read_settings
     from verl_tlt.config import TLTConfigError
@@ -219,7 +219,7 @@ def run(
     Raises:
         RuntimeError: the run failed, or did not do what was expected; the end of its log.
     """
-    from demo.toy.assets import build_assets, build_moe_policy
+    from tests.toy.assets import build_assets, build_moe_policy
 
     out.mkdir(parents=True, exist_ok=True)
     assets = build_assets(out / "assets", width="small", train_rows=64, val_rows=8)
@@ -236,7 +236,7 @@ def run(
     environment = {
         **os.environ, **CPU, "VERL_FILE_LOGGER_PATH": str(metrics), "DATA": str(out), "DRAFTER": "null",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),  # for `demo.toy`
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),  # tests.toy
     }  # fmt: skip
     command = [str(HERE / recipe.script), *scaled_down(recipe), *overrides, *extra]
     with (out / "log").open("w") as log:

@@ -22,7 +22,7 @@ from benchmarks.control.drains import LOADS, Drain
 from benchmarks.control.engine import ENVIRONMENT
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.job import PLACE
-from demo.machine import find_dtype, say_dtype
+from verl_cpu.dtype import find_dtype, say_dtype
 from verl_tlt.errors import TLTError
 
 ROOT = Path(__file__).parents[2]

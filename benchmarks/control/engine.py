@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.control.policies import named
-from demo.machine import find_dtype
+from verl_cpu.dtype import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.off import OffDecision

@@ -36,7 +36,7 @@ from benchmarks.control.drains import (
 from benchmarks.control.engine import VLLM, Engine, Models
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.collatz import chat, draw
-from demo.machine import find_dtype
+from verl_cpu.dtype import find_dtype
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
 from verl_tlt.files.disk import replacing
 from verl_tlt.speculation.costs import LatencyTable

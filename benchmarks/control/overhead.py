@@ -113,7 +113,7 @@ def made_scheduler(
 
     from benchmarks.lossless.tiny_policy import build_drafter_dir
     from benchmarks.simulate.hardware import QWEN3_8B_H100, calibration_of
-    from demo.toy.assets import build_assets
+    from tests.toy.assets import build_assets
     from verl_tlt.config import TLTConfig
     from verl_tlt.engine_core import scheduler as module
     from verl_tlt.server.engine_arguments import engine_kwargs

@@ -36,8 +36,8 @@ from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
 from benchmarks.real_policy.job import LONGEST_RESPONSE, real_assets, real_overrides
 from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
-from demo.machine import find_dtype, say_dtype
-from demo.toy.assets import Assets, build_assets, demo_width
+from tests.toy.assets import Assets, build_assets, demo_width
+from verl_cpu.dtype import find_dtype, say_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.capture import capture

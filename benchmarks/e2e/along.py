@@ -19,7 +19,7 @@ from benchmarks.e2e.arms import LOADS
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import HALF
 from benchmarks.real_policy.job import PLACE
-from demo.machine import find_dtype, say_dtype
+from verl_cpu.dtype import find_dtype, say_dtype
 from verl_tlt.bootstrap import Floats
 from verl_tlt.commands.compare.command import take_turns
 from verl_tlt.commands.compare.plan import NO_SPOT, TLT, Arm, make_plan, quoted

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from demo.machine import find_dtype
-from demo.toy.assets import build_assets, demo_width
-from demo.toy.head import DRAFT_LENGTH, other_prompts, warmup_command
+from tests.toy.assets import build_assets, demo_width
+from tests.toy.head import DRAFT_LENGTH, other_prompts, warmup_command
+from verl_cpu.dtype import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.drafter import provenance
 

@@ -13,8 +13,8 @@ from typing import Any
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-from demo.toy.agent import ForcedLengthAgentLoop
-from demo.toy.sampler import FastPollReplayBuffer
+from tests.toy.agent import ForcedLengthAgentLoop
+from tests.toy.sampler import FastPollReplayBuffer
 
 DIRECTORY = "TLT_FAULTS_RECORDED"
 """Environment variable: where the responses are."""

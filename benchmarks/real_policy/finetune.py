@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.real_policy.collatz import Side, chat, draw
-from demo.machine import find_dtype
+from verl_cpu.dtype import find_dtype
 
 Example = tuple[list[int], list[int]]
 """Token ids of a prompt and of its solution."""

@@ -26,7 +26,7 @@ from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, rea
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
 from benchmarks.toy_job import RECIPE, recipe_environment
-from demo.machine import find_dtype
+from verl_cpu.dtype import find_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.drafter import files_digest, provenance
 

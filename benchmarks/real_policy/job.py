@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.real_policy import collatz
 from benchmarks.real_policy.collatz import Side, prompt_row
 from benchmarks.real_policy.policy import make_policy
-from demo.toy.assets import Assets, ensure, write_rows
+from tests.toy.assets import Assets, ensure, write_rows
 
 PLACE = Path(__file__).parents[2] / ".cache" / "real"
 LONGEST_PROMPT, LONGEST_RESPONSE = 48, 1000

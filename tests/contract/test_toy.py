@@ -13,9 +13,9 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.import_utils import load_extern_type, resolve_config_path
 
-from demo.toy.agent import ToyToolParser, forced_sampling_params
-from demo.toy.assets import Assets
-from demo.toy.tokenizer import build_tokenizer
+from tests.toy.agent import ToyToolParser, forced_sampling_params
+from tests.toy.assets import Assets
+from tests.toy.tokenizer import build_tokenizer
 
 
 def test_verl_loads_the_reward_by_the_assets_string():

@@ -19,7 +19,7 @@ import psutil
 import pyarrow.parquet as pq
 
 from benchmarks.toy_job import CONSTANT
-from demo.toy.assets import build_assets
+from tests.toy.assets import build_assets
 from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.commands.report.reader import RunTrace, read_trace

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from grpo_run import RECIPE, ROOT, skew
 
-from demo.toy.assets import build_assets
+from tests.toy.assets import build_assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 SHORT = 60

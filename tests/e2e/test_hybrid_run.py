@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grpo_run import LIMIT_S, TLT, grpo
 
-from demo.toy.assets import SHIPPED_POLICY
+from tests.toy.assets import SHIPPED_POLICY
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 import families

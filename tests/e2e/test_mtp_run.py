@@ -8,7 +8,7 @@ from grpo_run import TLT, grpo
 from mtp_policy import make_mtp_policy
 from safetensors.torch import load_file, save_file
 
-from demo.toy.assets import build_assets
+from tests.toy.assets import build_assets
 from verl_tlt.drafter import (
     DrafterTrainer,
     PolicyStates,

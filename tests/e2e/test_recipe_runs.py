@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from demo.toy.assets import Assets, build_reward_model
 from recipes import check
+from tests.toy.assets import Assets, build_reward_model
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.timeline import rl_steps
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.actor.tap import digest_of
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.messages.training import HiddenStateShard

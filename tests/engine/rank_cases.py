@@ -16,7 +16,7 @@ import torch
 import torch.distributed.fsdp
 from actor import build_actor, make_batch, make_rows
 
-from demo.toy.assets import SHIPPED_POLICY
+from tests.toy.assets import SHIPPED_POLICY
 
 LENGTHS = [[(4, 20), (6, 30), (3, 12), (5, 1)], [(3, 9), (8, 41), (7, 7), (2, 26)]]
 TOKENS = 104

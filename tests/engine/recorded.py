@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from demo.toy import task
-from demo.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from tests.toy import task
+from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence, VerifierWeights, to_numpy16
 from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, SpotPlan, VerifierArrays

@@ -11,7 +11,7 @@ from ray import cloudpickle
 from recorded import ray_cluster
 
 from benchmarks.lossless.tiny_policy import build_target
-from demo.toy.assets import SHIPPED_POLICY
+from tests.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import check_drafter
 
 pytestmark = pytest.mark.engine

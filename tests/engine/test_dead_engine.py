@@ -26,7 +26,7 @@ def server(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         import ray
 
-        from demo.toy.assets import build_assets
+        from tests.toy.assets import build_assets
 
         root = tmp_path_factory.mktemp("dead")
         assets = build_assets(root / "assets", width="small", train_rows=4, val_rows=4)

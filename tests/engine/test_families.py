@@ -12,7 +12,7 @@ from shared_engines import part_of
 from tiny_engine import prompts, sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
-from demo.toy.assets import SHIPPED_POLICY
+from tests.toy.assets import SHIPPED_POLICY
 from verl_tlt.drafter import (
     DrafterTrainer,
     TrainingSequence,

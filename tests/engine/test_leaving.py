@@ -26,7 +26,7 @@ def fleet(tmp_path_factory):
         import ray
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-        from demo.toy.assets import build_assets
+        from tests.toy.assets import build_assets
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
         served = ServedPolicy(assets, {})

@@ -13,7 +13,7 @@ from drafter_bits import holds
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from demo.toy.assets import build_assets
+from tests.toy.assets import build_assets
 from verl_tlt.commands.cli import app
 from verl_tlt.drafter import (
     VerifierWeights,

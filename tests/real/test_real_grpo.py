@@ -8,7 +8,7 @@ import pytest
 from benchmarks.real_policy.job import real_overrides
 from benchmarks.resume import held_by, saved
 from benchmarks.toy_job import CONSTANT, FORCED, Job, force_lengths
-from demo.toy.assets import Assets
+from tests.toy.assets import Assets
 from verl_tlt.commands.report.reader import read_trace
 
 pytestmark = pytest.mark.timeout(3000)

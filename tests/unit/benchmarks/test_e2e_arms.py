@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from benchmarks.e2e import head
 from benchmarks.e2e.__main__ import schedule
 from benchmarks.e2e.arms import LOADS, arms
-from demo.toy.assets import build_assets
+from tests.toy.assets import build_assets
 from verl_tlt.commands.compare.plan import NO_SLEEP, SPECULATIVE, STOCK
 from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 

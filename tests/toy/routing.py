@@ -2,7 +2,7 @@
 
 verl's own picks at random among the replicas with the fewest requests, and which long responses meet on one replica
 decides how long a rollout takes: two stock runs of the same tokens differ by more than what is to be measured. This
-one goes by a number that the agent loop puts into the request's id (`demo.toy.agent`): every replica gets as many
+one goes by a number that the agent loop puts into the request's id (`tests.toy.agent`): every replica gets as many
 responses as under verl's, only always the same ones. Used by
 `actor_rollout_ref.rollout.router_config_path=<router.yaml>`.
 """
@@ -30,7 +30,7 @@ class ByNumber(GlobalRequestLoadBalancer):
         self._replicas += [server for server in servers if server not in self._replicas]
 
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """As verl's, but for an id of `demo.toy.agent.numbered`."""
+        """As verl's, but for an id of `tests.toy.agent.numbered`."""
         number, _, rest = request_id.partition("-")
         if rest and number.isdigit():
             server = self._replicas[int(number) % len(self._replicas)]

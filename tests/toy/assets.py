@@ -1,6 +1,6 @@
 """Everything a run of the toy needs, written once: the policy, the prompts, and where reward and helpers are.
 
-`python -m demo.toy.assets OUT` writes what the demo runs on and prints the paths; the same call again finds them there.
+`python -m tests.toy.assets OUT` writes what the demo runs on and prints the paths; the same call again finds them.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from demo.machine import Dtype, find_dtype
-from demo.toy import task
+from tests.toy import task
+from verl_cpu.dtype import Dtype, find_dtype
 
 Width = Literal["small", "half", "wide"]
 
 SHIPPED_POLICY = Path(__file__).parent / "policy"
-"""The trained policy that the package carries; `demo.toy.train` regenerates it."""
+"""The trained policy that the package carries; `tests.toy.train` regenerates it."""
 
 DATA_SOURCE = "toy_addition"
 TRAIN_ROWS = 512
@@ -47,9 +47,9 @@ class Assets:
     """Validation prompts, parquet: `data.val_files`."""
     aux_layers: tuple[int, int, int]
     """Layers that this policy's warmed-up drafters read."""
-    reward: str = "pkg://demo.toy.reward"
+    reward: str = "pkg://tests.toy.reward"
     """`reward.custom_reward_function.path`; its function is `compute_score`."""
-    sampler: str = "pkg://demo.toy.sampler"
+    sampler: str = "pkg://tests.toy.sampler"
     """`trainer.v1.sampler.custom_sampler.path`; its class is `FastPollReplayBuffer`."""
     agent_loop: Path = Path(__file__).parent / "agent_loop.yaml"
     """`actor_rollout_ref.rollout.agent.agent_loop_config_path`; its loop is `forced_length`."""
@@ -83,7 +83,7 @@ def build_assets(
     if train_rows < 1 or val_rows < 1:
         raise ValueError(f"train_rows and val_rows must be at least 1, not {train_rows} and {val_rows}.")
     if not (SHIPPED_POLICY / "model.safetensors").exists():
-        raise FileNotFoundError(f"{SHIPPED_POLICY} has no model.safetensors: run `python -m demo.toy.train`.")
+        raise FileNotFoundError(f"{SHIPPED_POLICY} has no model.safetensors: run `python -m tests.toy.train`.")
     out = Path(out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
     assets = Assets(out / f"policy-{width}", out / "train.parquet", out / "val.parquet", AUX_LAYERS[width])
@@ -110,7 +110,7 @@ def _write_moe_policy(path: Path, seed: int) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from demo.toy.tokenizer import save_tokenizer
+    from tests.toy.tokenizer import save_tokenizer
 
     config = Qwen3MoeConfig(
         vocab_size=len(task.TOKENS), hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8,
@@ -137,7 +137,7 @@ def _write_reward_model(path: Path, seed: int) -> None:
     import torch
     from transformers import Qwen3ForSequenceClassification
 
-    from demo.toy.tokenizer import save_tokenizer
+    from tests.toy.tokenizer import save_tokenizer
 
     torch.manual_seed(seed)
     model = Qwen3ForSequenceClassification.from_pretrained(SHIPPED_POLICY, num_labels=1, dtype=torch.float32)
@@ -174,7 +174,7 @@ def _write_policy(path: Path, width: Width) -> None:
     if width == "small":
         shutil.copytree(SHIPPED_POLICY, path)
         return
-    from demo.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen  # torch takes seconds to import: not on a cached call
+    from tests.toy.widen import HALF_MLP_WIDTH, MLP_WIDTH, widen  # torch takes seconds to import: not on a cached call
 
     widen(SHIPPED_POLICY, path, MLP_WIDTH if width == "wide" else HALF_MLP_WIDTH)
 
@@ -193,7 +193,7 @@ def write_rows(path: Path, split: str, count: int, seed: int, row: Row) -> None:
 
 
 def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
-    """One prompt in verl's columns; `forced_lengths` are drawn from the task's own distribution (`demo.toy.agent`)."""
+    """One prompt in verl's columns; `forced_lengths` are drawn from the task's own distribution (`tests.toy.agent`)."""
     problem = task.sample_problem(rng)
     return {
         "data_source": DATA_SOURCE,
@@ -210,7 +210,7 @@ def prompt_row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m demo.toy.assets", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.toy.assets", description=__doc__)
     parser.add_argument("out", type=Path, help="directory to write to")
     parser.add_argument("--width", choices=get_args(Width), default=demo_width(find_dtype()))
     parser.add_argument("--train-rows", type=int, default=TRAIN_ROWS)

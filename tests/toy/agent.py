@@ -2,7 +2,7 @@
 
 **Given lengths**, so that two runs are compared on the same number of tokens: with sampling, an arm that happens to
 draw one long response looks slow. Response i of a prompt stops after exactly `extra_info["forced_lengths"][i]` tokens
-and not at `<eos>`, and may be sent to the same replica in every run (`demo.toy.routing`). Used by
+and not at `<eos>`, and may be sent to the same replica in every run (`tests.toy.routing`). Used by
 `actor_rollout_ref.rollout.agent.agent_loop_config_path=<agent_loop.yaml>` and `.default_agent_loop=forced_length`.
 
 **Tools**: the toy's 64 tokens cannot spell a tool call, so here every response counts as one: verl's own tool loop,
@@ -47,12 +47,12 @@ def forced_sampling_params(
 
 
 def numbered(number: int) -> str:
-    """A new request id, which `demo.toy.routing.ByNumber` routes by `number`."""
+    """A new request id, which `tests.toy.routing.ByNumber` routes by `number`."""
     return f"{number}-{uuid4().hex}"
 
 
 class _Numbered:
-    """verl's client for one request, whose id tells `demo.toy.routing.ByNumber` where it belongs."""
+    """verl's client for one request, whose id tells `tests.toy.routing.ByNumber` where it belongs."""
 
     def __init__(self, client: Any, number: int) -> None:
         self._client, self._number = client, number

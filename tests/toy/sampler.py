@@ -1,7 +1,7 @@
 """verl's replay buffer, polled often enough for steps of a few seconds.
 
 verl looks for finished responses every 2 s, which rounds the rollout time of a toy up to the next 2 s and hides what is
-to be measured. Every arm of a comparison uses this class: `trainer.v1.sampler.custom_sampler.path=pkg://demo.toy.sampler`
+to be measured. Every arm of a comparison uses this class: `trainer.v1.sampler.custom_sampler.path=pkg://tests.toy.sampler`
 and `.name=FastPollReplayBuffer`.
 """
 

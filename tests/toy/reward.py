@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from demo.toy.task import is_correct
+from tests.toy.task import is_correct
 
 
 def compute_score(

@@ -6,11 +6,11 @@ import statistics
 import pytest
 from transformers import AutoTokenizer
 
-from demo.toy import task
-from demo.toy.agent import numbered
-from demo.toy.reward import compute_score
-from demo.toy.routing import ByNumber
-from demo.toy.tokenizer import TOKENIZER_FILES, save_tokenizer
+from tests.toy import task
+from tests.toy.agent import numbered
+from tests.toy.reward import compute_score
+from tests.toy.routing import ByNumber
+from tests.toy.tokenizer import TOKENIZER_FILES, save_tokenizer
 
 PROBLEM = task.Problem((7, 4), (5, 2))  # 47 + 25 = 72
 TRUTH = "z0 2 z1 7 z2 0"

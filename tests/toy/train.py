@@ -1,6 +1,6 @@
 """Makes the toy's policy: a 3.4M-parameter Qwen3 trained on demonstrations, on one CPU core, in minutes.
 
-`python -m demo.toy.train` regenerates the policy that the package ships. A seed fixes the weights, the data and
+`python -m tests.toy.train` regenerates the policy that the package ships. A seed fixes the weights, the data and
 the order; two runs on the same kind of machine give the same file. Training stops while the policy still errs, so that
 reinforcement learning has something to learn.
 """
@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from demo.machine import Dtype, find_dtype, say_dtype
-from demo.toy import task
-from demo.toy.tokenizer import save_tokenizer
+from tests.toy import task
+from tests.toy.tokenizer import save_tokenizer
+from verl_cpu.dtype import Dtype, find_dtype, say_dtype
 
 POLICY_DIR = Path(__file__).parent / "policy"
 """Where the package keeps the trained policy."""
@@ -164,7 +164,7 @@ def _pad(group: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     defaults = TrainConfig()
-    parser = argparse.ArgumentParser(prog="python -m demo.toy.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.toy.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=POLICY_DIR, help="directory for the policy (default: the package)")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)

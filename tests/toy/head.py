@@ -4,8 +4,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from demo.machine import find_dtype
-from demo.toy.assets import AUX_LAYERS, TRAIN_ROWS, demo_width, prompt_row
+from tests.toy.assets import AUX_LAYERS, TRAIN_ROWS, demo_width, prompt_row
+from verl_cpu.dtype import find_dtype
 
 INTERMEDIATE = 1024
 """Width of a drafter's MLP, the recipe's."""

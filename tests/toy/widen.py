@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from demo.toy.tokenizer import TOKENIZER_FILES
+from tests.toy.tokenizer import TOKENIZER_FILES
 
 MLP_WIDTH = 4608
 """Width of the wide policy's MLPs: with 8 layers of hidden size 256, 30M parameters."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from demo.toy.task import BOS, EOS, IM_END, NEWLINE, PAD, TOKEN_ID
+from tests.toy.task import BOS, EOS, IM_END, NEWLINE, PAD, TOKEN_ID
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Contents one after the other: the toy's prompts carry their own `<bos>` and `|`."""

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from demo.toy import assets, task
-from demo.toy.tokenizer import save_tokenizer
-from demo.toy.widen import widen
+from tests.toy import assets, task
+from tests.toy.tokenizer import save_tokenizer
+from tests.toy.widen import widen
 
 TOKENS = torch.randint(5, 50, (4, 40), generator=torch.Generator().manual_seed(1))  # [B, T]
 
