@@ -180,6 +180,7 @@ def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_publ
 def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(start, recorded, tmp_path, how, monkeypatch):
     """The final drafter is written all the same, by the one that takes its place."""
     monkeypatch.setattr(module, "START_S", 20.0)
+    monkeypatch.setattr(module, "CALL_S", 5.0)
     monkeypatch.setattr(module, "SAVE_S", 10.0)
     spot, states = start(), captured(recorded)
     os.kill(spot._pid, how)
@@ -189,6 +190,25 @@ def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(start, recorde
     assert time.monotonic() - begun < 2.0
     spot.save(tmp_path / "drafter", FACTS)
     assert (tmp_path / "drafter" / "model.safetensors").is_file() and len(spot.failures) == 1
+
+
+def test_one_that_hangs_is_replaced_however_often_hidden_states_come(start, recorded, tmp_path, monkeypatch):
+    """And a checkpoint waits for it as long as for the call in which it hangs."""
+    monkeypatch.setattr(module, "CALL_S", 3.0)
+    spot, states = start(), captured(recorded)
+    for step in range(2, 8):  # steps that are shorter than the bound
+        if step == 2:
+            os.kill(spot._pid, signal.SIGSTOP)
+        spot.add(step, states)
+        time.sleep(1.0)
+    assert spot.failures == ["hidden states"]
+    wait_for(spot.started)
+    os.kill(spot._pid, signal.SIGSTOP)
+    spot.add(8, states)
+    begun = time.monotonic()
+    spot.save(tmp_path / "drafter", FACTS)
+    assert time.monotonic() - begun < SAVE_S / 4 and (tmp_path / "drafter" / "model.safetensors").is_file()
+    assert spot.failures == ["hidden states", "hidden states"]
 
 
 def test_three_failures_in_a_row_end_training_and_the_drafter_is_still_written(start, recorded, tmp_path, caplog):

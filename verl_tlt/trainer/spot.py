@@ -196,6 +196,10 @@ class SpotTrainerHandle:
         """Send what the actor's ranks captured; does not wait for the copies."""
         if self.off:
             return
+        self._look_for_add()
+        if self._add is not None:
+            logger.info("the spot trainer still takes the last step's hidden states, and does not get this step's")
+            return
         if not self.started():
             logger.info("the spot trainer is still starting, and gets the next step's hidden states")
             return
@@ -208,13 +212,19 @@ class SpotTrainerHandle:
         """Whether a session could begin now: the last hidden states have arrived, and there are enough of them."""
         if self.off or not self.started():
             return False
-        if self._add is not None and arrived(self._add):
-            call, self._add = self._add, None
-            self.stats = self._answer("hidden states", call, CALL_S)
-        elif self._add is not None and self._add_by.left() <= 0:
-            self.failed("hidden states", f"no answer within {CALL_S:.0f} s")
+        self._look_for_add()
         enough = self.stats is not None and self.stats.train_tokens >= self.plan.min_tokens
         return enough and self._add is None and self._session is None
+
+    def _look_for_add(self, wait: bool = False) -> None:
+        """Take the answer to the last `add` if it is there; `wait`: or comes within its bound. Later is a failure."""
+        if self._add is None:
+            return
+        if arrived(self._add, self._add_by.left() if wait else 0.0):
+            call, self._add = self._add, None
+            self.stats = self._answer("hidden states", call, CALL_S)
+        elif wait or self._add_by.left() <= 0:
+            self.failed("hidden states", f"no answer within {CALL_S:.0f} s")
 
     # ------------------------------------------------------------------ sessions
 
@@ -272,8 +282,10 @@ class SpotTrainerHandle:
         """Write the served drafter and its training state; a `CallFailed` where it was not written.
 
         `step` and `keeps` are `check_room`'s. One that is just starting is waited for, and one that dies meanwhile is
-        replaced and asked once more: the end of a run has time for this.
+        replaced and asked once more: the end of a run has time for this. One that hangs in an earlier call is found by
+        that call's bound, which is shorter.
         """
+        self._look_for_add(wait=True)
         directory.parent.mkdir(parents=True, exist_ok=True)
         arguments = (str(directory.absolute()), provenance, step and str(step.absolute()), keeps)
         try:
