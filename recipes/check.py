@@ -196,21 +196,6 @@ def scaled_down(recipe: Recipe) -> tuple[str, ...]:
     return (*TOY, *recipe.engine, *TLT, *recipe.toy)
 
 
-def same_run(first: Recipe, second: Recipe) -> bool:
-    """Whether two recipes, scaled down, are one and the same run: they differ in sizes only."""
-    from omegaconf import OmegaConf
-
-    from verl_tlt.checks.recipe import compose
-
-    if (first.policy, first.expect) != (second.policy, second.expect):
-        return False
-    configs = []
-    for recipe in (first, second):
-        named = ("trainer.experiment_name=scaled-down", "actor_rollout_ref.model.path=toy")
-        configs.append(compose(captured(recipe, {"DRAFTER": "null"}, [*scaled_down(recipe), *named]), "ppo_trainer"))
-    return OmegaConf.to_container(configs[0]) == OmegaConf.to_container(configs[1])
-
-
 def run(
     recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), timeout_s: float = 1500, done: int = 0
 ) -> list[dict]:

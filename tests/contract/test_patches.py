@@ -6,19 +6,18 @@ A diff that no longer applies means that upstream changed those lines: see wheth
 import ast
 import importlib.metadata
 import importlib.util
+import inspect
 import operator
 import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import types
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from sources import SourceTree, Symbol, source_root
 
 from verl_cpu import megatron_shims, verl_shims, vllm_shims
@@ -148,36 +147,6 @@ def test_applies_to_the_installed_release(patch, tmp_path):
             ast.parse(path.read_text())
 
 
-def test_the_expand_patch_does_what_the_shim_does(tmp_path):
-    kernel = load(patched("expand", tmp_path), "vllm.utils.cpu_triton_utils").expand_kernel
-    cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
-    for values in (torch.tensor([0.7, 0.0, 0.2]), torch.tensor([50, 7, 0], dtype=torch.int32)):
-        expected = vllm_shims.expand_batch_to_tokens(values, cumulative, 5, replace_from=0, replace_to=1)
-        output = torch.full_like(expected, -1)
-        kernel[(3,)](output, values, cumulative, 0, 1, MAX_NUM_TOKENS=8)
-        assert torch.equal(output, expected) and output.dtype == values.dtype
-
-
-def test_the_backend_patch_names_the_cpu_once(tmp_path):
-    module = load(patched("backend", tmp_path), "verl.utils.distributed")
-    for device, comm, expected in (("cpu", "gloo", "cpu:gloo"), ("cuda", "nccl", "cpu:gloo,cuda:nccl")):
-        module.get_device_name, module.get_nccl_backend = lambda device=device: device, lambda comm=comm: comm
-        assert module.get_default_backend() == verl_shims.dedupe_backend(expected) == expected
-
-
-@pytest.mark.parametrize("runner", ["drafter", "speculator"])
-def test_the_drafter_patch_finds_the_drafter_of_either_model_runner_and_stock_verl_of_one(tmp_path, runner):
-    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as stock
-
-    fixed = load(patched("v2-drafter", tmp_path), stock.__module__).vLLMColocateWorkerExtension
-    worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(**{runner: types.SimpleNamespace(model="mtp")}))
-    assert fixed._get_drafter_model(worker) == "mtp"
-    found = stock._get_drafter_model(worker)
-    assert found == ("mtp" if runner == "drafter" else None), "the diff is in: remove it"
-    worker.model_runner = types.SimpleNamespace(**{"drafter": None, runner: None})
-    assert fixed._get_drafter_model(worker) is None
-
-
 # ---------------------------------------------------------------------- with a patch applied, its shim steps aside
 
 
@@ -262,66 +231,15 @@ def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, wor
     assert changed(module) != fixed
 
 
-def test_the_stop_string_patch_does_what_the_shim_does(tmp_path):
-    """Three tokens in one step, of which the second completes the string: see also test_lossless_stops.py."""
-    module = load(patched("stop-strings", tmp_path, "detokenizer.py"), "vllm.v1.engine.detokenizer")
-
-    class Spelled(module.BaseIncrementalDetokenizer):
-        def decode_next(self, token):
-            return "abcdef"[2 * token : 2 * token + 2]
-
-    for include, text in ((False, "a"), (True, "abc")):
-        params = types.SimpleNamespace(stop=["bc"], min_tokens=0, include_stop_str_in_output=include)
-        detokenizer = Spelled(types.SimpleNamespace(sampling_params=params))
-        assert detokenizer.update([0, 1, 2], False) == "bc"
-        assert detokenizer.token_ids == [0, 1] and detokenizer.num_surplus_tokens == 1
-        assert detokenizer.output_text == text
-
-
-LINEAR = """
-    import importlib.util, os, sys
-    spec = importlib.util.spec_from_file_location("vllm.model_executor.layers.utils", sys.argv[1])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    from verl_cpu.vllm_shims import keep_linear_weights
-    before = module.dispatch_cpu_unquantized_gemm
-    keep_linear_weights(module)
-    print(module.dispatch_cpu_unquantized_gemm is before, os.environ["VLLM_CPU_PREPACK_LINEAR"])
-"""
-
-
-def test_the_linear_shim_asks_for_the_patchs_setting(tmp_path):
-    file = patched("linear", tmp_path, "utils.py")
-    # In a process of its own: the module registers torch operators, which a process can do only once.
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LINEAR), str(file)],
-        env=os.environ | {"VLLM_CPU_PREPACK_LINEAR": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["True 0"], done.stderr[-2000:]
-
-
-def test_the_pinning_shim_leaves_an_engine_that_does_not_pin(tmp_path):
-    fixed = patched("accelerators", tmp_path)
-    for file, aside in ((fixed, True), (source_root("verl") / fixed.relative_to(tmp_path), False)):
-        cls = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "FSDPEngine")
-        build = next(n for n in cls.body if getattr(n, "name", "") == "_build_fsdp_module")
-        alone = tmp_path / f"alone_{aside}.py"  # a file, because the shim reads the source
-        alone.write_text(textwrap.dedent("    " + ast.get_source_segment(file.read_text(), build)))
-        names = {}
-        exec(compile(alone.read_text(), str(alone), "exec"), names)
-        engine = types.SimpleNamespace(_build_fsdp_module=names["_build_fsdp_module"])
-        module = types.SimpleNamespace(FSDPEngine=engine, CPUOffloadPolicy=dict)
-        verl_shims.offload_unpinned(module)
-        assert (module.CPUOffloadPolicy is dict) == aside
-        assert aside or module.CPUOffloadPolicy(pin_memory=True) == {"pin_memory": False}
-
-
-def test_the_spinning_shim_asks_for_the_patchs_setting(monkeypatch):
-    class SpinCondition:
-        def wait(self, timeout_ms=None):
-            return "VLLM_SHM_BROADCAST_BUSY_SLEEP_S"
-
-    monkeypatch.delenv("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", raising=False)
-    before = SpinCondition.wait
-    vllm_shims.sleep_between_looks(types.SimpleNamespace(SpinCondition=SpinCondition))
-    assert SpinCondition.wait is before and float(os.environ.pop("VLLM_SHM_BROADCAST_BUSY_SLEEP_S")) > 0
+@pytest.mark.parametrize(
+    ("word", "shim", "setting"),
+    [
+        ("linear", vllm_shims.keep_linear_weights, "VLLM_CPU_PREPACK_LINEAR"),
+        ("expert", vllm_shims.keep_expert_weights, "VLLM_CPU_PREPACK_MOE"),
+        ("looks", vllm_shims.sleep_between_looks, "VLLM_SHM_BROADCAST_BUSY_SLEEP_S"),
+    ],
+)
+def test_a_shim_asks_for_the_setting_that_its_patch_adds(word, shim, setting):
+    (patch,) = (p for p in PATCHES if word in p.name)
+    added = [line for line in patch.read_text().splitlines() if line.startswith("+")]
+    assert any(setting in line for line in added) and setting in inspect.getsource(shim)

@@ -76,35 +76,3 @@ def test_mimo_hands_out_no_states_in_vllm():
     for module, hands_out in (("qwen2:Qwen2Model", True), ("mimo:MiMoModel", False)):
         forward = Symbol(f"vllm.model_executor.models.{module}.forward", says=("aux_hidden_states",))
         assert (tree.problem(forward) is None) is hands_out, module
-
-
-@pytest.mark.parametrize(
-    ("symbol", "problem"),
-    [
-        (Symbol("toy.gone:f"), "there is no module toy.gone"),
-        (Symbol("toy.part:g"), "toy.part has no g"),
-        (Symbol("toy.part:Child.method", "b a"), "takes (a, b) and not (b, a, ...)"),
-        (Symbol("toy.part:Child", has="own inherited made absent"), "does not define absent"),
-        (Symbol("toy.part:Child.method", says=("return 2",)), "does not say `return 2`"),
-        (Symbol("toy.part:Child", "a"), "is no function"),
-        (Symbol("toy.part:Child.method", "a b", says=("return 1",)), None),
-        (Symbol("toy.part:Child.old"), None),
-        (Symbol("toy.part:", has="maybe Base"), None),
-        (Symbol("toy:Base.old", says=("def old",)), None),
-        (Symbol("toy:Base", has="inherited absent"), "does not define absent"),
-        (Symbol("toy:Child"), "toy has no Child"),
-        (Symbol("toy:Child.method", "a", moved_to="toy.part"), None),
-        (Symbol("toy:Child.method", "b", moved_to="toy.part"), "takes (a, b) and not (b, ...)"),
-        (Symbol("toy.part:Child.method", "a", moved_to="toy.later"), None),
-    ],
-)
-def test_what_is_found_in_a_source_tree(tmp_path, symbol, problem):
-    package = tmp_path / "toy"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .base import Base\n")
-    (package / "base.py").write_text("class Base:\n    inherited: int\n    def old(self): ...\n")
-    (package / "part.py").write_text(
-        "from toy import Base\nif True:\n    maybe = 1\n"
-        "class Child(Base):\n    own = 1\n    def method(self, a, b=0):\n        self.made = a\n        return 1\n"
-    )
-    assert SourceTree(tmp_path).problem(symbol) == problem

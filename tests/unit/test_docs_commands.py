@@ -1,7 +1,4 @@
-"""The commands in the pages are those that exist: taken by the real parser, Makefile, Hydra config and vLLM source.
-
-tests/contract/test_docs_run.py runs those that take seconds and no engine.
-"""
+"""The commands in the pages are those that exist: taken by the real parser, Makefile, Hydra config and vLLM source."""
 
 import ast
 import json
@@ -10,7 +7,7 @@ import tomllib
 
 import pytest
 import typer
-from doc_commands import ROOT, commands, overrides
+from doc_commands import ROOT, arguments_of, commands, file_of, overrides, script_commands
 
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.cli import app
@@ -47,6 +44,15 @@ def test_verl_tlt_takes_these_words(command, monkeypatch):
         monkeypatch.setattr(one, "callback", lambda name=name, **_: called.append(name))
     group.main(list(command.words[1:]), prog_name="verl-tlt", standalone_mode=False)
     assert called == [command.words[1]]
+
+
+@pytest.mark.parametrize("command", script_commands(COMMANDS), ids=str)
+def test_a_script_has_the_options_that_a_page_gives_it(command):
+    """Named in the script or beside it, as an option, a string or a parameter (typer makes an option of it)."""
+    text = "".join(path.read_text() for path in file_of(command).parent.glob("*.py"))
+    for option in (word for word in arguments_of(command) if word.startswith("--")):
+        name = option[2:].replace("-", "_")
+        assert any(form in text for form in (option, f'"{name}"', f" {name}: ")), option
 
 
 @pytest.mark.parametrize("given", overrides_of_commands(), ids=" ".join)

@@ -1,4 +1,4 @@
-"""The CPU platform's entry point leaves other processes alone; contract/test_shims.py has what it does on a CPU."""
+"""The CPU platform's entry point leaves other processes alone."""
 
 import os
 import subprocess
