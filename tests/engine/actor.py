@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
@@ -83,19 +82,6 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int)
     imported = ["verl.workers.engine_workers", "verl.trainer.config", "peft", "megatron.core", "mbridge"]
     multiprocessing.set_forkserver_preload(imported)
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
-
-
-def layouts(cases: Mapping[str, Any], which: Callable[[Any], Any] = lambda case: True) -> list[Any]:
-    """Parameters for `name`, of the cases for which `which` holds."""
-    chosen = [(name, [pytest.mark.heavy] if case.heavy else []) for name, case in cases.items() if which(case)]
-    return [pytest.param(name, marks=marks) for name, marks in chosen]
-
-
-def wanted(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> list[str]:
-    """The cases that the tests of this file which were selected ask for: no others need to run."""
-    mine = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    asked = {item.callspec.params.get("name") for item in mine if hasattr(item, "callspec")}
-    return [name for name in cases if name in asked]
 
 
 def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[TrainingSequence]:

@@ -74,9 +74,7 @@ LONG = (
     "test_dead_engine",
     "test_standalone_engine",
     "test_warmup",
-    "test_hostile_policy",
-    "test_tap_fsdp",
-    "test_tap_megatron",
+    "test_tap_ranks",
 )
 """Files of more than half a minute, most of it in one go."""
 

@@ -38,8 +38,6 @@ class Case:
     engine: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = 50
     """Of a micro-batch on one rank."""
-    heavy: bool = False
-    """Each of its settings is some other layout's too."""
 
     def batch_of(self, rank: int) -> int:
         """Which of `LENGTHS` this rank computes: with Ulysses both compute the same."""
@@ -47,12 +45,9 @@ class Case:
 
 
 CASES = {
-    "fsdp1 packed": Case("qwen3", "fsdp", heavy=True),
     "fsdp1 padded, checkpointing": Case("llama", "fsdp", False, model={"enable_gradient_checkpointing": True}),
-    "fsdp1 lora": Case("llama", "fsdp", lora="llama-lora", heavy=True),
     "fsdp2 lora, checkpointing": Case("qwen3", lora="qwen3-lora", model={"enable_gradient_checkpointing": True}),
     "fsdp2 padded to a bucket": Case("qwen3", engine={"pad_to_length": True, "pad_to_length_bucket": 64}),
-    "ulysses fsdp2": Case("qwen3", ulysses=2, max_tokens=30, heavy=True),
     "ulysses fsdp1 lora": Case("llama", "fsdp", ulysses=2, lora="llama-lora", max_tokens=300),
     "ulysses padded to a bucket": Case(
         "llama", ulysses=2, engine={"pad_to_length": True, "pad_to_length_bucket": 64}, max_tokens=40

@@ -1,4 +1,7 @@
-"""The bound of each call to servers and actor, hit once on real actors: nobody answers, and the caller goes on."""
+"""The bound of each call to servers and actor, hit once on real actors: nobody answers, and the caller goes on.
+
+And what is staged on servers that do answer.
+"""
 
 import time
 from types import SimpleNamespace
@@ -58,6 +61,22 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+class Stages:
+    """A rollout server as far as publication goes; a picky one refuses one version."""
+
+    def __init__(self, store, refused=None):
+        self.refused = refused
+        self.drafter = ray.get(store.latest.remote(), timeout=60)
+
+    def tlt_stage(self, drafter):
+        if drafter.version == self.refused:
+            raise OSError("no space left")
+        self.drafter = drafter
+
+    def staged(self):
+        return self.drafter
 
 
 class Forever:
@@ -129,3 +148,25 @@ def test_a_call_to_a_server_that_is_given_up_ends_where_it_waits():
         ask([begun], 0.5)
     wait_for(lambda: ray.get(actor.said.remote()) == ["began begun", "ended begun"])
     ray.kill(actor)
+
+
+def test_every_server_of_every_node_stages_what_is_published_and_all_go_back_where_one_cannot(deaf):
+    first, second, third = (DrafterFile(version, "{}", bytes(8)) for version in range(3))
+    store = ray.remote(servers.DrafterStore).options(num_cpus=0).remote(first)
+    stages = ray.remote(Stages).options(num_cpus=0)
+    actors = [stages.remote(store), stages.remote(store), stages.remote(store, refused=third.version)]
+    replicas = [
+        SimpleNamespace(_server_address=name, _server_handle=own[0], servers=own)
+        for name, own in (("narrow", actors[:1]), ("wide", actors[1:]))
+    ]
+    fleet = servers.Servers(SimpleNamespace(get_replicas=lambda: replicas, global_load_balancer=None), None, 2, store)
+
+    def staged():
+        return ray.get([actor.staged.remote() for actor in actors], timeout=60)
+
+    fleet.stage(ray.put(second))
+    assert staged() == [second] * 3
+    assert ray.get(stages.remote(store).staged.remote(), timeout=60) == second, "a server that starts later has it"
+    with pytest.raises(CallFailed):
+        fleet.stage(ray.put(third))
+    wait_for(lambda: staged() == [second] * 3)

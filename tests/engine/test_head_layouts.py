@@ -38,7 +38,6 @@ def publish(ours, folder, layout):
     return folder
 
 
-@pytest.mark.parametrize("trained", ["qwen3"], indirect=True, scope="module")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_and_served_accept_length_agree(trained, plain, engine_of, tmp_path, layout):  # noqa: F811
     policy, policy_dir, ours = trained

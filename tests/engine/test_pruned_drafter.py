@@ -12,8 +12,15 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import run_script
 
 from benchmarks.lossless.judged import FAILS
-from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
-from verl_tlt.drafter import VerifierWeights, most_frequent, to_numpy16
+from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir, build_target
+from verl_tlt.drafter import (
+    VerifierWeights,
+    build_drafter,
+    most_frequent,
+    refresh_verifier_weights,
+    save_drafter,
+    to_numpy16,
+)
 from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import RolloutSampling, SpotPlan, VerifierArrays
@@ -93,6 +100,40 @@ def test_its_head_follows_every_weight_sync_whatever_rows_the_file_has(engine, p
         assert torch.equal(own[:SIZE], head[ids])
     finally:
         head.data.copy_(before)
+
+
+@pytest.fixture(scope="module")
+def own_head(models, tmp_path_factory):
+    """A drafter like the first one, with a head that was trained for itself."""
+    drafter = build_drafter(models["target"], draft_ids=torch.arange(SIZE))
+    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(models["target"]))
+    drafter.config.own_head = True
+    with torch.no_grad():
+        drafter.lm_head.weight.mul_(1.5)
+    return save_drafter(drafter, tmp_path_factory.mktemp("own") / "drafter", {}) / "model.safetensors"
+
+
+def test_a_head_of_its_own_stays_as_it_is_in_the_file(engine, own_head, published):
+    head, own = engine.runner.get_model().lm_head.weight, engine.runner.drafter.model.lm_head.weight
+    assert engine.rpc("tlt_load_drafter", str(own_head))["ok"] and holds(engine, own_head)
+    assert not torch.equal(own[:SIZE], head[:SIZE])
+    ids, file, _ = published
+    assert engine.rpc("tlt_load_drafter", str(file))["ok"] and torch.equal(own[:SIZE], head[ids])
+
+
+def test_where_policy_and_embedding_are_tied_its_head_is_cut_from_the_embedding(engine_of, models, tmp_path):
+    ids = torch.arange(0, V, 2)
+    models.update({"tied-target": tmp_path / "target", "tied-half": tmp_path / "half"})
+    build_target(models["tied-target"], "llamatied")
+    build_drafter_dir(models["tied-half"], models["tied-target"], informed=True, draft_ids=ids)
+    with engine_of("half", family="tied", policy="policies:longest") as engine:
+        assert engine.rpc("tlt_load_drafter", str(models["tied-half"] / "model.safetensors"))["ok"]
+        embedding, own = engine.runner.get_model().model.embed_tokens.weight, engine.runner.drafter.model.lm_head.weight
+        assert torch.equal(own[: len(ids)], embedding[ids])
+        drafted = engine.generate(8, 48)
+        assert engine.scheduler.tlt.stats().num_accepted_tokens_per_pos[0] > 0
+        engine.scheduler.tlt.control(force_k=0)
+        assert engine.generate(8, 48) == drafted
 
 
 @pytest.mark.parametrize("size", [SIZE - 1, None])

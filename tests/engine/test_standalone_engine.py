@@ -70,11 +70,3 @@ def test_the_doctor_measures_on_this_machine(doctor):
     points = json.loads(report.read_text())["points"]
     assert {point["draft_length"] for point in points} == {OFF, 0, 1, 2}
     assert {point["batch"] for point in points} == {1, 2, 4} and all(point["seconds"] > 0 for point in points)
-
-
-def test_without_a_drafter_there_is_none_to_lose_in_sleep(overrides, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    words = [word for word in overrides if not word.startswith("tlt.drafter")]
-    ngram = ["tlt.speculation.source=ngram", "--gpu", "--cpu", "--seconds", "5", "--out", str(tmp_path / "r.json")]
-    done = CliRunner().invoke(app, ["doctor", *words, *ngram], env={"COLUMNS": "200"})
-    assert done.exit_code == 0 and "drafter after sleep" not in done.output, done.output

@@ -1,101 +1,154 @@
-"""`verl-tlt warmup` and `verl-tlt evaluate` as a user runs them: stock vLLM generates, and serves what came out.
+"""`verl-tlt warmup` and `verl-tlt evaluate` as a user runs them, with files that lead astray.
 
-The hardest case at once: it goes on from a drafter in SpecForge's layout, with a pruned vocabulary and a head of its
-own, so that conversion, index maps and head are all proved by vLLM's own count.
+The policy's tokenizer ends at another token than its configs say, it has a million positions, and its chat template
+wants an argument: an engine of verl's ends at the tokenizer's token, has room for what the run asks, and passes the
+argument on. The drafter that is trained on is in SpecForge's layout, with a pruned vocabulary, a head of its own and
+few positions. vLLM's own count proves conversion, index maps and head.
 """
 
 import json
 import re
+import sys
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from drafter_bits import holds
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tests.toy.assets import build_assets
 from verl_tlt.commands.cli import app
-from verl_tlt.drafter import (
-    VerifierWeights,
-    build_drafter,
-    provenance,
-    refresh_verifier_weights,
-    save_drafter,
-)
+from verl_tlt.commands.doctor.standalone_engine import set_up
+from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
+from verl_tlt.commands.warmup import engine
+from verl_tlt.commands.warmup.prompts import read_prompts
+from verl_tlt.drafter import VerifierWeights, build_drafter, provenance
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "drafter"))  # tiny_policy.py
 
 pytestmark = pytest.mark.engine
 
-KEPT = torch.arange(0, 58)  # all but the tokens that the toy never uses
+END, SAID, THINKING = 7, 47, 46
+"""The tokenizer's end, the configs', and what the template adds when it is told to."""
+KEPT = torch.arange(THINKING)
+LONGEST, POSITIONS, FEW = 96, 1 << 20, 32
 
 
 @pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return build_assets(tmp_path_factory.mktemp("toy"), width="small", train_rows=64, val_rows=32)
+def policy(tmp_path_factory):
+    from tiny_policy import make_policy
+    from word_tokenizer import save_tokenizer
+
+    path = tmp_path_factory.mktemp("hostile") / "policy"
+    shape = dict(hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=POSITIONS)
+    make_policy(**shape, eos_token_id=SAID).save_pretrained(path)
+    assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == SAID
+    save_tokenizer(path, 48, END, "{{ messages[0].content }} {{ 'w46' if thinking else 'w45' }}")
+    return path
 
 
 @pytest.fixture(scope="module")
-def specforge(assets, tmp_path_factory):
+def overrides(policy, tmp_path_factory):
+    """A recipe of it."""
+    folder, words = tmp_path_factory.mktemp("recipe"), torch.randint(8, 44, (40, 4), generator=torch.manual_seed(5))
+    chats = [[{"role": "user", "content": " ".join(f"w{i}" for i in row)}] for row in words.tolist()]
+    pq.write_table(pa.table({"question": chats}), folder / "train.parquet")
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
+        "data.prompt_key=question", "data.max_prompt_length=16", f"data.max_response_length={LONGEST}",
+        "+data.apply_chat_template_kwargs.thinking=True", f"actor_rollout_ref.model.path={policy}",
+        f"{rollout}.name=vllm", f"{rollout}.dtype=float32", f"{rollout}.enforce_eager=True",
+        f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.temperature=0.9", f"{rollout}.max_num_seqs=16",
+        f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def specforge(policy, tmp_path):
     """An untrained drafter as SpecForge would have saved it."""
-    path = tmp_path_factory.mktemp("specforge")
-    model = build_drafter(assets.policy, seed=2)
+    (path := tmp_path / "specforge").mkdir()
+    model = build_drafter(policy, seed=2)
     own = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in own.items()}
-    tensors["lm_head.weight"] = VerifierWeights.from_policy_dir(assets.policy).lm_head[KEPT].float() * 1.1
+    tensors["lm_head.weight"] = VerifierWeights.from_policy_dir(policy).lm_head[KEPT].float() * 1.1
     tensors["d2t"] = torch.zeros(len(KEPT), dtype=torch.int64)
-    tensors["t2d"] = torch.arange(64) < len(KEPT)
+    tensors["t2d"] = torch.arange(48) < len(KEPT)
     save_file(tensors, path / "model.safetensors")
-    layer = model.config.transformer_layer_config
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 256, "vocab_size": 64,
-        "draft_vocab_size": len(KEPT), "intermediate_size": layer.intermediate_size, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "max_position_embeddings": 64, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    config = model.config.transformer_layer_config.to_dict() | {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 48,
+        "draft_vocab_size": len(KEPT), "max_position_embeddings": FEW,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
+@pytest.fixture
+def answers(monkeypatch):
+    """What engines answered, by call: (job, responses)."""
+    found, generate = [], engine.generate
+
+    def generated(job, *args):
+        answer = generate(job, *args)
+        found.append((job, answer[0]))
+        return answer
+
+    monkeypatch.setattr(engine, "generate", generated)
+    return found
+
+
 def run(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "120"})
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "160"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
     return result.exit_code, re.sub(r"\s+", " ", result.output)
 
 
-def test_from_prompts_to_an_accept_length_that_vllm_confirms(assets, specforge, tmp_path):
+def test_from_prompts_to_an_accept_length_that_vllm_confirms(policy, overrides, specforge, answers, tmp_path):
     out = tmp_path / "drafter"
     code, said = run(
-        *("warmup", "--model", assets.policy, "--prompts", assets.train, "--out", out, "--drafter", specforge),
-        *("--response-length", 160, "--epochs", 4, "--learning-rate", 3e-3, "--objective", "eagle"),
-        *("--batch-tokens", 512, "--device", "cpu"),
+        *("warmup", *overrides, "--out", out, "--drafter", specforge, "--device", "cpu", "--epochs", 30),
+        *("--batch-tokens", 512, "--learning-rate", 3e-3, "--objective", "eagle"),
     )
     assert code == 0, said
     assert re.search(r"generate: (\d+) of \1 responses", said)
+    ((job, responses),) = answers
+    check_responses(job, responses)
     facts = provenance(out)
-    assert facts["tau_sim"] > 1.15 and facts["started from"] == str(specforge)
-    code, said = run(
-        *("evaluate", out, "--model", assets.policy, "--prompts", assets.val),
-        *("--response-length", 160, "--device", "cpu"),
-    )
+    assert facts["policy"] == str(policy) and facts["started from"] == str(specforge) and facts["tau_sim"] > 1.15
+
+    config = json.loads((out / "config.json").read_text())
+    assert config["transformer_layer_config"]["max_position_embeddings"] > FEW
+    config["transformer_layer_config"]["max_position_embeddings"] = FEW
+    (out / "config.json").write_text(json.dumps(config))
+    code, said = run("evaluate", out, *overrides, "--device", "cpu", "--draft-length", 2, "--limit", 12)
     assert code == 0 and "within 5 %" in said, said
     lengths = re.search(r"accept length [│|] ([\d.]+) [│|] ([\d.]+)", said)
     assert float(lengths[2]) > 1.1, said
 
 
-def test_a_pruned_head_follows_the_live_policy_and_an_own_head_does_not(models, engine_of, tmp_path):
-    kept = torch.arange(3, 400, 5)
-    drafter = build_drafter(models["target"], draft_ids=kept)
-    refresh_verifier_weights(drafter, VerifierWeights.from_policy_dir(models["target"]))
-    for name, own_head in (("pruned", False), ("own", True)):
-        drafter.config.own_head = own_head
-        models[name] = save_drafter(drafter, tmp_path / name, {})
-    with engine_of("pruned", policy="policies:longest") as engine:
-        policy, served = engine.runner.get_model(), engine.runner.drafter.model
-        with torch.no_grad():
-            policy.lm_head.weight.mul_(1.5)  # a weight sync
-        for name in ("own", "pruned"):
-            file = models[name] / "model.safetensors"
-            reply = engine.rpc("tlt_load_drafter", str(file))
-            current = torch.equal(served.lm_head.weight[: len(kept)], policy.lm_head.weight[kept])
-            assert reply["ok"] and current == (name == "pruned")
-            assert holds(engine, file) == (name == "own")
-            assert holds(engine, file, leave_out=["lm_head.weight"])
-        assert len(engine.generate(2, 16)[1]) == 16
+def check_responses(job, responses):
+    """They end where the run's would."""
+    assert {prompt[-1] for prompt in job.prompts} == {THINKING} and len(responses) == 40
+    for response in responses:
+        *before, last = response.tokens
+        assert not {END, SAID} & set(before), "one more token after an end"
+        assert last in (END, SAID) or len(response.tokens) == LONGEST
+    assert any(response.tokens[-1] == END for response in responses)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_engine_has_room_for_what_is_needed(overrides, policy, tmp_path, listed):
+    of_run = WarmupOptions.completed({"overrides": overrides, "device": "cpu", "out": tmp_path / "drafter"})
+    options = WarmupOptions(**of_run)
+    assert (options.temperature, options.response_length) == (0.9, LONGEST)
+    prompts = read_prompts(options).tokens
+    if not listed:
+        options = EvaluateOptions(
+            drafter=Path("none"), model=policy, prompts=[Path("none")], response_length=LONGEST, device="cpu"
+        )
+    job = engine.generation_job(options, prompts)
+    assert set_up(job.recipe, job.changes).rollout.max_model_len == max(map(len, prompts)) + LONGEST < POSITIONS

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
+from verl_tlt.commands.doctor import engine_check
 from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import (
     BATCHES,
@@ -144,3 +146,38 @@ async def test_a_second_process_without_a_context_is_refused_and_the_engine_wake
     found = await check_waking(engine)
     assert found.level == "refuse" and "no other process could open a CUDA context" in found.sentence
     assert engine.calls == ("sleep", "wake up", "generate"), "the questions that follow need an engine that is awake"
+
+
+@pytest.mark.parametrize(("source", "loads"), [("eagle", 2), ("ngram", 0)])
+async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_is_one(
+    recipe, tmp_path, monkeypatch, source, loads
+):
+    loaded = []
+
+    class Engine(TwoRanks):
+        def __init__(self):
+            self.llm, self.drafter = self, Path("drafter")
+
+        async def every(self, method, *_):
+            loaded.extend([1] * (method == "tlt_load_drafter"))
+            return [asdict(LoadReply(ok=True))]
+
+        async def wall_seconds(self, _):
+            return {1: 0.01}
+
+        async def measure_costs(self, _):
+            return COSTS
+
+    @asynccontextmanager
+    async def start(*_, **__):
+        yield Engine()
+
+    async def ask_scheduler(*_, **__):
+        return {}
+
+    for name, stand_in in (("start", start), ("ask_scheduler", ask_scheduler), ("hardware_name", lambda: "H100")):
+        monkeypatch.setattr(engine_check, name, stand_in)
+    words = (f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}", "+trainer.plugin=tlt")
+    answer = await check(EngineJob(Recipe((*words, f"tlt.speculation.source={source}")), cpu=True), tmp_path)
+    assert len(loaded) == loads and {finding.level for finding in answer.findings} == {"ok"}
+    assert any(finding.what == "drafter after sleep" for finding in answer.findings) == bool(loads)

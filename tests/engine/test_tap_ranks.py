@@ -1,22 +1,18 @@
-"""verl's Megatron engine over four processes: what is tapped, computed and sent is what Hugging Face has alone."""
+"""verl's engines over several processes: what ranks capture, compute and send is what Hugging Face has alone.
+
+FSDP over two ranks, and Megatron over four. One file, since the ranks of both are forks of one process that imports
+verl and megatron-core.
+"""
 
 import copy
 from types import SimpleNamespace
 
+import megatron_cases
 import pytest
+import rank_cases
 import torch
-from actor import (
-    check_log_probs,
-    check_states,
-    free_port,
-    layouts,
-    make_rows,
-    plain_policy,
-    run_ranks,
-    wanted,
-    whole_sequences,
-)
-from megatron_cases import CASES, RANKS, build_mixture, rows_to_learn, run_cases
+from actor import check_log_probs, check_states, free_port, make_rows, plain_policy, run_ranks, whole_sequences
+from megatron_cases import RANKS, build_mixture, rows_to_learn
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
 
@@ -25,21 +21,65 @@ from verl_tlt.drafter import from_numpy16
 from verl_tlt.errors import DrafterError
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("megatron.core")
 
-TOLERANCE = dict(rtol=2**-7, atol=5e-3)  # bfloat16's rounding; sums over ranks are ordered otherwise
-ALL, TRAINED = layouts(CASES), layouts(CASES, lambda case: case.trained)
-EXACT = layouts(CASES, lambda case: case.dtype == "float32")
+FSDP, CASES = rank_cases.CASES, megatron_cases.CASES
+TOLERANCE = dict(rtol=2**-7, atol=2e-3)  # bfloat16's rounding; sums over ranks are ordered otherwise
+OF_MEGATRON = dict(rtol=2**-7, atol=5e-3)
+EXACT = [name for name, case in CASES.items() if case.dtype == "float32"]
 """Cases that compute as the reference does; a random policy in 16 bits soon computes something else."""
 
 
 @pytest.fixture(scope="module")
-def root(request, tmp_path_factory):
-    """Policies, and what four ranks left for every case."""
+def fsdp(tmp_path_factory):
+    """Policies, and what two ranks left for every layout."""
+    root = tmp_path_factory.mktemp("fsdp")
+    build_policies(root)
+    run_ranks(rank_cases.run_cases, (free_port(), str(root), list(FSDP)), ranks=2)
+    return root
+
+
+def fsdp_policy(case, root):
+    """The same policy as a plain Hugging Face model, its adapter merged."""
+    from peft import PeftModel
+
+    model = plain_policy(root / case.policy)
+    if case.lora:
+        model = PeftModel.from_pretrained(model, root / case.lora).merge_and_unload()
+    return model.eval()
+
+
+@pytest.mark.parametrize("window", [10_000, 11])
+@pytest.mark.parametrize("name", FSDP)
+def test_joined_shards_of_fsdp_are_the_policys_states(fsdp, name, window):
+    case, policy = FSDP[name], fsdp_policy(FSDP[name], fsdp)
+    found = [torch.load(fsdp / f"{name}-{rank}.pt", weights_only=False)[window] for rank in range(2)]
+    assert not any(errors for _, errors, _ in found)
+    groups = [[shards for shards, _, _ in found]] if case.ulysses > 1 else [[shards] for shards, _, _ in found]
+    for group, ranks in enumerate(groups):
+        rows = make_rows(LENGTHS[group], seed=group)
+        check_states(whole_sequences(ranks), rows, policy, window, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name, case in FSDP.items() if case.ulysses > 1])
+def test_with_ulysses_each_rank_sends_its_slice_only(fsdp, name):
+    found = [torch.load(fsdp / f"{name}-{rank}.pt", weights_only=False)[10_000][0] for rank in range(2)]
+    sent = [sum(shard.states.shape[1] for shard in shards) for shards in found]
+    assert sum(sent) == sum(p + r for p, r in LENGTHS[0]), "a token was sent twice, or not at all"
+    assert min(sent) > 0
+    assert any(len(shard.tokens) > shard.states.shape[1] for shard in found[0]), "no sequence was split"
+
+
+# ---------------------------------------------------------------------- Megatron
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Policies, and what four ranks left for every layout."""
+    pytest.importorskip("megatron.core")
     root = tmp_path_factory.mktemp("megatron")
     build_policies(root)
     build_mixture(root)
-    run_ranks(run_cases, (free_port(), str(root), wanted(request, CASES)), RANKS)
+    run_ranks(megatron_cases.run_cases, (free_port(), str(root), list(CASES)), RANKS)
     return root
 
 
@@ -62,16 +102,16 @@ def policies(root):
 
 @pytest.mark.parametrize("window", [10_000, 11])
 @pytest.mark.parametrize("name", EXACT)
-def test_joined_shards_are_the_policys_states(root, policies, name, window):
+def test_joined_shards_of_megatron_are_the_policys_states(root, policies, name, window):
     found, policy = load(root, name, window), policies[CASES[name].policy]
     groups = {group for group, _ in found}
     assert len(groups) * CASES[name].tensor * CASES[name].pipeline * CASES[name].context == RANKS
     for group in groups:
         rows = make_rows(LENGTHS[group], seed=group)
-        check_states(whole_sequences(shards for g, shards in found if g == group), rows, policy, window, **TOLERANCE)
+        check_states(whole_sequences(shards for g, shards in found if g == group), rows, policy, window, **OF_MEGATRON)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_sent_twice(root, name):
     found = load(root, name, 10_000)
     for group in {group for group, _ in found}:
@@ -91,7 +131,7 @@ def test_log_probs_are_the_policys(root, policies, name):
     assert answered == sum(len(LENGTHS[group]) for group in {rank[11][0] for rank in look(root, name)})
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)
 def test_every_rank_sends_the_policys_own_tensors(root, name):
     """By name, whole, unfused, once each, without padding of the vocabulary; so a policy's own file could be sent."""
     case = CASES[name]
@@ -103,7 +143,7 @@ def test_every_rank_sends_the_policys_own_tensors(root, name):
             assert sent.dtype == getattr(torch, case.dtype) and torch.equal(sent, tensor.to(sent.dtype)), key
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)
 def test_embedding_head_and_norm_are_captured_as_they_stream_past(root, policies, name):
     """On every rank, although embedding, norm and head are on different stages; a tied head is the embedding."""
     policy = policies[CASES[name].policy]
@@ -115,7 +155,7 @@ def test_embedding_head_and_norm_are_captured_as_they_stream_past(root, policies
             assert torch.equal(from_numpy16(getattr(arrays, part)), module.weight.to(torch.bfloat16)), part
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
 def test_a_step_is_torchs_and_a_checkpoint_brings_it_back(root, policies, name):
     policy = copy.deepcopy(policies[CASES[name].policy])
     for tokens, prompt_len in rows_to_learn():
