@@ -12,17 +12,10 @@ import torch
 
 V, H, LAYERS, HEADS, HEAD_DIM, MLP = 512, 128, 4, 4, 32, 256
 SMALL = 16  # tokens in the small vocabulary
-SCALED_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}  # fmt: skip
-"""As Llama 3.1's; so short that a test's positions lie beyond it."""
 
 
 def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
-    """A model of the family with random weights, saved to `path`; `llamatied` has the embedding for a head, and a
-    scaled RoPE.
-    """
+    """A model of the family with random weights, saved to `path`; `llamatied` has the embedding for a head."""
     import transformers
 
     name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "llamatied": "Llama"}[family]
@@ -32,7 +25,6 @@ def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
         vocab_size=vocab, hidden_size=H, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=tied,
         bos_token_id=0, eos_token_id=2, pad_token_id=0, dtype="float32",
-        **({"rope_parameters": SCALED_ROPE} if tied else {}),
     )  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
     with torch.no_grad():

@@ -1,13 +1,8 @@
 """A pretrained language model with 49,152 tokens, a byte-level tokenizer and a chat template, through everything."""
 
 import json
-import os
-import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +22,6 @@ from benchmarks.real_policy.job import LONGEST_PROMPT, LONGEST_RESPONSE, PLACE
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.child_engine import run_job
 from verl_tlt.commands.options import EvaluateOptions
-from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.commands.warmup.evaluate import AGREE
 from verl_tlt.commands.warmup.prompts import read_prompts
 
@@ -105,46 +99,6 @@ def test_drawn_tokens_have_the_policys_distribution(engines, assets, prompts):
     row = row_of(("tlt", DRAWN), found, prompts[:4], Sampling(), Exact(assets.policy), TOKENS, None)
     assert row.passes, row
     assert row.accepted > 0 and row.logprob_error < 0.01
-
-
-def test_vllm_serves_the_policy_with_the_head(drafter, assets, tmp_path):
-    config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [
-        "serve",
-        str(assets.policy),
-        "--speculative-config",
-        json.dumps(config),
-        "--port",
-        str(port),
-        "--enforce-eager",
-    ]
-    words += ["--max-model-len", str(LONGEST_PROMPT + LONGEST_RESPONSE)]
-    command, env = [str(Path(sys.executable).parent / "vllm"), *words], {**os.environ, **CPU_ENGINE}
-    server, url = ProcessTree(command, env=env, log=tmp_path / "log"), f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 300
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health")
-                break
-            except OSError:
-                assert server.process.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
-                time.sleep(1.0)
-        row = pq.read_table(assets.val).to_pylist()[0]
-        asked = json.dumps({"model": words[1], "messages": row["prompt"], "temperature": 0, "max_tokens": 200})
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions", asked.encode(), {"Content-Type": "application/json"}
-        )
-        (choice,) = json.load(urllib.request.urlopen(request))["choices"]
-        metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
-    finally:
-        server.stop()
-    assert choice["finish_reason"] == "stop" and re.search(r"Step \d|\d+\. ", choice["message"]["content"])
-    accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
-    assert accepted and float(accepted[1]) > 0
 
 
 def test_converted_it_drafts_with_the_same_weights(drafter, assets, tmp_path):
