@@ -2,11 +2,11 @@
 
     python -m benchmarks.faults [--out DIR] [--only TEXT ...]
 
-Five runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
-yardstick; both with the one that ends stock verl, too; and TLT with an engine that is killed while it reloads. All
-train on the responses that the first run sampled (`replay.py`), so updates are compared with stock verl's to the bit.
-The verdicts go to `benchmarks/results/faults.json`; what is not as it should be is printed, and makes the exit
-status 1.
+Seven runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
+yardstick; the same pair, shorter, with the gate and a fault while it scores; both with the fault that ends stock verl,
+too; and TLT with an engine that is killed while it reloads. All train on the responses that the first run sampled
+(`replay.py`), so updates are compared with stock verl's to the bit. The verdicts go to `benchmarks/results/faults.json`;
+what is not as it should be is printed, and makes the exit status 1.
 
 `--only` makes a short run of the faults whose names hold one of the texts, and writes nothing.
 """
@@ -20,7 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.judge import Evidence, row, wrong
-from benchmarks.faults.plan import ENGINE_KILLED, FAULTS, SAVE_EVERY, SERVER_KILLED, STEPS, Fault
+from benchmarks.faults.plan import (
+    ENGINE_KILLED,
+    FAULTS,
+    SAVE_EVERY,
+    SCORED_STEPS,
+    SERVER_KILLED,
+    STEPS,
+    STOPPED_IN_SCORING,
+    WITH_GATE,
+    Fault,
+)
 from benchmarks.faults.run import ROOT, FaultRun, run
 from benchmarks.stored import store
 from verl_tlt.commands.report.reader import read_trace
@@ -70,12 +80,17 @@ def say(what: FaultRun) -> None:
 
 
 def survivable(
-    out: Path, faults: Sequence[Fault] = FAULTS, steps: int = STEPS, save_every: int = SAVE_EVERY
+    out: Path,
+    faults: Sequence[Fault] = FAULTS,
+    steps: int = STEPS,
+    save_every: int = SAVE_EVERY,
+    name: str = "faults",
+    overrides: Sequence[str] = (),
 ) -> tuple[list[dict], list[str]]:
-    """The long run beside stock verl: rows, and complaints."""
-    tlt = run("faults", out, steps, faults, save_every=save_every)
+    """A run beside stock verl: rows, and complaints."""
+    tlt = run(name, out, steps, faults, save_every=save_every, overrides=overrides)
     say(tlt)
-    stock = run("stock", out, steps, (), tlt=False, save_every=save_every)
+    stock = run(f"{name}-stock", out, steps, (), tlt=False, save_every=save_every)
     say(stock)
     seen = evidence(tlt, stock, steps)
     rows, complaints = [], []
@@ -85,6 +100,11 @@ def survivable(
     if more := {kind(name) for name in tlt.left} - {kind(name) for name in stock.left}:
         complaints.append(f"left behind, and not by stock verl: {', '.join(sorted(more))}")
     return rows, complaints
+
+
+def scored(out: Path) -> tuple[list[dict], list[str]]:
+    """The run with the gate."""
+    return survivable(out, [STOPPED_IN_SCORING], SCORED_STEPS, SCORED_STEPS, "gate", WITH_GATE)
 
 
 def fatal(out: Path, texts: Sequence[str] = ("",)) -> tuple[list[dict], list[str]]:
@@ -118,6 +138,9 @@ def fatal(out: Path, texts: Sequence[str] = ("",)) -> tuple[list[dict], list[str
 def a_few(out: Path, texts: Sequence[str]) -> tuple[list[dict], list[str]]:
     """The faults whose names hold one of the texts, those that a run survives one after the other."""
     rows, complaints = fatal(out, texts)
+    if any(text in STOPPED_IN_SCORING.name for text in texts):
+        more, of_them = scored(out)
+        rows, complaints = rows + more, complaints + of_them
     moved, step = [], FIRST
     for fault in FAULTS:
         if any(text in fault.name for text in texts):
@@ -140,7 +163,7 @@ def main() -> None:
         rows, complaints = a_few(out, args.only)
     else:
         rows, complaints = [], []
-        for part in (survivable, fatal):
+        for part in (survivable, scored, fatal):
             found, wrong_ones = part(out)
             rows, complaints = rows + found, complaints + wrong_ones
         store(RESULTS, {"runs": rows})

@@ -107,6 +107,13 @@ def truncate(original: Original, server: Any, *args: Any) -> Any:
     return original(server, *args)
 
 
+def no_room_in_the_store(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """What Ray raises where it cannot keep what an actor returns, neither in memory nor on the disk."""
+    import ray
+
+    raise ray.exceptions.ObjectStoreFullError("a fault was injected: the object store is full")
+
+
 def full_store(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Ray's object store takes nothing more while this function runs."""
     import ray

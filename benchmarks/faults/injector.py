@@ -19,11 +19,20 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.faults import actions
-from benchmarks.faults.plan import BOUNDS, ENGINE_KILLED, FAULTS, NAN_LIVE, SERVER_KILLED, Fault, waits_for
+from benchmarks.faults.plan import (
+    BOUNDS,
+    ENGINE_KILLED,
+    FAULTS,
+    NAN_LIVE,
+    SERVER_KILLED,
+    STOPPED_IN_SCORING,
+    Fault,
+    waits_for,
+)
 from verl_tlt.upstream.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
-EVERY = (*FAULTS, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
+EVERY = (*FAULTS, STOPPED_IN_SCORING, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
 
 
 def arm() -> None:

@@ -76,8 +76,8 @@ FAULTS = (
           "tlt/errors_lost_replica", "the load balancer had lost replica", "joins", first=6),
     Fault("spot trainer stopped (SIGSTOP) past its bound", 9, (MICRO_BATCH,), "stop",
           "tlt/spot_failures", "did not stop within", "trains", first=3),
-    Fault("object store full when a drafter is published", 10, ("verl_tlt.trainer.servers:Servers.stage",),
-          "full_store", "tlt/errors_publish", "ObjectStoreFullError", "publishes"),
+    Fault("object store full when a drafter is published", 10, (f"{SPOT}:SpotTrainer.export",),
+          "no_room_in_the_store", "tlt/spot_failures", "the spot trainer failed (export)", "publishes"),
     Fault("disk full while checkpointing", 10, (f"{SPOT}:save_drafter",), "full_disk",
           "tlt/errors_save", "No space left on device", "saves", holds_up=False),
     Fault("a request acquired between the idle reading and the removal", 11,
@@ -109,8 +109,6 @@ FAULTS = (
           "tlt/errors_speculation_control", "speculation control failed", "drafts"),
     Fault("NaN in the drafter that is exported", 26, (f"{SPOT}:SpotTrainer.export",), "nan_parameter",
           "", "numbers that are not finite", "publishes"),
-    Fault("spot trainer stopped (SIGSTOP) while it scores", 28, (f"{SPOT}:SpotTrainer._judge",), "stop",
-          "tlt/spot_failures", "did not stop within", "trains"),
     Fault("spot trainer killed (SIGKILL) while it takes hidden states", 31, (f"{SPOT}:SpotTrainer.add",), "kill",
           "tlt/spot_failures", "the spot trainer failed (hidden states)", "trains"),
     Fault("a process with a sick device", 33, (MICRO_BATCH,), "sicken",
@@ -122,6 +120,14 @@ FAULTS = (
           takes=18),
 )  # fmt: skip
 """Of the long run, by step."""
+
+SCORED_STEPS = 8
+WITH_GATE = ("tlt.gate.enable=true",)
+STOPPED_IN_SCORING = Fault(
+    "spot trainer stopped (SIGSTOP) while it scores", 3, (f"{SPOT}:SpotTrainer._judge",), "stop",
+    "tlt/spot_failures", "did not stop within", "trains",
+)  # fmt: skip
+"""Of a run of its own, with the gate: the long run has none, and nothing is scored there."""
 
 GENERATE = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate"
 SERVER_KILLED = Fault(

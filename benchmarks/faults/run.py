@@ -66,11 +66,19 @@ class FaultRun:
 
 @interruptible()  # a time limit ends the run's processes, too
 def run(
-    name: str, out: Path, steps: int, faults: Sequence[Fault], *, tlt: bool = True, save_every: int = -1
+    name: str,
+    out: Path,
+    steps: int,
+    faults: Sequence[Fault],
+    *,
+    tlt: bool = True,
+    save_every: int = -1,
+    overrides: Sequence[str] = (),
 ) -> FaultRun:
     """Run so many steps of the demo's recipe with these faults armed, or of stock verl, below `out`.
 
     There all runs share the prompts and the recorded responses. `save_every`: RL steps between checkpoints.
+    `overrides`: of a run with TLT.
     """
     target, armed = out / name, out / f"{name}-armed"
     for old in (target, armed):
@@ -78,7 +86,7 @@ def run(
         old.mkdir(parents=True)
     (out / "recorded").mkdir(exist_ok=True)
     assets = make_assets(out / "assets", lengths, rows=BATCH * STEPS)
-    own = TLT if tlt else ()
+    own = (*TLT, *overrides) if tlt else ()
     environment = {
         **arm(armed, faults),
         "PYTHONFAULTHANDLER": "1",
