@@ -5,8 +5,8 @@
 Seven runs of the toy on the CPU, two replicas each: TLT with every fault that a run must survive; stock verl as the
 yardstick; the same pair, shorter, with the gate and a fault while it scores; both with the fault that ends stock verl,
 too; and TLT with an engine that is killed while it reloads. All train on the responses that the first run sampled
-(`replay.py`), so updates are compared with stock verl's to the bit. The verdicts go to `benchmarks/results/faults.json`;
-what is not as it should be is printed, and makes the exit status 1.
+(`replay.py`), so updates are compared with stock verl's to the bit. The verdicts go to
+`benchmarks/results/faults.json`; what is not as it should be is printed, and makes the exit status 1.
 
 `--only` makes a short run of the faults whose names hold one of the texts, and writes nothing.
 """
