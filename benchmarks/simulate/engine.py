@@ -28,12 +28,12 @@ class Noise:
     stall_factor: float = 4.0
     """How much longer a stalled step takes."""
     swing: float = 0.0
-    """Slow machine-wide drift: +-this share over `swing_steps`; real, so it is charged to the makespan."""
-    swing_steps: int = 3000
+    """Slow machine-wide drift: +-this share over `swing_s`; real, so it is charged to the makespan."""
+    swing_s: float = 30.0
 
-    def pace(self, step: int) -> float:
-        """The machine's true slowness at a step."""
-        return 1.0 + self.swing * float(np.sin(2.0 * np.pi * step / self.swing_steps))
+    def pace(self, seconds: float) -> float:
+        """The machine's true slowness so many seconds after the start, whatever was done in them."""
+        return 1.0 + self.swing * float(np.sin(2.0 * np.pi * seconds / self.swing_s))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Drain:
         left = self.rollout.lengths[self.rows] - done
         gain = np.minimum(gain, left)
         produced = int(gain.sum())
-        pace = self.engine.noise.pace(self.run.steps)
+        pace = self.engine.noise.pace(self.run.seconds)
         seconds = pace * self.engine.cost.seconds(batch, kv_tokens, verified, k)
         self._account(batch, kv_tokens, produced, seconds, pace)
         self.done[self.rows] = done + gain
