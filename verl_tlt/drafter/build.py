@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -196,7 +196,23 @@ def _model_class(kind: str) -> type[Eagle3DraftModel]:
     from speculators.models.eagle3 import Eagle3DraftModel
 
     class Drafter(Eagle3DraftModel):
-        """`Eagle3DraftModel` without its filling of embedding and two heads, with random numbers and then with NaN."""
+        """`Eagle3DraftModel` without its filling of embedding and two heads, with random numbers and then with NaN.
+
+        What reads the policy's states has the policy's width (vLLM `llama_eagle3.py`); speculators gives it the head's.
+        """
+
+        def __init__(self, config: Eagle3SpeculatorConfig) -> None:
+            super().__init__(config)
+            width, layers = policy_width(self), len(self.target_layer_ids)
+            if width == self.hidden_size:
+                return
+            norm = partial(self._model_definitions.norm_class, eps=config.transformer_layer_config.rms_norm_eps)
+            self.fc = torch.nn.Linear(layers * width, self.hidden_size, bias=False)
+            self.input_norm = norm(layers * width) if config.norm_before_fc else None
+            self.fc_norm = torch.nn.ModuleList(norm(width) for _ in range(layers)) if config.fc_norm else None
+            self.verifier_norm = norm(width).requires_grad_(False)
+            with torch.device("meta"):
+                self.verifier_lm_head = torch.nn.Linear(width, self.draft_vocab_size, bias=False)
 
         def _init_vocab(self, config: Eagle3SpeculatorConfig) -> None:
             with torch.device("meta"):
@@ -221,11 +237,27 @@ def has_own_head(model: Eagle3DraftModel) -> bool:
     return bool(getattr(model.config, "own_head", False))
 
 
+def policy_width(model: Eagle3DraftModel) -> int:
+    """Hidden size of the policy; the head's own, `model.hidden_size`, may differ (SafeAILab's for Llama-3.3-70B)."""
+    return getattr(model.config, "target_hidden_size", None) or model.hidden_size
+
+
+def has_own_embedding(model: Eagle3DraftModel) -> bool:
+    """Whether a drafter has an embedding of its own: the policy's does not fit a head of another width."""
+    return policy_width(model) != model.hidden_size
+
+
+def own_frozen(model: Eagle3DraftModel) -> set[str]:
+    """Names of the weights that are neither trained nor the policy's: a drafter's own embedding and output head."""
+    parts = {"embed_tokens.weight": has_own_embedding(model), "lm_head.weight": has_own_head(model)}
+    return {name for name, own in parts.items() if own}
+
+
 def halve_frozen(model: Eagle3DraftModel) -> None:
-    """Store the policy's weights in 16 bits, as an accelerator computes; a head of the drafter's own stays as it is."""
-    own = model.lm_head.weight if has_own_head(model) else None
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter is not own:
+    """Store the policy's weights in 16 bits, as an accelerator computes; what is the drafter's own stays as it is."""
+    own = own_frozen(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name not in own:
             weight = parameter.data
             empty = 0 in weight.stride()  # without memory of its own (`instantiate`)
             parameter.data = weight[:1, :1].bfloat16().expand(weight.shape) if empty else weight.bfloat16()

@@ -44,7 +44,7 @@ _SAVED = {CONFIG, WEIGHTS, PROVENANCE, "seal", "README.md", "training", "trainin
 _NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
 _NOT_READ_FLAT = ("embed_tokens.", "rotary_emb.")
-"""Parts of names of such tensors in a flat layout, whose embedding is the policy's, frozen."""
+"""Parts of names of such tensors in a flat layout, whose embedding is the policy's, frozen, if it has its width."""
 
 
 class CheckedDrafter(NamedTuple):
@@ -128,10 +128,12 @@ def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter
     unknown, or of another shape or type.
     """
     listing, owners = tensor_files(directory)
+    own = ("embed_tokens.weight", "lm_head.weight") if "target_hidden_size" in config else ()
     names: dict[str, str] = {}  # name in the files, by speculators' name
     for name in owners:
         usual = plain(name) if flat else name
-        if usual.startswith(_NOT_READ) or (flat and any(part in usual for part in _NOT_READ_FLAT)):
+        unread = usual.startswith(_NOT_READ) or (flat and any(part in usual for part in _NOT_READ_FLAT))
+        if unread and usual not in own:
             continue
         if usual in names:
             raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
@@ -139,15 +141,20 @@ def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter
     in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
     tensors = {usual: in_files[name] for usual, name in names.items()}
     if flat:
-        config = {**config, "own_head": "lm_head.weight" in tensors}
+        config = {"own_head": "lm_head.weight" in tensors, **config}
     shapes = _shapes(config, directory / CONFIG)
     drafted, vocab = config["draft_vocab_size"], config[LAYER]["vocab_size"]
-    optional = {"embed_tokens.weight", "t2d"}
+    optional = {"embed_tokens.weight", "t2d"}.difference(own)
     if drafted == vocab and not config.get("own_head"):
         optional.add("lm_head.weight")  # a copy of the policy's
     for name, shape in shapes.items():
         if name in tensors:
             tensors[name].must_be(shape, CONFIG, MAPS.get(name, FLOATS))
+        elif name in own:
+            raise DrafterError(
+                f"{listing} has no tensor {name!r}, and the policy's does not fit a head of another width: take a head "
+                "whose files have one, or make a head of the policy's width with verl-tlt warmup."
+            )
         elif name not in optional:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
     if unknown := sorted(tensors.keys() - shapes.keys() - MAPS.keys()):

@@ -4,7 +4,7 @@
 
 The weights hold neither embedding nor head: vLLM then shares the policy's own, which stay current through every weight
 sync. A pruned draft vocabulary brings its rows of the head and its maps, a drafter from elsewhere the head it was
-trained with.
+trained with, and one of another width than the policy's its embedding too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.build import default_attention, has_own_head, instantiate, make_room
+from verl_tlt.drafter.build import default_attention, has_own_embedding, has_own_head, instantiate, make_room
 from verl_tlt.drafter.check import (
     MAPS,
     PROVENANCE,
@@ -60,7 +60,7 @@ def serving_tensors(
 ) -> dict[str, torch.Tensor]:
     """What vLLM loads, by speculators' names, on the host: floats in `dtype`, else float32; `without` these names."""
     brings_head = model.use_draft_vocab or has_own_head(model)
-    policy_owned = ("embed_tokens.",) + (() if brings_head else ("lm_head.",))
+    policy_owned = (() if has_own_embedding(model) else ("embed_tokens.",)) + (() if brings_head else ("lm_head.",))
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name in without or name.startswith(_VERIFIER + policy_owned):

@@ -92,15 +92,10 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
             must = f"must be {values[0]!r}" if values else "must not be set"
             raise DrafterError(f"{file}: {field}={value!r}, but of the heads that are served it {must}.")
     layer = _layer(flat, file)
-    if layer["hidden_size"] != policy.hidden_size == flat.get("target_hidden_size"):
-        raise DrafterError(
-            f"{file}: hidden_size={layer['hidden_size']}, but the policy's is {policy.hidden_size} ({policy.source}): "
-            "speculators cannot train a head of another width, though vLLM serves it; verl-tlt warmup makes one."
-        )
+    reads = "target_hidden_size" if flat.get("target_hidden_size") is not None else "hidden_size"
     for field, value, expected in (
-        ("hidden_size", layer["hidden_size"], policy.hidden_size),
+        (reads, flat[reads], policy.hidden_size),
         ("vocab_size", layer["vocab_size"], policy.vocab_size),
-        ("target_hidden_size", flat.get("target_hidden_size") or policy.hidden_size, policy.hidden_size),
     ):
         if value != expected:
             raise DrafterError(f"{file}: {field}={value}, but the policy's is {expected} ({policy.source}).")
@@ -122,7 +117,9 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
         IDS: layers,
         "speculators_config": library_fields("eagle3", policy),
     }
-    if not flat_layout and config.get("own_head") is not None:
+    if layer["hidden_size"] != policy.hidden_size:  # so neither embedding nor output head can be the policy's
+        fields |= {"target_hidden_size": policy.hidden_size, "own_head": True}
+    elif not flat_layout and config.get("own_head") is not None:
         fields["own_head"] = config["own_head"]
     fields[LAYER] = layer | {norm: True for norm in _NORMS if fields[norm]}
     return _validated(fields, policy, file)

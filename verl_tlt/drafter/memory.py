@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_tlt.drafter.build import own_frozen, policy_width
 from verl_tlt.drafter.data import Batch, TrainingSequence, pack
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
 from verl_tlt.drafter.train import STATE, DrafterTrainer
@@ -47,9 +48,10 @@ PORTABLE = 1
 
 
 def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
-    """(bytes that are trained, bytes that are not: the policy's weights in 16 bits, and buffers)."""
+    """(bytes that are trained, bytes that are not: the policy's weights in 16 bits, its own in 32, and buffers)."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    frozen = sum(2 * p.numel() for p in model.parameters() if not p.requires_grad)
+    own = own_frozen(model)
+    frozen = sum((4 if n in own else 2) * p.numel() for n, p in model.named_parameters() if not p.requires_grad)
     return trained, frozen + sum(b.nbytes for b in model.buffers())
 
 
@@ -60,14 +62,14 @@ def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int =
     """
     trained, frozen = _bytes(model)
     # In float32 the batch that is trained and the next one, and in 16 bits the one that is arriving.
-    batches = max(rows, scored) * (max(1, len(model.target_layer_ids)) + 1) * model.hidden_size * 10
+    batches = max(rows, scored) * (max(1, len(model.target_layer_ids)) + 1) * policy_width(model) * 10
     # Targets, and each pass's logits with their gradients, in 16 bits.
     training = activation_bytes(model, rows, passes) + rows * model.draft_vocab_size * (8 + 4 * passes)
     # The logits of both, and the policy's probabilities; and five float32 values for each logit of a block of rows.
     scoring = scored * model.draft_vocab_size * 8 + PROBABILITY_ROWS * model.verifier_vocab_size * 20
     scoring += activation_bytes(model, scored, 1)
     if model.use_draft_vocab:  # then scores take the policy's whole head
-        scoring += model.verifier_vocab_size * 2 * model.hidden_size
+        scoring += model.verifier_vocab_size * 2 * policy_width(model)
     # With the gradients, or a second set of weights in scoring; and autocast's copy of the weights in 16 bits.
     weights = (1 + len(STATE) + 1) * trained + trained // 2 + frozen
     return weights + batches + max(training, scoring)
@@ -93,7 +95,7 @@ def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
 def host_bytes(model: Eagle3DraftModel) -> int:
     """Host memory of the spot trainer beside its buffer, in bytes, with an accelerator: 11 GB for an 8B policy."""
     trained, frozen = _bytes(model)
-    whole_head = 2 * model.verifier_vocab_size * model.hidden_size if model.use_draft_vocab else 0
+    whole_head = 2 * model.verifier_vocab_size * policy_width(model) if model.use_draft_vocab else 0
     return (1 + len(STATE) + VERSIONS_HELD) * trained + frozen + whole_head
 
 

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from verl_tlt.drafter.build import policy_width
 from verl_tlt.drafter.data import ROW_BLOCK, Batch, FedBatch, TrainingSequence, ahead, align, feed_to
 from verl_tlt.drafter.policy import DrafterError, Fields
 from verl_tlt.drafter.tensor_file import not_finite
@@ -261,7 +262,7 @@ class DrafterTrainer:
 
     def rehearse(self, rows: int = ROW_BLOCK) -> None:
         """Run a forward and a backward pass over `rows` of zeros: tunes kernels, which a stop would wait for."""
-        hidden = self.model.hidden_size
+        hidden = policy_width(self.model)
         states = torch.zeros(rows + 1, (len(self.model.target_layer_ids) + 1) * hidden, dtype=torch.bfloat16)  # [L, 4H]
         tokens = torch.zeros(rows + 1, dtype=torch.int64)
         nothing = TrainingSequence(tokens, 1, states[:, hidden:], states[:, :hidden])
@@ -332,7 +333,7 @@ def run_passes(
     model: Eagle3DraftModel, batch: Batch, passes: int, loss: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The training-time test of `speculators` over a batch in float32: (`loss` over all passes, its counts)."""
-    width, reads = batch.hidden_states.shape[-1], max(1, len(model.target_layer_ids)) * model.hidden_size
+    width, reads = batch.hidden_states.shape[-1], max(1, len(model.target_layer_ids)) * policy_width(model)
     if width != reads:
         raise DrafterError(f"The hidden states are {width} wide, and the drafter reads {reads} numbers a token.")
     with mixed_precision(batch.input_ids.device), NoWaiting():

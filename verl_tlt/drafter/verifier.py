@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.build import drafter_config, instantiate, make_room
+from verl_tlt.drafter.build import drafter_config, has_own_embedding, instantiate, make_room
 from verl_tlt.drafter.capture import find_decoder
 from verl_tlt.drafter.policy import (
     MTP,
@@ -64,7 +64,7 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
     """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
 
     A pruned draft vocabulary takes the head's rows that it keeps; a head of the drafter's own stays, beside its
-    teacher's.
+    teacher's, and so does an embedding of its own.
     """
     head = parts.lm_head
     if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:
@@ -74,6 +74,8 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
         "lm_head": (model.verifier_lm_head, head),  # one tensor with `lm_head` unless that is its own
         "norm": (model.verifier_norm, parts.norm),
     }
+    if has_own_embedding(model):
+        del pairs["embed"]
     for part, (module, given) in pairs.items():
         if (shape := module.weight.shape) != given.shape:
             raise DrafterError(f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(shape)}.")

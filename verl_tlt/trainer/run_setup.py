@@ -167,7 +167,7 @@ def first_drafter(
     `resume_from` the `global_step_N` directory that is resumed.
     """
     from verl_tlt.drafter import host_bytes, to_drafter_file
-    from verl_tlt.drafter.build import has_chosen_tokens
+    from verl_tlt.drafter.build import has_chosen_tokens, policy_width
 
     checkpoint = saved_drafter(resume_from)
     model, facts, origin = _first_model(config, policy_dir, context, checkpoint)
@@ -186,7 +186,7 @@ def first_drafter(
         origin=origin,
         tokens_trained=int(resumed.get("tokens_trained", 0)),
         host_bytes=host_bytes(model),
-        token_bytes=(len(model.target_layer_ids) + 1) * model.hidden_size * 2,
+        token_bytes=(len(model.target_layer_ids) + 1) * policy_width(model) * 2,
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
         untrained=not resumed and trainable.untrained,

@@ -23,17 +23,20 @@ FLAT = dict(  # the fields of SpecForge's configs/qwen3-*-eagle3.json
 )  # fmt: skip
 
 
-def tensors_of(draft_vocab=DV):
-    """Names and shapes as `Model` in SafeAILab's cnets.py registers them; SpecForge's are the same."""
+def tensors_of(draft_vocab=DV, width=H):
+    """Names and shapes as `Model` in SafeAILab's cnets.py registers them; SpecForge's are the same.
+
+    `width`: of the head; the policy's is H.
+    """
     generator = torch.Generator().manual_seed(4)
     shapes = {
-        "embed_tokens.weight": (VOCAB, H), "lm_head.weight": (draft_vocab, H),
-        "midlayer.self_attn.q_proj.weight": (4 * 16, 2 * H), "midlayer.self_attn.k_proj.weight": (2 * 16, 2 * H),
-        "midlayer.self_attn.v_proj.weight": (2 * 16, 2 * H), "midlayer.self_attn.o_proj.weight": (H, 4 * 16),
-        "midlayer.mlp.gate_proj.weight": (40, H), "midlayer.mlp.up_proj.weight": (40, H),
-        "midlayer.mlp.down_proj.weight": (H, 40), "midlayer.hidden_norm.weight": (H,),
-        "midlayer.input_layernorm.weight": (H,), "midlayer.post_attention_layernorm.weight": (H,),
-        "fc.weight": (H, 3 * H), "norm.weight": (H,),
+        "embed_tokens.weight": (VOCAB, width), "lm_head.weight": (draft_vocab, width),
+        "midlayer.self_attn.q_proj.weight": (64, 2 * width), "midlayer.self_attn.k_proj.weight": (32, 2 * width),
+        "midlayer.self_attn.v_proj.weight": (32, 2 * width), "midlayer.self_attn.o_proj.weight": (width, 64),
+        "midlayer.mlp.gate_proj.weight": (40, width), "midlayer.mlp.up_proj.weight": (40, width),
+        "midlayer.mlp.down_proj.weight": (width, 40), "midlayer.hidden_norm.weight": (width,),
+        "midlayer.input_layernorm.weight": (width,), "midlayer.post_attention_layernorm.weight": (width,),
+        "fc.weight": (width, 3 * H), "norm.weight": (width,),
     }  # fmt: skip
     tensors = {name: ("norm" in name) + 0.2 * torch.randn(s, generator=generator) for name, s in shapes.items()}
     tensors["d2t"] = torch.arange(draft_vocab)  # draft id i stands for token 2i
