@@ -4,7 +4,7 @@
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; the actor spans 32 GPUs (TP 8, PP 4); rollout replicas of 8
 #           GPUs, one on each node. Needs megatron-core and Megatron-Bridge, as verl's Megatron recipes do.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  `verl-tlt warmup` makes one. No public EAGLE-3 head fits (docs/drafter.md).
+# Drafter:  yuhuili/EAGLE3-LLaMA3.3-Instruct-70B, or one of `verl-tlt warmup` (docs/drafter.md for both).
 # Watch:    what `verl-tlt doctor` says of the Megatron tap for this layout; where it has none, TLT speculates with
 #           the drafter it is given and trains nothing, so give it one.
 #
