@@ -10,15 +10,15 @@ from safetensors.torch import save_file
 from verl_tlt.drafter import build_drafter, policy_shape, serving_tensors
 
 
-def write_head(folder: Path, policy: Path, width: int) -> Path:
-    """An untrained head, `width` wide; embedding and output head, which are its own, are random."""
+def write_head(folder: Path, policy: Path, width: int, draft_ids: torch.Tensor | None = None) -> Path:
+    """An untrained head, `width` wide, that drafts these tokens; embedding and output head, its own, are random."""
     shape, draws = policy_shape(policy), torch.Generator().manual_seed(0)
-    model = build_drafter(replace(shape, hidden_size=width), seed=0)
-    reads, tokens = 3 * shape.hidden_size, shape.vocab_size
+    model = build_drafter(replace(shape, hidden_size=width), seed=0, draft_ids=draft_ids)
+    reads = 3 * shape.hidden_size
     tensors = serving_tensors(model) | {
         "fc.weight": torch.randn(width, reads, generator=draws) / reads**0.5,
-        "embed_tokens.weight": torch.randn(tokens, width, generator=draws),
-        "lm_head.weight": torch.randn(tokens, width, generator=draws),
+        "embed_tokens.weight": torch.randn(shape.vocab_size, width, generator=draws),
+        "lm_head.weight": torch.randn(model.draft_vocab_size, width, generator=draws),
     }
     folder.mkdir()
     config = json.loads(model.config.to_json_string()) | {"target_hidden_size": shape.hidden_size}

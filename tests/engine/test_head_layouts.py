@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_serve_drafter import AUX, GREEDY, K, decode, observe, plain, predicted, trained  # noqa: F401
 from tiny_engine import prompts
 
+from benchmarks.lossless.tiny_policy import V
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import DrafterTrainer, accept_length, acceptance, batches, save_drafter
 from verl_tlt.drafter.capture import PolicyStates, Text, load_policy
@@ -88,7 +89,7 @@ def test_what_is_trained_of_a_narrower_head_is_live_to_the_bit(engine_of, models
     target, plain_tokens = models["target"], stock_tokens["qwen3"]
     asked = [request["prompt_token_ids"] for request in prompts(8)]
     texts = [Text((*asked[i], *tokens), len(asked[i])) for i, tokens in enumerate(plain_tokens)]
-    theirs = write_head(tmp_path / "theirs", target, NARROW)
+    theirs = write_head(tmp_path / "theirs", target, NARROW, draft_ids=torch.arange(0, V, 2))
     settings = TLTConfig.from_dict({"drafter": {"path": str(theirs)}})
     start = first_drafter(settings, str(target), "float32", 512, None)
     stage(start.served.config, start.served.weights, tmp_path / "served")

@@ -44,7 +44,7 @@ _SAVED = {CONFIG, WEIGHTS, PROVENANCE, "seal", "README.md", "training", "trainin
 _NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
 _NOT_READ_FLAT = ("embed_tokens.", "rotary_emb.")
-"""Parts of names of such tensors in a flat layout, whose embedding is the policy's, frozen, if it has its width."""
+"""Parts of names of such tensors in a flat layout; the embedding is the policy's, unless that has another width."""
 
 
 class CheckedDrafter(NamedTuple):
@@ -144,7 +144,7 @@ def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter
         config = {"own_head": "lm_head.weight" in tensors, **config}
     shapes = _shapes(config, directory / CONFIG)
     drafted, vocab = config["draft_vocab_size"], config[LAYER]["vocab_size"]
-    optional = {"embed_tokens.weight", "t2d"}.difference(own)
+    optional = {"embed_tokens.weight", "t2d"}
     if drafted == vocab and not config.get("own_head"):
         optional.add("lm_head.weight")  # a copy of the policy's
     for name, shape in shapes.items():

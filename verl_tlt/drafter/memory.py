@@ -48,7 +48,10 @@ PORTABLE = 1
 
 
 def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
-    """(bytes that are trained, bytes that are not: the policy's weights in 16 bits, its own in 32, and buffers)."""
+    """(bytes that are trained, bytes that are not).
+
+    The latter are the policy's weights in 16 bits, an embedding and head of the drafter's own in 32, and buffers.
+    """
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     own = own_frozen(model)
     frozen = sum((4 if n in own else 2) * p.numel() for n, p in model.named_parameters() if not p.requires_grad)
