@@ -91,7 +91,9 @@ def test_what_is_trained_of_a_narrower_head_is_live_to_the_bit(engine_of, models
     stage(start.served.config, start.served.weights, tmp_path / "served")
     monkeypatch.setitem(models, "narrow", tmp_path / "served")
     sampling = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-    plan = SpotPlan(str(target), start.trainable, sampling, "float32", min_tokens=10, gate=False)
+    plan = SpotPlan(
+        policy_dir=str(target), drafter=start.trainable, sampling=sampling, dtype="float32", min_tokens=10, gate=False
+    )
     spot = SpotTrainer(plan)
     spot.add(1, PolicyStates(load_policy(str(target), "cpu"), start.aux_layers)(texts))
     assert spot.train(0, lambda: False).verdict.publishes
