@@ -69,9 +69,8 @@ def engine_of(models, pytestconfig) -> SharedEngines:
 
 
 LONG = (
-    "test_leaving",
+    "test_servers",
     "test_compiled",
-    "test_dead_engine",
     "test_standalone_engine",
     "test_warmup",
     "test_tap_ranks",

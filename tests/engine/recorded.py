@@ -124,6 +124,11 @@ def steps_taken(worker: SpotTrainerWorker) -> int:
     return worker.trainer.trainer.steps
 
 
+def served_version(worker: SpotTrainerWorker) -> int:
+    """Of the drafter that the engines have."""
+    return worker.trainer.version
+
+
 class Odd(SpotTrainerWorker):
     """A real spot trainer that misbehaves in the way it is told."""
 

@@ -1,6 +1,6 @@
 """The spot trainer in Ray, as the RL trainer uses it: it learns, stops, publishes and is replaced.
 
-The servers are stand-ins that always agree to sleep; test_leaving.py has the real ones.
+The servers are stand-ins that always agree to sleep; test_servers.py has the real ones.
 """
 
 import os
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from recorded import Odd, as_shards, plan_of, ray_cluster, record, set_epochs, steps_taken
+from recorded import Odd, as_shards, plan_of, ray_cluster, record, served_version, set_epochs, steps_taken
 from stand_in_server import Server
 
 from verl_tlt.drafter import load_drafter
@@ -32,6 +32,7 @@ FACTS = DrafterProvenance("policy", "data", "hass", 1.0)
 BOUND_S = 5.0
 """What the trainer waits for a stop, as it does by default: many micro-batches, also beside other work."""
 REPLICAS = ("long", "short")
+EPOCHS, ENDLESS = 2.5, 1e9
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,13 @@ def cluster():
         yield ray.get_runtime_context().get_node_id()
 
 
-@pytest.fixture
-def start(cluster, recorded):
+@pytest.fixture(scope="module")
+def starts(cluster, recorded):
     """Start a spot trainer, and hand it what two ranks captured."""
     handles = []
 
-    def started(**plan):
-        spot = SpotTrainerHandle(plan_of(**plan))
+    def started():
+        spot = SpotTrainerHandle(plan_of(max_epochs=EPOCHS))
         handles.append(spot)
         ranks = [CaptureReady(0, cluster, "0"), CaptureReady(1, cluster, "1")]
         spot.start(ranks, {"long": [0], "short": [1]})
@@ -63,6 +64,24 @@ def start(cluster, recorded):
     yield started
     for spot in handles:
         spot.close()
+
+
+@pytest.fixture(scope="module")
+def shared(starts):
+    """The one that most tests have in turn, since a start takes longer than most of them."""
+    return starts()
+
+
+@pytest.fixture
+def spot(shared, recorded):
+    """The shared one: up, with hidden states, and after a session that ended well where a test before failed it."""
+    if shared.failures:
+        wait_for(shared.started)
+        feed(shared, recorded)
+        assert session(shared).steps > 0
+        shared.failures.clear()
+    of_worker(shared, set_epochs, EPOCHS)
+    return shared
 
 
 def captured(recorded):
@@ -90,6 +109,14 @@ def of_worker(spot, function, *arguments):
     return ray.get(spot._actor.__ray_call__.remote(function, *arguments), timeout=300)
 
 
+def train_endlessly(spot, begin=lambda spot: spot.train("short")):
+    """Begin a session that only a stop ends, and wait for its first steps."""
+    of_worker(spot, set_epochs, ENDLESS)
+    before = of_worker(spot, steps_taken)
+    begin(spot)
+    wait_for(lambda: of_worker(spot, steps_taken) >= before + 3)
+
+
 def session(spot, replica="short"):
     spot.train(replica)
     result = spot.ended(300)
@@ -106,8 +133,7 @@ def exported(spot):
 # ---------------------------------------------------------------------- the verbs
 
 
-def test_what_it_captured_is_learned_judged_published_and_saved(start, tmp_path):
-    spot = start()
+def test_what_it_captured_is_learned_judged_published_and_saved(spot, tmp_path):
     assert (spot.stats.sequences, spot.stats.incomplete) == (72, 0), "a rank's capture was left out"
     first = session(spot)
     assert first.outcome == "exhausted" and first.steps >= 10 and first.skipped == 0 and first.verdict is None
@@ -122,10 +148,8 @@ def test_what_it_captured_is_learned_judged_published_and_saved(start, tmp_path)
     assert spot.failures == []
 
 
-def test_a_stop_costs_one_micro_batch(start):
-    spot = start(max_epochs=1e9)
-    spot.train("short")
-    wait_for(lambda: of_worker(spot, steps_taken) >= 3)
+def test_a_stop_costs_one_micro_batch(spot):
+    train_endlessly(spot)
     begun = time.monotonic()
     result = spot.stop(BOUND_S)
     ended_s = time.monotonic() - begun
@@ -134,11 +158,10 @@ def test_a_stop_costs_one_micro_batch(start):
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="runs on Linux, whose scheduling class it is about")
-def test_on_a_cpu_it_gets_only_the_time_that_engines_leave_and_one_port(start):
+def test_on_a_cpu_it_gets_only_the_time_that_engines_leave_and_one_port(spot):
     def classes(worker):
         return worker._thread.submit(os.sched_getscheduler, 0).result(), os.sched_getscheduler(0)
 
-    spot = start()
     session_class, calls = of_worker(spot, classes)
     assert session_class == os.SCHED_IDLE != calls, "`stop` is answered at once"
     listening = [c for c in psutil.Process(spot._pid).net_connections("tcp") if c.status == "LISTEN"]
@@ -156,12 +179,12 @@ def test_it_sees_all_devices_of_its_node_and_reserves_none():
 # ---------------------------------------------------------------------- failures
 
 
-def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_published(start, recorded):
-    spot = start()
-    session(spot)
-    session(spot)
-    version, pid = exported(spot).version, spot._pid
-    of_worker(spot, set_epochs, 1e9)
+def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_published(spot, recorded):
+    if spot.published is None:  # without the first test
+        assert [session(spot), session(spot)] and exported(spot)
+    version, pid = of_worker(spot, served_version), spot._pid
+    assert version > 0
+    of_worker(spot, set_epochs, ENDLESS)
     ray.get(spot._actor.be.remote("deaf"))
     spot.train("short")
     begun = time.monotonic()
@@ -173,16 +196,16 @@ def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_publ
     wait_for(spot.started)
     feed(spot, recorded, step=2)
     assert session(spot).steps > 0 and session(spot).verdict is not None
-    assert of_worker(spot, lambda worker: worker.trainer.version) == version
+    assert of_worker(spot, served_version) == version
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(start, recorded, tmp_path, how, monkeypatch):
+def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(spot, recorded, tmp_path, how, monkeypatch):
     """The final drafter is written all the same, by the one that takes its place."""
     monkeypatch.setattr(module, "START_S", 20.0)
     monkeypatch.setattr(module, "CALL_S", 5.0)
     monkeypatch.setattr(module, "SAVE_S", 10.0)
-    spot, states = start(), captured(recorded)
+    states = captured(recorded)
     os.kill(spot._pid, how)
     begun = time.monotonic()
     spot.add(2, states)
@@ -192,10 +215,10 @@ def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(start, recorde
     assert (tmp_path / "drafter" / "model.safetensors").is_file() and len(spot.failures) == 1
 
 
-def test_one_that_hangs_is_replaced_however_often_hidden_states_come(start, recorded, tmp_path, monkeypatch):
+def test_one_that_hangs_is_replaced_however_often_hidden_states_come(spot, recorded, tmp_path, monkeypatch):
     """And a checkpoint waits for it as long as for the call in which it hangs."""
     monkeypatch.setattr(module, "CALL_S", 3.0)
-    spot, states = start(), captured(recorded)
+    states = captured(recorded)
     for step in range(2, 8):  # steps that are shorter than the bound
         if step == 2:
             os.kill(spot._pid, signal.SIGSTOP)
@@ -211,36 +234,25 @@ def test_one_that_hangs_is_replaced_however_often_hidden_states_come(start, reco
     assert spot.failures == ["hidden states", "hidden states"]
 
 
-def test_three_failures_in_a_row_end_training_and_the_drafter_is_still_written(start, recorded, tmp_path, caplog):
-    spot = start()
-    for fault in ("broken", "dying", "broken"):
+def test_three_failures_in_a_row_end_training_and_the_drafter_is_still_written(starts, recorded, tmp_path, caplog):
+    """One from before a session that ended well does not count."""
+    spot = starts()
+    for fault in ("broken", "", "broken", "dying", "broken"):
         wait_for(spot.started)
         feed(spot, recorded)
+        assert not spot.off
         ray.get(spot._actor.be.remote(fault))
         spot.train("short")
         wait_for(lambda: spot.ended() is not None)
-    assert len(spot.failures) == STRIKES and "3 times in a row" in spot.off
+    assert len(spot.failures) == 1 + STRIKES and "3 times in a row" in spot.off
     assert caplog.text.count("the drafter is not trained in this run any more") == 1
     assert not spot.ready()
     spot.save(tmp_path / "drafter", FACTS)
     assert (tmp_path / "drafter" / "model.safetensors").is_file()
+    spot.close()
 
 
-def test_a_session_that_ends_well_forgives_what_failed_before(start, recorded):
-    spot = start()
-    for _ in range(STRIKES):
-        feed(spot, recorded)
-        ray.get(spot._actor.be.remote("broken"))
-        spot.train("short")
-        wait_for(lambda: spot.ended() is not None)
-        wait_for(spot.started)
-        feed(spot, recorded)
-        assert session(spot).steps > 0
-    assert len(spot.failures) == STRIKES and spot.off == ""
-
-
-def test_a_disk_that_is_full_is_no_failure_of_the_spot_trainer(start, tmp_path):
-    spot = start()
+def test_a_disk_that_is_full_is_no_failure_of_the_spot_trainer(spot, tmp_path):
     (tmp_path / "drafter").write_text("a file, where the drafter's directory would be")
     pid = spot._pid
     with pytest.raises(CallFailed):
@@ -248,12 +260,13 @@ def test_a_disk_that_is_full_is_no_failure_of_the_spot_trainer(start, tmp_path):
     assert spot.failures == [] and spot._pid == pid
 
 
-def test_one_that_does_not_start_in_time_is_replaced(start, monkeypatch):
-    spot = start()
-    monkeypatch.setattr(module, "START_S", 0.0)
-    spot.failed("session", "a test")
-    assert not spot.started() and spot.failures == ["session", "start"]
+def test_one_that_does_not_start_in_time_is_replaced(cluster, monkeypatch):
     assert START_S >= 60.0 and SAVE_S >= 60.0, "what a busy machine needs"
+    monkeypatch.setattr(module, "START_S", 0.0)
+    spot = SpotTrainerHandle(plan_of())
+    spot.start([CaptureReady(0, cluster, "0")], {})
+    assert not spot.started() and spot.failures == ["start"] and spot.replaced == 1
+    spot.close()
 
 
 def test_the_memory_of_a_killed_process_is_waited_for():
@@ -270,7 +283,7 @@ def test_the_memory_of_a_killed_process_is_waited_for():
 
 
 @pytest.fixture
-def phase(start, tmp_path):
+def phase(spot, tmp_path):
     """Watch a phase, with verl's own load balancer, in which only `long` is still serving."""
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
@@ -280,7 +293,7 @@ def phase(start, tmp_path):
     balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(dict(actors))
     replicas = [SimpleNamespace(_server_address=n, _server_handle=a, servers=[a]) for n, a in actors.items()]
     manager = SimpleNamespace(get_replicas=lambda: replicas, global_load_balancer=balancer)
-    servers, spot = Servers(manager, None, 2, None), start(max_epochs=1e9)
+    servers = Servers(manager, None, 2, None)
     held = [f"request-{i}" for i in range(4)]
     serves = {request: ray.get(balancer.acquire_server.remote(request))[0] for request in held}
     watches = []
@@ -290,10 +303,14 @@ def phase(start, tmp_path):
         watch = SamplingWatch(servers, spot, planner, PendingWork, TraceWriter(tmp_path, "trainer"), 1, recall)
         watches.append(watch)
         wait_for(lambda: watch._report.first_dispatch)
-        for request, server in serves.items():
-            if server == "short":
-                ray.get(balancer.release_server.remote(server, request))
-        wait_for(lambda: planner.state("short") is State.TRAINS and of_worker(spot, steps_taken) >= 3)
+
+        def run_dry(_spot):
+            for request, server in serves.items():
+                if server == "short":
+                    ray.get(balancer.release_server.remote(server, request))
+
+        train_endlessly(spot, run_dry)
+        assert planner.state("short") is State.TRAINS
         return watch, planner
 
     yield watched, servers, spot
@@ -333,16 +350,6 @@ def test_one_that_slept_without_its_weights_is_not_called_back(phase):
     assert set(servers.inflight()) == {"long"} and watch.finish(BOUND_S).idle.failures == 1
 
 
-def test_a_spot_trainer_that_dies_in_its_session_costs_the_phase_and_nothing_else(phase):
-    watched, _servers, spot = phase
-    watch, _ = watched()
-    os.kill(spot._pid, signal.SIGKILL)
-    wait_for(lambda: watch._report.sessions)
-    report = watch.finish(BOUND_S)
-    assert report.error is None and report.sessions[0].outcome == "failed" and "Actor" in report.sessions[0].error
-    assert spot.failures == ["session"]
-
-
 def test_to_ask_for_the_load_leaves_no_record_in_rays_store(phase):
     """It is asked many times a second, however long a run is."""
     _watched, servers, _spot = phase
@@ -359,3 +366,13 @@ def test_to_ask_for_the_load_leaves_no_record_in_rays_store(phase):
     wait_for(lambda: calls() >= before + 4)
     time.sleep(2.0)  # Ray sends them every second
     assert calls() == before + 4
+
+
+def test_a_spot_trainer_that_dies_in_its_session_costs_the_phase_and_nothing_else(phase):
+    watched, _servers, spot = phase
+    watch, _ = watched()
+    os.kill(spot._pid, signal.SIGKILL)
+    wait_for(lambda: watch._report.sessions)
+    report = watch.finish(BOUND_S)
+    assert report.error is None and report.sessions[0].outcome == "failed" and "Actor" in report.sessions[0].error
+    assert spot.failures == ["session"]

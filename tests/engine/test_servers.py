@@ -1,27 +1,41 @@
-"""A replica that leaves while requests are on their way to it: none is lost, none is cut short.
+"""Two real servers with real engines, verl's real load balancer, and our client, without a trainer.
 
-Two real servers with real engines, verl's real load balancer, and our client, without a trainer. Requests are fired
-all the time while one server is taken out of the balancer, asked to sleep, woken and put back, over and over: so many
-are between the balancer's answer and the server's gate when the gate closes.
+Requests are fired all the time while one server is taken out of the balancer, asked to sleep, woken and put back, over
+and over: so many are between the balancer's answer and the server's gate when the gate closes. None is lost, none is
+cut short. At last a drafter's file is cut short before a reload, and an engine is killed in one.
 """
 
 import asyncio
 import contextlib
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from recorded import ray_cluster
 from rollout_servers import ServedPolicy
 
+from benchmarks.faults.plan import ENGINE_KILLED, FAULTS
+from benchmarks.faults.run import arm, fired
+
 pytestmark = pytest.mark.engine
 
 REQUESTS, TOKENS = 80, 24
+TRUNCATED = replace(next(fault for fault in FAULTS if fault.action == "truncate"), step=1)
+KILLED = replace(ENGINE_KILLED, step=2)
+SOON_S = 120.0
+"""Seconds for calls that once waited forever; they take one or two on a free machine."""
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory):
-    """(servers by name, balancer, config)."""
+def armed(tmp_path_factory):
+    """Where the step is written in which a fault strikes."""
+    return tmp_path_factory.mktemp("armed")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory, armed):
+    """(servers by name, balancer, config); faults may strike the second."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         import ray
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -31,7 +45,8 @@ def fleet(tmp_path_factory):
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
         served = ServedPolicy(assets, {})
         store = served.store(served.drafter)
-        servers = {f"server-{rank}": served.server(rank) for rank in range(2)}
+        faults = arm(armed, (TRUNCATED, KILLED))
+        servers = {f"server-{rank}": served.server(rank, faults if rank else None) for rank in range(2)}
         ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
         balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
         yield servers, balancer, served.config
@@ -179,3 +194,51 @@ def test_verls_abort_takes_the_gate_over_and_parks_late_requests(fleet):
 
     output = asyncio.run(asyncio.wait_for(parked(), 300))
     assert len(output.token_ids) == TOKENS
+
+
+@pytest.fixture
+def struck(fleet, armed):
+    """The server that faults strike, and a function that has one strike its next reload and returns what counts it."""
+
+    def begin(fault):
+        (armed / "step").write_text(str(fault.step))
+        return lambda: fired(armed)
+
+    return fleet[0]["server-1"], begin
+
+
+def test_a_file_that_is_cut_short_costs_one_rollouts_drafts(struck):
+    import ray
+
+    server, begin = struck
+    ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
+    assert ray.get(server.tlt_status.remote(), timeout=60).ok
+    struck = begin(TRUNCATED)
+    ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
+    status = ray.get(server.tlt_status.remote(), timeout=60)
+    assert len(struck()) == 1
+    assert not status.ok and not status.drafting and TRUNCATED.log in status.error
+    sampling = {"max_tokens": 8, "ignore_eos": True}
+    output = ray.get(server.generate.remote([11, 12, 13, 14], sampling, "x"), timeout=SOON_S)
+    assert len(output.token_ids) == 8, "the engine lives"
+    ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
+    assert ray.get(server.tlt_status.remote(), timeout=60).ok, "what lay there was written again"
+
+
+def test_an_engine_that_is_killed_while_it_reloads_ends_the_weight_sync_in_one_sentence(struck):
+    """Last, since it takes the server away."""
+    import ray
+
+    server, begin = struck
+    struck, start = begin(KILLED), time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError, match=KILLED.log):
+        ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
+    assert len(struck()) == 2
+    # What verl and the trainer may ask next.
+    for call in (server.wake_up, server.sleep, server.tlt_try_sleep, server.clear_kv_cache, server.resume_generation):
+        with pytest.raises(ray.exceptions.RayTaskError):
+            ray.get(call.remote(), timeout=SOON_S)
+    assert ray.get(server.tlt_stats.remote(), timeout=SOON_S).failure
+    ray.get(server.tlt_status.remote(), timeout=SOON_S)
+    ray.get(server.tlt_close.remote(), timeout=SOON_S)
+    assert time.monotonic() - start < 4 * SOON_S
