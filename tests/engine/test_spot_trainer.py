@@ -215,10 +215,10 @@ def test_one_that_is_stopped_or_killed_while_idle_holds_nobody_up(spot, recorded
     assert (tmp_path / "drafter" / "model.safetensors").is_file() and len(spot.failures) == 1
 
 
-def test_one_that_hangs_is_replaced_however_often_hidden_states_come(spot, recorded, tmp_path, monkeypatch):
+def test_one_that_hangs_is_replaced_however_often_hidden_states_come(starts, recorded, tmp_path, monkeypatch):
     """And a checkpoint waits for it as long as for the call in which it hangs."""
     monkeypatch.setattr(module, "CALL_S", 3.0)
-    states = captured(recorded)
+    spot, states = starts(), captured(recorded)
     for step in range(2, 8):  # steps that are shorter than the bound
         if step == 2:
             os.kill(spot._pid, signal.SIGSTOP)
