@@ -115,6 +115,15 @@ def test_the_same_tokens_whatever_k_does(start, exact, without_speculation, mode
         assert engine.scheduler.tlt.stats().failure is None
 
 
+def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, without_speculation):
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    with start("good") as engine:
+        choose(engine, 3)
+        engine.patch.setattr(gdn_attention, "_spec_forward", gdn_attention._spec_forward.__wrapped__)
+        assert decode(engine, exact)[1][0] > 4 * without_speculation[0]
+
+
 def test_a_weight_sync_brings_every_layer(start, exact_by_size, without_speculation, trained):
     with start("good", seed=1) as engine:  # another engine than the next tests have: its policy is another one
         choose(engine, 0, 1, 3, 7)
@@ -158,15 +167,6 @@ def test_without_a_change_those_rows_are_wrong(pressed, exact, without_speculati
     """Else vLLM has caught up: see hybrid_states.py."""
     pressed.patch.delattr(pressed.runner, change)  # the class's own method is there again
     assert decode(pressed, exact)[1][1] > 4 * without_speculation[1]
-
-
-def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, without_speculation):
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-
-    with start("good") as engine:
-        choose(engine, 3)
-        engine.patch.setattr(gdn_attention, "_spec_forward", gdn_attention._spec_forward.__wrapped__)
-        assert decode(engine, exact)[1][0] > 4 * without_speculation[0]
 
 
 @pytest.mark.parametrize("broken", [False, True])
