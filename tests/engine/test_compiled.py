@@ -10,7 +10,7 @@ import shutil
 import families
 import pytest
 import torch
-from test_lora_rollout import LORA, adapter, generate  # noqa: F401
+from tiny_engine import prompts, sampled
 
 from benchmarks.lossless.tiny_policy import V, build_drafter_dir
 
@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="runs where g++ is installed, which torch.compile needs"),
 ]
 TOKENS = 48
+LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=1)
 
 
 @pytest.fixture
@@ -106,13 +107,41 @@ def with_lora(patch):
     patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_without_lora))
 
 
-def test_lora(stock, start, compiles, models, adapter):  # noqa: F811
+@pytest.fixture(scope="module")
+def adapter(models, tmp_path_factory):
+    """An adapter that changes what the policy says."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(models["target"])
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    path = tmp_path_factory.mktemp("adapter")
+    get_peft_model(model, config).save_pretrained(path)
+    return path
+
+
+def adapted(engine, adapter):
+    """Greedy tokens with the adapter on."""
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest("policy", 1, str(adapter))
+    outputs = engine.llm.generate(prompts(6), sampled(40), lora_request=request, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def test_lora(stock, engine_of, start, compiles, models, adapter):
+    """Drafts are verified against the adapted policy; its weights stay on the host in sleep, as verl has it there."""
+    with engine_of(drafter=None, **LORA) as engine:
+        wanted = adapted(engine, adapter)
     with_lora(compiles)
     with start("good", **LORA) as engine:
         assert serves_through_reloads(engine, models, "good", levels=(1,)) == stock
-        adapted = generate(engine, adapter)
+        assert "embed_tokens" in engine.live_drafter.shared_modules()
+        assert adapted(engine, adapter) == wanted
         sync(engine, models["good"] / "model.safetensors", 1)
-        assert generate(engine, adapter) == adapted != stock
+        assert adapted(engine, adapter) == wanted
 
 
 @pytest.mark.heavy

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mtp_policy import make_mtp_policy, without_head
+from test_serve_drafter import GREEDY, PROMPT, K, decode
 from tiny_engine import sampled
 from vllm_by_hand import passes
 
@@ -33,7 +34,7 @@ from verl_tlt.drafter import (
 
 pytestmark = pytest.mark.engine
 
-K, PROMPT, GREEDY, VOCAB = 3, 6, 60, 96
+VOCAB = 96
 SHAPE = dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=128, max_position_embeddings=512)
 RECURRENT = dict(head_dim=32, linear_key_head_dim=64, linear_value_head_dim=64)
 EXPERTS = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts_per_tok=4)
@@ -121,28 +122,19 @@ def engine(trained, engine_of):
         yield engine
 
 
-def decode(engine, count, tokens, **sampling):
-    """Texts, prompt and response, of `count` requests; and vLLM's counts [1 + K]: drafts, accepted by position."""
-    before = np.array(engine.counters())
-    prompts = torch.randint(3, VOCAB, (count, PROMPT), generator=torch.Generator().manual_seed(7)).tolist()
-    asked = [{"prompt_token_ids": p} for p in prompts]
-    outputs = engine.llm.generate(asked, sampled(tokens, **sampling), use_tqdm=False)
-    counted = np.array(engine.counters()) - before
-    texts = [(*p, *o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
-    return texts, np.concatenate([counted[:1], counted[3:]])
-
-
 def score(trained, texts, **sampling):
     states = PolicyStates(load_policy(trained, "cpu"), ())
-    return acceptance(head_of(trained), states([Text(t, PROMPT) for t in texts]), max_draft=K, **sampling)
+    return acceptance(
+        head_of(trained), states([Text(tuple(t), PROMPT) for t in texts.tolist()]), max_draft=K, **sampling
+    )
 
 
 def test_greedy_acceptance_of_a_head_put_back_is_exactly_as_predicted(trained, engine):
-    longer, _ = decode(engine, 8, GREEDY + K)
-    texts, counted = decode(engine, 8, GREEDY)
-    assert [text[: PROMPT + GREEDY] for text in longer] == texts
+    longer, _ = decode(engine, 8, GREEDY + K, temperature=0.0)
+    texts, counted = decode(engine, 8, GREEDY, temperature=0.0)
+    assert torch.equal(longer[:, : PROMPT + GREEDY], texts)
     # vLLM drafts until the last token but one is known, and counts what it accepts beyond the end too.
-    scores = score(trained, [text[:-1] for text in longer], temperature=0.0)
+    scores = score(trained, longer[:, :-1], temperature=0.0)
     expected = np.array([sum(s.drafts for s in scores), *np.sum([s.accepted for s in scores], axis=0)])
     np.testing.assert_allclose(counted, expected)
     assert 1.3 < 1 + counted[1:].sum() / counted[0] < K + 1
