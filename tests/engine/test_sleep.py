@@ -1,7 +1,6 @@
 """An engine through verl's sleep and wake, on a CPU that forgets as a GPU does: what is touched too early ends it.
 
-verl's order around a weight sync is: sleep, wake the weights, send the policy's, load the drafter (`clear_kv_cache`),
-wake the KV cache (verl/workers/engine_workers.py `update_weights`).
+The order around a weight sync is verl's (`Engine.sync`).
 """
 
 import asyncio
@@ -19,23 +18,10 @@ pytestmark = pytest.mark.engine
 TOKENS = 48
 
 
-def sync(engine, models, level=2):
-    """Sleep and come back as in a weight sync; what the drafter's load answered."""
-    engine.llm.sleep(level=level)
-    engine.llm.wake_up(tags=["weights"])
-    if level == 2:
-        engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-    answer = engine.rpc("tlt_load_drafter", str(models["alike"] / "model.safetensors"))
-    engine.llm.wake_up(tags=["kv_cache"])
-    assert engine.llm.reset_prefix_cache()
-    return answer
-
-
-def tokens_and_accepted(engine):
-    """Of the same greedy requests."""
-    engine.scheduler.tlt.stats(reset=True)
-    tokens = engine.generate(8, TOKENS)
-    return tokens, engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
+@pytest.fixture
+def file(models):
+    """The drafter's."""
+    return models["alike"] / "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +34,22 @@ def engine(engine_of, models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_after_a_sync_it_decodes_and_accepts_as_before(engine, models, level):
-    before = tokens_and_accepted(engine)
+def test_after_a_sync_it_decodes_and_accepts_as_before(engine, file, level):
+    before = engine.rollout(TOKENS)
     live = live_fingerprint(engine)
     assert sum(before[1]) > 0
-    assert sync(engine, models, level=level)["ok"]
+    assert engine.sync(file, level)["ok"]
     assert live_fingerprint(engine) == live
-    assert tokens_and_accepted(engine) == before
+    assert engine.rollout(TOKENS) == before
 
 
-def test_a_drafter_of_nan_leaves_nothing_behind_in_the_next_rollout(engine, models):
-    before = tokens_and_accepted(engine)
+def test_a_drafter_of_nan_leaves_nothing_behind_in_the_next_rollout(engine, file):
+    before = engine.rollout(TOKENS)
     with torch.no_grad():
         engine.runner.drafter.model.model.fc.weight.fill_(float("nan"))
     engine.llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampled(32, temperature=1.0), use_tqdm=False)
-    assert sync(engine, models)["ok"]
-    assert tokens_and_accepted(engine) == before
+    assert engine.sync(file)["ok"]
+    assert engine.rollout(TOKENS) == before
 
 
 class DoctorsEngine:
@@ -89,23 +75,23 @@ class DoctorsEngine:
 
 
 @pytest.fixture
-def table(engine, models):
+def table(engine, file):
     """The rotary table of policy and drafter; both are as they were after the test."""
     found = engine.runner.get_model().model.layers[0].self_attn.rotary_emb.cos_sin_cache
     assert engine.runner.drafter.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache is found
     sound = found.clone()
     yield found
     found.copy_(sound)
-    assert sync(engine, models)["ok"]
+    assert engine.sync(file)["ok"]
 
 
-def test_a_ruined_table_is_named_and_not_written_where_it_is_the_policys_too(engine, models, table):
+def test_a_ruined_table_is_named_and_not_written_where_it_is_the_policys_too(engine, file, table):
     """No load can restore what is the policy's, so nothing is drafted with it."""
     sound = live_fingerprint(engine)
-    assert sync(engine, models)["ok"] and live_fingerprint(engine) == sound
+    assert engine.sync(file)["ok"] and live_fingerprint(engine) == sound
     table.zero_()
     assert live_fingerprint(engine) != sound
-    answer = sync(engine, models)
+    answer = engine.sync(file)
     assert not answer["ok"] and "rotary_emb.cos_sin_cache" in answer["error"]
     assert not table.any()
 

@@ -111,6 +111,27 @@ class Engine:
         params = [sampled(n, **kwargs) for n in lengths]
         return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts(count), params, use_tqdm=False)]
 
+    def rollout(self, tokens: int) -> tuple[list[list[int]], tuple[int, ...]]:
+        """(tokens of eight greedy requests, how many drafts were accepted by position)."""
+        self.scheduler.tlt.stats(reset=True)
+        found = self.generate(8, tokens)
+        return found, self.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
+
+    def sync(self, drafter: Path, level: int = 2) -> dict[str, Any]:
+        """A weight sync in verl's order, of the same policy and of a drafter's file: what its load answered.
+
+        Sleep, wake the weights, send the policy's, load the drafter (`clear_kv_cache`), wake the KV cache
+        (verl/workers/engine_workers.py `update_weights`).
+        """
+        self.llm.sleep(level=level)
+        self.llm.wake_up(tags=["weights"])
+        if level == 2:
+            self.llm.collective_rpc("reload_weights")  # verl would send the policy's
+        answers = self.llm.collective_rpc("tlt_load_drafter", args=(str(drafter),))
+        self.llm.wake_up(tags=["kv_cache"])
+        assert self.llm.reset_prefix_cache()
+        return next((answer for answer in answers if not answer["ok"]), answers[0])
+
     def close(self, beside: bool = False) -> None:
         """Free the engine and, where it was not beside another, vLLM's process groups, which they share."""
         with pytest.MonkeyPatch.context() as patch:

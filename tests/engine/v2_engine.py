@@ -47,16 +47,6 @@ def observe(engine, passes, *, worker=True, scheduler=True, draft_length=None, p
             "accepted": sum(stats.num_accepted_tokens_per_pos)}  # fmt: skip
 
 
-def sync(engine, drafter):
-    """A weight sync in verl's order, with sleep level 2."""
-    engine.llm.sleep(level=2)
-    engine.llm.wake_up(tags=["weights"])
-    engine.llm.collective_rpc("reload_weights")
-    answer = engine.rpc("tlt_load_drafter", str(drafter / "model.safetensors"))
-    assert answer["ok"], answer
-    engine.llm.wake_up(tags=["kv_cache"])
-
-
 def ruin(engine):
     """Have the drafter compute NaN, as one that was trained into it and passed its checks."""
     inner = engine.runner.speculator.model.model
@@ -94,11 +84,11 @@ if __name__ == "__main__":
             "runner": type(engine.runner).__mro__[1].__module__,
         }
         engine.runner._dummy_run(8)
-        sync(engine, Path(good))
+        assert engine.sync(Path(good) / "model.safetensors")["ok"]
         found["after a sync"] = observe(engine, passes)
         ruin(engine)
         found["NaN"] = observe(engine, passes, **SAMPLED)
-        sync(engine, Path(good))
+        assert engine.sync(Path(good) / "model.safetensors")["ok"]
         found["after NaN and a sync"] = observe(engine, passes)
         ruin(engine)
         engine.patch.delattr(engine.runner.speculator.model, "compute_logits")  # ours; the class has vLLM's
