@@ -38,7 +38,8 @@ from typing import Any, NoReturn
 
 ADDRESS = "TLT_TESTS_FORK"
 """Environment variable: the server's socket."""
-MARKS = os.environ.get("TLT_TESTS_FORKED", "default_worker.py multiprocessing.spawn engine_process").split()
+ENGINES = "commands.warmup.engine commands.doctor.engine_check lossless.child"
+MARKS = os.environ.get("TLT_TESTS_FORKED", f"default_worker.py multiprocessing.spawn {ENGINES}").split()
 """In the arguments of those that may be forks: Ray's workers, what multiprocessing spawns, our commands' engines."""
 LIBRARIES = (
     "torch", "tensordict", "transformers.modeling_layers", "transformers.models.auto.auto_factory",
@@ -85,7 +86,7 @@ def hand_over() -> None:
     mine = [fd for fd in mine if fd != server.fileno() and os.path.exists(f"/proc/self/fd/{fd}")]
     request = {
         "argv": sys.orig_argv, "environment": dict(os.environ), "cwd": os.getcwd(), "path": sys.path, "files": mine,
-        "nice": os.getpriority(os.PRIO_PROCESS, 0), "prefix": sys.prefix,
+        "nice": os.getpriority(os.PRIO_PROCESS, 0), "prefix": sys.prefix, "parent": os.getppid(),
     }  # fmt: skip
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # what comes before it can be passed on waits
     try:
@@ -247,6 +248,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.setsid()  # Ray kills a worker's process group when the worker ends, and this one's was the server's
     os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
     os.chdir(request["cwd"])
+    os.getppid = lambda: request["parent"]
     set_by_libraries = {name: value for name, value in os.environ.items() if BEFORE.get(name) != value}
     os.environ.clear()
     os.environ.update(set_by_libraries | request["environment"])
@@ -276,7 +278,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     elif what == "-m":
         module = next(arguments)
         sys.argv = ["-m", *arguments]
-        sys.path.insert(0, os.getcwd())
+        if "-P" not in request["argv"]:
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         sys.argv = [what, *arguments]
