@@ -41,19 +41,20 @@ TOLERANCE = dict(rtol=2**-8, atol=1e-2)  # bfloat16's rounding; batching changes
 
 @pytest.fixture(scope="module")
 def policy_of(models):
-    """(a family's tiny policy, its directory), made once; `good` drafters of it beside it."""
+    """(a family's tiny policy, its directory), made once; where it is served, with a `good` drafter beside it."""
     made = {}
 
-    def get(family):
+    def get(family, served=False):
+        target, good = (models["target"].parent / part_of(family, part) for part in ("target", "good"))
         if family not in made:
-            target = models["target"].parent / part_of(family, "target")
             made[family] = families.build_family(target, family)
             for file in ("tokenizer.json", "tokenizer_config.json"):  # verl loads one
                 shutil.copy(SHIPPED_POLICY / file, target)
             models[target.name] = target
-            models[part_of(family, "good")] = target.parent / part_of(family, "good")
-            build_drafter_dir(models[part_of(family, "good")], target, informed=True)
-        return made[family], models[part_of(family, "target")]
+        if served and good.name not in models:
+            models[good.name] = good
+            build_drafter_dir(good, target, informed=True)
+        return made[family], target
 
     return get
 
@@ -111,7 +112,7 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
     if family in families.NESTED:
         pytest.importorskip("torchvision", reason="vLLM and transformers cut images with it: run by `make test-vision`")
         text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-    policy, _ = policy_of(family)
+    policy, _ = policy_of(family, served=True)
     with engine_of(drafter=None, family=family, **text_only) as engine:
         stock = engine.generate(8, 96)
     with engine_of("good", family=family, **text_only) as engine:
@@ -159,7 +160,7 @@ def routes_told(monkeypatch):
 
 def test_each_token_has_the_experts_that_it_has_without_drafts(policy_of, engine_of, routes_told):
     """`rollout.enable_rollout_routing_replay`: rows of rejected drafts are cut, with stop strings too."""
-    policy_of("qwen3_moe")
+    policy_of("qwen3_moe", served=True)
     mixture = {"family": "qwen3_moe", "enable_return_routed_experts": True}
     ends = {"stop": ["a text that nobody says"], "detokenize": True}
 
