@@ -116,6 +116,7 @@ def test_lora(stock, engine_of, start, compiles, models, adapter):
     """Drafts are verified against the adapted policy; its weights stay on the host in sleep, as verl has it there."""
     with engine_of(drafter=None, **LORA) as engine:
         wanted = adapted(engine, adapter)
+    assert wanted[-1][: len(stock[5])] != stock[5], "the adapter changes nothing"
     with_lora(compiles)
     with start("good", **LORA) as engine:
         assert serves_through_reloads(engine, models, "good", levels=(1,)) == stock
