@@ -101,7 +101,7 @@ def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, sa
     assert said in str(error.value)
 
 
-def test_a_command_that_is_not_there(tmp_path):
+def test_a_command_that_is_not_there():
     with pytest.raises(TLTConfigError, match=r"^nowhere cannot be started: No such file or directory\.$"):
         capture(["nowhere"])
 
@@ -110,12 +110,10 @@ def test_a_command_that_is_not_there(tmp_path):
     ("line", "yes", "said"),
     [
         ("docker run image python3 -m x", True, "line 2, has `docker`, which starts programs without the environment"),
-        ("ssh host <<< 'python'", True, "line 2, has `ssh`"),
         ("ray job submit -- python3", True, "line 2, has `ray job submit`"),
         ("/usr/bin/sudo python", True, "line 2, has `sudo`"),
         ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
         ("rm -rf $OUT", False, "line 2: rm -rf. Allow it with --yes."),
-        ("pip install x", False, "line 2: pip install"),
         ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
         ("echo no-docker; rm file; ray status; echo my.ssh", False, None),

@@ -69,10 +69,3 @@ def test_help_has_examples_that_the_command_line_takes(name):
     assert examples and "<bool>" not in shown
     for example in examples:
         COMMANDS[name].make_context(name, shlex.split(example))
-
-
-def test_the_commands_that_come_first_are_listed_first():
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
-    assert "..." not in shown[shown.index("Commands:") :], "no sentence is cut"
-    assert list(COMMANDS)[:3] == ["doctor", "advise", "compare"]
-    assert shown.index("doctor ") < shown.index("advise ") < shown.index("compare ") < shown.index("warmup ")

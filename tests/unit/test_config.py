@@ -61,10 +61,8 @@ def test_plain_values_come_back_as_the_same_settings():
         ({"spot": 3}, "tlt.spot must be a mapping"),
         ({"spot": {"enable": 1}}, "tlt.spot.enable must be a valid boolean, not 1"),
         ({"buffer": {"keep_steps": True}}, "tlt.buffer.keep_steps must be a valid integer, not True"),
-        ({"spot": {"max_epochs": "fast"}}, "tlt.spot.max_epochs must be a valid number, not 'fast'"),
         ({"drafter": {"vocab": 1}}, "tlt.drafter.vocab must be greater than or equal to 2 or 'full', not 1."),
         ({"drafter": {"vocab": "ful"}}, "tlt.drafter.vocab must be a valid integer or 'full', not 'ful'."),
-        ({"drafter": {"path": 3}}, "tlt.drafter.path must be a valid string, not 3."),
         ({"drafter": {"method": "eagle"}}, "tlt.drafter.method must be 'eagle3' or 'mtp', not 'eagle'."),
         (
             {"drafter": {"method": "mtp", "vocab": 100}},
@@ -79,7 +77,6 @@ def test_plain_values_come_back_as_the_same_settings():
             "tlt.speculation.max_draft_length must be less than or equal to 16, not 17.",
         ),
         ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be less than 0.9, not 1.0."),
-        ({"buffer": {"held_out": 0}}, "tlt.buffer.held_out must be greater than 0, not 0."),
         ({"drafter": {"learning_rate": float("nan")}}, "tlt.drafter.learning_rate must be a finite number, not nan."),
         ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be live_table, fixed, off"),
     ],
@@ -109,14 +106,8 @@ def test_every_number_has_bounds_and_infinity_is_only_a_number_of_epochs():
     assert TLTConfig.from_dict({"spot": {"max_epochs": math.inf}}).spot.max_epochs == math.inf
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "attribute", "wanted"),
-    [
-        ("speculation", "policy", False, "policy", "off"),  # how YAML reads a bare `off`
-    ],
-)
-def test_what_a_setting_means(section, key, value, attribute, wanted):
-    assert getattr(getattr(TLTConfig.from_dict({section: {key: value}}), section), attribute) == wanted
+def test_a_bare_off_is_a_policy():
+    assert TLTConfig.from_dict({"speculation": {"policy": False}}).speculation.policy == "off", "as YAML reads it"
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,13 @@ def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
-def test_a_mount_that_cannot_flush_a_folder_has_the_files(tmp_path, monkeypatch, number, before):
+def test_a_mount_that_cannot_flush_a_folder_has_the_files(tmp_path, monkeypatch, before):
     """CIFS, sshfs and other FUSE shares answer EINVAL or ENOTSUP."""
     fsync = os.fsync
 
     def refuse(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
     if before:

@@ -24,10 +24,8 @@ def closed(tree):
         ({"plugin": "tlt"}, True),
         ({"plugin": "TLT"}, True),
         ({"plugin": None}, False),
-        ({"plugin": "other"}, False),
         ({"v1": {"trainer_mode": "tlt_sync"}}, True),
         ({"v1": {"trainer_mode": "sync"}}, False),
-        ({}, False),
         (None, False),
     ],
 )
@@ -43,11 +41,8 @@ def test_the_flag_is_recognised(trainer, expected):
             {"trainer": {"plugn": "tlt"}, "tlt": {}},
             r"trainer.plugn=tlt is no setting .* Did you mean \+trainer.plugin=tlt",
         ),
-        ({"trainer": {"plugins": ["tlt"]}}, r"trainer.plugins=\['tlt'\] is no setting"),
         ({"trainer": {}, "tlt": {}}, "the tlt node does nothing without trainer.plugin: add"),
-        ({"trainer": None, "tlt": {}}, "the tlt node does nothing"),
         ({"trainer": {"plugin": "TLT"}, "tlt": {"spot": {}}}, None),
-        ({"trainer": {"v1": {"trainer_mode": "tlt_sync"}}, "tlt": {"spot": {}}}, None),
         ({"trainer": {"plugin": None}, "tlt": {"spot": {"enable": False}}}, None),
         ({"trainer": {"v1": {"plugin": "tlt"}}, "plugin": "tlt"}, None),
         ({"trainer": {"plugins": ["profiler"], "logger": "${nowhere}"}}, None),
@@ -94,27 +89,18 @@ def test_overrides_of_tlt_need_no_plus_beside_the_switch(switch):
     ("words", "sentence"),
     [
         (["+tlt=default"], "tlt=default does not switch TLT on: write +trainer.plugin=tlt, and settings as tlt.dra"),
-        (["tlt=default", "+trainer.plugin=tlt"], "tlt=default does not switch TLT on"),
         (
             ["+trainer.plugins=tlt"],
             "trainer.plugins=tlt is no setting of verl or verl-tlt. Did you mean +trainer.plugin=tlt?",
         ),
         (["trainer.plugin=tlt", "+tlt={spot:{enable:false}}"], None),
         (["+trainer.plugins=[profiler]"], None),
-        (["data.tlt=1"], None),
     ],
 )
 def test_a_wrong_spelling_of_the_switch_gets_the_right_one(words, sentence):
     said = flag.mistake(MAIN, words)
     assert said.startswith(sentence) if sentence else said is None
     assert flag.mistake("my.own.script", words) is None
-
-
-@pytest.mark.parametrize("name", flag.OTHERS)
-def test_verls_experimental_trainers_are_refused(name):
-    said = flag.mistake(name, ["trainer.plugin=tlt"])
-    assert said == f"trainer.plugin=tlt works with verl.trainer.main_ppo, and this is {name}."
-    assert flag.mistake(name, ["trainer.nnodes=1"]) is None
 
 
 @pytest.fixture
@@ -147,62 +133,8 @@ def test_a_plugin_that_cannot_install_its_hooks_says_so():
     assert "could not install its hooks" in done.stderr
 
 
-def test_without_the_flag_the_call_goes_straight_through(recipe, monkeypatch, wrapped):
-    monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)  # an import would fail
-    recipe.trainer.plugin = None
-    before = OmegaConf.to_container(recipe)
-    assert wrapped.validate_config(recipe, True, use_critic=False) == "stock"
-    assert wrapped.calls == [(recipe, True, False)]
-    assert OmegaConf.to_container(recipe) == before
-
-
-@pytest.mark.parametrize(
-    ("tree", "sentence"),
-    [
-        ({"trainer": {"plugin": "tlt2"}}, r"trainer\.plugin=tlt2 names no trainer plugin"),
-        ({"trainer": {"plugin": "${nowhere}"}}, r"trainer\.plugin, .* cannot be read"),
-        ({"trainer": {}, "tlt": "${nowhere}"}, r"trainer\.plugin, .* or tlt cannot be read"),
-    ],
-)
-def test_what_is_neither_a_tlt_run_nor_a_stock_one_does_not_start(tree, sentence, monkeypatch, wrapped):
-    monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
-    with pytest.raises(SystemExit, match=f"^verl-tlt: {sentence}"):
-        wrapped.validate_config(OmegaConf.create(tree), True, False)
-    assert wrapped.calls == []
-
-
-def test_with_the_flag_the_run_is_rewritten_after_stock_validation(recipe, wrapped):
-    assert wrapped.validate_config(config=recipe, use_reference_policy=True, use_critic=False) == "stock"
-    assert recipe.trainer.v1.trainer_mode == "tlt_sync"
-
-
-def test_a_config_that_stock_verl_rejects_is_not_rewritten(recipe, wrapped):
-    wrapped.calls = None  # so that stock fails
-    with pytest.raises(AttributeError):
-        wrapped.validate_config(recipe, True, False)
-    assert recipe.trainer.v1.trainer_mode == "sync"
-
-
 def test_with_the_flag_a_broken_install_refuses(recipe, monkeypatch, wrapped):
     monkeypatch.setitem(sys.modules, "verl_tlt.activation", None)
     with pytest.raises(SystemExit, match="does not import"):
         wrapped.validate_config(recipe, True, False)
     assert wrapped.calls == []
-
-
-def test_wrapping_twice_is_wrapping_once(wrapped):
-    once = wrapped.validate_config
-    plugin._wrap_validate_config(wrapped)
-    assert wrapped.validate_config is once
-
-
-def test_trainers_are_registered_only_when_one_is_asked_for(monkeypatch):
-    registered = []
-    register = types.ModuleType("verl_tlt.trainer.mixin")
-    register.register_trainers = lambda: registered.append(1)
-    monkeypatch.setitem(sys.modules, "verl_tlt.trainer.mixin", register)
-    module = types.ModuleType("stock")
-    module.get_trainer_cls = lambda name: f"class of {name}"
-    plugin._wrap_get_trainer_cls(module)
-    assert module.get_trainer_cls("sync") == "class of sync" and registered == []
-    assert module.get_trainer_cls("tlt_sync") == "class of tlt_sync" and registered == [1]

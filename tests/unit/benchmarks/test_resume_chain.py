@@ -1,52 +1,14 @@
-"""The chain of killed jobs: when a job is killed, and what a resumption is compared with."""
-
-from collections import Counter
+"""The chain of killed jobs: what a resumption is compared with."""
 
 import pytest
 
-from benchmarks.resume import PHASES, Saved, Target, draw, held_by, history, judge
+from benchmarks.resume import Saved, held_by, history, judge
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.trace.events import LoadSample, Phase, Publish, Reload, RunStarted, TraceWriter
+from verl_tlt.trace.events import Reload, TraceWriter
 
 HELD = 40
 WANT = Saved(3, 2, 3, HELD)
 PAST = {"version": 2, "steps": 40}
-
-
-def phase(name, step):
-    return Phase(t=1.0, step=step, name=name, start=0.0, end=1.0)
-
-
-def load(step, **inflight):
-    return LoadSample(t=1.0, step=step, inflight=inflight)
-
-
-def test_twenty_kills_hit_every_phase_at_moments_of_their_own():
-    drawn = [draw(number, seed=0) for number in range(20)]
-    assert Counter(t.phase for t in drawn) == Counter(PHASES * 2)
-    assert {t.later for t in drawn} == {1, 2, 3}, "what is published in one step is saved in the next"
-    assert {"save", "publish", "session", "judged"} <= {t.phase for t in drawn}
-    assert len({t.delay_s for t in drawn}) == 20 and drawn == [draw(number, seed=0) for number in range(20)]
-
-
-@pytest.mark.parametrize(
-    ("name", "event"),
-    [
-        ("rollout", load(5, a=4, b=4)),
-        ("session", load(5, a=4, b=0)),
-        ("update", phase("old_log_prob", 5)),
-        ("save", phase("update_actor", 5)),
-        ("sync", Publish(t=1.0, step=5, version=1, decision="kept")),
-    ],
-)
-def test_a_phase_has_one_mark_and_not_in_a_jobs_first_step(name, event):
-    marks = [load(5, a=4, b=4), load(5, a=4, b=0), phase("old_log_prob", 5), phase("update_actor", 5)]
-    target = Target(name, 0.0)
-    assert target.mark(event, first=4) and not target.mark(event, first=5)
-    assert not target.mark(RunStarted(t=1.0, step0=5), first=0)
-    assert not Target(name, 0.0, later=2).mark(event, first=4) and Target(name, 0.0, later=2).mark(event, first=3)
-    others = [other for other in marks if other.kind != event.kind or vars(other) != vars(event)]
-    assert not any(target.mark(other, first=4) for other in others if not (name == "rollout" and other.kind == "load"))
 
 
 def test_what_the_spot_trainer_logs_is_read_back():

@@ -5,9 +5,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from matplotlib.figure import Figure
 
-from verl_tlt.commands.compare.page import comparison_page, draw_ratios, draw_steps
+from verl_tlt.commands.compare.page import comparison_page
 from verl_tlt.commands.compare.plan import named_arms
 from verl_tlt.commands.compare.record import CompareError, Record, Step, Turn, read_step, schedule
 from verl_tlt.commands.compare.result import (
@@ -175,17 +174,3 @@ def test_the_page_has_the_answer_the_picture_and_the_table(record, tmp_path):
     (tlt,) = [row for row in page.tables[0].rows if row[0] == "tlt"]
     assert tlt[-1] == "3.0e-06" and tlt[2].startswith("1.") and len(page.tables[0].rows) == len(FASTER)
     assert write_page(tmp_path / "page.html", page).stat().st_size > 20_000
-
-
-def test_the_picture_has_a_dot_for_each_step_and_an_interval_for_each_ratio(record):
-    found = found_of(ARMS, record)
-    dots, ratios_of = Figure().subplots(), Figure().subplots()
-    draw_steps(dots, {name: record.steps(name) for name in found["arms"]})
-    drawn = [line.get_xydata() for line in dots.get_lines() if line.get_marker() == "."]
-    assert [len(points) for points in drawn] == [len(record.steps(name)) for name in found["arms"]]
-    assert drawn[0][0][1] == pytest.approx(1000 * record.steps("stock")[0].step_s / record.steps("stock")[0].tokens)
-    draw_ratios(ratios_of, found["ratios"])
-    spans = [line.get_xdata() for line in ratios_of.get_lines() if line.get_linewidth() == 2]
-    of = list(found["ratios"].values())[-1]["rollout_per_token"]
-    assert list(spans[0]) == [of["low"], of["high"]] and len(spans) == 2 * len(found["ratios"])
-    assert [text.get_text() for text in ratios_of.get_legend().get_texts()] == ["rollout", "step", "stock"]

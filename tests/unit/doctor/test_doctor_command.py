@@ -137,7 +137,7 @@ def test_a_wrong_way_to_name_the_run_is_one_sentence(words, said):
     assert code == 1 and said in output
 
 
-def test_under_another_interpreter_the_command_goes_on_with_that(overrides, policy, tmp_path):
+def test_under_another_interpreter_the_command_goes_on_with_that(overrides, tmp_path):
     """Its releases are judged; here it has this one's packages, and another place."""
     site = sysconfig.get_path("purelib")
     own = tmp_path / "other"
@@ -208,17 +208,13 @@ AMD = [f"sys/class/kfd/kfd/topology/nodes/{i}/gpu_id" for i in range(4)]  # a CP
         ([], {}, 0),
         ([*FOUR[:2], "dev/nvidiactl"], {}, 2),
         (FOUR[:2], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
-        (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
         (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
         (FOUR[:1], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "1, 3,4,0"}, 2),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "1,0,1"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "00,0"}, 0),
         (FOUR, {"CUDA_VISIBLE_DEVICES": " +1 ,2 "}, 2),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "0,,1"}, 1),
         (FOUR, {"CUDA_VISIBLE_DEVICES": " GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, GPU-d1c6ab0f"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-8932f937"}, 0),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-d1c6ab0f"}, 2),
         (FOUR, {"CUDA_VISIBLE_DEVICES": "0,NoDevFiles,1"}, 1),
         (FOUR, {"HIP_VISIBLE_DEVICES": "0"}, 4),
         (["dev/dxg"], {"CUDA_VISIBLE_DEVICES": "1"}, 1),
@@ -314,10 +310,7 @@ def test_a_count_that_is_none_is_named_by_its_key(verls, key):
     ("rollout", "tlt", "longest"),
     [
         ({}, {}, 3),
-        ({"enforce_eager": True}, {}, 3),
-        ({"engine_kwargs": {"vllm": {"enforce_eager": True}}}, {}, 3),
         ({"enforce_eager": True, "engine_kwargs": {"vllm": {"enforce_eager": None}}}, {}, 3),  # verl leaves nulls out
-        ({"engine_kwargs": {"vllm": {"decode_context_parallel_size": 2}}}, {}, 3),
         ({"enforce_eager": True}, {"max_draft_length": 5}, 5),
     ],
 )

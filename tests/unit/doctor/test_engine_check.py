@@ -19,7 +19,6 @@ from verl_tlt.commands.doctor.engine_check import (
     Answer,
     EngineJob,
     check,
-    check_sleep,
     check_waking,
     judge_costs,
     run_job,
@@ -109,11 +108,11 @@ async def test_it_measures_what_the_engine_decodes_at_once_whoever_said_so(monke
     assert {load.batch for load in asked} == {1, 2, 4, 8}
 
 
-class TwoRanks(SimpleNamespace):
-    """An engine on two ranks, of which the second has the drafter, as with pipeline parallelism; sleep discards it."""
+class Sleeper(SimpleNamespace):
+    """An engine that sleeps."""
 
     model_config = SimpleNamespace(enable_sleep_mode=True)
-    error, calls = None, ()
+    calls = ()
 
     async def sleep(self, level):
         self.calls = (*self.calls, "sleep")
@@ -124,24 +123,12 @@ class TwoRanks(SimpleNamespace):
     async def generate(self, prompt, tokens):
         self.calls = (*self.calls, "generate")
 
-    async def collective_rpc(self, method, args=()):
-        error = self.error if method == "tlt_load_drafter" else None
-        return [asdict(LoadReply(ok=True)), asdict(LoadReply(ok=error is None, error=error))]
-
-
-@pytest.mark.parametrize(("error", "level"), [(None, "ok"), ("norm.weight is [3].", "refuse")])
-async def test_every_rank_loads_the_drafter_again(error, level):
-    engine = StandaloneEngine.__new__(StandaloneEngine)
-    engine.llm, engine.drafter = TwoRanks(error=error), Path("drafter")
-    found = await check_sleep(engine)
-    assert found.level == level and ("loaded again after sleep" in found.sentence or found.sentence.endswith(error))
-
 
 async def test_a_second_process_without_a_context_is_refused_and_the_engine_wakes(monkeypatch):
     """That process is a real one, which sees no device; no GPU is needed here."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
-    engine = TwoRanks()
+    engine = Sleeper()
     engine.llm = engine
     found = await check_waking(engine)
     assert found.level == "refuse" and "no other process could open a CUDA context" in found.sentence
@@ -154,7 +141,7 @@ async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_i
 ):
     loaded = []
 
-    class Engine(TwoRanks):
+    class Engine(Sleeper):
         def __init__(self):
             self.llm, self.drafter = self, Path("drafter")
 

@@ -60,10 +60,8 @@ MLA = "latent attention (MLA) does not start on vLLM's CPU backend"
 @pytest.mark.parametrize(
     ("family", "architecture", "said", "fields"),
     [
-        ("seed_oss", "SeedOssForCausalLM", "drafters exist for llama", {}),
         ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "does not read its experts as transformers 5", {}),
         ("mimo", "MiMoForCausalLM", "to no EAGLE-3 head; its own MTP head drafts with tlt.drafter.method=mtp", {}),
-        ("qwen2", "MiMoForCausalLM", "vLLM hands the hidden states of MiMoForCausalLM to no", {}),
         ("martian", None, "drafters exist for llama, qwen2", {}),
         ("deepseek_v3", "DeepseekV3ForCausalLM", re.escape(MLA), {"kv_lora_rank": 512}),
         ("kimi_k25", "KimiK25ForConditionalGeneration", re.escape(MLA), {"text_config": {"kv_lora_rank": 512}}),

@@ -1,8 +1,6 @@
 """The drafter's shape follows the policy; its weights follow the seed; its verifier weights follow the policy's."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -102,10 +100,7 @@ def test_verifier_weights_are_read_from_the_shards_that_hold_them_and_no_other(t
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight) and model._attn_impl == BY_DOCUMENT
 
 
-def test_policies_without_the_tensors_are_named(policy, policy_dir, tmp_path):
-    policy.config.save_pretrained(tmp_path)
-    with pytest.raises(DrafterError, match="holds no weights"):
-        VerifierWeights.from_policy_dir(tmp_path)
+def test_a_policy_without_one_of_the_tensors_is_named(policy_dir, tmp_path):
     tensors = load_file(policy_dir / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -135,17 +130,6 @@ def test_pruned_vocabulary_maps_ids_and_slices_the_head(policy):
         build_drafter(policy.config, draft_ids=torch.tensor([5, 3]))
 
 
-def test_importing_the_package_loads_neither_speculators_nor_torch():
-    """The driver's checks run where a slow import would be felt by every command."""
-    code = (
-        "import sys, verl_tlt.drafter as d; d.check_drafter, d.DrafterError, d.aux_layers_for;"
-        "print([m for m in ('torch', 'speculators', 'transformers') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-    with pytest.raises(AttributeError, match="no_such_name"):
-        __import__("verl_tlt.drafter").drafter.no_such_name  # noqa: B018
-
-
 def test_embedding_and_head_take_no_memory_before_the_policys_arrive():
     """Every process of a run builds a drafter: at 152k tokens x 3584 three tables in float32 are 6.5 GB in each."""
     policy = {**make_policy().config.to_dict(), "vocab_size": 50_000}
@@ -169,7 +153,7 @@ def test_embedding_and_head_take_no_memory_before_the_policys_arrive():
     assert sum(size for size in held.values() if size >= table) == 2 * 2 * table  # both in 16 bits, each once
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 4])
 def test_a_new_drafter_knows_the_token_it_stands_at(kv_heads):
     """Another token there moves its first pass twice as far as any token before it does, in a long text too."""
     policy = make_policy(num_key_value_heads=kv_heads)

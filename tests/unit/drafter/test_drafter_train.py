@@ -10,7 +10,6 @@ from tiny_policy import drafter_of, same_state
 
 from verl_tlt.drafter.checkpoint import load_training_state, save_drafter
 from verl_tlt.drafter.data import TrainingSequence, batches, from_numpy16, pack, to_numpy16
-from verl_tlt.drafter.evaluate import accept_length, acceptance
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import DrafterTrainer, run_passes, train_until
 
@@ -37,8 +36,8 @@ def test_a_position_is_unrolled_once_drafts_reach_it(drafter, sequences):
         assert len(again.step(batch).acc_by_position) == asked
 
 
-@pytest.mark.parametrize("loss", ["ce", "tv", "nla", "lk_hybrid", '{"ce": 0.1, "tv": 0.9}'])
-def test_every_loss_of_the_settings_trains(drafter, sequences, loss):
+@pytest.mark.parametrize("loss", ["tv", '{"ce": 0.1, "tv": 0.9}'])
+def test_a_loss_by_its_name_or_a_mixture_trains(drafter, sequences, loss):
     result = DrafterTrainer(drafter, ttt_steps=1, loss=loss).step(pack(sequences))
     assert math.isfinite(result.loss) and not result.skipped
 
@@ -58,7 +57,7 @@ def test_a_pruned_drafter_is_taught_the_policys_distribution_over_its_tokens(pol
     torch.testing.assert_close(seen[0], wanted)
 
 
-def test_only_own_parameters_move_and_warm_up_is_linear(policy, drafter, sequences):
+def test_only_own_parameters_move_and_warm_up_is_linear(drafter, sequences):
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     trainer = DrafterTrainer(drafter, learning_rate=1e-3, warmup_steps=4)
     rates = []
@@ -146,11 +145,9 @@ def test_parameters_travel_as_numpy(policy, drafter, sequences):
     [
         ("average", {"norm.weight": torch.zeros(3)}, r"norm\.weight is \[3\]"),
         ("parameters", {"norm.weight": torch.full((32,), torch.nan)}, r"norm\.weight holds NaN or infinity"),
-        ("parameters", 3, "no training state"),
         ("optimizer", {"state": 3}, "no training state"),
         ("optimizer", {"state": {0: {"exp_avg": torch.zeros(1)}}}, "moments are not those of the drafter"),
         ("steps", math.nan, "no training state"),
-        ("passes", 3, "no training state"),
     ],
 )
 def test_what_is_no_state_of_this_drafter_is_refused_and_nothing_changes(drafter, sequences, key, value, said):
@@ -178,17 +175,6 @@ def test_the_average_follows_a_new_drafter_and_stays_with_a_trained_one(drafter,
     assert behind < 0.3 * moved if not trained else behind > 0.8 * moved
 
 
-def test_the_average_is_better_than_weights_that_a_constant_rate_keeps_moving(drafter, sequences):
-    trainer = DrafterTrainer(drafter, learning_rate=4e-2, ttt_steps=1)
-    rejected = {"weights": [], "average": []}
-    for steps in range(90, 130, 10):
-        train_until(trainer, stream(sequences), lambda steps=steps: trainer.steps >= steps)
-        rejected["weights"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
-        with trainer.holding({name: average.numpy() for name, average in trainer.averages().items()}):
-            rejected["average"].append(2.0 - accept_length(acceptance(drafter, sequences, max_draft=1)))
-    assert np.mean(rejected["average"]) < 0.75 * np.mean(rejected["weights"]), rejected
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_arrays_round_trip(dtype):
     tensor = torch.randn(5, 3).to(dtype)
@@ -198,9 +184,3 @@ def test_sixteen_bit_arrays_round_trip(dtype):
     array.flags.writeable = False
     assert torch.equal(from_numpy16(array), tensor)
     assert torch.equal(from_numpy16(to_numpy16(torch.ones(2))), torch.ones(2, dtype=torch.bfloat16))
-
-
-def test_sixteen_bit_states_train(drafter, sequences):
-    halves = [TrainingSequence(s.tokens, s.prompt_len, s.aux.bfloat16(), s.last.bfloat16()) for s in sequences]
-    full = DrafterTrainer(drafter).step(pack(sequences)).loss
-    assert DrafterTrainer(drafter).step(pack(halves)).loss == pytest.approx(full, rel=0.05)

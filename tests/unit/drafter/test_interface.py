@@ -1,8 +1,7 @@
 """The interface of `verl_tlt.drafter`: its example runs, its names are explained, its errors name the cause."""
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from verl_tlt.drafter import (
     VerifierWeights,
     acceptance,
     batches,
-    build_drafter,
     check_drafter,
     load_drafter,
     pack,
@@ -29,11 +27,12 @@ from verl_tlt.drafter import (
 EXAMPLE = Path(verl_tlt.__file__).parents[1] / "examples" / "train_drafter.py"
 
 
-def test_the_example_runs_as_it_stands(tmp_path):
-    done = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(re.findall(r"epoch \d: loss [\d.]+ over \d+ tokens", done.stdout)) == 3
-    assert re.search(r"accept length at K=3: [1-4]\.\d\d\ndrafter$", done.stdout.strip())
+def test_the_example_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out
+    assert len(re.findall(r"epoch \d: loss [\d.]+ over \d+ tokens", said)) == 3
+    assert re.search(r"accept length at K=3: [1-4]\.\d\d\ndrafter$", said.strip())
     check_drafter(tmp_path / "drafter", str(tmp_path / "policy"))
 
 
@@ -52,7 +51,6 @@ def captured(policy, *texts):
 
 MISTAKES = {
     "loss='kl' is no loss": lambda policy, drafter: DrafterTrainer(drafter, loss="kl"),
-    "loss='{}' is no loss": lambda policy, drafter: DrafterTrainer(drafter, loss="{}"),
     "prompt_len=4 must be 0..3": lambda policy, drafter: sequence([1, 2, 3], 4),
     "3 tokens came with 2 aux": lambda *_: TrainingSequence(torch.arange(3), 0, torch.zeros(2, 96), torch.zeros(3, 32)),
     "prompt_len=3 must be 0..2": lambda policy, drafter: captured(policy, ((1, 2), 3)),
@@ -60,14 +58,12 @@ MISTAKES = {
     "budget=0 must be": lambda policy, drafter: list(batches([sequence([1, 2, 3])], 0)),
     "64 wide, and the drafter reads 96": lambda policy, drafter: acceptance(drafter, [sequence([1, 2, 3, 4], aux=64)]),
     "Token 48 is outside": lambda policy, drafter: captured(policy, ((1, 48), 1)),
-    "vocabulary, 0..47": lambda policy, drafter: step(drafter, sequence([1, 2, 48, 3, 4])),
     "Token -1 is outside": lambda policy, drafter: step(drafter, sequence([1, -1, 3, 4])),
     "Token 99 is outside": lambda policy, drafter: acceptance(drafter, [sequence([1, 2, 99, 3])]),
     "No row of this batch has a loss": lambda policy, drafter: step(drafter, sequence([1, 2, 3], 3)),
     "no sequence to pack": lambda policy, drafter: pack([]),
     "at least 2": lambda policy, drafter: pack([sequence([1], 1)]),
     "is read from a folder, a name on the hub": lambda policy, drafter: policy_shape(policy),
-    "not from a Qwen3ForCausalLM": lambda policy, drafter: build_drafter(policy),
     "not from a Qwen3": lambda policy, drafter: VerifierWeights.from_policy_dir(policy),
     "not as a Drafter": lambda policy, drafter: load_drafter(drafter, policy.config),
 }

@@ -17,6 +17,7 @@ from verl_tlt.drafter.check import check_drafter
 from verl_tlt.drafter.checkpoint import save_drafter
 from verl_tlt.drafter.data import pack
 from verl_tlt.drafter.policy import SUPPORTED, DrafterError, aux_layers_for, policy_shape
+from verl_tlt.drafter.tensor_file import WEIGHTS
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights, rehearse
 
@@ -58,13 +59,6 @@ def test_a_tied_policy_that_does_not_say_so_is_tied(tmp_path):
     assert policy_shape(published(tmp_path, "ERNIE-4.5-0.3B")).tied
 
 
-def test_pickled_weights_are_refused_before_a_run(tmp_path):
-    path = published(tmp_path, "Qwen3-8B")
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    found = check_policy(str(path))
-    assert found.level == "refuse" and "pytorch_model.bin is pickled" in found.sentence
-
-
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
@@ -87,24 +81,26 @@ def test_what_cannot_be_built_is_one_sentence(tmp_path, name, change, said):
         rehearse(path)
 
 
-def test_a_policy_without_its_weights_is_refused_before_a_run(tmp_path):
-    path = published(tmp_path / "policy", "Qwen3-8B")
-    (path / "model.safetensors").unlink()
-    found = check_policy(str(path))
-    assert found.level == "refuse" and "holds no weights" in found.sentence
+def quantized(policy, file, **fields):
+    (policy / file).write_text(json.dumps((PUBLISHED["Qwen3-8B"] if file == "config.json" else {}) | fields))
 
 
 @pytest.mark.parametrize(
-    ("file", "fields", "said"),
+    ("spoil", "said"),
     [
-        ("config.json", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config (awq)"),
-        ("config.json", {"compression_config": {"quant_method": "sparseml"}}, "compression_config (sparseml)"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "hf_quant_config.json: quantization (FP8)"),
+        (lambda policy: (policy / WEIGHTS).rename(policy / "pytorch_model.bin"), "pytorch_model.bin is pickled"),
+        (lambda policy: (policy / WEIGHTS).unlink(), "holds no weights"),
+        (lambda policy: quantized(policy, "config.json", quantization_config={"quant_method": "awq"}), "(awq)"),
+        (lambda policy: quantized(policy, "config.json", compression_config={"quant_method": "sparse"}), "(sparse)"),
+        (
+            lambda policy: quantized(policy, "hf_quant_config.json", quantization={"quant_algo": "FP8"}),
+            "hf_quant_config.json: quantization (FP8)",
+        ),
     ],
 )
-def test_a_quantized_policy_is_refused_before_a_run(tmp_path, file, fields, said):
+def test_weights_that_cannot_be_read_are_refused_before_a_run(tmp_path, spoil, said):
     path = published(tmp_path / "policy", "Qwen3-8B")
-    (path / file).write_text(json.dumps((PUBLISHED["Qwen3-8B"] if file == "config.json" else {}) | fields))
+    spoil(path)
     found = check_policy(str(path))
     assert found.level == "refuse" and said in found.sentence
 
@@ -113,10 +109,10 @@ def test_a_quantized_policy_is_refused_before_a_run(tmp_path, file, fields, said
 def test_a_tied_policy_whose_files_have_another_head_has_the_files(tmp_path, other):
     """As transformers loads it."""
     path = published(tmp_path / "policy", "Llama-3.2-1B")
-    tensors = load_file(path / "model.safetensors")
+    tensors = load_file(path / WEIGHTS)
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding + 1 if other else embedding.clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     weights, loaded = VerifierWeights.from_policy_dir(path), transformers.AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(weights.lm_head, loaded.lm_head.weight)
     assert (weights.lm_head is weights.embed) != other

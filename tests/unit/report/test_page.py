@@ -93,23 +93,6 @@ def test_texts_of_a_run_are_no_markup(tmp_path, writer):
     assert "<b>$x^2$</b>" in page.words and "b" not in page.tags
 
 
-def test_the_page_says_what_ran_where_and_when(tmp_path, writer):
-    versions = {"verl-tlt": "0.1.0", "verl": "0.9.1", "vllm": "0.24.0", "ray": "2"}
-    run = {"name": "math/qwen", "policy": "Qwen/Qwen3-8B", "hardware": "H100", "gpus": 16, "versions": versions}
-    writer.emit("run", step0=5, **run)
-    about = "Qwen/Qwen3-8B; 2027-01-15 08:00 UTC; 16 workers on H100; verl-tlt 0.1.0, verl 0.9.1, vllm 0.24.0"
-    assert {"math/qwen", about} <= set(written(tmp_path).words)
-
-
-def test_steps_that_did_not_draft_say_why(tmp_path, writer):
-    useless = "held-out accept length 1.00: next to nothing is accepted"
-    for step, off in ((1, useless), (2, "pays from 1.31 on"), (3, "")):
-        writer.emit("step", step=step, metrics={"timing_s/step": 3.0}, off=off)
-    page = written(tmp_path)
-    assert "Nothing was drafted in 2 of 3 steps, last in step 2: pays from 1.31 on." in page.words
-    assert page.words.index("why nothing was drafted") < page.words.index(useless)
-
-
 def test_without_savings_the_page_says_so(tmp_path, writer):
     assert "No step is finished yet." in written(tmp_path).words
     writer.emit(
@@ -119,13 +102,6 @@ def test_without_savings_the_page_says_so(tmp_path, writer):
     assert "TLT saved nothing in steps 1 to 1: nothing was drafted." in page.text and "0.7" not in page.text
     writer.emit("step", step=2, metrics={"tlt/accept_length": 1.6, "tlt/draft_length_mean": 1.0})
     assert "What TLT saved in steps 1 to 2 is not known" in written(tmp_path).text
-
-
-def test_the_probability_difference_stands_beside_that_of_steps_without_drafts(tmp_path, writer):
-    name = "training/rollout_probs_diff_max"
-    for step, k, difference in ((1, 0.0, 2e-6), (2, 1.5, 7e-6)):
-        writer.emit("step", step=step, metrics={"tlt/draft_length_mean": k, name: difference})
-    assert "7.0e-06 in steps with drafts; 2.0e-06 in steps without drafts, as in stock verl." in written(tmp_path).text
 
 
 def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):

@@ -56,7 +56,7 @@ def test_the_table_of_a_trace_fits_a_terminal_and_leaves_out_what_nothing_filled
     assert "26.0" in text and "idle" not in text and "drafter" not in text
     text = printed(rows, tmp_path / "out")
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
-    wanted = ("reward", "rollout", "accept", "length", "idle", "trained", "drafter", "13.3", "v5")
+    wanted = ("reward", "rollout", "accept", "length", "idle", "trained", "drafter", "8.2", "v5")
     assert all(words in text for words in wanted)
 
 

@@ -94,8 +94,6 @@ def test_a_failing_measurement_restores_the_engine():
 
 def test_a_draft_length_without_a_clean_step_has_no_point():
     engine = MadeEngine()
-    usual = engine.seconds
-    engine.seconds = lambda arm, batch, context: usual(arm, batch, context)
     answer = engine.call_utility_async
 
     async def without_three(method, operation, arguments):

@@ -55,7 +55,6 @@ def test_arms_are_those_that_have_graphs(speculation, mode, arms):
         ({"decode_context_parallel_size": 2}, "PIECEWISE"),
         ({"attention_backend": "FLASHINFER"}, "PIECEWISE"),
         ({"attention_config": {"backend": "FLASHINFER", "use_trtllm_attention": True}}, "FULL_AND_PIECEWISE"),
-        ({"attention_backend": "FLASH_ATTN"}, "FULL_AND_PIECEWISE"),
     ],
 )
 def test_graphs_are_those_that_verl_asks_for_and_vllm_can_capture(user, mode):
@@ -126,10 +125,9 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
         ({"return_sampling_mask": True}, "vllm.return_sampling_mask cannot be used with a drafter"),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "vllm.kv_transfer_config"),
         ({"scheduler_cls": "a.B"}, "vllm.scheduler_cls is set by verl-tlt itself"),
-        ({"speculative_config": {}}, "vllm.speculative_config is set by verl-tlt itself"),
         ({"spec_tokens": 3}, "vllm.spec_tokens is set by verl-tlt itself"),
-        ({"async-scheduling": True}, "vllm.async-scheduling hides arguments from verl-tlt; write each as a key of"),
         ({"config": "vllm.yaml"}, "vllm.config hides arguments from verl-tlt"),
+        ({"async-scheduling": True}, "vllm.async-scheduling hides arguments from verl-tlt; write each as a key of"),
     ],
 )
 def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):

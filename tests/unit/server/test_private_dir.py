@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from verl_tlt.files.disk import make_private_dir
-from verl_tlt.messages.rollout import store_name
 
 OWNER = """
 import sys, tempfile
@@ -39,10 +38,6 @@ def test_two_processes_have_two_directories(tmp, other):
     ours = make_private_dir("tlt-")
     assert ours != theirs and ours.is_dir() and theirs.is_dir()
     assert ours.stat().st_mode & 0o777 == 0o700
-
-
-def test_two_jobs_have_two_stores():
-    assert store_name("01000000") != store_name("02000000")
 
 
 def test_one_whose_process_was_killed_goes_and_what_is_not_ours_stays(tmp, other):

@@ -16,7 +16,7 @@ from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
-from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
+from verl_tlt.server.engine_calls import EngineGone
 from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -41,13 +41,6 @@ async def test_an_engine_that_refuses_is_reported_and_raises_nothing(server, cap
         found = await server.tlt_stats()
     assert found.num_steps == 0 and "The engine refused 'stats'" in found.failure
     assert "no engine statistics this step" in caplog.text
-
-
-async def test_a_drafting_switch_that_is_not_taken_is_a_failed_reload(server):
-    server._tlt_served, server.engine = DrafterStatus(ok=True), Engine(tlt_set_drafting=[None])
-    await server._tlt_set_drafting(True)
-    status = await server.tlt_status()
-    assert not status.ok and "refused 'control'" in status.error, "counted in tlt/reload_failures"
 
 
 async def test_an_engine_that_does_not_start_with_its_drafter_says_how_it_starts_without(monkeypatch):
@@ -84,30 +77,6 @@ async def test_a_request_with_a_thinking_budget_is_refused_where_the_engine_spec
         await make_server().generate([1], budget, "a")
 
 
-async def test_an_engine_that_does_not_answer_is_waited_for_so_long(monkeypatch):
-    monkeypatch.setattr(engine_calls, "SCHEDULER_S", 0.05)
-    engine = Engine(stats=lambda _: asyncio.sleep(60))
-    with pytest.raises(SchedulerCallError, match=r"did not answer 'stats' within 0\.05 s"):
-        await ask_scheduler(engine, "stats")
-
-
-async def test_calls_that_wait_for_an_engine_fail_when_it_dies_and_those_that_were_answered_do_not(monkeypatch):
-    monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)
-    answer, lost, slow = (asyncio.get_running_loop().create_future() for _ in range(3))
-    resources = SimpleNamespace(engine_dead=False)
-    core = SimpleNamespace(resources=resources, utility_results={1: answer, 2: lost, 3: slow})
-    engine = SimpleNamespace(engine_core=core, errored=False)
-    watch = asyncio.create_task(fail_calls_when_dead(engine))
-    with pytest.raises(EngineGone, match=r"did not wake up within 0\.05 s"):
-        await answered(engine, "wake up", slow, 0.05)
-    answer.set_result("fine")
-    resources.engine_dead = engine.errored = True
-    with pytest.raises(EngineGone, match="died when it was to sleep"):
-        await answered(engine, "sleep", lost)
-    await asyncio.wait_for(watch, LATE_S)
-    assert await answered(engine, "answer", answer) == "fine"
-
-
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("method", ["tlt_load_drafter", "tlt_set_drafting", "control"])
 async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs(server, monkeypatch, dies, method):
@@ -124,11 +93,11 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
     server._tlt_staged = DrafterFile(0, "{}", b"")
     if method == "control" and not dies:  # what an engine that answers does not do with the switch
         monkeypatch.setattr(engine_calls, "SCHEDULER_S", BOUND_S)
-        await server._tlt_reload()
+        await server.tlt_disable_drafting(False, at_once=True)
         assert "did not answer 'control'" in (await server.tlt_status()).error
         return
     with pytest.raises(EngineGone, match=r"^The engine (died|did not) [^\n]+\.$"):
-        await server._tlt_reload()
+        await server.tlt_disable_drafting(False, at_once=True)
     assert server.engine.asked[-1][0] == method, "an engine that is gone is asked nothing more"
 
 
@@ -208,22 +177,6 @@ def stand_in_for_ray(monkeypatch, get):
     context = SimpleNamespace(get_job_id=lambda: "01000000")
     alike = SimpleNamespace(get_actor=lambda name: store, get=get, get_runtime_context=lambda: context)
     monkeypatch.setattr(module, "ray", alike)
-
-
-def test_a_first_drafter_that_does_not_come_ends_the_start(server, monkeypatch):
-    ray = pytest.importorskip("ray")
-    asked = {}
-
-    def get(reference, timeout):
-        asked["timeout"] = timeout
-        raise ray.exceptions.GetTimeoutError("no answer")
-
-    monkeypatch.setattr(module, "STORE_S", BOUND_S)
-    stand_in_for_ray(monkeypatch, get)
-    server.config = SimpleNamespace(checkpoint_engine=None)
-    with pytest.raises(ray.exceptions.GetTimeoutError):
-        server._preprocess_engine_kwargs({})
-    assert asked == {"timeout": BOUND_S}
 
 
 @pytest.mark.parametrize("speculates", [True, False])

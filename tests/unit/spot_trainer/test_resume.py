@@ -96,7 +96,7 @@ def test_one_that_never_published_has_one_reference(tmp_path, step):
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(1), None, 3])
-def test_a_training_state_that_does_not_fit_costs_the_moments_and_not_the_run(trainer, tmp_path, step, wrong, caplog):
+def test_a_training_state_that_does_not_fit_costs_the_moments_and_not_the_run(trainer, tmp_path, step, wrong):
     directory = step / "tlt_drafter"
     trainer.save(str(directory), FACTS)
     state = load_training_state(directory)

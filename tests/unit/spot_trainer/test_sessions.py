@@ -149,14 +149,6 @@ def test_scores_of_a_session_that_was_stopped_are_kept(trainer, decides, monkeyp
     assert len(seen[0].prompts) == len({*seen[0].prompts.tolist()}) > gate.MIN_PROMPTS, "each sequence once"
 
 
-def test_a_stop_amid_the_scores_changes_nothing(trainer):
-    session(trainer)
-    before, candidate = trainer.trainer.parameters_numpy(), trainer.candidate
-    result = session(trainer, lambda: True)
-    assert (result.outcome, result.steps, result.verdict) == ("stopped", 0, None)
-    assert same(trainer.trainer.parameters_numpy(), before) and trainer.candidate is candidate
-
-
 def test_a_version_that_is_two_of_the_three_is_scored_once(trainer, decides, monkeypatch):
     calls = []
     real = scoring.acceptance

@@ -61,16 +61,6 @@ def held(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_where_only_policies_fit_no_drafter_takes_the_place_of_the_next(trainer, drafter_bytes, disk):
-    """Room for two policies and no more: stock verl, which keeps one beside the one it writes, goes on for ever."""
-    small = disk(2 * POLICY_BYTES + drafter_bytes // 2)
-    for step in (1, 2):
-        folder = policys(small, step)
-        with pytest.raises(DrafterError, match=r"global_step_. gets no drafter: the disk has"):
-            save(trainer, folder)
-        assert held(folder) == {"actor"}
-
-
 def test_where_both_fit_both_are_written(trainer, drafter_bytes, disk):
     large = disk(2 * POLICY_BYTES + 2 * drafter_bytes + 64 * PAGE)
     folder = policys(large, 1)

@@ -50,15 +50,6 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(fil
     assert {name for name in metrics if name.startswith("tlt/")} <= written.keys()
 
 
-def test_one_replica_trains_at_a_time_and_the_others_serve_on(filled):
-    controller = filled("abc")
-    with training(controller, 2):
-        controller.servers.load["a"] = 0
-        controller.servers.clock.sleep(LOOKS_S)
-        assert controller.servers.balancer == {"a", "c"}
-    assert controller.spot.called("train") == [("b",)]
-
-
 def test_a_verdict_that_keeps_what_is_served_brings_its_newer_acceptance(filled):
     controller = filled()
     metrics = trained_step(controller, 2, KEEPS)
@@ -157,7 +148,7 @@ def test_nobody_leaves_before_hidden_states_have_arrived(filled):
 RANDOM = {"start": {"untrained": True}, "facts": {"cold_start_s": 8.0}}
 
 
-def test_a_run_without_a_drafter_stops_once_and_trains_one(filled, took, clock):
+def test_a_run_without_a_drafter_stops_once_and_trains_one(filled, took):
     controller = filled(**RANDOM)
     controller.cold_start(2)
     assert controller.spot.called("train") == [], "two steps' hidden states are needed"
@@ -172,7 +163,7 @@ def test_a_run_without_a_drafter_stops_once_and_trains_one(filled, took, clock):
     assert took(controller.cold_start, 4) == 0.0, "once"
 
 
-def test_a_cold_start_ends_when_its_data_is_used_up(filled, took, clock):
+def test_a_cold_start_ends_when_its_data_is_used_up(filled, took):
     controller = filled(**RANDOM)
     rl_step(controller, 2)
     begin = controller.spot.train

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.warmup import command, engine, train
 from verl_tlt.commands.warmup.train import CHECKS
 from verl_tlt.drafter.evaluate import acceptance
@@ -95,11 +94,6 @@ def test_an_engine_of_more_gpus_than_there_are_is_not_started(monkeypatch):
     assert engine.find_device("auto", 2) == "cuda" and engine.find_device("cpu", 4) == "cpu"
     with pytest.raises(TLTError, match=r"--tensor-parallel 4 asks for 4 GPUs, and torch finds 2\."):
         engine.find_device("auto", 4)
-
-
-def test_what_is_said_is_printed_as_it_is(capsys):
-    say(make_console(), "4:100: [bold] and :smile:")
-    assert capsys.readouterr().out == "4:100: [bold] and :smile:\n"
 
 
 def test_what_a_kill_left_is_no_response(tmp_path, monkeypatch):

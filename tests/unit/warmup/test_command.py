@@ -91,9 +91,7 @@ def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer
     assert provenance(other.out)["steps_in_all"] == provenance(straight.out)["steps_in_all"]
 
 
-@pytest.mark.parametrize(
-    "state", [{}, {"trainer": 3}, {"trainer": {"optimizer": {"state": []}}}, {"trainer": {"optimizer": {"state": {}}}}]
-)
+@pytest.mark.parametrize("state", [{}, {"trainer": {"optimizer": {"state": []}}}])
 def test_a_state_of_another_kind_is_named(settings, answer, state):
     wanted = answer(settings())
     with (wanted.work / "responses" / "responses.jsonl").open("a") as file:
@@ -140,11 +138,7 @@ def test_other_settings_do_not_go_on_from_it(settings, answer, warm):
     warm(epochs=0.5)  # a longer or shorter budget is no other run
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"batch_tokens": 64}, {"learning_rate": 1e-3}, {"objective": "hass"}, {"draft_vocab": 12}, {"draft_length": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"objective": "hass"}, {"draft_vocab": 12}], ids=str)
 def test_with_another_option_of_training_the_responses_are_kept(settings, answer, warm, change):
     """No engine can run in this test: a response that was given up would end it."""
     first = answer(settings())
@@ -241,12 +235,6 @@ def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_f
 
 
 NEEDED = ["warmup", "--model", "m", "--prompts", "p", "--out", "o"]
-
-
-@pytest.mark.parametrize("option", ["--seed=-1", "--top-p=1.5", "--max-steps=0", "--learning-rate=0"])
-def test_a_number_out_of_bounds_names_its_option(option):
-    code, said = run(*NEEDED, option)
-    assert code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in said
 
 
 def test_without_vllm_the_command_ends_in_one_sentence(tmp_path):

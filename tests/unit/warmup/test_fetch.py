@@ -118,7 +118,7 @@ def test_an_engine_without_the_hub_finds_all_that_it_reads(hub, python, tmp_path
 
 
 @pytest.mark.parametrize("file", ["config.json", "provenance.json"])
-def test_beside_a_drafters_weights_that_are_here_its_other_files_are_fetched(hub, python, tmp_path, file):
+def test_beside_a_drafters_weights_that_are_here_its_other_files_are_fetched(python, tmp_path, file):
     (tmp_path / "policy" / "provenance.json").write_text("{}")
     python('from huggingface_hub import hf_hub_download; hf_hub_download("Org/policy", "model.safetensors")')
     assert file in python(FOLDER).split()

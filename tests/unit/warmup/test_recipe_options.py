@@ -91,9 +91,7 @@ def test_evaluate_takes_the_same(overrides, policy_dir, tmp_path):
         (("--model", "m"), "m/config.json does not exist."),
         (("data.train_files=hdfs://far/x.parquet",), "is on another file system: give --prompts."),
         (("actor_rollout_ref.rollout.temperature=hot",), "temperature must be a number from 0 to 2"),
-        (("actor_rollout_ref.rollout.temperature=-1",), "rollout.temperature must be a number from 0 to"),
         (("actor_rollout_ref.rollout.top_p=1.5",), "top_p must be a number from 1e-06 to 1, not 1.5."),
-        (("actor_rollout_ref.rollout.top_k=inf",), "rollout.top_k must be a number from -1 to"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_sentence(words, sentence, policy_dir, tmp_path):
