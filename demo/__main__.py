@@ -8,19 +8,20 @@ import hashlib
 import os
 import shutil
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from demo.job import DemoError, run
-from demo.machine import find_machine
+from demo.machine import DemoError, find_machine
 from tests.toy.assets import build_assets, demo_width, hash_sources
 from tests.toy.head import other_prompts, warmup_command
 from verl_cpu.dtype import find_dtype, say_dtype
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.commands.compare.job import failure, read_rows
+from verl_tlt.commands.compare.job import failure, read_rows, watched
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.report.command import report
@@ -31,6 +32,8 @@ RECIPE = Path(__file__).with_name("demo_grpo.sh")
 BIN = Path(sys.executable).parent
 PROMPTS, WARMUP_STEPS = 32, 60
 """Responses and optimizer steps of the warm-up: so few that the drafter has much to learn in the run."""
+STALL_S = 900.0
+"""Seconds without a line of output after which a command counts as hung."""
 INTERRUPTED = 130
 
 
@@ -107,6 +110,29 @@ def grpo(console: Console, folder: Path, steps: int, given: dict[str, str], reci
     run(console, f"GRPO with verl-tlt, {steps} steps", ["bash", str(recipe)], environment, log, finished_steps)
     if len(told) < steps:
         raise DemoError(failure(f"The run ended after {len(told)} of {steps} steps.", log))
+
+
+def run(
+    console: Console,
+    what: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a command to its end, its output in `log`; `look` is called every second. A DemoError says why it failed."""
+    began = time.monotonic()
+    with console.status(what) as status:
+
+        def show() -> None:
+            look()
+            status.update(f"{what}: {time.monotonic() - began:.0f} s")
+
+        code = watched(what, command, environment, log, Path.cwd(), STALL_S, show)
+    look()
+    if code:
+        raise DemoError(failure(f"{what} failed with exit status {code}.", log))
+    say(console, f"{what}: done in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import psutil
 
-from demo.job import DemoError
+from verl_tlt.errors import TLTError
 
 NEEDED_GB = 14.0
 """Available memory below which the run would be killed half-way."""
 COMFORTABLE_GB = 18.0
 COMFORTABLE_CORES = 2
+
+
+class DemoError(TLTError):
+    """The demo cannot go on; the message is what the user needs to read."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from demo.job import DemoError
-from demo.machine import Machine, find_machine
+from demo.machine import DemoError, Machine, find_machine
 
 
 def test_a_container_limits_memory_and_cores(tmp_path):
