@@ -62,7 +62,8 @@ def demo(console: Console, steps: int, out: Path) -> None:
     say(console, say_dtype(dtype))
     assets = build_assets(out / "assets", width=demo_width(dtype))
     drafter = warm_up(console, assets.policy)
-    given = {"ASSETS": str(assets.policy.parent), "DTYPE": dtype, "DRAFTER": str(drafter), "STEPS": str(steps)}
+    files = {"POLICY": assets.policy, "TRAIN": assets.train, "VAL": assets.val, "DRAFTER": drafter}
+    given = {"DTYPE": dtype, "STEPS": str(steps), **{name: str(file) for name, file in files.items()}}
     grpo(console, out / "tlt", steps, given)
     report(out / "tlt" / "trace", out)
     say(console, "`make demo-compare` measures it against stock verl.")
