@@ -12,8 +12,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults test-real demo demo-compare bench bench-control bench-real clean distclean
 
 help:
-	@echo "make demo           a drafter is warmed up once, then GRPO with TLT on the toy task, a line per step, report in demo-out/"
-	@echo "make demo-compare   the same, then stock verl and TLT in turns"
+	@echo "make demo           GRPO with TLT on a toy task: a drafter learns in idle time; a line per step, report in demo-out/"
+	@echo "make demo-compare   then stock verl and TLT in turns, with the drafter that the demo has trained"
 	@echo "make test           lint, types and the tests that continuous integration runs"
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"
@@ -91,8 +91,10 @@ recipes-check: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m demo
 
-demo-compare: $(STAMP)
-	$(BIN)/python -m demo --compare
+# Any Ray cluster that happens to be there is left alone.
+demo-compare: demo
+	OUT=$(CURDIR)/demo-out PATH="$(abspath $(BIN)):$$PATH" $(BIN)/verl-tlt compare --rounds 2 --steps 5 \
+	  --drafter demo-out/tlt/drafter --out demo-out/compare -- demo/demo_grpo.sh +ray_kwargs.ray_init.address=local
 
 test-faults: $(STAMP)
 	$(BIN)/python -m benchmarks.faults

@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from demo.follow import TraceTail
+from benchmarks.trace_tail import TraceTail
 from tests.toy.assets import Assets, build_assets
 from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.trace.events import Event

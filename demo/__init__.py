@@ -1,1 +1,1 @@
-"""The demo: real GRPO through stock verl on this machine, watched while it runs, summed up when it is done."""
+"""The demo: GRPO with verl-tlt on a toy task, on this machine's CPU."""

@@ -1,26 +1,139 @@
-"""`python -m demo`, from a clone of the repository: what `make demo` runs."""
+"""`python -m demo`: a drafter that has seen little text learns in the idle time of a GRPO run.
 
+`verl-tlt warmup` makes the drafter, `demo_grpo.sh` starts stock verl with the plugin, and `verl-tlt report` shows what
+came of it.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from demo.command import demo
+from demo.machine import DemoError, find_machine
+from tests.toy.assets import build_assets, demo_width, hash_sources
+from tests.toy.head import other_prompts, warmup_command
+from verl_cpu.dtype import find_dtype, say_dtype
+from verl_cpu.environment import CPU_ENGINE
+from verl_tlt.commands.compare.job import failure, read_rows, watched
+from verl_tlt.commands.console import make_console, say
+from verl_tlt.commands.interrupts import interruptible
+from verl_tlt.commands.report.command import report
+from verl_tlt.errors import TLTError
+from verl_tlt.trace.metrics import step_line
+
+RECIPE = Path(__file__).with_name("demo_grpo.sh")
+BIN = Path(sys.executable).parent
+PROMPTS, WARMUP_STEPS = 32, 60
+"""Responses and optimizer steps of the warm-up: so few that the drafter has much to learn in the run."""
+STALL_S = 900.0
+"""Seconds without a line of output after which a command counts as hung."""
+INTERRUPTED = 130
 
 
 def main(
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Then compare stock verl with TLT and the trained drafter, in turns.")
-    ] = False,
-    from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Begin with a random drafter, which idle time alone trains.")
-    ] = False,
-    steps: Annotated[int | None, typer.Option(help="GRPO steps: 6, or 10 from scratch.")] = None,
-    out: Annotated[Path, typer.Option(help="Where runs, summary and report go.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder of the run and its report.")] = Path("demo-out"),
 ) -> None:
-    """Warm up a drafter once, run GRPO with TLT on a toy task, on this machine's CPU, and show what it did."""
-    raise typer.Exit(demo(against_stock=compare, steps=steps, out=out, seed=seed, from_scratch=from_scratch))
+    """Warm up a drafter for seconds, run GRPO with TLT on a toy task, and report what it did."""
+    console = make_console()
+    try:
+        with interruptible():
+            demo(console, steps, out.resolve())
+    except KeyboardInterrupt:
+        say(console, "Interrupted; every process of the demo has been ended.")
+        raise typer.Exit(INTERRUPTED) from None
+    except (TLTError, OSError) as error:
+        say(console, str(error), "red")
+        raise typer.Exit(1) from None
+
+
+def demo(console: Console, steps: int, out: Path) -> None:
+    """Run the demo in the folder `out`."""
+    for warning in find_machine().check():
+        say(console, f"Note: {warning}")
+    dtype = find_dtype()
+    say(console, say_dtype(dtype))
+    assets = build_assets(out / "assets", width=demo_width(dtype))
+    drafter = warm_up(console, assets.policy)
+    files = {"POLICY": assets.policy, "TRAIN": assets.train, "VAL": assets.val, "DRAFTER": drafter}
+    given = {"DTYPE": dtype, "STEPS": str(steps), **{name: str(file) for name, file in files.items()}}
+    grpo(console, out / "tlt", steps, given)
+    report(out / "tlt" / "trace", out)
+    say(console, "`make demo-compare` measures it against stock verl.")
+
+
+def warm_up(console: Console, policy: Path) -> Path:
+    """A drafter for this policy, kept beside it for the next call; it has seen none of the prompts of the run."""
+    until = ("--max-steps", str(WARMUP_STEPS))
+    recipe = f"{hash_sources()} {PROMPTS} {warmup_command('', '', '', *until)}"
+    home = policy.with_name(f"head-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
+    drafter, prompts = home / "drafter", home / "prompts.parquet"
+    if not drafter.exists():
+        home.mkdir(exist_ok=True)
+        other_prompts(prompts, PROMPTS)
+        program, *arguments = warmup_command(str(policy), str(prompts), str(drafter), *until)
+        what = f"Warm-up of a drafter, {WARMUP_STEPS} optimizer steps on {PROMPTS} responses"
+        run(console, what, [str(BIN / program), *arguments], {**os.environ, **CPU_ENGINE}, home / "warmup.log")
+    return drafter
+
+
+def grpo(console: Console, folder: Path, steps: int, given: dict[str, str], recipe: Path = RECIPE) -> None:
+    """Run the recipe with these variables in a new `folder`, and print a line for each of its steps."""
+    log, metrics = folder / "verl.log", folder / "metrics.jsonl"
+    if folder.exists() and not log.exists():
+        raise DemoError(f"{folder} exists and is not of the demo: choose another --out.")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},  # a cluster of its own
+        **given,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "OUT": str(folder),
+        "TLT": "1",
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+    }
+    told: set[int] = set()
+
+    def finished_steps() -> None:
+        for step, row in read_rows(metrics).items():
+            if step not in told:
+                told.add(step)
+                say(console, step_line(row, step, steps))
+
+    say(console, f"verl starts, which takes a minute or two. Its output: {log}")
+    run(console, f"GRPO with verl-tlt, {steps} steps", ["bash", str(recipe)], environment, log, finished_steps)
+    if len(told) < steps:
+        raise DemoError(failure(f"The run ended after {len(told)} of {steps} steps.", log))
+
+
+def run(
+    console: Console,
+    what: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a command to its end, its output in `log`; `look` is called every second. A DemoError says why it failed."""
+    began = time.monotonic()
+    with console.status(what) as status:
+
+        def show() -> None:
+            look()
+            status.update(f"{what}: {time.monotonic() - began:.0f} s")
+
+        code = watched(what, command, environment, log, Path.cwd(), STALL_S, show)
+    look()
+    if code:
+        raise DemoError(failure(f"{what} failed with exit status {code}.", log))
+    say(console, f"{what}: done in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

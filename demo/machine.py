@@ -1,18 +1,20 @@
-"""Can the demo run here? Packages, memory and cores; each obstacle is one sentence."""
+"""The memory and the cores that the demo may use here."""
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("verl", "vllm", "ray", "torch", "transformers", "speculators", "psutil", "matplotlib")
+import psutil
+
+from verl_tlt.errors import TLTError
+
 NEEDED_GB = 14.0
 """Available memory below which the run would be killed half-way."""
 COMFORTABLE_GB = 18.0
 COMFORTABLE_CORES = 2
 
 
-class DemoError(RuntimeError):
+class DemoError(TLTError):
     """The demo cannot go on; the message is what the user needs to read."""
 
 
@@ -42,17 +44,8 @@ class Machine:
         return warnings
 
 
-def check_packages(packages: tuple[str, ...] = PACKAGES) -> None:
-    """Raise `DemoError` naming every package that is missing."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise DemoError(f"The demo needs {', '.join(missing)}, not installed here: `make demo` installs everything.")
-
-
 def find_machine(cgroup: Path = Path("/sys/fs/cgroup")) -> Machine:
     """Memory and cores, the smaller of what the machine has and what a container (cgroup v2) grants."""
-    import psutil
-
     memory = float(psutil.virtual_memory().available)
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if limit is not None and used is not None:

@@ -65,16 +65,18 @@ SHM = Path("/dev/shm")
 REST_S = 0.5
 """What descendants get to end by themselves: a stubborn one uses all of it, twice, in every test."""
 INTERRUPTED = """
+    import os
+    import time
     from pathlib import Path
     from verl_tlt.commands import processes
-    from demo.run import DemoRun, run_recipe
     from verl_tlt.commands.interrupts import interruptible
-    from demo.screen import Screen
-    from verl_tlt.commands.console import make_console
-    with interruptible(), Screen(make_console()) as screen:
+    with interruptible():
         processes.REST_S = {REST_S}
         Path({started!r}).touch()
-        run_recipe(DemoRun("a run", Path({out!r}), steps=1, seed=0), Path({recipe!r}), screen)
+        with processes.running({argv!r}, env=os.environ, log=Path({log!r})) as tree:
+            while tree.process.poll() is None:
+                tree.alive()
+                time.sleep(0.2)
 """
 
 
@@ -164,25 +166,24 @@ def test_every_process_is_ended_and_what_it_owns_removed_and_nothing_else(family
 
 @pytest.mark.parametrize(("number", "made"), [(signal.SIGTERM, 0), (signal.SIGTERM, 4), (signal.SIGINT, OWNED)])
 def test_an_interrupted_run_leaves_nothing_whenever_it_comes(family, base, tmp_path, number, made):
-    recipe, started = tmp_path / "recipe.sh", tmp_path / "started"
-    recipe.write_text("exec " + " ".join(family.argv))
-    places = {"recipe": str(recipe), "started": str(started), "out": str(tmp_path / "out")}
-    demo = subprocess.Popen(
+    started = tmp_path / "started"
+    places = {"argv": family.argv, "started": str(started), "log": str(tmp_path / "log")}
+    command = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(INTERRUPTED).format(REST_S=REST_S, **places)],
         stderr=subprocess.PIPE,
         start_new_session=True,
-        # A shell that starts the tests in the background has them, and so the demo, ignore SIGINT.
+        # A shell that starts the tests in the background has them, and so the command, ignore SIGINT.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     while not started.exists() or len(family.files()) < made:
-        assert demo.poll() is None
+        assert command.poll() is None
         time.sleep(0.005)
     if made == OWNED:
         family.up()
-    demo.send_signal(number)
+    command.send_signal(number)
     time.sleep(0.2)
-    demo.send_signal(number)  # impatience must not cut the cleaning up short
-    _, errors = demo.communicate(timeout=60)
+    command.send_signal(number)  # impatience must not cut the cleaning up short
+    _, errors = command.communicate(timeout=60)
     assert b"KeyboardInterrupt" in errors and family.gone(base)
 
 

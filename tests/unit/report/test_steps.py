@@ -5,7 +5,16 @@ import pytest
 from rich.console import Console
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.commands.report.steps import counted, own_work_s, rich_table, rows_of_trace, step_row
+from verl_tlt.commands.report.steps import (
+    counted,
+    learned,
+    new_drafters,
+    own_work_s,
+    rich_table,
+    rows_of_trace,
+    speed,
+    step_row,
+)
 from verl_tlt.commands.report.timeline import NO_STEP, most_trained, rl_steps, sampled
 from verl_tlt.trace.events import TraceWriter
 
@@ -36,6 +45,22 @@ def test_savings_count_where_something_was_drafted_and_contain_the_waits_for_k(s
     metrics = {"tlt/draft_length_mean": k, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
     row = step_row(metrics if saved is None else metrics | {"tlt/saved_estimate_s": saved})
     assert (row["saved_s"], own_work_s(row)) == (counted, pytest.approx(work))
+
+
+def test_speed_counts_rollouts_whose_savings_are_known():
+    row = {"tokens": 600.0, "rollout_s": 4.0, "saved_s": 2.0}
+    said = "Rollouts made 150 tokens/s, and an estimated 100 tokens/s without drafts."
+    assert speed({1: row, 2: row, 3: row | {"saved_s": None, "rollout_s": 90.0}}) == said
+    assert speed({3: row | {"saved_s": None}}) == ""
+
+
+def test_what_idle_time_taught_the_drafter(made_run, tmp_path):
+    trace = read_trace(made_run.directory)
+    first, last = made_run.accept_length[1], made_run.accept_length[6]
+    assert learned(trace).endswith(f"published 5 times: accept length {first:.2f} in step 1, {last:.2f} in step 6.")
+    assert new_drafters(rows_of_trace(trace)) == [3, 4, 5, 6], "version 1 is loaded at the end of step 2"
+    TraceWriter(tmp_path, "trainer").emit("step", step=1, metrics={"tlt/accept_length": 1.6})
+    assert learned(read_trace(tmp_path)) == ""
 
 
 @pytest.mark.parametrize(

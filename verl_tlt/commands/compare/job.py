@@ -4,7 +4,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from verl_tlt.commands.compare.plan import Arm, Plan
@@ -48,19 +48,35 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
 
 
 def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: float, tell: Callable[[int], None]) -> int:
-    """Run the job and return its exit status; its whole process tree is ended in any case."""
+    """Run the job and return its exit status."""
     log, metrics = files
     command, env = plan.job(arm, turn, {FILE_LOGGER: str(metrics)})
     folder = Path("." if plan.command else plan.recipe.directory or ".")
-    with running(command, env=with_cluster(env), log=log, cwd=folder) as tree:
+    return watched(arm.name, command, with_cluster(env), log, folder, stall_s, lambda: tell(len(read_rows(metrics))))
+
+
+def watched(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+    folder: Path,
+    stall_s: float,
+    look: Callable[[], None],
+) -> int:
+    """Run a command in `folder`, its output in `log`, to its end, and return its exit status; its whole tree is ended.
+
+    `look` is called once a second. A CompareError says that nothing was written for `stall_s` seconds.
+    """
+    with running(command, env=env, log=log, cwd=folder) as tree:
         size, changed = 0, time.monotonic()
         while (code := tree.process.poll()) is None:
             tree.alive()
             if log.stat().st_size != size:
                 size, changed = log.stat().st_size, time.monotonic()
             if time.monotonic() - changed > stall_s:
-                raise CompareError(failure(f"{arm.name} has written nothing for {stall_s:.0f} s.", log))
-            tell(len(read_rows(metrics)))
+                raise CompareError(failure(f"{name} has written nothing for {stall_s:.0f} s.", log))
+            look()
             time.sleep(LOOK_S)
         return code
 

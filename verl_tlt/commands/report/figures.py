@@ -1,6 +1,6 @@
 """The charts of a run's page: values over RL steps, and what every replica did during one step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from verl_tlt.commands.charts import (
     draw_lines,
 )
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import initial_lengths, own_work_s, rows_of_trace
+from verl_tlt.commands.report.steps import initial_lengths, new_drafters, own_work_s, rows_of_trace
 from verl_tlt.commands.report.timeline import NO_STEP, RLStep, sampled
 
 TRAINING: dict[str, Any] = {"facecolor": "#FBE3B0", "edgecolor": ORANGE, "hatch": "///"}
@@ -62,12 +62,12 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
         note = "Seconds that drafts saved or lost in each rollout (an estimate), and TLT's own work."
         yield Chart("What it saved", note, partial(draw_bars, unit="seconds", series=accounts))
     lengths = [
-        Series("drafter of the run", BLUE, {n: row["accept_length"] for n, row in rows.items()}),
-        Series("first drafter, held-out text", GREY, dict(initial_lengths(trace))),
+        Series("this run", BLUE, {n: row["accept_length"] for n, row in rows.items()}),
+        Series("first drafter", GREY, dict(initial_lengths(trace))),
     ]
     if lengths[0].visible:
-        note = "Tokens per verified draft; 1 where nothing was drafted."
-        yield Chart("Accept length", note, partial(draw_lines, unit="tokens per draft", series=lengths, lowest=1.0))
+        note = "Tokens per verified draft; 1 where nothing was drafted. The first drafter is scored on held-out text."
+        yield Chart("Accept length", note, partial(draw_accept_length, series=lengths, new=new_drafters(rows)))
     if shares := draft_lengths(trace):
         note = "Share of engine steps by draft length. OFF: the drafter did not run."
         yield Chart("Draft length K", note, partial(draw_bars, unit="share of engine steps", series=shares))
@@ -82,6 +82,14 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
     reward = [Series("reward", BLUE, {n: row["reward"] for n, row in rows.items()})]
     if reward[0].visible:
         yield Chart("Reward", "Mean over the responses of a step.", partial(draw_lines, unit="reward", series=reward))
+
+
+def draw_accept_length(ax: Axes, series: Sequence[Series], new: Sequence[int]) -> None:
+    """Draw the accept length of the run, the first of the `series`, marked where a `new` drafter begins."""
+    lengths = {step: length for step in new if (length := series[0].values[step]) is not None}
+    if lengths:
+        ax.plot(list(lengths), list(lengths.values()), "o", color=ORANGE, zorder=3, label="new drafter")
+    draw_lines(ax, "tokens per draft", series, lowest=1.0)
 
 
 def draft_lengths(trace: RunTrace) -> list[Series]:

@@ -1,5 +1,6 @@
 """A run by RL step: a row of numbers per step, and sentences about the whole run."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ COLUMNS = {
     "overhead_s": Column("TLT's own work (s)", "{:.2f}", "tlt/overhead_s"),
     "control_s": Column("choice of K (s)", "{:.2f}", "tlt/overhead_control_s"),
     "saved_s": Column("est. saved (s)", "{:.1f}"),
-    "drafter_version_served": Column("drafter", "v{:.0f}", "tlt/drafter_version"),
+    "drafter_version_served": Column("next drafter", "v{:.0f}", "tlt/drafter_version"),
     "probs_diff_max": Column("largest probability difference", "{:.1e}", "training/rollout_probs_diff_max"),
 }
 IN_TERMINALS = (
@@ -95,6 +96,7 @@ def did_it_pay(rows: Mapping[int, Row]) -> str:
 def sentences(trace: RunTrace) -> Iterator[str]:
     """What else a reader must know about a run, before its figures."""
     yield "This is TLT's estimate; verl-tlt compare measures it against stock verl."
+    yield from filter(None, (speed(rows_of_trace(trace)), learned(trace)))
     if trace.off:
         last, why = list(trace.off.items())[-1]
         yield f"Nothing was drafted in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
@@ -109,6 +111,38 @@ def sentences(trace: RunTrace) -> Iterator[str]:
         yield f"{failures:.0f} failures of TLT did not end the run."
     if trace.skipped:
         yield f"{trace.skipped} lines of the trace could not be read."
+
+
+def speed(rows: Mapping[int, Row]) -> str:
+    """A sentence on the tokens per second of those rollouts whose savings are known; empty if there are none."""
+    known = [row for row in rows.values() if row["saved_s"] is not None]
+    tokens, spent, saved = (sum(row[name] or 0.0 for row in known) for name in ("tokens", "rollout_s", "saved_s"))
+    if not tokens or not spent or spent + saved <= 0:
+        return ""
+    undrafted = tokens / (spent + saved)
+    return f"Rollouts made {tokens / spent:.0f} tokens/s, and an estimated {undrafted:.0f} tokens/s without drafts."
+
+
+def learned(trace: RunTrace) -> str:
+    """A sentence on the accept length before and after idle time trained the drafter; empty if it published none."""
+    rows = rows_of_trace(trace)
+    lengths = {step: length for step, row in rows.items() if (length := row["accept_length"]) is not None}
+    published = sum(p.decision == "published" for p in trace.publishes)
+    if not published or not lengths:
+        return ""
+    first, last = min(lengths), max(lengths)
+    times = "once" if published == 1 else f"{published} times"
+    return (
+        f"A drafter trained in idle time was published {times}: accept length {lengths[first]:.2f} in step {first}, "
+        f"{lengths[last]:.2f} in step {last}."
+    )
+
+
+def new_drafters(rows: Mapping[int, Row]) -> list[int]:
+    """Steps whose rollout is the first with a newly published drafter, which the step before has loaded."""
+    versions = [row["drafter_version_served"] or 0.0 for row in rows.values()]
+    later = zip(list(rows)[2:], itertools.pairwise(versions), strict=False)
+    return [step for step, (before, loaded) in later if loaded > before]
 
 
 def probability_difference(trace: RunTrace) -> str:
