@@ -77,6 +77,7 @@ $(VISION)/laid.txt: requirements/torchvision.patch $(STAMP)
 test-vision: $(VISION)/laid.txt
 	export PYTHONPATH=$(CURDIR)/$(VISION); $(BIN)/pytest tests/engine/test_families.py -k "vl or qwen3_5"; parts=$$?; \
 	$(BIN)/pytest tests/engine/test_hybrids.py tests/engine/test_mtp_served.py tests/engine/test_mtp_trained.py -k qwen3_5 || parts=$$?; \
+	$(BIN)/pytest tests/engine/test_warmup_images.py || parts=$$?; \
 	$(BIN)/pytest tests/e2e/test_hybrid_run.py -k qwen3_5 && exit $$parts
 
 contract: $(STAMP)

@@ -132,7 +132,7 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(policy, overrides, 
 
 def check_responses(job, responses):
     """They end where the run's would."""
-    assert {prompt[-1] for prompt in job.prompts} == {THINKING} and len(responses) == 40
+    assert {prompt.tokens[-1] for prompt in job.prompts} == {THINKING} and len(responses) == 40
     for response in responses:
         *before, last = response.tokens
         assert not {END, SAID} & set(before), "one more token after an end"
@@ -145,10 +145,11 @@ def test_an_engine_has_room_for_what_is_needed(overrides, policy, tmp_path, list
     of_run = WarmupOptions.completed({"overrides": overrides, "device": "cpu", "out": tmp_path / "drafter"})
     options = WarmupOptions(**of_run)
     assert (options.temperature, options.response_length) == (0.9, LONGEST)
-    prompts = read_prompts(options).tokens
+    prompts = read_prompts(options, tmp_path).all
     if not listed:
         options = EvaluateOptions(
             drafter=Path("none"), model=policy, prompts=[Path("none")], response_length=LONGEST, device="cpu"
         )
     job = engine.generation_job(options, prompts)
-    assert set_up(job.recipe, job.changes).rollout.max_model_len == max(map(len, prompts)) + LONGEST < POSITIONS
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    assert set_up(job.recipe, job.changes).rollout.max_model_len == longest + LONGEST < POSITIONS

@@ -32,9 +32,10 @@ TIED = 2e-3
 
 
 @pytest.fixture(scope="module")
-def prompts(assets, drafter):
+def prompts(assets, drafter, tmp_path_factory):
     options = EvaluateOptions(model=assets.policy, drafter=drafter, prompts=[assets.val], response_length=1)
-    return [list(ids) for ids in read_prompts(options, limit=16).tokens if len(ids) <= LONGEST_PROMPT]
+    found = read_prompts(options, tmp_path_factory.mktemp("images"), limit=16).all
+    return [list(prompt.tokens) for prompt in found if len(prompt.tokens) <= LONGEST_PROMPT]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ policies, so a `Library` keeps as many as its memory allows and computes the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ class Text:
 
     tokens: tuple[int, ...]
     prompt_len: int
+    images: tuple[str, ...] = ()
+    """Files of the prompt's images."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,20 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
     return (model if several else model.to(device)).eval().requires_grad_(False)
 
 
-class PolicyStates:
-    """Computes the hidden states that a drafter learns from; without `aux_layers` the last states alone (MTP)."""
+ImageInputs = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+"""What a policy's processor makes of images in these files, as arguments of the policy: pixels, and their places."""
 
-    def __init__(self, policy: PreTrainedModel, aux_layers: Sequence[int]) -> None:
+
+class PolicyStates:
+    """Computes the hidden states that a drafter learns from; without `aux_layers` the last states alone (MTP).
+
+    `image_inputs` is needed for texts with images.
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, aux_layers: Sequence[int], image_inputs: ImageInputs | None = None
+    ) -> None:
+        self._policy, self._image_inputs = policy, image_inputs
         decoder = find_decoder(policy, "the policy")
         if aux_layers:
             check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
@@ -113,7 +125,7 @@ class PolicyStates:
                 raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{length}, the tokens of the text.")
         ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # int64 [B, L]
         data.check_tokens(ids, self._vocabulary)
-        self._decoder(input_ids=ids.to(self._device), use_cache=False)
+        self._forward(ids.to(self._device), [file for text in texts for file in text.images])
         states, self._states = self._states, {}
         sequences = []
         for i, text in enumerate(texts):
@@ -123,6 +135,15 @@ class PolicyStates:
             aux = torch.cat([last[:, :0], *inputs], dim=-1)  # [L, 3H], or [L, 0] without any
             sequences.append(data.TrainingSequence(ids[i, :length].clone(), text.prompt_len, aux, last))
         return sequences
+
+    def _forward(self, ids: torch.Tensor, images: Sequence[str]) -> None:
+        if not images:
+            self._decoder(input_ids=ids, use_cache=False)
+            return
+        assert self._image_inputs is not None
+        inputs = {name: value.to(self._device) for name, value in self._image_inputs(images).items()}
+        shows = (ids == self._policy.config.image_token_id).int()  # 1: a token of an image, which has its own positions
+        self._policy.base_model(input_ids=ids, mm_token_type_ids=shows, use_cache=False, **inputs)
 
 
 class Library:

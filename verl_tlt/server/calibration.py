@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
@@ -109,13 +109,18 @@ async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
         await measured.release()
 
 
-async def decode(engine: AsyncLLM, prompt: Sequence[int], **sampling: Any) -> list[int]:
-    """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`."""
+async def decode(
+    engine: AsyncLLM, prompt: Sequence[int], media: Mapping[str, Any] | None = None, **sampling: Any
+) -> list[int]:
+    """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`.
+
+    `media` are further fields of vLLM's prompt: images, and how they are cut.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(detokenize=False, **sampling)
-    last = None
-    async for output in engine.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
+    asked, last = {"prompt_token_ids": list(prompt), **(media or {})}, None
+    async for output in engine.generate(asked, params, request_id=uuid4().hex):
         last = output
     return list(last.outputs[0].token_ids) if last and last.outputs else []
 

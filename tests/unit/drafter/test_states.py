@@ -90,6 +90,39 @@ def test_a_larger_models_states_are_captured_from_text(seeing):
     torch.testing.assert_close(policy.model.language_model.norm(kept.last), states.last_hidden_state[0])
 
 
+def test_a_larger_models_states_are_captured_from_text_and_images(seeing):
+    """Texts side by side, some with images, have the states of each alone in the whole policy."""
+    policy, directory = seeing
+    patches = {"small": torch.randn(16, 3 * 2 * 16 * 16), "wide": torch.randn(32, 3 * 2 * 16 * 16)}
+    grids = {"small": [1, 4, 4], "wide": [1, 4, 8]}  # [frames, height, width]; four patches are a token
+
+    def image_inputs(files):
+        pixels = torch.cat([patches[file] for file in files])
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grids[file] for file in files])}
+
+    small, wide = (42, *[40] * 4, 43), (42, *[40] * 8, 43)
+    texts = [
+        Text((5, *small, 6, 7, 8), 9, ("small",)),
+        Text((9, 10, 11), 1),
+        Text((*wide, 5, *small, 6, 7), 17, ("wide", "small")),
+    ]
+    states = PolicyStates(load_policy(directory, "cpu"), (1, 2, 3), image_inputs)
+    inputs = {}
+    policy.model.language_model.layers[2].register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.update(mid=args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    for kept, text in zip(states(texts), texts, strict=True):
+        ids = torch.tensor([text.tokens])
+        images = image_inputs(text.images) | {"mm_token_type_ids": (ids == 40).int()} if text.images else {}
+        alone = policy.model(input_ids=ids, **images).last_hidden_state[0]
+        torch.testing.assert_close(policy.model.language_model.norm(kept.last), alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kept.aux[:, 32:64], inputs["mid"][0], rtol=1e-4, atol=1e-5)
+    (blind,) = states([Text(texts[0].tokens, 9)])
+    assert not torch.allclose(blind.last[-1], states(texts[:1])[0].last[-1], atol=1e-2), (
+        "the answer depends on the image"
+    )
+
+
 def test_no_decoder_or_two_are_refused_in_one_sentence():
     policy = make_policy()
     assert find_decoder(policy, "model.path").model is policy.model, "no logits are computed for states"

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.warmup import command, engine, train
+from verl_tlt.commands.warmup.prompts import Prompt
 from verl_tlt.commands.warmup.train import CHECKS
 from verl_tlt.drafter.evaluate import acceptance
 from verl_tlt.drafter.train import DrafterTrainer
@@ -110,6 +111,6 @@ def test_what_a_kill_left_is_no_response(tmp_path, monkeypatch):
 
     monkeypatch.setattr(engine, "run_job", child)
     stage = SimpleNamespace(tell=lambda share, note: told.append((share, note)))
-    responses, _ = engine.generate(engine.GenerationJob(Recipe(()), {}, [[5]] * 4), tmp_path, stage)
+    responses, _ = engine.generate(engine.GenerationJob(Recipe(()), {}, [Prompt((5,))] * 4), tmp_path, stage)
     assert len(responses) == 4
     assert told == [(0.75, "3 of 4 responses"), (1.0, "4 of 4 responses"), (1.0, "4 of 4 responses")]

@@ -30,7 +30,7 @@ QUIET = Console(quiet=True)
 
 
 def begin(options):
-    return command.begin(options, command.read_prompts(options, options.limit))
+    return command.begin(options, command.read_prompts(options, options.work / "images", options.limit))
 
 
 def run(*words):
@@ -105,7 +105,7 @@ def test_a_state_of_another_kind_is_named(settings, answer, state):
 def test_stopped_while_it_notes_its_settings_it_goes_on(settings):
     """By a full disk, which leaves of a file what a kill might."""
     wanted = settings()
-    prompts = command.read_prompts(wanted, wanted.limit)
+    prompts = command.read_prompts(wanted, wanted.work / "images", wanted.limit)
     command.begin(wanted, prompts)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))

@@ -45,21 +45,21 @@ def options_of(policy_dir, prompts_file, tmp_path, facts, **more):
 
 
 def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file, prompt_lines, tmp_path):
-    known = read_prompts(options_of(policy_dir, prompts_file, tmp_path, {}))
+    known = read_prompts(options_of(policy_dir, prompts_file, tmp_path, {}), tmp_path)
     facts = {"prompts_sha256": known.files_digest, "prompts_digest": known.digest}
     options = options_of(policy_dir, prompts_file, tmp_path, facts)
-    assert choose_prompts(options) == [known.tokens[i] for i in sorted(known.held_out)]
+    assert choose_prompts(options, tmp_path) == [known.all[i] for i in sorted(known.held_out)]
     other = tmp_path / "other.jsonl"
     other.write_text(prompts_file.read_text().replace(prompt_lines[0], "w1 w2"))
-    assert len(choose_prompts(replace(options, prompts=[other]))) == 40
-    assert len(choose_prompts(replace(options, prompts=[other], limit=7))) == 7
+    assert len(choose_prompts(replace(options, prompts=[other]), tmp_path)) == 40
+    assert len(choose_prompts(replace(options, prompts=[other], limit=7), tmp_path)) == 7
 
 
 def test_its_own_files_in_another_form_are_refused(policy_dir, prompts_file, tmp_path):
-    known = read_prompts(options_of(policy_dir, prompts_file, tmp_path, {}))
+    known = read_prompts(options_of(policy_dir, prompts_file, tmp_path, {}), tmp_path)
     facts = {"prompts_sha256": known.files_digest, "prompts_digest": "of the prompts with tools"}
     with pytest.raises(DrafterError, match=r"was warmed up with these files, in the form that another run gives them"):
-        choose_prompts(options_of(policy_dir, prompts_file, tmp_path, facts))
+        choose_prompts(options_of(policy_dir, prompts_file, tmp_path, facts), tmp_path)
 
 
 def test_a_policy_that_is_not_there_is_named_before_the_prompts(policy_dir, prompts_file, tmp_path):

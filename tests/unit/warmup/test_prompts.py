@@ -7,7 +7,7 @@ import pytest
 
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.options import WarmupOptions
-from verl_tlt.commands.warmup.prompts import read_prompts
+from verl_tlt.commands.warmup.prompts import open_images, read_prompts
 from verl_tlt.drafter.policy import DrafterError
 
 pytest.importorskip("verl")
@@ -39,6 +39,19 @@ class Asked(RLHFDataset):
         row["raw_prompt"] = [{"role": "system", "content": "w9"}, *row["raw_prompt"]]
         return row
 """
+DRAWN = '''from PIL import Image
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+
+
+class Drawn(AgentLoopBase):
+    """Asks about pictures of the shades that a row says, or about a film where it says none."""
+
+    async def run(self, sampling_params, **row):
+        shades = map(int, row["raw_prompt"][0]["content"].split())
+        images = [Image.new("RGB", (4, 4), (shade, 0, 0)) for shade in shades]
+        media = {"image_data": images} if images else {"video_data": ["film"]}
+        await self.server_manager.generate("1", prompt_ids=[5, 6], sampling_params=sampling_params, **media)
+'''
 TOOL_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
 
 
@@ -94,9 +107,9 @@ def test_prompts_are_those_of_the_run(options, policy_dir, tmp_path, prompt_line
         overrides += [f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Asked"]
         given = [[{"role": "system", "content": "w9"}, *chat] for chat in chats]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": c, "question": c}) + "\n" for c in chats))
-    read = read_prompts(options(*overrides, prompts=[tmp_path / "rows.jsonl"]))
-    assert read.tokens == tuple(as_verl(policy_dir, overrides, messages) for messages in given)
-    assert set(read.tokens[0]) >= marks and not {40, 41, 42, 44, 46, 9} & set(read.tokens[0]) - marks - {
+    read = read_prompts(options(*overrides, prompts=[tmp_path / "rows.jsonl"]), tmp_path / "images")
+    assert [prompt.tokens for prompt in read.all] == [as_verl(policy_dir, overrides, messages) for messages in given]
+    assert set(read.all[0].tokens) >= marks and not {40, 41, 42, 44, 46, 9} & set(read.all[0].tokens) - marks - {
         int(word[1:]) for word in prompt_lines[0].split()
     }
 
@@ -106,16 +119,16 @@ def test_a_tenth_is_held_out_whatever_else_is_in_the_file(options, tmp_path):
     rows = [json.dumps({"prompt": [{"role": "user", "content": line}]}) for line in lines]
     (tmp_path / "all.jsonl").write_text("\n".join(rows))
     (tmp_path / "half.jsonl").write_text("\n".join(rows[::2]))
-    whole, half = (read_prompts(options(prompts=[tmp_path / f"{name}.jsonl"])) for name in ("all", "half"))
+    whole, half = (read_prompts(options(prompts=[tmp_path / f"{name}.jsonl"]), tmp_path) for name in ("all", "half"))
     assert len(whole.held_out) == pytest.approx(74, abs=25)  # three standard deviations
-    held = {whole.tokens[i] for i in whole.held_out}
-    assert {half.tokens[i] for i in half.held_out} == held & set(half.tokens)
+    held = {whole.all[i] for i in whole.held_out}
+    assert {half.all[i] for i in half.held_out} == held & set(half.all)
     assert whole.digest != half.digest and whole.files_digest != half.files_digest
 
 
 def test_equal_prompts_count_once_and_a_limit_holds(options, prompts_file, tmp_path):
     twice = replace(options(), prompts=[prompts_file, prompts_file])
-    assert len(read_prompts(twice).tokens) == 40 and len(read_prompts(twice, limit=17).tokens) == 17
+    assert len(read_prompts(twice, tmp_path).all) == 40 and len(read_prompts(twice, tmp_path, limit=17).all) == 17
 
 
 @pytest.mark.parametrize(
@@ -138,7 +151,7 @@ def test_unusable_files_are_named(options, tmp_path, name, content, sentence):
         '{{ raise_exception(1) if m.role == "none" }}{% endfor %}{{ "w47" if messages[0].role != "empty" }}\''
     )
     with pytest.raises(DrafterError) as caught:
-        read_prompts(options(template, prompts=[tmp_path / name]))
+        read_prompts(options(template, prompts=[tmp_path / name]), tmp_path)
     said = str(caught.value)
     assert sentence in said and str(tmp_path / name) in said and "\n" not in said and len(said) < 500
 
@@ -147,4 +160,28 @@ def test_long_prompts_are_left_out(options, tmp_path):
     chats = [[{"role": "user", "content": " ".join(["w5"] * 240) + f" w{i}"}] for i in range(1, 20)]
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": chat}) for chat in chats))
     with pytest.raises(DrafterError, match=r"19 are longer than \d+ tokens, which leaves no room for a response"):
-        read_prompts(options(prompts=[tmp_path / "p.jsonl"]))
+        read_prompts(options(prompts=[tmp_path / "p.jsonl"]), tmp_path)
+
+
+def test_prompts_keep_their_images(options, tmp_path, monkeypatch):
+    """The same words about another picture are another prompt; rows with what is not taken are counted."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    (tmp_path / "loops.yaml").write_text("- {name: drawn, _target_: drawn.Drawn}")
+    agent = "actor_rollout_ref.rollout.agent"
+    overrides = [f"{agent}.agent_loop_config_path={tmp_path}/loops.yaml", f"{agent}.default_agent_loop=drawn"]
+    shades = [*([shade] for shade in range(20)), [3, 4]]
+
+    def read(shades, folder):
+        said = [" ".join(map(str, row)) for row in shades]
+        rows = [json.dumps({"prompt": [{"role": "user", "content": text}]}) for text in said]
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+        return read_prompts(options(*overrides, prompts=[tmp_path / "rows.jsonl"]), tmp_path / folder)
+
+    known = read([*shades, [7], [], []], "images")
+    assert [[image.getpixel((3, 3))[0] for image in open_images(prompt.images)] for prompt in known.all] == shades
+    assert {prompt.tokens for prompt in known.all} == {(5, 6)} and known.with_media == 2
+    assert len(list((tmp_path / "images").iterdir())) == 20
+    again, other = read(shades, "elsewhere"), read([*shades[:-1], [4, 3]], "images")
+    assert (again.digest, again.held_out) == (known.digest, known.held_out) and other.digest != known.digest
+    assert 0 < len(known.held_out) < 12, "held out by image too"

@@ -14,6 +14,7 @@ from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
+from verl_tlt.commands.warmup.prompts import Prompt
 
 pytest.importorskip("verl")
 
@@ -48,7 +49,7 @@ def test_a_run_says_it_all(overrides, policy_dir, monkeypatch):
     options = options_of(monkeypatch, *overrides)
     assert options.model == policy_dir and [p.name for p in options.prompts] == ["a.jsonl", "b.jsonl"]
     assert (options.temperature, options.top_p, options.top_k, options.response_length) == (0.6, 0.9, 0, 100)
-    job = generation_job(options, [(1, 2, 3)])
+    job = generation_job(options, [Prompt((1, 2, 3))])
     setup = set_up(job.recipe, job.changes)
     rollout = setup.rollout
     assert rollout.max_model_len == 103 and rollout.gpu_memory_utilization == 0.31 and rollout.dtype == "bfloat16"
@@ -67,7 +68,7 @@ def test_a_command_says_it_too_and_its_paths_begin_where_it_starts_verl(override
     assert run_environment(options.recipe())["VLLM_ATTENTION_BACKEND"] == "TORCH_SDPA"
     monkeypatch.chdir(policy_dir.parent)
     own = replace(options, model=Path(policy_dir.name))
-    job = generation_job(own, [(1, 2, 3)])
+    job = generation_job(own, [Prompt((1, 2, 3))])
     assert set_up(job.recipe, job.changes).model.path == str(policy_dir), "a policy beside the user"
 
 

@@ -75,10 +75,10 @@ _OF_TRAINING = (
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
-    prompts, device = read_prompts(options, options.limit), engine.find_device(options.device)
+    prompts, device = read_prompts(options, options.work / "images", options.limit), engine.find_device(options.device)
     fetch_policy(options.model)
     if prompts.with_media:
-        say(console, f"{prompts.with_media} prompts with images, videos or sound are left out.")
+        say(console, f"{prompts.with_media} prompts with videos or sound are left out.")
     with take_lock(options.work / "lock", f"Another warm-up is writing to {options.work}; give another --out."):
         if notice := begin(options, prompts):
             say(console, notice)
@@ -168,9 +168,9 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
 
 
 def _responses(options: WarmupOptions, prompts: Prompts, stage: engine.Stage) -> list[engine.Response]:
-    count, longest = len(prompts.tokens), f"of up to {options.response_length} tokens"
+    count, longest = len(prompts.all), f"of up to {options.response_length} tokens"
     stage.say(f"{count} prompts x {options.samples} samples = {count * options.samples} responses {longest}")
-    job = engine.generation_job(options, prompts.tokens, samples=options.samples)
+    job = engine.generation_job(options, prompts.all, samples=options.samples)
     responses, _ = engine.generate(job, options.work / "responses", stage)
     mean = sum(len(r.tokens) for r in responses) / len(responses)
     if mean < MIN_RESPONSE:
@@ -183,7 +183,7 @@ def _responses(options: WarmupOptions, prompts: Prompts, stage: engine.Stage) ->
 def _prepare(
     options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str, stage: engine.Stage
 ) -> TrainingRun:
-    drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.tokens, responses)
+    drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.all, responses)
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     held_out = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
     run = TrainingRun(
@@ -203,7 +203,7 @@ def _drafter(
     options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str
 ) -> Eagle3DraftModel:
     if options.drafter is not None:
-        longest = engine.context_of(options, prompts.tokens) + options.draft_length
+        longest = engine.context_of(options, prompts.all) + options.draft_length
         return load_drafter(options.drafter, options.model, min_context=longest, device=device)
     if options.method == MTP:
         return load_own_head(options.model, options.model, device=device)
@@ -236,7 +236,7 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Respo
         "prompts": [file.name for file in options.prompts],
         "prompts_sha256": prompts.files_digest,
         "prompts_digest": prompts.digest,
-        "prompts_used": len(prompts.tokens),
+        "prompts_used": len(prompts.all),
         "prompts_limit": options.limit,
         "responses": len(responses),
         "response_tokens": sum(len(r.tokens) for r in responses),

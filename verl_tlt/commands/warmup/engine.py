@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up, start
 from verl_tlt.commands.options import EngineOptions
-from verl_tlt.commands.warmup.run import engine_values, longest_context
+from verl_tlt.commands.warmup.prompts import Prompt, open_images
+from verl_tlt.commands.warmup.run import engine_values, longest_context, processor_options
 from verl_tlt.drafter.capture import Text
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
+from verl_tlt.server.engine_arguments import most_requests
 
 RESPONSES = "responses.jsonl"
 ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker is one more process there
@@ -46,13 +48,14 @@ LINE_S = 60.0
 class GenerationJob:
     recipe: Recipe
     changes: Mapping[str, Any]  # values of verl's config that differ from the recipe's, by their dotted keys
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     samples: int = 1
     drafting: Mapping[str, Any] | None = None  # vLLM's `speculative_config`
     on_cpu: bool = False
+    processor_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **fields: Any) -> GenerationJob:
+def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: Any) -> GenerationJob:
     """A job for the engine of the options' run, or without one for an engine with verl's defaults."""
     on_cpu = find_device(options.device, options.tensor_parallel) == "cpu"
     changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
@@ -61,13 +64,13 @@ def generation_job(options: EngineOptions, prompts: Sequence[Sequence[int]], **f
         changes |= {f"{ROLLOUT}.enforce_eager": on_cpu}
         if options.tensor_parallel == 1:
             changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
-    ids = [list(prompt) for prompt in prompts]
-    return GenerationJob(options.recipe(), changes, ids, on_cpu=on_cpu, **fields)
+    fields["processor_options"] = processor_options(options)
+    return GenerationJob(options.recipe(), changes, list(prompts), on_cpu=on_cpu, **fields)
 
 
-def context_of(options: EngineOptions, prompts: Sequence[Sequence[int]]) -> int:
+def context_of(options: EngineOptions, prompts: Sequence[Prompt]) -> int:
     """Longest sequence of the engine: the run's, else what these prompts and their responses need."""
-    return longest_context(options) or max(map(len, prompts)) + options.response_length
+    return longest_context(options) or max(len(prompt.tokens) for prompt in prompts) + options.response_length
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,9 @@ def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
     return responses
 
 
-def as_texts(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> list[Text]:
-    return [Text((*prompts[r.prompt], *r.tokens), len(prompts[r.prompt])) for r in responses]
+def as_texts(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Text]:
+    asked = ((prompts[response.prompt], response.tokens) for response in responses)
+    return [Text((*prompt.tokens, *said), len(prompt.tokens), prompt.images) for prompt, said in asked]
 
 
 def make_bars(console: Console) -> Progress:
@@ -168,6 +172,8 @@ class Stage:
 
 async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
     """Generate the responses of `job` that are missing; returns vLLM's counters where a drafter was given."""
+    from verl.utils.tokenizer import hf_processor
+    from verl.workers.rollout.utils import qwen2_5_vl_dedup_image_tokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
@@ -176,20 +182,27 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
     extra: dict[str, Any] = {"disable_log_stats": False}
     if job.drafting:
         extra["speculative_config"] = job.drafting
+    processor = hf_processor(setup.model.path) if any(prompt.images for prompt in job.prompts) else None
     async with start(setup, directory, drafting=False, extra=extra) as engine:
+        room = asyncio.Semaphore(
+            2 * most_requests(engine.llm)
+        )  # the images of all requests at once may not fit in memory
         with out.open("a") as stream:
 
             async def answer(number: int, sample: int) -> None:
-                tokens = await decode(  # sampled as verl's agent loops ask for it
-                    engine.llm,
-                    job.prompts[number],
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                    top_k=rollout.top_k,
-                    max_tokens=min(rollout.response_length, rollout.max_model_len - len(job.prompts[number])),
-                    ignore_eos=bool(rollout.get("ignore_eos", False)),
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                prompt = job.prompts[number]
+                async with room:
+                    tokens = await decode(  # asked and sampled as verl's agent loops and server do it
+                        engine.llm,
+                        qwen2_5_vl_dedup_image_tokens(list(prompt.tokens), processor),
+                        _media(prompt, job.processor_options),
+                        temperature=rollout.temperature,
+                        top_p=rollout.top_p,
+                        top_k=rollout.top_k,
+                        max_tokens=min(rollout.response_length, rollout.max_model_len - len(prompt.tokens)),
+                        ignore_eos=bool(rollout.get("ignore_eos", False)),
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    )
                 stream.write(json.dumps(asdict(Response(number, sample, tuple(tokens)))) + "\n")
                 stream.flush()
 
@@ -204,6 +217,14 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
             "drafts": int(counters["vllm:spec_decode_num_drafts"].value),
             "accepted": [int(n) for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
         }
+
+
+def _media(prompt: Prompt, processor_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of vLLM's prompt for this one's images, as verl's server fills them."""
+    if not prompt.images:
+        return {}
+    images = {"multi_modal_data": {"image": open_images(prompt.images)}}
+    return {**images, "mm_processor_kwargs": processor_options} if processor_options else images
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.prompts import read_prompts
+from verl_tlt.commands.warmup.prompts import Prompt, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
@@ -57,13 +57,18 @@ class Verdict:
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     policy_shape(options.model)  # a policy that is not there is named before its prompts
-    prompts = choose_prompts(options)
+    with scratch() as folder:
+        return _evaluate(options, console, folder)
+
+
+def _evaluate(options: EvaluateOptions, console: Console, folder: Path) -> Verdict:
+    prompts = choose_prompts(options, folder / "images")
     fetch_policy(options.model)
     # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
     drafter = _load(options, prompts)
     method = drafter.config.speculators_model_type
     config, weights = to_drafter_file(drafter, "float32")
-    with engine.make_bars(console) as bars, scratch() as folder:
+    with engine.make_bars(console) as bars:
         staged, served_by = folder / "drafter", options
         stage(config, weights, staged)
         if method == MTP:
@@ -92,11 +97,11 @@ def linked(policy: Model, directory: Path) -> Path:
     return directory
 
 
-def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
-    """Token ids of the prompts to answer; of those that the drafter was warmed up with, only those held out."""
+def choose_prompts(options: EvaluateOptions, images: Path) -> list[Prompt]:
+    """The prompts to answer; of those that the drafter was warmed up with, only those held out."""
     facts = provenance(options.drafter)
-    prompts = read_prompts(options, facts.get("prompts_limit"), least=1)
-    chosen = list(prompts.tokens)
+    prompts = read_prompts(options, images, facts.get("prompts_limit"), least=1)
+    chosen = list(prompts.all)
     if facts.get("prompts_digest") == prompts.digest:
         chosen = [chosen[i] for i in sorted(prompts.held_out)]
     elif facts.get("prompts_sha256") == prompts.files_digest:
@@ -107,7 +112,7 @@ def choose_prompts(options: EvaluateOptions) -> list[tuple[int, ...]]:
     return chosen[: options.limit]
 
 
-def _load(options: EvaluateOptions, prompts: Sequence[Sequence[int]], device: str = "cpu") -> Eagle3DraftModel:
+def _load(options: EvaluateOptions, prompts: Sequence[Prompt], device: str = "cpu") -> Eagle3DraftModel:
     """The drafter, with positions for the longest sequence that is served, as a run loads it."""
     longest = engine.context_of(options, prompts) + options.draft_length
     return load_drafter(options.drafter, options.model, min_context=longest, device=device)

@@ -1,4 +1,4 @@
-"""The prompts that a run would give its policy, as token ids.
+"""The prompts that a run would give its policy, as token ids and images.
 
 verl's own code reads and builds them: its dataset class (`data.custom_cls` included) reads the files, and its agent
 loop makes the first request of each row, with the run's chat template and tools. It is recorded, and not sent.
@@ -19,9 +19,11 @@ from verl_tlt.checks.recipe import ROLLOUT, number
 from verl_tlt.commands.warmup.run import config_of, longest_context
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import first_line
+from verl_tlt.files.disk import replacing
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from PIL.Image import Image
 
     from verl_tlt.commands.options import EngineOptions
 
@@ -32,44 +34,62 @@ MIN_PROMPTS = 16
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What an agent loop first asks an engine for a row of the data."""
+
+    tokens: tuple[int, ...]
+    """Token ids; an image has as many as the policy sees of it."""
+    images: tuple[str, ...] = ()
+    """PNG files of its images, each named by its content."""
+
+    @property
+    def content(self) -> tuple[int | str, ...]:
+        """What distinguishes it from other prompts, wherever its images are kept."""
+        return (*self.tokens, *(Path(file).name for file in self.images))
+
+
+@dataclass(frozen=True)
 class Prompts:
     """The prompts of some files, and which of them are for judging."""
 
-    tokens: tuple[tuple[int, ...], ...]
-    """Token ids of each prompt; equal prompts once."""
+    all: tuple[Prompt, ...]
+    """Each prompt; equal prompts once."""
     files_digest: str
     """Sixteen hex digits of the files' content."""
     held_out: frozenset[int]
     """Numbers of the prompts that are for judging only."""
     with_media: int = 0
-    """Rows left out because they have images, videos or sound."""
+    """Rows left out because they have videos or sound."""
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits of the prompts' tokens."""
-        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
+        """Sixteen hex digits of the prompts' content."""
+        return hashlib.sha256(repr(tuple(prompt.content for prompt in self.all)).encode()).hexdigest()[:16]
 
 
-def read_prompts(options: EngineOptions, limit: int | None = None, least: int = MIN_PROMPTS) -> Prompts:
+def read_prompts(options: EngineOptions, images: Path, limit: int | None = None, least: int = MIN_PROMPTS) -> Prompts:
     """The first `limit` prompts of the options' files, without those that leave no room for a response.
 
-    A `DrafterError` says that a file is missing or unreadable, or that all hold fewer than `least` usable prompts.
+    `images` is the folder for their images; it is made if there are any. A `DrafterError` says that a file is missing
+    or unreadable, or that all hold fewer than `least` usable prompts.
     """
     files = [Path(file) for file in options.prompts]  # type: ignore[attr-defined]
     named = "--prompts " + " ".join(map(str, files))
     if missing := next((file for file in files if not file.is_file()), None):
         raise DrafterError(f"--prompts {missing} {'is not a file' if missing.exists() else 'does not exist'}.")
     config, longest = _config(options, files)
+    images = images.absolute()  # the recipe's script may start elsewhere
     with options.recipe().place():
-        requests = asyncio.run(_first_requests(config, limit, named))
-    kept = dict.fromkeys(r.tokens for r in requests if r.tokens and len(r.tokens) <= longest and not r.has_media)
-    with_media = sum(r.has_media for r in requests)
+        requests = asyncio.run(_first_requests(config, images, limit, named))
+    asked = [request for request in requests if request is not None]
+    kept = dict.fromkeys(r for r in asked if 0 < len(r.tokens) <= longest)
+    with_media = len(requests) - len(asked)
     if len(kept) < least:
-        long = sum(len(r.tokens) > longest for r in requests)
+        long = sum(len(r.tokens) > longest for r in asked)
         why = f"; {long} are longer than {longest} tokens, which leaves no room for a response" if long else ""
-        if empty := sum(not r.tokens for r in requests):
+        if empty := sum(not r.tokens for r in asked):
             why += f"; {empty} are empty in the policy's chat template"
-        why += f"; {with_media} have images, videos or sound, which a warm-up leaves out" if with_media else ""
+        why += f"; {with_media} have videos or sound, which a warm-up leaves out" if with_media else ""
         usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
         raise DrafterError(f"{named} holds {usable}{why}.")
     return Prompts(tuple(kept), files_digest(files), _held_out(list(kept)), with_media)
@@ -93,49 +113,63 @@ def _config(options: EngineOptions, files: Sequence[Path]) -> tuple[DictConfig, 
     return config, min(longest, *own)
 
 
-def _held_out(prompts: Sequence[tuple[int, ...]]) -> frozenset[int]:
-    """Numbers of the prompts that are for judging: a tenth, chosen by a hash of a prompt's tokens alone."""
+def _held_out(prompts: Sequence[Prompt]) -> frozenset[int]:
+    """Numbers of the prompts that are for judging: a tenth, chosen by a hash of a prompt's content alone."""
     marks = []  # in [0, 1)
     for prompt in prompts:
-        name = ",".join(map(str, prompt)).encode()
+        name = ",".join(map(str, prompt.content)).encode()
         marks.append(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2.0**64)
     return frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
+
+
+def open_images(files: Sequence[str]) -> list[Image]:
+    """The images of a prompt's files, in memory."""
+    from PIL import Image
+
+    return [Image.open(file).convert("RGB") for file in files]
 
 
 # ------------------------------------------------------------------ verl's own code
 
 
-@dataclass(frozen=True)
-class Request:
-    """What an agent loop first asks an engine for a row of the data."""
-
-    tokens: tuple[int, ...]
-    has_media: bool
-
-
 class _Recorded(BaseException):
     """Leaves an agent loop with its first request; no `except Exception` of the loop stops it."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, prompt: Prompt | None) -> None:
         super().__init__()
-        self.request = request
+        self.prompt = prompt
 
 
 class _Recorder:
-    """Stands where agent loops have their client of the engines."""
+    """Stands where agent loops have their client of the engines, and keeps the images of requests in a folder."""
+
+    def __init__(self, images: Path) -> None:
+        self._images = images
 
     async def generate(self, request_id: str, *, prompt_ids: Sequence[int], **more: Any) -> None:
-        media = any(more.get(kind) is not None for kind in ("image_data", "video_data", "audio_data"))
-        raise _Recorded(Request(tuple(prompt_ids), media))
+        if more.get("video_data") is not None or more.get("audio_data") is not None:
+            raise _Recorded(None)
+        images = tuple(self._kept(image) for image in more.get("image_data") or ())
+        raise _Recorded(Prompt(tuple(prompt_ids), images))
+
+    def _kept(self, image: Image) -> str:
+        content = io.BytesIO()
+        image.save(content, "PNG")  # which loses nothing
+        file = self._images / f"{hashlib.sha256(content.getvalue()).hexdigest()[:32]}.png"
+        if not file.exists():
+            self._images.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as stream:
+                stream.write(content.getvalue())
+        return str(file)
 
 
-async def _first_requests(config: DictConfig, limit: int | None, named: str) -> list[Request]:
-    """The first request of each of the first `limit` rows, in the order of the files."""
+async def _first_requests(config: DictConfig, images: Path, limit: int | None, named: str) -> list[Prompt | None]:
+    """The first request of each of the first `limit` rows, in the order of the files; None: with videos or sound."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.utils import create_rl_dataset
 
     try:
-        worker = AgentLoopWorker(config, _Recorder())
+        worker = AgentLoopWorker(config, _Recorder(images))
     except Exception as error:  # whatever the tokenizer's and the tools' libraries raise
         raise DrafterError(f"verl cannot prepare the agent loop of this policy: {first_line(error)}.") from error
     with contextlib.redirect_stdout(io.StringIO()):  # verl prints counts
@@ -152,10 +186,14 @@ async def _first_requests(config: DictConfig, limit: int | None, named: str) -> 
     if columns is not None and (key := config.data.get("prompt_key", "prompt")) not in columns:
         raise DrafterError(f"{named} has no `{key}`, which verl reads by data.prompt_key.")
     rows = range(min(len(data), limit or len(data)))
-    return [await _first_request(worker, config, data[i], f"{named}: prompt {i + 1}") for i in rows]
+    return [await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}") for i in rows]
 
 
-async def _first_request(worker: Any, config: DictConfig, row: dict[str, Any], where: str) -> Request:
+async def _first_request(worker: Any, config: DictConfig, data: Any, number: int, where: str) -> Prompt | None:
+    try:
+        row = data[number]
+    except Exception as error:  # such as images for a policy without a processor
+        raise DrafterError(f"{where} cannot be read by verl's dataset: {first_line(error)}.") from error
     loop = row.pop("agent_name", None) or config.actor_rollout_ref.rollout.agent.default_agent_loop
     row.pop("dummy_tensor", None)
     if not _is_chat(row.get("raw_prompt")):
@@ -165,7 +203,7 @@ async def _first_request(worker: Any, config: DictConfig, row: dict[str, Any], w
     try:
         await worker._run_agent_loop(sampling, trajectory, agent_name=loop, trace=False, **row)
     except _Recorded as recorded:
-        return recorded.request
+        return recorded.prompt
     except Exception as error:  # a chat template or an agent loop may raise whatever it likes
         reason = " ".join(str(error.__cause__ or error).split())[:200].rstrip(".") or type(error).__name__
         raise DrafterError(f"{where} is refused by verl's {loop}: {reason}.") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, number, select
+from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, number, read_mapping, select
 from verl_tlt.config import MOST, TLTConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ def longest_context(options: EngineOptions) -> int | None:
     """Tokens of the longest sequence of the run's engines; None: the run does not say."""
     recipe = options.recipe()
     return number(compose(recipe.overrides, recipe.config), f"{ROLLOUT}.max_model_len", 0) or None
+
+
+def processor_options(options: EngineOptions) -> dict[str, Any]:
+    """Arguments that the run gives to the policy's processor, which cuts images into patches."""
+    recipe = options.recipe()
+    return read_mapping(compose(recipe.overrides, recipe.config), "data.mm_processor_kwargs")
 
 
 def _path(recipe: Recipe, path: str) -> str:

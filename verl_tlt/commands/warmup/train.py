@@ -20,7 +20,9 @@ import torch
 
 from verl_tlt.commands.options import EngineOptions, WarmupOptions
 from verl_tlt.commands.warmup.engine import Stage
-from verl_tlt.drafter.capture import Library, PolicyStates, Span, Text, load_policy, plan_epoch
+from verl_tlt.commands.warmup.prompts import open_images
+from verl_tlt.commands.warmup.run import processor_options
+from verl_tlt.drafter.capture import ImageInputs, Library, PolicyStates, Span, Text, load_policy, plan_epoch
 from verl_tlt.drafter.checkpoint import read_state, write_state
 from verl_tlt.drafter.data import Batch, FedBatch, ahead, grouped, pack
 from verl_tlt.drafter.evaluate import SequenceScore, acceptance, combined_score
@@ -36,8 +38,25 @@ CHECKS = 10
 JUDGED_TOKENS = 8_192
 """Most tokens of held-out responses in a check."""
 SAVE_EVERY_S = 60.0
+OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
+"""What a processor makes of the text beside the images."""
 LAST_LR = 0.1
 """Learning rate at the end of the budget, as a share of the first; the rate falls linearly."""
+
+
+def image_inputs(options: EngineOptions) -> ImageInputs:
+    """What verl's actor gives the policy for images, by verl's own function."""
+    from verl.utils.tokenizer import build_multimodal_processor_inputs, hf_processor
+
+    processor, arguments = hf_processor(str(options.model)), processor_options(options)
+
+    def inputs(files: Sequence[str]) -> dict[str, torch.Tensor]:
+        text = [processor.image_token * len(files)]  # of no use but that a processor wants one
+        images = open_images(files)
+        made = build_multimodal_processor_inputs(processor, text=text, images=images, mm_processor_kwargs=arguments)
+        return {name: value for name, value in made.items() if name not in OF_THE_TEXT}
+
+    return inputs
 
 
 class PolicyTexts(Library):
@@ -51,7 +70,9 @@ class PolicyTexts(Library):
         transformers.utils.logging.disable_progress_bar()  # the commands show their own
         parts = VerifierWeights.from_policy_dir(options.model)
         refresh_verifier_weights(drafter, parts)
-        super().__init__(PolicyStates(load_policy(options.model, device), drafter.target_layer_ids), texts, max_bytes)
+        images = image_inputs(options) if any(text.images for text in texts) else None
+        states = PolicyStates(load_policy(options.model, device), drafter.target_layer_ids, images)
+        super().__init__(states, texts, max_bytes)
         self._options = options
         self._whole_head = parts.lm_head.to(device) if drafter.use_draft_vocab else None  # [V, H]
 
