@@ -102,7 +102,7 @@ def calibrate(work: Path, subject: Subject, load: Load) -> Path:
         given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
         environment = recipe_environment(work / "calibration", subject.assets, 1, **given)
         command = (str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides)
-        answer = run_job(EngineJob(capture(command, environment=environment), cpu=True))
+        answer = run_job(EngineJob(capture(command, environment=environment)))
         write_report(calibrated / "report.json", answer)
     return calibrated
 

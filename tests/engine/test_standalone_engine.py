@@ -1,4 +1,4 @@
-"""`verl-tlt doctor --gpu --cpu` on a real engine, started as a recipe would have it."""
+"""`verl-tlt doctor --gpu` on a real engine, started as a recipe would have it."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def doctor(overrides, tmp_path_factory):
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and `uni`: an engine's worker is not one more process
         done = CliRunner().invoke(
             app,
-            ["doctor", *overrides, "--gpu", "--cpu", "--all", "--out", str(home / "r.json")],
+            ["doctor", *overrides, "--gpu", "--all", "--out", str(home / "r.json")],
             env={"COLUMNS": "200"},
         )
     return done, answers, home / "r.json"

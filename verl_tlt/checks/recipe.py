@@ -120,7 +120,7 @@ def read_settings(config: DictConfig) -> TLTConfig:
     speculation = node.get("speculation", {})
     runner = engine_runner(config)
     if runner is not None and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
-        on_gpu = select(config, "trainer.device", "cuda") == "cuda"
+        on_gpu = device_of(config) == "cuda"
         user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
         mode = graph_mode(user, not on_gpu or enforce_eager(config))
         logits = 0 if speculation.get("fixed") is not None else draft_logits(config, 1)
@@ -178,6 +178,11 @@ def engine_dtype(config: DictConfig) -> str:
 def trainer_mode(config: DictConfig) -> str:
     """`trainer.v1.trainer_mode` as the user wrote it, before and after activation."""
     return str(select(config, "trainer.v1.trainer_mode", "")).removeprefix(MODE_PREFIX)
+
+
+def device_of(config: DictConfig) -> str:
+    """The kind of device that the recipe computes on, such as `cuda` or `cpu`."""
+    return str(select(config, "trainer.device", "cuda"))
 
 
 def devices(config: DictConfig, node: str) -> int:

@@ -87,7 +87,6 @@ def _read_recipe(
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(RunOptions):
     gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False
-    cpu: Annotated[bool, Option("--cpu", help="With --gpu: on this machine's CPU.")] = False
     seconds: Annotated[float, Option(min=1, help="With --gpu: how long step times are measured.")] = 60.0
     out: Annotated[Path, Option(help="With --gpu: file of the report.")] = Path("tlt-doctor.json")
     all: Annotated[bool, Option("--all", help="List what is fine too.")] = False

@@ -73,13 +73,13 @@ def test_the_report_has_findings_and_costs(tmp_path):
 def test_a_long_measurement_has_its_time_and_what_is_not_here_is_one_sentence(recipe, tmp_path, monkeypatch):
     limits, plain, key = [], asdict(Answer([], COSTS, "H100")), "actor_rollout_ref.model.path"
     monkeypatch.setattr(child_engine, "run_job", lambda *asked: limits.append(asked[-1]) or plain)
-    job = EngineJob(Recipe((f"{key}={recipe.actor_rollout_ref.model.path}",)), cpu=False, budget_s=3600.0)
+    job = EngineJob(Recipe((f"{key}={recipe.actor_rollout_ref.model.path}",)), budget_s=3600.0)
     run_job(job)
     assert limits[0] > 3600.0
-    with pytest.raises(TLTError, match=r"cannot use a GPU here; --cpu measures on the CPU"):
+    with pytest.raises(TLTError, match=r"cannot use a GPU here"):
         asyncio.run(check(job, tmp_path))
     with pytest.raises(TLTConfigError, match=rf"{key}=/nowhere/policy is not a directory on this machine"):
-        run_job(EngineJob(Recipe((f"{key}=/nowhere/policy", "+trainer.plugin=tlt")), cpu=True))
+        run_job(EngineJob(Recipe((f"{key}=/nowhere/policy", "+trainer.plugin=tlt"))))
 
 
 async def test_it_measures_what_the_engine_decodes_at_once_whoever_said_so(monkeypatch):

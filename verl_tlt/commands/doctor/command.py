@@ -1,15 +1,13 @@
 """`verl-tlt doctor`: can TLT run here? Findings on packages and recipe, an answer in a line, and what to do next.
 
-Judging imports neither verl nor torch. `--gpu` starts the recipe's engine in a process of its own.
+`--gpu` starts the recipe's engine in a process of its own.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +19,7 @@ from rich.console import Console
 import verl_tlt
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, devices, number, read_settings, select, trainer_mode
+from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, device_of, devices, number, read_settings, trainer_mode
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
@@ -119,9 +117,8 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
     try:
         config = compose(recipe.overrides, recipe.config)
         first.insert(0, rules.switched_on(config))
-        environment = {**os.environ, **recipe.environment}
         with recipe.place():
-            return [*rules.examine(config, read_settings(config)), *examine_gpus(config, environment)]
+            return [*rules.examine(config, read_settings(config)), *examine_gpus(config, recipe.environment)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
 
@@ -141,47 +138,28 @@ def build_dataclasses(recipe: Recipe) -> Finding | None:
     return Finding("ok", "verl's dataclasses", "verl takes the rollout's and the actor's settings")
 
 
-def visible_gpus(environment: Mapping[str, str], root: str = "/") -> int:
-    """GPUs that a process with this environment would see; `root` holds `dev` and `sys`."""
-    count = nvidia = len(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
-    for node in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")):  # AMD's; a CPU is 0
-        count += Path(node).read_text().strip() not in ("", "0")
-    most = count or float("inf")
-    count = count or int(os.path.exists(os.path.join(root, "dev/dxg")))  # WSL's: one or more
-    of_amd = () if nvidia else ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    for variable in ("CUDA_VISIBLE_DEVICES", *of_amd):
-        if (value := environment.get(variable)) is not None:
-            listed = listed_gpus(value, most)
-            count = listed if "MIG-" in value else min(count, listed)
-    return count
+def visible_gpus(variables: Mapping[str, str]) -> int:
+    """GPUs that torch finds in an environment with these variables beside this process's own."""
+    import torch
+
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        return torch.cuda.device_count()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def listed_gpus(value: str, devices: float) -> int:
-    """GPUs that a driver with so many devices takes a `*_VISIBLE_DEVICES` variable to list.
-
-    It reads a number, of whose word it ignores the rest, or a UUID. It stops at the first word that is neither, such as
-    Slurm's NoDevFiles, or that names no device, and takes none if one is named twice.
-    """
-    known: list[str] = []
-    for word in value.split(","):
-        index = re.match(r"\s*([+-]?\d+)", word)
-        if index is not None and not 0 <= int(index[1]) < devices:
-            break
-        if index is None and not word.strip().startswith(("GPU-", "MIG-")):
-            break
-        known.append(str(int(index[1])) if index is not None else word.strip())
-    return len(known) if len(set(known)) == len(known) else 0
-
-
-def examine_gpus(config: DictConfig, environment: Mapping[str, str]) -> list[Finding]:
+def examine_gpus(config: DictConfig, variables: Mapping[str, str]) -> list[Finding]:
     """Whether the GPUs that the recipe asks for are seen here; no finding for a recipe that runs on the CPU."""
-    device, what = str(select(config, "trainer.device", "cuda")), "GPUs"
+    device, what = device_of(config), "GPUs"
     if device == "cpu":
         return []
     if device != "cuda":
         return [Finding("if", what, f"trainer.device={device}: such devices were not looked for.")]
     nodes = ["trainer", *([ROLLOUT] if trainer_mode(config) == "separate_async" else [])]
-    asked, seen = sum(devices(config, node) for node in nodes), visible_gpus(environment)
+    asked, seen = sum(devices(config, node) for node in nodes), visible_gpus(variables)
     if asked <= seen:
         return [Finding("ok", what, f"{seen} GPUs found")]
     names = [f"{node}.{name}" for node in nodes for name in ("nnodes", "n_gpus_per_node")]
@@ -193,13 +171,14 @@ def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> 
     """Findings that only a real engine on this machine can give, which are also written to `--out`."""
     from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 
-    if not read_settings(compose(recipe.overrides, recipe.config)).speculation.enable:
+    config = compose(recipe.overrides, recipe.config)
+    if not read_settings(config).speculation.enable:
         unmeasured = "tlt.speculation.enable=false: its engines are stock vLLM's, so nothing was measured"
         return [Finding("ok", "engine", unmeasured)]
     try:
-        if not options.cpu and not visible_gpus({**os.environ, **recipe.environment}):
-            raise TLTError("No GPU found; --cpu measures on the CPU.")
-        answer = run_job(EngineJob(recipe, options.cpu, options.seconds))
+        if device_of(config) == "cuda" and not visible_gpus(recipe.environment):
+            raise TLTError("No GPU found on this machine, and the recipe has trainer.device=cuda.")
+        answer = run_job(EngineJob(recipe, options.seconds))
         write_report(options.out, answer)
     except (TLTError, OSError) as error:
         return [Finding("refuse", "engine", str(error))]

@@ -1,7 +1,6 @@
 """`verl-tlt doctor --gpu`: what only the machine itself can tell, measured with a real engine in a few minutes.
 
-The engines run in a child process, for which this module is the main
-program (`child_engine`). A CPU (`--cpu`) has no device context.
+The engines run in a child process, for which this module is the main program (`child_engine`).
 """
 
 import asyncio
@@ -46,7 +45,6 @@ class EngineJob:
     """The child process's job."""
 
     recipe: Recipe
-    cpu: bool
     budget_s: float = 60.0
     """Seconds of measuring, engine starts apart."""
 
@@ -70,9 +68,9 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
     import torch
 
-    if not job.cpu and not torch.cuda.is_available():
-        raise TLTError(f"torch {torch.__version__} cannot use a GPU here; --cpu measures on the CPU.")
     setup = set_up(job.recipe)
+    if not setup.on_cpu and not torch.cuda.is_available():
+        raise TLTError(f"torch {torch.__version__} cannot use a GPU here.")
     findings = list[Finding]()
     stock = list[dict[int, float]]()
 
@@ -85,7 +83,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     async with start(setup, directory) as engine:
         if has_drafter:
             findings.append(await check_sleep(engine))
-        if not job.cpu:
+        if not setup.on_cpu:  # a CPU has no device context
             findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
         if has_drafter and (error := failure_of(await load_drafter(engine))):  # as after a pass that failed
@@ -198,9 +196,9 @@ def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: 
 
 def run_job(job: EngineJob) -> Answer:
     """Have a child process do `job`; raises `TLTConfigError` or `ChildEngineError` where it cannot."""
-    if job.cpu:
-        child_engine.require_cpu_platform()
     setup = set_up(job.recipe)
+    if setup.on_cpu:
+        child_engine.require_cpu_platform()
     if (finding := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
         raise TLTConfigError(finding.sentence)
     fetch_policy(setup.model.path)

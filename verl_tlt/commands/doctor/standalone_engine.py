@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import Recipe, compose, context_tokens, engine_dtype, read_settings, select
+from verl_tlt.checks.recipe import Recipe, compose, context_tokens, device_of, engine_dtype, read_settings, select
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter.policy import NotHereError, first_line, is_name, read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
@@ -41,6 +41,8 @@ class Setup:
     """verl's `actor_rollout_ref.rollout` node; its `max_model_len` is the longest sequence, in tokens."""
     model: DictConfig
     """verl's `actor_rollout_ref.model` node; its `path` is a local directory, or a name on the hub."""
+    on_cpu: bool
+    """Whether the recipe computes on the CPU (`trainer.device=cpu`)."""
 
 
 def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
@@ -56,7 +58,7 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
         rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"
-    return Setup(read_settings(config), rollout, model)
+    return Setup(read_settings(config), rollout, model, device_of(config) == "cpu")
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:
