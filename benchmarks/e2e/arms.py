@@ -15,10 +15,10 @@ cache would stay in its memory during training. A drafter is also kept by vLLM 0
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT, Arm, vllm_arm
+from verl_tlt.commands.compare.plan import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 LONGEST = 7
 KEPT = "vLLM's own speculation, {}, with the warmed-up drafter, kept because the engines never sleep"
@@ -55,6 +55,13 @@ LOADS = {
 """24, 96 and 192 responses, which two engines share: the more there are, the less drafts pay."""
 
 
+def lost_arm(name: str, label: str, drafter: str, longest: int) -> Arm:
+    """vLLM's own speculation with verl's defaults: engines sleep and lose the drafter, and drafts are greedy."""
+    kept = vllm_arm(name, label, drafter, longest)
+    overrides = [o.replace("draft_sample_method:probabilistic", "draft_sample_method:greedy") for o in kept.overrides]
+    return replace(kept, overrides=tuple(o for o in overrides if o != NO_SLEEP))
+
+
 def arms(
     warm: Path, schedule: Sequence[Sequence[int]], cold_start: str = COLD_START_S, longest: int = LONGEST
 ) -> dict[str, Arm]:
@@ -67,6 +74,7 @@ def arms(
         longest: the longest draft of TLT's arms and of `vllm-table`.
     """
     drafter, began, no_spot = str(warm), f"tlt.drafter.path={warm}", "tlt.spot.enable=false"
+    table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}"
     begins = "a cold start if that pays" if cold_start == "null" else f"a cold start of {cold_start} s at most"
 
     def tlt(name: str, label: str, *overrides: str) -> Arm:
@@ -76,8 +84,8 @@ def arms(
         Arm(STOCK, "stock verl, no speculation", False),
         vllm_arm("vllm-3", KEPT.format("K=3"), drafter, 3),
         vllm_arm("vllm-7", KEPT.format("K=7"), drafter, 7),
-        vllm_arm("vllm-table", KEPT.format("K by batch from measured costs"), drafter, longest, schedule),
-        vllm_arm("vllm-3-lost", LOST, drafter, 3, lost=True),
+        vllm_arm("vllm-table", KEPT.format("K by batch from measured costs"), drafter, longest, table),
+        lost_arm("vllm-3-lost", LOST, drafter, 3),
         tlt("tlt-off", "from a random drafter that nothing trains: what it costs where it does not draft", no_spot),
         tlt(NO_SPOT, "from the warmed-up drafter, which it does not train", began, no_spot),
         tlt("tlt-ngram", "with n-grams in a drafter's place", "tlt.speculation.source=ngram", no_spot),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from verl_tlt.commands.cli import app
 
 COMMANDS = get_command(app).commands
-MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb", "rounds"}
+MAY_BE_ZERO = {"temperature", "top_k", "seed", "cache_gb"}
 
 
 def parsed(name, option, value):

@@ -24,6 +24,7 @@ import psutil
 
 from verl_tlt.capture import CAPTURE, MODULES, environment_for
 from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.console import last_lines
 from verl_tlt.commands.processes import ProcessTree, running
 from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import CONFIG, MAIN
@@ -31,7 +32,6 @@ from verl_tlt.flag import CONFIG, MAIN
 GIVEN = "VERL_TLT_CAPTURED"
 """Variable with which a command goes on under the interpreter of the user's command; names the file of the answer."""
 POLL_S = 0.2
-LAST_LINES = 15
 _START = r"(?:^|[\s;&|(`'\"/])"
 LEAVES = re.compile(rf"{_START}(docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray job submit)(?=\s|$)")
 """Programs that start others without this environment, or elsewhere: the command would train there."""
@@ -97,7 +97,7 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
         except FileNotFoundError as error:
             raise TLTConfigError(f"{error.filename or command[0]} cannot be started: {error.strerror}.") from error
         if not file.exists():
-            raise TLTConfigError(_no_answer(command, code, log.read_text(errors="replace")))
+            raise TLTConfigError(_no_answer(command, code, log))
         answer = json.loads(file.read_text())
     if "other" in answer:
         raise TLTConfigError(f"The command starts {answer['other']}; verl-tlt works with {MAIN}. It was ended.")
@@ -113,13 +113,12 @@ def _refuse_training(tree: ProcessTree) -> None:
                 raise TLTConfigError(f"{what} of its environment: keep them in the script. It was ended at once.")
 
 
-def _no_answer(command: Sequence[str], code: int | None, log: str) -> str:
-    lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", log).splitlines() if line.strip()]
-    last = "\n".join(f"    {line[:300]}" for line in lines[-LAST_LINES:])
-    if "No module named 'verl_tlt'" in log:
+def _no_answer(command: Sequence[str], code: int | None, log: Path) -> str:
+    last = last_lines(log)
+    if "No module named 'verl_tlt'" in log.read_text(errors="replace"):
         return f"The Python that the command starts verl with does not have verl-tlt: install it there.\n{last}"
     ended = f"`{shlex.join(command)}` ended with exit status {code} and did not start {MAIN}."
-    return f"{ended} Its last lines:\n{last}" if lines else f"{ended} It printed nothing."
+    return f"{ended} Its last lines:\n{last}" if last else f"{ended} It printed nothing."
 
 
 def _go_on_under(answer: dict[str, Any]) -> None:

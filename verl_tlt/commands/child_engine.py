@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.commands.console import last_lines
 from verl_tlt.commands.processes import running
 from verl_tlt.errors import TLTError
 
 LOG = "engine.log"
 POLL_S = 1.0
-_LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,13 +76,11 @@ def run_job(
     with running(command, env={**os.environ, **environment}, log=log) as tree:
         while tree.process.poll() is None:
             tell()
-            tree.alive()
             if time.monotonic() > deadline:
                 raise ChildEngineError(f"The engine was not done after {timeout_s:.0f} s; its log is {log}.")
             time.sleep(POLL_S)
     if not answer.is_file():  # written last: a crash while the child ends changes nothing
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-        raise ChildEngineError(f"The engine ended early ({log}):\n{end}")
+        raise ChildEngineError(f"The engine ended early ({log}):\n{last_lines(log)}")
     if "refused" in (reply := json.loads(answer.read_text())):
         raise ChildEngineError(reply["refused"])
     return reply

@@ -99,15 +99,12 @@ class AdviseOptions:
     ]
     drafter: Annotated[Path | None, Option(help="A drafter of verl-tlt warmup; needs --costs.")] = None
     costs: Annotated[Path | None, Option(help="Step times: the report of verl-tlt doctor --gpu.")] = None
-    warmup_minutes: Annotated[
-        float | None, Option(min=LEAST, help="Length of the drafter's warm-up; by default its training time.")
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(RunOptions):
     arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K.")] = "tlt"
-    rounds: Annotated[int, Option(min=0, help="Turns of each arm; 0 reports what was measured before.")] = 3
+    rounds: Annotated[int, Option(min=1, help="Turns of each arm.")] = 3
     steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
     drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K, a folder or a name on the hub.")] = None

@@ -144,7 +144,7 @@ def test_the_command(files):
     facts = {"acceptance": [0.8, 0.75, 0.7], "training_seconds": 1200.0}
     (files / "drafter" / "provenance.json").write_text(json.dumps(facts))
     code, said = advise(files / "metrics.jsonl", *drafter)
-    assert code == 0 and "warm-up of 20 min repaid after" in said and "never" in said, said
+    assert code == 0 and "training of 20 min repaid after" in said and "never" in said, said
     assert advise(files / "metrics.jsonl", *drafter[:2])[0] == 1
     (files / "costs.json").write_text("{}")
     code, said = advise(files / "metrics.jsonl", *drafter)

@@ -92,8 +92,6 @@ def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
     speculative = engine.engine_kwargs.vllm.speculative_config
     assert (speculative.model, speculative.num_speculative_tokens) == ("/a/drafter", 3)
     assert not engine.disable_log_stats and not engine.free_cache_engine and not flag.wanted(config)
-    lost = composed(plan, vllm_arm("lost", "", "/a/drafter", 5, lost=True)).actor_rollout_ref.rollout
-    assert lost.free_cache_engine and lost.engine_kwargs.vllm.speculative_config.draft_sample_method == "greedy"
     assert composed(plan, arms[TLT]).tlt.drafter.path == "/a/drafter"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verl_tlt.commands.compare.plan import Arm, Plan
 from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
+from verl_tlt.commands.console import last_lines, lines_of
 from verl_tlt.commands.processes import running
 from verl_tlt.commands.run_metrics import read_run
 
@@ -18,8 +19,6 @@ RAY_CLUSTER = "ray/ray_current_cluster"
 """File in the temporary folder by which Ray finds a cluster that was started here."""
 ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens")
 ERROR = re.compile(r"(?:^|\s)((?:[\w.]+)?(?:Error|Exception|Refused)\b: .+|verl-tlt: .+)")
-LAST_LINES = 15
-LONGEST_LINE = 300
 
 
 def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
@@ -71,7 +70,6 @@ def watched(
     with running(command, env=env, log=log, cwd=folder) as tree:
         size, changed = 0, time.monotonic()
         while (code := tree.process.poll()) is None:
-            tree.alive()
             if log.stat().st_size != size:
                 size, changed = log.stat().st_size, time.monotonic()
             if time.monotonic() - changed > stall_s:
@@ -121,7 +119,5 @@ def accepted(lines: Iterable[str]) -> float | None:
 
 def failure(what: str, log: Path) -> str:
     """A message on a job that failed: what happened, the last error that its log names, and its last lines."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).splitlines()  # without colours
-    last = "\n".join(f"    {line[:LONGEST_LINE]}" for line in lines[-LAST_LINES:])
-    errors = [match[1].strip() for line in lines if (match := ERROR.search(line))]  # without Ray's prefix
-    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}\nThe last lines of {log}:\n{last}"
+    errors = [match[1].strip() for line in lines_of(log) if (match := ERROR.search(line))]  # without Ray's prefix
+    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}\nThe last lines of {log}:\n{last_lines(log)}"

@@ -70,23 +70,17 @@ def quoted(value: object) -> str:
     return f"'{text}'"
 
 
-def vllm_arm(
-    name: str, label: str, drafter: str, longest: int, schedule: Sequence[Sequence[int]] = (), *, lost: bool = False
-) -> Arm:
-    """Stock verl whose engines have vLLM's own speculation.
+def vllm_arm(name: str, label: str, drafter: str, longest: int, more: str = "") -> Arm:
+    """Stock verl whose engines have vLLM's own speculation, K=`longest`, and never sleep.
 
-    The weights of the EAGLE-3 `drafter` are read from its file, though verl fills in the policy's later. `longest`: K;
-    `schedule` has rows of `num_speculative_tokens_per_batch_size`. `lost`: with verl's defaults, by which engines lose
-    the drafter in sleep, while other engines never sleep. What is then in a GPU's memory may be NaN, which sampled
-    drafts would bring into the tokens: there drafts are greedy.
+    The weights of the EAGLE-3 `drafter` are read from its file, though verl fills in the policy's later. `more`:
+    further entries of vLLM's `speculative_config`, after a comma.
     """
-    table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}" if schedule else ""
     config = (
         f"{SPECULATIVE}={{method:eagle3,model:{quoted(drafter)},num_speculative_tokens:{longest},"
-        f"draft_sample_method:{'greedy' if lost else 'probabilistic'},draft_load_config:{{load_format:auto}}{table}}}"
+        f"draft_sample_method:probabilistic,draft_load_config:{{load_format:auto}}{more}}}"
     )
-    overrides = (config, f"{ENGINE}.disable_log_stats=False", *(() if lost else (NO_SLEEP,)))
-    return Arm(name, label, False, overrides, OWN_LOG)
+    return Arm(name, label, False, (config, f"{ENGINE}.disable_log_stats=False", NO_SLEEP), OWN_LOG)
 
 
 def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
