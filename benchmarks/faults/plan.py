@@ -46,7 +46,7 @@ class Fault:
     everywhere: bool = False
     """In every process; else in the first one that calls it."""
     sessions: int = 1
-    """In so many processes, each in the place of the one before: of one replica, so in every second step."""
+    """In so many processes, each in the place of the one before."""
     takes: int = 5
     """RL steps until it can be judged."""
     fallback: str = ""

