@@ -164,7 +164,11 @@ async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_i
 
     for name, stand_in in (("start", start), ("ask_scheduler", ask_scheduler), ("hardware_name", lambda: "H100")):
         monkeypatch.setattr(engine_check, name, stand_in)
-    words = (f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}", "+trainer.plugin=tlt")
-    answer = await check(EngineJob(Recipe((*words, f"tlt.speculation.source={source}")), cpu=True), tmp_path)
+    words = (
+        f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
+        "+trainer.plugin=tlt",
+        "trainer.device=cpu",
+    )
+    answer = await check(EngineJob(Recipe((*words, f"tlt.speculation.source={source}"))), tmp_path)
     assert len(loaded) == loads and {finding.level for finding in answer.findings} == {"ok"}
     assert any(finding.what == "drafter after sleep" for finding in answer.findings) == bool(loads)

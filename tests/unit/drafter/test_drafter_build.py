@@ -1,6 +1,7 @@
 """The drafter's shape follows the policy; its weights follow the seed; its verifier weights follow the policy's."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,7 @@ def test_a_policy_without_one_of_the_tensors_is_named(policy_dir, tmp_path):
     tensors = load_file(policy_dir / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(policy_dir / "config.json", tmp_path)
     with pytest.raises(DrafterError, match=r"no tensor 'model\.norm\.weight'"):
         VerifierWeights.from_policy_dir(tmp_path)
 
