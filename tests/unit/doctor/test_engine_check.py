@@ -155,6 +155,9 @@ async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_i
         async def measure_costs(self, _):
             return COSTS
 
+        async def collective_rpc(self, *_):
+            return []
+
     @asynccontextmanager
     async def start(*_, **__):
         yield Engine()
