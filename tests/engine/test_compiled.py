@@ -10,7 +10,7 @@ import shutil
 import families
 import pytest
 import torch
-from tiny_engine import prompts, sampled
+from test_lora_rollout import LORA, adapter, generate  # noqa: F401
 
 from benchmarks.lossless.tiny_policy import V, build_drafter_dir
 
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="runs where g++ is installed, which torch.compile needs"),
 ]
 TOKENS = 48
-LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=1)
 
 
 @pytest.fixture
@@ -50,20 +49,39 @@ def compiled(worker):
     return [any(getattr(part, "compiled", False) for part in model.modules()) for model in models]
 
 
+def rollout(engine):
+    """(tokens of greedy requests, how many drafts were accepted by position)."""
+    engine.scheduler.tlt.stats(reset=True)
+    tokens = engine.generate(8, TOKENS)
+    return tokens, engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
+
+
+def sync(engine, file, level):
+    """A weight sync in verl's order, of the same policy and of a drafter, on every rank."""
+    engine.llm.sleep(level=level)
+    engine.llm.wake_up(tags=["weights"])
+    if level == 2:
+        engine.llm.collective_rpc("reload_weights")
+    answers = engine.llm.collective_rpc("tlt_load_drafter", args=(str(file),))
+    assert all(answer["ok"] for answer in answers), answers
+    engine.llm.wake_up(tags=["kv_cache"])
+    assert engine.llm.reset_prefix_cache()
+
+
 def serves_through_reloads(engine, models, good, bad=None, levels=(1, 2)):
     """Whether it drafts and decodes the same after each sync, another drafter's between two; returns the tokens."""
     assert all(all(of) for of in engine.llm.collective_rpc(compiled)), "nothing here is about compiled models"
     file = models[good] / "model.safetensors"
-    assert engine.sync(file, levels[0])["ok"]
-    first = engine.rollout(TOKENS)
+    sync(engine, file, levels[0])
+    first = rollout(engine)
     assert sum(first[1]) > 20
     for level in levels:
         if bad is not None:
-            assert engine.sync(models[bad] / "model.safetensors", level)["ok"]
-            tokens, accepted = engine.rollout(TOKENS)
+            sync(engine, models[bad] / "model.safetensors", level)
+            tokens, accepted = rollout(engine)
             assert tokens == first[0] and sum(accepted) < 0.2 * sum(first[1])
-        assert engine.sync(file, level)["ok"]
-        assert engine.rollout(TOKENS) == first
+        sync(engine, file, level)
+        assert rollout(engine) == first
     return first[0]
 
 
@@ -88,42 +106,13 @@ def with_lora(patch):
     patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_without_lora))
 
 
-@pytest.fixture(scope="module")
-def adapter(models, tmp_path_factory):
-    """An adapter that changes what the policy says."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(models["target"])
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=8, target_modules=targets, init_lora_weights=False)
-    path = tmp_path_factory.mktemp("adapter")
-    get_peft_model(model, config).save_pretrained(path)
-    return path
-
-
-def adapted(engine, adapter):
-    """Greedy tokens with the adapter on."""
-    from vllm.lora.request import LoRARequest
-
-    request = LoRARequest("policy", 1, str(adapter))
-    outputs = engine.llm.generate(prompts(6), sampled(40), lora_request=request, use_tqdm=False)
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
-def test_lora(stock, engine_of, start, compiles, models, adapter):
-    """Drafts are verified against the adapted policy; its weights stay on the host in sleep, as verl has it there."""
-    with engine_of(drafter=None, **LORA) as engine:
-        wanted = adapted(engine, adapter)
-    assert wanted[-1][: len(stock[5])] != stock[5], "the adapter changes nothing"
+def test_lora(stock, start, compiles, models, adapter):  # noqa: F811
     with_lora(compiles)
     with start("good", **LORA) as engine:
         assert serves_through_reloads(engine, models, "good", levels=(1,)) == stock
-        assert "embed_tokens" in engine.live_drafter.shared_modules()
-        assert adapted(engine, adapter) == wanted
-        assert engine.sync(models["good"] / "model.safetensors", level=1)["ok"]
-        assert adapted(engine, adapter) == wanted
+        adapted = generate(engine, adapter)
+        sync(engine, models["good"] / "model.safetensors", 1)
+        assert generate(engine, adapter) == adapted != stock
 
 
 @pytest.mark.heavy
