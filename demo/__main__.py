@@ -30,7 +30,7 @@ from verl_tlt.trace.metrics import step_line
 
 RECIPE = Path(__file__).with_name("demo_grpo.sh")
 BIN = Path(sys.executable).parent
-PROMPTS, WARMUP_STEPS = 32, 60
+PROMPTS, WARMUP_STEPS = 96, 160
 """Responses and optimizer steps of the warm-up: so few that the drafter has much to learn in the run."""
 STALL_S = 900.0
 """Seconds without a line of output after which a command counts as hung."""
@@ -38,7 +38,7 @@ INTERRUPTED = 130
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder of the run and its report.")] = Path("demo-out"),
 ) -> None:
     """Warm up a drafter for seconds, run GRPO with TLT on a toy task, and report what it did."""
