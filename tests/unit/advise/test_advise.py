@@ -145,6 +145,9 @@ def test_the_command(files):
     (files / "drafter" / "provenance.json").write_text(json.dumps(facts))
     code, said = advise(files / "metrics.jsonl", *drafter)
     assert code == 0 and "training of 20 min repaid after" in said and "never" in said, said
+    (files / "drafter" / "provenance.json").write_text(json.dumps({"acceptance": facts["acceptance"]}))
+    code, said = advise(files / "metrics.jsonl", *drafter)  # a drafter that a run trained has no warm-up
+    assert code == 0 and "break-even" in said and "repaid" not in said, said
     assert advise(files / "metrics.jsonl", *drafter[:2])[0] == 1
     (files / "costs.json").write_text("{}")
     code, said = advise(files / "metrics.jsonl", *drafter)

@@ -29,7 +29,7 @@ def advise(options: AdviseOptions, console: Console) -> None:
     """Print the advice. Raises `TLTError` where the files do not hold what is needed."""
     source = ", ".join(map(str, options.metrics))
     run = shape_of(read_runs(options.metrics), source)
-    gains, minutes = read_gains(options) if options.drafter or options.costs else ([], 0.0)
+    gains, minutes = read_gains(options) if options.drafter or options.costs else ([], None)
     say(console, f"{source}: {run.steps} steps of stock verl, without the first after a start")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
     if run.tool_share:
@@ -42,19 +42,20 @@ def advise(options: AdviseOptions, console: Console) -> None:
     say(console, verdict(run, gains), "bold")
 
 
-def read_gains(options: AdviseOptions) -> tuple[list[DraftingGain], float]:
-    """What the drafter gains by batch, and the minutes that its warm-up trained it."""
+def read_gains(options: AdviseOptions) -> tuple[list[DraftingGain], float | None]:
+    """What the drafter gains by batch, and the minutes that its warm-up trained it; None: it is a run's."""
     if options.drafter is None or options.costs is None:
         raise TLTError("--drafter and --costs go together: the break-even needs the accept length and the step times.")
     from verl_tlt.drafter import provenance
 
     facts = provenance(options.drafter)
-    if not {"acceptance", "training_seconds"} <= facts.keys():
+    if not facts.get("acceptance"):
         raise TLTError(f"--drafter {options.drafter} has no measured acceptance: make it with verl-tlt warmup.")
     gains = drafting_gains(mean_seconds(_points(options.costs)), facts["acceptance"])
     if not gains:
         raise TLTError(f"--costs {options.costs} has no batch with steps both with and without a drafter.")
-    return gains, facts["training_seconds"] / 60
+    seconds = facts.get("training_seconds")
+    return gains, None if seconds is None else seconds / 60
 
 
 def _points(file: Path) -> Sequence[dict[str, Any]]:
@@ -76,20 +77,22 @@ def ceilings_table(run: RunShape) -> Table:
     return table
 
 
-def gains_table(run: RunShape, gains: Sequence[DraftingGain], minutes: float) -> Table:
+def gains_table(run: RunShape, gains: Sequence[DraftingGain], minutes: float | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    repaid = f"training of {minutes:.0f} min repaid after"
-    for heading in ("batch", "best K", "break-even accept length", "measured", "decoding", "step", repaid):
+    repaid = [] if minutes is None else [f"training of {minutes:.0f} min repaid after"]
+    for heading in ("batch", "best K", "break-even accept length", "measured", "decoding", "step", *repaid):
         table.add_column(heading, justify="right")
     for gain in gains:
-        steps = steps_to_repay(run, gain.speedup, minutes)
-        table.add_row(
+        row = [
             str(gain.batch),
             str(gain.draft_length),
             f"{gain.break_even:.2f}",
             f"{gain.accept_length:.2f}",
             f"{gain.speedup:.2f}x",
             f"{run.step_speedup(gain.speedup):.2f}x",
-            "never" if steps is None else f"{steps:,.0f} steps",
-        )
+        ]
+        if minutes is not None:
+            steps = steps_to_repay(run, gain.speedup, minutes)
+            row.append("never" if steps is None else f"{steps:,.0f} steps")
+        table.add_row(*row)
     return table
