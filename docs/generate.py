@@ -38,27 +38,29 @@ python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
 |---|---|
 | start with a trained drafter | `tlt.drafter.path=DIR` |
 | draft with the policy's own MTP head | `tlt.drafter.method=mtp` |
-| allow longer drafts, or only shorter ones | `tlt.speculation.max_draft_length=5` |
+| allow longer drafts, or only shorter ones | `tlt.speculation.max_draft_length=7` |
 | use less host memory | `tlt.buffer.max_mb=1024` |
 | never pause RL to train a first drafter | `tlt.spot.cold_start_s=0` |
 | draft with a drafter that is never trained | `tlt.spot.enable=false` |
 | train a drafter and decode as stock verl does | `tlt.speculation.enable=false` |
 | run stock verl with the same command line | `++trainer.plugin=null` at its end |
 
-Settings on the command line may begin with a plus. Where verl-tlt is not installed, Hydra refuses those without one.
-Settings may also stand in [a YAML file of your own](quickstart.md#your-own-yaml-file).
+You can write settings with a plus in front or without. You can also put them into [a YAML file of your
+own](quickstart.md#your-own-yaml-file).
 
-An unknown key, a value of the wrong type, or two settings that contradict each other stop the run before Ray starts.
-The message names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt` gives the same message without a run.
+A wrong setting stops the run before Ray starts: an unknown key, a value of the wrong type, or two settings that
+contradict each other. The message names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt` gives the same
+message without a run.
 """
 
 NOTES = {
     "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written only if the drafter is trained.",
-    "speculation": "[How K is chosen](how-it-works.md#how-k-is-chosen) says which lengths an engine can draft.",
+    "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
+    " to the longest one. [custom_policy.py](../examples/custom_policy.py) is an example of a policy of your own.",
     "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a drafter, nor with"
     " `trainer.v1.trainer_mode=separate_async`.",
-    "buffer": "A token takes 8 bytes for each unit of the policy's hidden size, so 32 KiB at 4,096. For an MTP head it"
-    " takes 2 bytes.",
+    "buffer": "The hidden states of a token take 8 bytes times the policy's hidden size: 32 KiB at a size of 4,096. For"
+    " an MTP head they take 2 bytes times the hidden size.",
     "gate": "[The test](how-it-works.md#test-and-publication) compares drafters on prompts that were not trained on.",
     "trace": "[What the files hold](metrics-and-troubleshooting.md#the-trace).",
 }

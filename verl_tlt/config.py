@@ -63,7 +63,6 @@ REMOVED = {
 """Settings of the release before this one, and what a user can do instead."""
 BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
 """The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
-"""Where measured step costs are kept unless a run says otherwise."""
 
 
 def dtype_name(name: object) -> str:
@@ -117,9 +116,8 @@ class DrafterConfig:
     save_dir: str | None = None
     """Folder in which the trained drafter is saved at the end. Null: `<trainer.default_local_dir>/tlt_drafter`."""
     vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None
-    """Number of tokens that a new EAGLE-3 drafter can draft, the most frequent ones of the first rollout, or `full`.
-    Null: the whole vocabulary up to 65,536 tokens, and 32,768 tokens of a larger one. A drafter from `path` keeps its
-    own."""
+    """Number of tokens that a new EAGLE-3 drafter can propose (the most frequent ones of the first rollout), or `full`
+    for all. Null: all, or 32,768 if the policy has more than 65,536 tokens. A drafter from `path` keeps its own."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Learning rate with which the drafter is trained (AdamW)."""
     objective: str = constant("hass")
@@ -153,8 +151,8 @@ class SpeculationConfig:
     """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
     step; `off`, engines have a drafter and never use it; or `module:Class`, a policy of your own."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
-    """Longest draft, K_max. Null: 7 where vLLM has FULL CUDA graphs for every draft length (0.32 and later), otherwise
-    3. It is 3 or 1 where the draft logits would take more than 1 GiB of each GPU."""
+    """Longest draft. Null: 7 where vLLM has FULL CUDA graphs for every draft length (0.32 and later), otherwise 3. It
+    is 3 or 1 where the draft logits would take more than 1 GiB of each GPU."""
     fixed: DraftLength | None = None
     """K of `policy=fixed`. Null: the longest draft."""
     arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = constant(None)
@@ -162,8 +160,8 @@ class SpeculationConfig:
     calibrate: bool = constant(True)
     """Measure step latency by batch and K at start."""
     source: Literal["eagle", "ngram"] = "eagle"
-    """`eagle`: the drafter proposes tokens. `ngram`: text of other responses to the same prompt does, without a drafter
-    and without vLLM's async scheduling."""
+    """`eagle`: the drafter proposes tokens. `ngram`: drafts are copied from other responses to the same prompt, without
+    a drafter; vLLM's async scheduling is then off."""
 
     @property
     def longest(self) -> int:
@@ -173,8 +171,8 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SpotConfig:
-    """Training the drafter in idle time: on replicas that have finished while others decode, or while the trainer
-    waits for samples (`trainer.v1.trainer_mode=separate_async`).
+    """Training the drafter in idle time: on the GPU of a replica that has finished while others decode. With
+    `trainer.v1.trainer_mode=separate_async`: on the trainer's GPUs, while they wait for samples.
     """
 
     enable: bool = True
@@ -182,7 +180,7 @@ class SpotConfig:
     stop_timeout_s: Positive = 5.0
     """Seconds that RL waits for a training session to stop. Then the spot trainer is killed and replaced."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
-    """Passes over the buffered tokens in one training session, at most: more would memorise a small buffer."""
+    """Most passes over the buffered tokens in one training session. With more, the drafter learns them by heart."""
     cold_start_s: NotNegative | None = None
     """Seconds that a run without a drafter pauses once, in its third step, to train one; 0: never. Null: 30 on GPUs,
     0 on the CPU."""
@@ -193,8 +191,8 @@ class BufferConfig:
     """The hidden states of recent rollouts, which the drafter is trained on."""
 
     max_mb: Count | None = None
-    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: 2048, or on GPUs what drafter
-    and optimizer leave of 15 % of the node's memory, if that is more."""
+    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: on GPUs 15 % of the node's
+    memory less what drafter and optimizer take, but at least 2048; on the CPU 2048."""
     keep_steps: Count = constant(8)
     """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)
