@@ -1,7 +1,7 @@
 """Every command that a page shows, as words: fenced shell blocks, code spans that begin with a command, recipe headers.
 
 `<your recipe>` and the like become one word, `PLACEHOLDER`; what is set in front of a command (`DATA=/data ...`) is
-apart from it.
+left out.
 """
 
 import re
@@ -27,9 +27,6 @@ class Command:
 
     page: str
     words: tuple[str, ...]
-    environment: tuple[str, ...] = ()
-    whole: bool = True
-    """False: a code span, which may name a command without everything it needs."""
 
     def __str__(self) -> str:
         return f"{self.page}: {' '.join(self.words)}"
@@ -63,26 +60,6 @@ def overrides() -> list[str]:
     return sorted({word for line in found for word in shlex.split(line)})
 
 
-def script_commands(found: list[Command]) -> list[Command]:
-    """Those that run a script or module of this repository, each once; whole lines win over code spans."""
-    ours = [c for c in found if c.words[0] == "python" and c.words[1:2] != ("-c",)]
-    ours = [c for c in ours if "verl.trainer.main_ppo" not in c.words]
-    return list({c.words: c for c in sorted(ours, key=lambda c: c.whole)}.values())
-
-
-def file_of(command: Command) -> Path:
-    """The file that `python FILE ...` or `python -m MODULE ...` runs."""
-    _, first, *rest = command.words
-    path = ROOT / (rest[0].replace(".", "/") if first == "-m" else first)
-    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def arguments_of(command: Command) -> list[str]:
-    """What the script is given."""
-    _, first, *rest = command.words
-    return rest[1:] if first == "-m" else rest
-
-
 def _of_page(page: Path) -> Iterator[Command]:
     for block in blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -90,7 +67,7 @@ def _of_page(page: Path) -> Iterator[Command]:
                 yield _command(page.name, line)
     for line in _spans(page):
         if re.match(r"[A-Z_]+=\S* [a-z]", line) or line.startswith(PROGRAMS):
-            yield _command(page.name, line, whole=False)
+            yield _command(page.name, line)
 
 
 def _spans(page: Path) -> list[str]:
@@ -99,10 +76,9 @@ def _spans(page: Path) -> list[str]:
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
-def _command(page: str, line: str, whole: bool = True) -> Command:
+def _command(page: str, line: str) -> Command:
     words = shlex.split(re.sub(r"<[a-z][^>]*>", PLACEHOLDER, line), comments=True)
-    environment = []
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        environment.append(words.pop(0))
+        del words[0]
     program = words[0].removeprefix(".venv/bin/") if words else ""
-    return Command(page, (program, *(word for word in words[1:] if word != "...")), tuple(environment), whole)
+    return Command(page, (program, *(word for word in words[1:] if word != "...")))

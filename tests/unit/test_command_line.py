@@ -37,10 +37,7 @@ NUMBERS = [
     for option in command.params
     if option.param_type_name == "option" and not option.is_flag and is_number(name, option)
 ]
-
-
-def test_there_are_numbers_to_look_at():
-    assert {name for name, _ in NUMBERS} >= {"warmup", "evaluate", "doctor"} and len(NUMBERS) > 20
+assert len(NUMBERS) > 20
 
 
 @pytest.mark.parametrize(("name", "option"), NUMBERS, ids=lambda x: x if isinstance(x, str) else x.name)

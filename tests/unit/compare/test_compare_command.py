@@ -1,11 +1,12 @@
-"""What a comparison says before it starts anything."""
+"""What a comparison says before it starts anything, and when it is interrupted."""
 
 import json
 
 import pytest
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.compare.command import announce, time_needed
+from verl_tlt.commands.compare import command
+from verl_tlt.commands.compare.command import announce, compare, time_needed
 from verl_tlt.commands.compare.plan import TLT, Plan, named_arms
 from verl_tlt.commands.compare.record import Record, Turn
 from verl_tlt.commands.console import make_console
@@ -42,3 +43,19 @@ def test_it_warns_where_no_drafter_is_given_and_none_can_be_trained(plan, record
     announce(plan, ARMS, CompareOptions(rounds=2), record, drafter, make_console())
     said = " ".join(capsys.readouterr().out.split())
     assert ("No drafter is given for tlt, and 12 steps are too few to train one" in said) is warns
+
+
+def test_interrupted_it_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
+    def take_turn(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "take_turn", take_turn)
+    overrides = (
+        "actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable",
+        f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
+        *(f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        compare(Recipe(overrides), CompareOptions(out=tmp_path / "out"), make_console())
+    assert "The same command takes the turns that are left." in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "out" / "turns.json").is_file()

@@ -116,17 +116,6 @@ def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):
     assert lines[-1].startswith("    bye!") and len(lines[-1]) < 320
 
 
-def test_a_turn_runs_the_users_own_command_with_more_overrides(tmp_path):
-    """A script that prepares something, starts `main_ppo` with what it computed, and goes on."""
-    start = f"{sys.executable} -m verl.trainer.main_ppo no.such.key=1 trainer.experiment_name=$NAME"
-    (script := tmp_path / "recipe.sh").write_text(f"NAME=$(echo mine)\n{start}\nexit 7\n")
-    plan = Plan(Recipe(("no.such.key=1",)), None, 4, tmp_path, ("bash", str(script)), ("typed.by_hand=2",))
-    with pytest.raises(CompareError, match=r"stock failed with exit status 7"):
-        take_turn(plan, ARM, 0, 60.0, lambda _: None)
-    log = (tmp_path / "stock" / "turn-1.log").read_text()
-    assert "no.such.key" in log, "Hydra has refused the script's own override"
-
-
 def test_overrides_reach_main_ppo_of_the_users_command(tmp_path):
     """Hydra prints the composed config in the place of a run."""
     words = "--cfg job trainer.experiment_name=mine data.seed=5 +trainer.plugin=tlt tlt.spot.max_epochs=3"

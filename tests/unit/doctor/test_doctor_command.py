@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import replace
 
 import pytest
 import transformers
@@ -21,7 +20,7 @@ from verl_tlt.commands.capture import recipe_of
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.command import conclude, examine_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
-from verl_tlt.config import MOST, TLTConfig, TLTConfigError
+from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
 
 FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
@@ -290,13 +289,6 @@ def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, rol
     with open_dict(recipe):
         recipe.trainer.device = "cpu"
     assert read_settings(recipe).speculation.longest == tlt.get("max_draft_length", 3)
-
-
-def test_settings_default_without_a_tlt_node(recipe):
-    with open_dict(recipe):
-        recipe.trainer.device = "cpu"
-    speculation = replace(TLTConfig().speculation, max_draft_length=3)
-    assert read_settings(recipe) == replace(TLTConfig(), speculation=speculation)
 
 
 @pytest.mark.parametrize(

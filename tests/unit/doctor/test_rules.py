@@ -168,8 +168,10 @@ def test_beside_verls_own_mtp_one_of_the_two_trains_the_head(findings, mimo, rec
     assert activation.resolve(recipe, MTP).spot.enable is not bool(verls.get("enable_train"))
 
 
-@pytest.mark.parametrize("mode", MODE_RULES)
-@pytest.mark.parametrize(("devices", "tensor_parallel"), [((1, 1), 1), ((2, 8), 16)])
+@pytest.mark.parametrize(
+    ("mode", "devices", "tensor_parallel"),
+    [("sync", (1, 1), 1), ("colocate_async", (2, 8), 16), ("separate_async", (2, 8), 16)],
+)
 def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, devices, tensor_parallel):
     changes = {
         "trainer.v1.trainer_mode": mode, "trainer.nnodes": devices[0], "trainer.n_gpus_per_node": devices[1],

@@ -103,8 +103,6 @@ def test_a_single_file_comes_before_a_stale_index(policy, tmp_path):
     assert torch.equal(VerifierWeights.from_policy_dir(path).lm_head, policy.lm_head.weight)
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers"])
-@pytest.mark.parametrize("value", ["many", None])
-def test_a_size_that_no_model_has_is_a_sentence(policy, key, value):
-    with pytest.raises(DrafterError, match=key):
-        policy_shape({**policy.config.to_dict(), key: value})
+def test_a_size_that_no_model_has_is_a_sentence(policy):
+    with pytest.raises(DrafterError, match="vocab_size"):
+        policy_shape({**policy.config.to_dict(), "vocab_size": "many"})

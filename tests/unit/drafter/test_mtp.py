@@ -226,6 +226,7 @@ def test_a_run_starts_with_the_policys_own_head(policy_dir, model, tmp_path):
         run_start(policy_dir, path=str(saved), method="eagle3")
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe"], indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -242,6 +243,7 @@ def test_a_policy_without_a_head_is_one_sentence(policy_dir, tmp_path, changes, 
         run_start(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe"], indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

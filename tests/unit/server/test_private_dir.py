@@ -33,18 +33,12 @@ def other(tmp):
     process.wait()
 
 
-def test_two_processes_have_two_directories(tmp, other):
-    _, theirs = other
-    ours = make_private_dir("tlt-")
-    assert ours != theirs and ours.is_dir() and theirs.is_dir()
-    assert ours.stat().st_mode & 0o777 == 0o700
-
-
-def test_one_whose_process_was_killed_goes_and_what_is_not_ours_stays(tmp, other):
+def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(tmp, other):
     process, theirs = other
+    ours = make_private_dir("tlt-")
+    assert set(tmp.iterdir()) == {ours, theirs} and ours.stat().st_mode & 0o777 == 0o700
     (theirs / "drafter").mkdir()
     (tmp / "tlt-notes").mkdir()
     process.kill()
     process.wait()
-    ours = make_private_dir("tlt-")
-    assert set(tmp.iterdir()) == {ours, tmp / "tlt-notes"}
+    assert set(tmp.iterdir()) == {ours, make_private_dir("tlt-"), tmp / "tlt-notes"}

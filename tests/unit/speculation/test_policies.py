@@ -88,22 +88,10 @@ def test_a_draft_length_that_takes_longer_than_calibrated_is_given_up():
     assert run(policy, 600, 1, GOOD, true)[-1] == 3
 
 
-def test_a_machine_that_gets_slower_changes_no_choice():
-    policy = live_table(GOOD)
-    assert set(run(policy, 600, 2, GOOD, lambda *load: 1.5 * step_s(*load))[100:]) == {policy.choose(2)}
-
-
 def test_a_long_context_is_a_reason_to_draft_more():
     """Reading it takes as long whatever K is, so a draft token costs relatively less."""
     short, long = (run(live_table(POOR), 100, 16, POOR, context=c)[-1] for c in (32, 30_000))
     assert short == 0 < long
-
-
-def test_a_new_rollout_begins_with_what_large_batches_had_before():
-    policy = live_table(GOOD)
-    first = run(policy, 100, 64, GOOD, context=100)[-1]
-    run(policy, 200, 1, GOOD, context=30_000)
-    assert policy.choose(64) == first, "the long context of the last response is not that of the next rollout"
 
 
 def test_a_length_hardly_better_is_no_reason_to_change():

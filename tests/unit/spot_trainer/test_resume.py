@@ -3,16 +3,13 @@ references; also from one that the release before wrote (`recorded_checkpoint`, 
 """
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from head_of_width import write_head
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from tiny_trainer import (
-    CONFIG,
     FACTS,
     VERSIONS,
     first_of,
@@ -66,25 +63,6 @@ def test_it_goes_on_with_everything_the_gate_and_the_optimizer_knew(trainer, tmp
     assert (other.trainer.steps, other.version) == (trainer.trainer.steps, 1)
     other.add(2, texts(60), verifier_arrays())
     assert session(other).verdict is not None, "a candidate that is ahead is judged in the first session"
-
-
-def test_a_head_of_another_width_keeps_its_own_embedding_and_head(tmp_path, step):
-    before = first_of(tmp_path / "policy")  # writes the policy's config
-    theirs = write_head(tmp_path / "theirs", tmp_path / "policy", width=24)
-    config = replace(CONFIG, drafter=replace(CONFIG.drafter, path=str(theirs)))
-    trainer = make_trainer(tmp_path / "policy", 60, config=config)
-    published = publish(trainer)
-    assert session(trainer).verdict is not None
-    trainer.save(str(step / "tlt_drafter"), FACTS)
-    given, saved = load_file(theirs / "model.safetensors"), load_file(step / "tlt_drafter" / "model.safetensors")
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        assert torch.equal(saved[name], given[name])
-        assert torch.equal(load(published.weights)[name], given[name].bfloat16())
-    other = make_trainer(tmp_path / "policy", resume_from=step)
-    assert all(same(getattr(trainer, which), getattr(other, which)) for which in VERSIONS)
-    assert_same_moments(trainer, other)
-    found = first_of(tmp_path / "policy", resume_from=step)
-    assert found.token_bytes == before.token_bytes, "hidden states are as wide as the policy"
 
 
 def test_one_that_never_published_has_one_reference(tmp_path, step):

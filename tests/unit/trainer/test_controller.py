@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -323,12 +322,14 @@ def test_every_second_that_a_step_waits_is_charged_by_name(filled, took, monkeyp
 
 
 @pytest.mark.parametrize("untrained", [True, False])
-def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, untrained):
+def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, tmp_path, untrained):
     controller = filled(start={"untrained": untrained})
     controller.spot.off = "the spot trainer failed 3 times in a row"
     for step in (2, 3):
         assert rl_step(controller, step)["tlt/spot_off"] == 1.0
     assert controller.spot.called("train") == []
+    controller.finish()
+    assert controller.spot.saved[-1][0] == tmp_path / "drafter", "it is written all the same"
     assert said.text.count("TLT does nothing for this run any more: the spot trainer failed") == untrained
 
 
@@ -350,6 +351,7 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
 def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated):
     """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""
     controller = run([*colocated, "far"], mode="separate_async", standalone={"far"})
+    assert controller.speculation.replicas[0] == "far", "what replicas measure that sleep nobody learns"
     controller.log_probs_done(0)
     controller.servers.balancer = {"far"}
     for last in (False, True):  # two samplings of one step
@@ -386,13 +388,6 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
     assert tuple(provenance.acceptance) == (0.6, 0.6, 0.6)
 
 
-def test_the_drafter_is_written_although_nothing_is_trained_any_more(filled, tmp_path):
-    controller = filled()
-    controller.spot.off = "the spot trainer failed 3 times in a row"
-    controller.finish()
-    assert controller.spot.saved[-1][0] == Path(tmp_path / "drafter")
-
-
 def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
     controller = run()
     controller.spot.broken["save"] = CallFailed("No space left on device")
@@ -403,12 +398,6 @@ def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
 
 
 # ---------------------------------------------------------------------- who drafts
-
-
-def test_one_that_decodes_is_the_first_to_decode_without_drafts_or_to_try_them(run):
-    """Replicas on the trainer's devices sleep: what they try or measure nobody learns."""
-    controller = run(["a", "b", "far"], mode="separate_async", standalone={"far"})
-    assert controller.speculation.replicas[0] == "far"
 
 
 def test_validation_is_not_the_next_rollouts(filled):
