@@ -41,4 +41,5 @@ def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(
     (tmp / "tlt-notes").mkdir()
     process.kill()
     process.wait()
-    assert set(tmp.iterdir()) == {ours, make_private_dir("tlt-"), tmp / "tlt-notes"}
+    another = make_private_dir("tlt-")
+    assert set(tmp.iterdir()) == {ours, another, tmp / "tlt-notes"}
