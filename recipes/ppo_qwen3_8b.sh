@@ -5,7 +5,7 @@
 # Data:     $DATA/gsm8k/{train,test}.parquet and $DATA/math/{train,test}.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
 # Watch:    tlt/errors 0. The critic's forward and update lengthen the step outside the rollout, so the same
-#           tlt/saved_estimate_s is a smaller share of it than under GRPO, and merges have more time to be ready.
+#           tlt/saved_estimate_s is a smaller share of it than under GRPO.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-8b recipes/ppo_qwen3_8b.sh [more verl overrides]
 set -euo pipefail
