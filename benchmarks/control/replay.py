@@ -21,7 +21,7 @@ from benchmarks.simulate.hardware import QWEN3_8B_H100, QWEN_32B_TP4, VLLM_CAPTU
 from benchmarks.simulate.oracles import TrueSpeed, best_per_bucket, static_runs
 from benchmarks.simulate.workload import FIG16_ADAPTIVE, FIG16_VANILLA, Workload, geometric
 from verl_tlt.server.calibration import STEPS, plan_loads
-from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
+from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF, Policy
 
 EAGER_ARMS = (0, 1, 2, 3, 5, 7)
@@ -90,7 +90,8 @@ def calibration(replay: Replay, seed: int) -> LatencyTable:
     """What a run knows at its start: medians of a few noisy steps at the loads that a server measures."""
     rng = np.random.default_rng([5, seed])
     points = []
-    for load in plan_loads(replay.largest_batch, replay.workload.max_length, CACHE_TOKENS):
+    loads = plan_loads(replay.largest_batch, replay.workload.max_length, CACHE_TOKENS)
+    for load in sorted(loads, key=lambda load: load.context > SHORT_CONTEXT):
         for k in (OFF, *replay.arms):
             true = replay.cost.seconds(load.batch, load.kv_tokens, max(k, 0), k)
             seconds = float(np.median(true * rng.lognormal(0.0, replay.noise.sigma, STEPS)))

@@ -47,15 +47,16 @@ class CalibrationLoad(NamedTuple):
 def plan_loads(max_num_seqs: int, longest_context: int, cache_tokens: int) -> list[CalibrationLoad]:
     """Loads to measure: powers of two and `max_num_seqs` at a short context, every third of them at a long one.
 
-    `longest_context`: tokens of prompt and response; `cache_tokens`: what the KV cache holds. The ends come first, so
-    that what is cut short spans the range.
+    `longest_context`: tokens of prompt and response; `cache_tokens`: what the KV cache holds. The ends come first, and
+    the long context of one request, so that what is cut short spans the range.
     """
     batches = sorted({*(1 << i for i in range(max_num_seqs.bit_length())), max_num_seqs})
     ends = [batches[0], batches[-1]]
     most = min(LONG_TOKENS, cache_tokens // 2)
     short = [CalibrationLoad(batch, SHORT_CONTEXT) for batch in dict.fromkeys(ends + batches)]
     long = [CalibrationLoad(b, min(longest_context, most // b)) for b in dict.fromkeys(ends + batches[::3])]
-    return short + [load for load in long if load.context >= 2 * SHORT_CONTEXT]
+    long = [load for load in long if load.context >= 2 * SHORT_CONTEXT]
+    return [*short[:2], *long[:1], *short[2:], *long[1:]]
 
 
 def loads_of(engine: AsyncLLM, longest_draft: int) -> list[CalibrationLoad]:

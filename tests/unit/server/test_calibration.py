@@ -106,9 +106,10 @@ def test_a_draft_length_without_a_clean_step_has_no_point():
 
 
 def test_the_ends_of_the_range_are_measured_first():
-    loads = plan_loads(6, 1000, 100_000)
-    assert [load.batch for load in loads if load.context == SHORT_CONTEXT] == [1, 6, 2, 4]
-    assert loads[4:] == [CalibrationLoad(1, 1000), CalibrationLoad(6, 1000)]
+    short = [CalibrationLoad(batch, SHORT_CONTEXT) for batch in (1, 6, 2, 4)]
+    long = [CalibrationLoad(batch, 1000) for batch in (1, 6)]
+    assert plan_loads(6, 1000, 100_000) == [*short[:2], long[0], *short[2:], long[1]]
+    assert plan_loads(1, 1000, 100_000) == [short[0], long[0]]
 
 
 @pytest.mark.parametrize(
