@@ -178,7 +178,8 @@ class SpotConfig:
     enable: bool = True
     """False: the drafter is not trained and stays as it was loaded."""
     stop_timeout_s: Positive = 5.0
-    """Seconds that RL waits for a training session to stop. Then the spot trainer is killed and replaced."""
+    """Seconds that RL waits for a training session to stop. Then the spot trainer, the process that trains, is killed
+    and replaced."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
     """Most passes over the buffered tokens in one training session. With more, the drafter learns them by heart."""
     cold_start_s: NotNegative | None = None
