@@ -1,4 +1,4 @@
-"""Every command that a page shows, as words: fenced shell blocks, code spans that begin with a command, recipe headers.
+"""Every command that a page shows, as words: fenced shell blocks, and code spans that begin with a command.
 
 `<your recipe>` and the like become one word, `PLACEHOLDER`; what is set in front of a command (`DATA=/data ...`) is
 left out.
@@ -17,7 +17,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 PLACEHOLDER = "PLACEHOLDER"
-PROGRAMS = ("verl-tlt ", "make ", "python ", "pytest ", "mkdocs ", "vllm serve ", "pip install ", "hf ")
+PROGRAMS = ("verl-tlt ", "make ", "python ")
 """A code span that begins with one of these is a command."""
 
 
@@ -34,12 +34,7 @@ class Command:
 
 def commands() -> list[Command]:
     """All of them, in the order of the pages."""
-    found = [command for page in PAGES for command in _of_page(page)]
-    for recipe in sorted((ROOT / "recipes").glob("*.sh")):
-        usage = re.findall(r"^#   (\S.*recipes/\S+\.sh.*)$", recipe.read_text(), re.MULTILINE)
-        assert usage, f"{recipe.name} does not say how it is called"
-        found += [_command(recipe.name, re.sub(r"\[[^]]*\]", "<more>", line)) for line in usage]
-    return found
+    return [command for page in PAGES for command in _of_page(page)]
 
 
 def blocks(page: Path, language: str) -> list[str]:

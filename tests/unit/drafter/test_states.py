@@ -82,14 +82,6 @@ def test_a_larger_models_drafter_is_its_language_models(seeing):
     assert torch.equal(parts.norm, policy.model.language_model.norm.weight)
 
 
-def test_a_larger_models_states_are_captured_from_text(seeing):
-    policy, directory = seeing
-    (kept,) = PolicyStates(load_policy(directory, "cpu"), (1, 2, 3))([Text((5, 6, 7, 8, 9), 2)])
-    states = policy.model.language_model(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), output_hidden_states=True)
-    torch.testing.assert_close(kept.aux, torch.cat([states.hidden_states[i][0] for i in (1, 2, 3)], -1))
-    torch.testing.assert_close(policy.model.language_model.norm(kept.last), states.last_hidden_state[0])
-
-
 def test_a_larger_models_states_are_captured_from_text_and_images(seeing):
     """Texts side by side, some with images, have the states of each alone in the whole policy."""
     policy, directory = seeing

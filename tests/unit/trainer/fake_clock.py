@@ -3,8 +3,6 @@
 See `trainer.waits.Clock`. A test's own thread is one of them, and waits with `sleep` or `until`.
 """
 
-import heapq
-import itertools
 import threading
 
 STUCK_S = 60.0
@@ -17,7 +15,6 @@ class FakeClock:
         self._changed = threading.Condition()
         self._running = 1  # the test's own thread
         self._waiting = []  # (until when, whether what is waited for has happened)
-        self._later, self._count = [], itertools.count()
 
     def time(self):
         return self.now
@@ -32,10 +29,6 @@ class FakeClock:
 
     def start(self, target, name):
         return FakeThread(self, target, name)
-
-    def later(self, seconds, call):
-        """Call something when so many seconds have passed."""
-        heapq.heappush(self._later, (self.now + seconds, next(self._count), call))
 
     def sleep(self, seconds):
         self.wait(lambda: False, seconds)
@@ -73,9 +66,7 @@ class FakeClock:
         return self.now >= waiting[0] or waiting[1]()
 
     def _jump(self):
-        self.now = min([end for end, _ in self._waiting] + [at for at, *_ in self._later[:1]])
-        while self._later and self._later[0][0] <= self.now:
-            heapq.heappop(self._later)[2]()
+        self.now = min(end for end, _ in self._waiting)
 
 
 class FakeEvent:

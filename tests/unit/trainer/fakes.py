@@ -1,8 +1,8 @@
 """Plain objects in place of rollout servers, actor and spot trainer, for driving the controller through RL steps.
 
 They keep the promises of `trainer.servers.Servers`, `trainer.spot.HiddenStates` and `SpotTrainerHandle`, and note every
-call. What goes wrong is set by the test: `broken` makes a method raise, `slow` makes it take seconds, `deaf` and
-`stop_s` change how a session ends, `verdict` is what the next session says, `late` holds an export back.
+call. What goes wrong is set by the test: `broken` makes a method raise, `slow` makes it take seconds, `verdict` is
+what the next session says, `late` holds an export back.
 """
 
 from verl_tlt.messages.rollout import DrafterStatus
@@ -38,7 +38,6 @@ class FakeServers(Fake):
         self.stats, self.costs = {}, LatencyTable()
         self.load, self.loaded = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self.balancer, self.disabled, self.asleep, self.staged = set(names), set(), {}, []
-        self.statuses = None
 
     def inflight(self):
         if error := self.broken.get("inflight"):
@@ -81,8 +80,6 @@ class FakeServers(Fake):
 
     def drafter_statuses(self):
         self._call("drafter_statuses")
-        if self.statuses is not None:
-            return self.statuses
         return {name: DrafterStatus(version=v, ok=True) for name, v in self.loaded.items()}
 
     def engine_stats(self):
@@ -119,7 +116,7 @@ class FakeSpot(Fake):
         self._servers = servers
         self.off, self.failures, self.last_failure, self.stats = "spot training has not started", [], "", None
         self.replicas, self.running, self.published, self.version = {}, False, None, 0
-        self.verdict, self.deaf, self.stop_s, self.late, self.exporting = None, False, 0.0, False, False
+        self.verdict, self.late, self.exporting = None, False, False
         self.supplied = True
         self.saved = []
         self.ends_at = None
@@ -161,15 +158,8 @@ class FakeSpot(Fake):
         self.clock.sleep(max(0.0, self.ends_at - self.clock.now))
         return self._result("exhausted")
 
-    def stop(self, within_s):
+    def stop(self, _within_s):
         self._call("stop")
-        if self.deaf or self.stop_s > within_s:
-            self.clock.sleep(within_s)
-            self.session = None
-            self.fail("session", f"it did not stop within {within_s:g} s")
-            return SessionResult("failed")
-        if self.stop_s:
-            self.clock.sleep(self.stop_s)
         return self._result("stopped")
 
     def _result(self, outcome):
