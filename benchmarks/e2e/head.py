@@ -91,7 +91,7 @@ def evaluated(home: Path, policy: Path, **asked: Any) -> Verdict:
     from verl_tlt.commands.warmup.evaluate import evaluate
 
     options: dict[str, Any] = {"prompts": [home / "prompts.parquet"], "response_length": 1400}
-    options |= {"drafter": home / "drafter", "model": policy, "draft_length": DRAFT_LENGTH, "device": "cpu", **asked}
+    options |= {"drafter": home / "drafter", "model": policy, "draft_length": DRAFT_LENGTH, **asked}
     return evaluate(EvaluateOptions(**options), Console())
 
 

@@ -35,7 +35,7 @@ DRAFT_LENGTH, DRAFT_VOCAB = LENGTHS[-1], 8192
 PROMPTS, MINUTES, JUDGED = 384, 12.0, 48
 """Prompts and minutes of the warm-up, and prompts of runs on which the head is measured."""
 COMMON = (
-    *("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH), "--device", "cpu"),
+    *("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH)),
     *("--max-minutes", str(MINUTES / 2)),
 )
 RECORD = "made.json"
@@ -82,12 +82,11 @@ def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
 def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], from_it: bool) -> dict[str, Any]:
     """Run the command as a user of the recipe does, from a random head or `from_it`; what it was asked, and took."""
     assets, fresh = real_assets(folder, "warm-up"), folder / "fresh"
-    recipe = [word for one in (RECIPE, *real_overrides(assets)) for word in ("--recipe", str(one))]
     start = ("--drafter", str(drafter)) if from_it else ("--draft-vocab", str(DRAFT_VOCAB))
     asked = [*start, *COMMON, "--limit", str(prompts), *options]
-    places = [*recipe, "--prompts", str(assets.train), "--out", str(fresh)]
+    places = ["--prompts", str(assets.train), "--out", str(fresh)]
     env = recipe_environment(folder, assets, 1, DTYPE=find_dtype(), TLT="0", **CPU_ENGINE)
-    took = timed(["verl-tlt", "warmup", *places, *asked], **env)
+    took = timed(["verl-tlt", "warmup", *places, *asked, "--", str(RECIPE), *real_overrides(assets)], **env)
     shutil.rmtree(drafter, ignore_errors=True)
     fresh.rename(drafter)
     return {"options": [word for word in asked if word != str(drafter)], **took}

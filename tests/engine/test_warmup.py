@@ -110,7 +110,7 @@ def run(*words):
 def test_from_prompts_to_an_accept_length_that_vllm_confirms(policy, overrides, specforge, answers, tmp_path):
     out = tmp_path / "drafter"
     code, said = run(
-        *("warmup", *overrides, "--out", out, "--drafter", specforge, "--device", "cpu", "--epochs", 30),
+        *("warmup", *overrides, "--out", out, "--drafter", specforge, "--epochs", 30),
         *("--batch-tokens", 512, "--learning-rate", 3e-3, "--objective", "eagle"),
     )
     assert code == 0, said
@@ -124,7 +124,7 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(policy, overrides, 
     assert config["transformer_layer_config"]["max_position_embeddings"] > FEW
     config["transformer_layer_config"]["max_position_embeddings"] = FEW
     (out / "config.json").write_text(json.dumps(config))
-    code, said = run("evaluate", out, *overrides, "--device", "cpu", "--draft-length", 2, "--limit", 12)
+    code, said = run("evaluate", out, *overrides, "--draft-length", 2, "--limit", 12)
     assert code == 0 and "within 5 %" in said, said
     lengths = re.search(r"accept length [│|] ([\d.]+) [│|] ([\d.]+)", said)
     assert float(lengths[2]) > 1.1, said
@@ -142,14 +142,12 @@ def check_responses(job, responses):
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_an_engine_has_room_for_what_is_needed(overrides, policy, tmp_path, listed):
-    of_run = WarmupOptions.completed({"overrides": overrides, "device": "cpu", "out": tmp_path / "drafter"})
+    of_run = WarmupOptions.completed({"overrides": overrides, "out": tmp_path / "drafter"})
     options = WarmupOptions(**of_run)
     assert (options.temperature, options.response_length) == (0.9, LONGEST)
     prompts = read_prompts(options, tmp_path).all
     if not listed:
-        options = EvaluateOptions(
-            drafter=Path("none"), model=policy, prompts=[Path("none")], response_length=LONGEST, device="cpu"
-        )
+        options = EvaluateOptions(drafter=Path("none"), model=policy, prompts=[Path("none")], response_length=LONGEST)
     job = engine.generation_job(options, prompts)
     longest = max(len(prompt.tokens) for prompt in prompts)
     assert set_up(job.recipe, job.changes).rollout.max_model_len == longest + LONGEST < POSITIONS

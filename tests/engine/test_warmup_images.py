@@ -85,7 +85,7 @@ def answered(tmp_path_factory):
         f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.temperature=0", f"{rollout}.max_num_seqs=4",
         f"++{rollout}.ignore_eos=True", f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
     ]  # fmt: skip
-    given = {"overrides": script, "device": "cpu", "out": folder / "drafter"}
+    given = {"overrides": script, "out": folder / "drafter"}
     options = WarmupOptions(**WarmupOptions.completed(given))
     prompts = read_prompts(options, options.work / "images")
     job, stage = (
@@ -128,7 +128,7 @@ def test_a_warmup_goes_on_from_these_responses_and_its_drafter_drafts_as_is_pred
     training = ("--epochs", 20, "--batch-tokens", 512, "--learning-rate", 3e-3, "--objective", "eagle")
     with monkeypatch.context() as patch:
         patch.setattr(engine, "run_job", lambda *_, **__: pytest.fail("all responses were there"))
-        said = run("warmup", *script, "--out", options.out, "--device", "cpu", *training)
+        said = run("warmup", *script, "--out", options.out, *training)
     assert "left out" not in said and not options.work.exists()
-    said = run("evaluate", options.out, *script, "--device", "cpu", "--draft-length", 2)
+    said = run("evaluate", options.out, *script, "--draft-length", 2)
     assert "within 5 %" in said, said

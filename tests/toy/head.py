@@ -20,7 +20,7 @@ def warmup_command(policy: str, prompts: str, drafter: str, *until: str) -> list
     options = (
         *("--response-length", "1400", "--draft-length", str(DRAFT_LENGTH), "--aux-layers", layers),
         *("--intermediate-size", str(INTERMEDIATE), "--batch-tokens", "512", "--learning-rate", "2e-3"),
-        *("--epochs", "100", *until, "--device", "cpu"),
+        *("--epochs", "100", *until),
     )  # fmt: skip
     return ["verl-tlt", "warmup", *given, *options]
 

@@ -32,10 +32,11 @@ class ChildEngineError(TLTError):
 
 
 def require_cpu_platform() -> None:
-    """Raise a `ChildEngineError` where the environment lacks what vLLM's CPU backend needs."""
+    """Raise a `ChildEngineError` unless a CPU stands in for the GPU that an engine needs."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
         raise ChildEngineError(
-            "An engine on the CPU needs the CPU platform and its variables: export $(python -m verl_cpu.environment)."
+            "vLLM's engine needs a GPU, and there is none here. In a clone of verl-tlt a CPU can stand in for it: "
+            "export $(python -m verl_cpu.environment)."
         )
 
 

@@ -114,11 +114,10 @@ class CompareOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions):
-    """The policy, how it samples, and where it computes."""
+    """The policy, how it samples, and its engine."""
 
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
-    device: Annotated[str, Option(help="auto, cuda or cpu.")] = "auto"
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
     response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
     temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
@@ -160,7 +159,6 @@ class WarmupOptions(EngineOptions):
     samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
     limit: Annotated[int | None, Option(min=1, help="Use the first N prompts only.")] = None
     objective: Annotated[str, Option(help="eagle, hass or eagle3: train 1, 3 or 7 draft positions.")] = "hass"
-    loss: Annotated[str, Option(help="Loss: kl_div, ce, tv, nla or lk_hybrid.")] = "kl_div"
     epochs: Annotated[float, Option(min=LEAST, help="Most passes over the responses.")] = 4.0
     max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED
     max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training, without the checks.")] = UNLIMITED

@@ -47,9 +47,7 @@ def refusals(drafter, policy_dir, tmp_path):
     """What each way in says of a drafter."""
     yield refusal(drafter, policy_dir)
     (tmp_path / "prompts.txt").write_text("one\n")
-    options = WarmupOptions(
-        model=policy_dir, prompts=tmp_path / "prompts.txt", out=tmp_path / "out", drafter=drafter, device="cpu"
-    )
+    options = WarmupOptions(model=policy_dir, prompts=tmp_path / "prompts.txt", out=tmp_path / "out", drafter=drafter)
     for way in (lambda: run_start(drafter, policy_dir), lambda: check_warmup(options)):
         with pytest.raises(TLTError) as caught:
             way()

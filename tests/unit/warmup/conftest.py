@@ -59,7 +59,7 @@ def settings(policy_dir, prompts_file, tmp_path):
     def make(**changes):
         defaults = dict(
             model=policy_dir, prompts=[prompts_file], out=tmp_path / "drafter", response_length=24,
-            epochs=1, batch_tokens=128, learning_rate=3e-3, device="cpu", objective="eagle",
+            epochs=1, batch_tokens=128, learning_rate=3e-3, objective="eagle",
         )  # fmt: skip
         return WarmupOptions(**{**defaults, **changes})
 

@@ -92,9 +92,9 @@ def test_a_stage_without_a_terminal_says_every_tenth_and_every_minute(now, share
 def test_an_engine_of_more_gpus_than_there_are_is_not_started(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert engine.find_device("auto", 2) == "cuda" and engine.find_device("cpu", 4) == "cpu"
+    assert engine.find_device(2) == "cuda"
     with pytest.raises(TLTError, match=r"--tensor-parallel 4 asks for 4 GPUs, and torch finds 2\."):
-        engine.find_device("auto", 4)
+        engine.find_device(4)
 
 
 def test_what_a_kill_left_is_no_response(tmp_path, monkeypatch):

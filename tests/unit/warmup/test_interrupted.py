@@ -46,7 +46,7 @@ def test_a_script_that_has_not_started_verl_yet(tmp_path):
 
 def test_a_warm_up_that_trains(settings, answer, prompts_file, policy_dir):
     options = answer(settings())
-    words = ["warmup", "--model", policy_dir, "--prompts", prompts_file, "--out", options.out, "--device", "cpu"]
+    words = ["warmup", "--model", policy_dir, "--prompts", prompts_file, "--out", options.out]
     words += ["--response-length", 24, "--epochs", 9999, "--objective", "eagle"]
     code, said = interrupted(words, signal.SIGINT, lambda said: "train:" in said)
     assert code == 130 and "Traceback" not in said, said

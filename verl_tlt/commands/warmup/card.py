@@ -10,7 +10,7 @@ from verl_tlt.commands.serve import serve_command
 from verl_tlt.drafter.policy import MTP, is_name
 
 SHOWN = (
-    "accept length", "draft positions", "objective", "loss", "temperature", "top_p", "top_k", "prompts", "responses",
+    "accept length", "draft positions", "objective", "temperature", "top_p", "top_k", "prompts", "responses",
     "response_tokens", "training_seconds", "date",
 )  # fmt: skip
 

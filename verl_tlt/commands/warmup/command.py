@@ -41,7 +41,7 @@ from verl_tlt.drafter.policy import (
     read_json,
     unsupported,
 )
-from verl_tlt.drafter.train import DrafterTrainer, check_loss
+from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import rehearse
 from verl_tlt.files.disk import check_writable, replacing
 
@@ -66,8 +66,8 @@ _OF_RESPONSES = (
 )
 """Options that responses depend on: with other values earlier responses are of no use."""
 _OF_TRAINING = (
-    "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "loss",
-    "batch_tokens", "learning_rate",
+    "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "batch_tokens",
+    "learning_rate",
 )  # fmt: skip
 """Options that training alone depends on: with other values it begins anew, on the same responses."""
 
@@ -75,7 +75,7 @@ _OF_TRAINING = (
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
-    prompts, device = read_prompts(options, options.work / "images", options.limit), engine.find_device(options.device)
+    prompts, device = read_prompts(options, options.work / "images", options.limit), engine.find_device()
     fetch_policy(options.model)
     if prompts.with_media:
         say(console, f"{prompts.with_media} prompts with videos or sound are left out.")
@@ -117,10 +117,9 @@ def _check(options: WarmupOptions) -> None:
     if not own and (why := unsupported(shape.model_type, shape.architectures, shape.latent)):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     check_writable(place_for(options.out, "--out").parent, "the directory of --out")
-    check_loss(options.loss)
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
-    engine.find_device(options.device, options.tensor_parallel)
+    engine.find_device(options.tensor_parallel)
     if (layers := _parse_layers(options.aux_layers)) is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
@@ -187,7 +186,7 @@ def _prepare(
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     held_out = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
     run = TrainingRun(
-        DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes, loss=options.loss),
+        DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes),
         PolicyTexts(drafter, options, texts, device, int(options.cache_gb * 1e9)),
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
         judged=sorted(held_out, key=lambda i: responses[i].sample),  # every prompt before any a second time
@@ -228,7 +227,7 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Respo
     facts: dict[str, Any] = {
         "policy": str(options.model),
         "started from": str(options.drafter or ("its release" if options.method == MTP else "a random head")),
-        **{name: getattr(options, name) for name in ("objective", "loss", "temperature", "top_p", "top_k", "seed")},
+        **{name: getattr(options, name) for name in ("objective", "temperature", "top_p", "top_k", "seed")},
         "steps": run.progress.checks[run.taus.index(best)]["step"],
         "steps_in_all": run.trainer.steps,
         "tokens": run.progress.tokens,

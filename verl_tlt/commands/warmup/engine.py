@@ -57,7 +57,7 @@ class GenerationJob:
 
 def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: Any) -> GenerationJob:
     """A job for the engine of the options' run, or without one for an engine with verl's defaults."""
-    on_cpu = find_device(options.device, options.tensor_parallel) == "cpu"
+    on_cpu = find_device(options.tensor_parallel) == "cpu"
     changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
     if not options.names_a_run():
         changes |= {f"{ROLLOUT}.dtype": "auto", f"{ROLLOUT}.gpu_memory_utilization": GPU_MEMORY}
@@ -82,16 +82,14 @@ class Response:
     tokens: tuple[int, ...]
 
 
-def find_device(wanted: str, engine_gpus: int = 1) -> str:
-    """Where to compute, "cuda" or "cpu", by the option `--device`; a `DrafterError` where an engine lacks GPUs."""
-    if wanted not in ("auto", "cuda", "cpu"):
-        raise DrafterError(f"--device must be auto, cuda or cpu, not {wanted!r}.")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise DrafterError("--device cuda, but torch finds no CUDA device.")
-    device = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and (seen := torch.cuda.device_count()) < engine_gpus:
+def find_device(engine_gpus: int = 1) -> str:
+    """Where to compute: "cuda", or "cpu" where torch finds no GPU; a `DrafterError` where an engine lacks GPUs."""
+    if not torch.cuda.is_available():
+        require_cpu_platform()
+        return "cpu"
+    if (seen := torch.cuda.device_count()) < engine_gpus:
         raise DrafterError(f"--tensor-parallel {engine_gpus} asks for {engine_gpus} GPUs, and torch finds {seen}.")
-    return device
+    return "cuda"
 
 
 def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Response], DraftCounts | None]:
@@ -113,8 +111,6 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
         stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
     if len(_read_responses(out)) < total or (job.drafting and not answer.is_file()):
-        if job.on_cpu:
-            require_cpu_platform()
         environment = {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET}
         run_job("verl_tlt.commands.warmup.engine", asdict(job), directory, environment, tell=tell)
     responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))

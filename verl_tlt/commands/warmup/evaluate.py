@@ -57,11 +57,12 @@ class Verdict:
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     policy_shape(options.model)  # a policy that is not there is named before its prompts
+    device = engine.find_device(options.tensor_parallel)
     with scratch() as folder:
-        return _evaluate(options, console, folder)
+        return _evaluate(options, console, folder, device)
 
 
-def _evaluate(options: EvaluateOptions, console: Console, folder: Path) -> Verdict:
+def _evaluate(options: EvaluateOptions, console: Console, folder: Path, device: str) -> Verdict:
     prompts = choose_prompts(options, folder / "images")
     fetch_policy(options.model)
     # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
@@ -78,7 +79,7 @@ def _evaluate(options: EvaluateOptions, console: Console, folder: Path) -> Verdi
         job = engine.generation_job(served_by, prompts, drafting=drafting)
         responses, served = engine.generate(job, folder, engine.Stage(bars, "serve", "starting vLLM"))
         assert served is not None
-        scored, device = engine.Stage(bars, "score", "loading the policy"), engine.find_device(options.device)
+        scored = engine.Stage(bars, "score", "loading the policy")
         drafter, texts = _load(options, prompts, device), engine.as_texts(prompts, responses)
         library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
 
