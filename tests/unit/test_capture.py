@@ -109,11 +109,11 @@ def test_a_command_that_is_not_there():
 @pytest.mark.parametrize(
     ("line", "yes", "said"),
     [
-        ("docker run image python3 -m x", True, "line 2, has `docker`, which starts programs without the environment"),
-        ("ray job submit -- python3", True, "line 2, has `ray job submit`"),
-        ("/usr/bin/sudo python", True, "line 2, has `sudo`"),
+        ("docker run image python3 -m x", True, "has `docker`, which starts programs without the environment"),
+        ("ray job submit -- python3", True, "recipe.sh has `ray job submit`"),
+        ("/usr/bin/sudo python", True, "recipe.sh has `sudo`"),
         ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
-        ("rm -rf $OUT", False, "line 2: rm -rf. Allow it with --yes."),
+        ("rm -rf $OUT", False, "recipe.sh: rm -rf. Allow it with --yes."),
         ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
         ("echo no-docker; rm file; ray status; echo my.ssh", False, None),
@@ -132,7 +132,9 @@ def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):
 
 
 def test_words_of_the_command_itself_are_looked_at():
-    with pytest.raises(TLTConfigError, match=r"^the command, has `kubectl`.*directly before `python` there"):
+    with pytest.raises(
+        TLTConfigError, match=r"^Nothing was run: the command has `kubectl`.*directly before `python` there"
+    ):
         check_words(["kubectl", "exec", "pod", "--", "python3"], yes=True)
 
 

@@ -7,10 +7,11 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,7 +71,29 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
             return hydra_compose(name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        if overrides and (unknown := re.search(r"Could not override '([\w.]+)'", reason)):  # Hydra would have it added
+            reason = f"it has no {unknown[1]}.{likely_meant(unknown[1], compose((), config_name))}"
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
+
+
+def likely_meant(key: str, config: DictConfig) -> str:
+    """A question, after a space, that names the key which was probably meant by one that is not verl's; or nothing."""
+    from omegaconf import OmegaConf
+
+    keys = [known for known in _dotted_keys(OmegaConf.to_container(config, resolve=False)) if known != key]
+    parent, _, name = key.rpartition(".")
+    siblings = [known for known in keys if known.rpartition(".")[0] == parent]
+    for among, likeness in ((siblings, 0.55), (keys, 0.8)):
+        near = difflib.get_close_matches(name, {known.rpartition(".")[2] for known in among}, 3, likeness)
+        if alike := [known for known in among if known.rpartition(".")[2] in near]:
+            return f" Did you mean {min(alike, key=lambda known: known.count('.'))}?"
+    return ""
+
+
+def _dotted_keys(node: object) -> Iterator[str]:
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield str(key)
+        yield from (f"{key}.{below}" for below in _dotted_keys(value))
 
 
 # ---------------------------------------------------------------------- reading keys

@@ -67,7 +67,7 @@ def check_words(command: Sequence[str], yes: bool) -> None:
             lines[word] = Path(word).read_text(errors="replace").splitlines()
             break
     told = [
-        (f"{place}, line {number}" if place != "the command" else place, match[1], kind)
+        (f"line {number} of {place}" if place != "the command" else place, match[1], kind)
         for place, texts in lines.items()
         for number, text in enumerate(texts, start=1)
         for kind in (LEAVES, CHANGES)
@@ -75,8 +75,8 @@ def check_words(command: Sequence[str], yes: bool) -> None:
     ]
     if left := next((entry for entry in told if entry[2] is LEAVES), None):
         raise TLTConfigError(
-            f"{left[0]}, has `{left[1]}`, which starts programs without the environment of this command: nothing was "
-            f"run. Put `verl-tlt ... --` directly before `python` there, or give verl's overrides alone."
+            f"Nothing was run: {left[0]} has `{left[1]}`, which starts programs without the environment of this "
+            "command. Put `verl-tlt ... --` directly before `python` there, or give verl's overrides alone."
         )
     if told and not yes:
         listed = "; ".join(f"{place}: {word}" for place, word, _ in told)

@@ -29,7 +29,10 @@ UNLIMITED = float("inf")
 MOST_SEED = (1 << 32) - 1
 COMMAND = "command"
 """Field of the options, and key of the context, with the words after `--`."""
-_PROGRAM = re.compile(rf"(.*/)?(bash|sh|python[\d.]*|torchrun|srun|uv|nohup|env)|[^=]*\.sh|{re.escape(MAIN)}")
+_PROGRAM = re.compile(
+    r"(.*/)?(bash|sh|python[\d.]*|torchrun|srun|uv|nohup|env|docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray)"
+    rf"|[^=]*\.sh|{re.escape(MAIN)}"
+)
 """Words that begin a command of the user's own."""
 T = TypeVar("T")
 

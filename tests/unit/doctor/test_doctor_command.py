@@ -80,7 +80,12 @@ def call(*words):
         (["+trainer.plugin=tlt2"], 1, "No: TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
         (["+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "tlt.spot.typo"),
         (["+trainer.plugins=tlt"], 1, "trainer.plugin"),
-        (["+trainer.plugin=tlt", "+tensor_parallel_size=2"], 0, "OK"),
+        (["+trainer.plugin=tlt", "tensor_parallel_size=2"], 1, "Did you mean actor_rollout_ref.rollout.tensor_model"),
+        (
+            ["+trainer.plugin=tlt", "+tensor_parallel_size=2"],
+            0,
+            "verl does not read tensor_parallel_size. Did you mean",
+        ),
         (["+trainer.plugin=tlt", "+actor_rollout_ref.rollout.tensor_parallel_size=2"], 1, "tensor_parallel_size"),
     ],
 )
@@ -92,7 +97,7 @@ def test_the_doctor_answers_in_its_last_lines(overrides, words, status, said):
 
 def test_all_lists_what_is_fine_too(overrides):
     code, output = call("doctor", "--all", *overrides, "+trainer.plugin=tlt")
-    assert code == 0 and "ok     actor_rollout_ref.model.path: actor_rollout_ref.model.path is a qwen3 model" in output
+    assert code == 0 and "ok      actor_rollout_ref.model.path: actor_rollout_ref.model.path is a qwen3 model" in output
 
 
 def test_a_command_is_judged_where_it_starts_verl(script, recipe, policy, tmp_path, monkeypatch):
@@ -129,6 +134,8 @@ def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
         ),
         (["recipe.sh", "a=1"], "after two dashes: verl-tlt doctor -- recipe.sh a=1"),
         (["bash", "recipe.sh"], "after two dashes: verl-tlt doctor -- bash recipe.sh"),
+        (["docker", "run", "x", "python"], "after two dashes: verl-tlt doctor -- docker run x python"),
+        (["--gpu"], "--gpu measures the engine of your recipe: give its command after --, or its overrides."),
     ],
 )
 def test_a_wrong_way_to_name_the_run_is_one_sentence(words, said):
@@ -231,6 +238,8 @@ def test_a_recipe_is_composed_from_verls_own_files():
         ("trainer.n_gpus_per_node=", "trainer.n_gpus_per_node= has no value"),
         ("+trainer.x=", "+trainer.x= has no value"),
         ("no.such.key=1", "no.such.key"),
+        ("trainer.n_gpus=1", "it has no trainer.n_gpus. Did you mean trainer.n_gpus_per_node?"),
+        ("temperature=1", "it has no temperature. Did you mean actor_rollout_ref.rollout.temperature?"),
         ("+tlt=default", "tlt=default does not switch TLT on: write +trainer.plugin=tlt"),
     ],
 )

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,17 @@ from rich.console import Console
 import verl_tlt
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
-from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, device_of, devices, number, read_settings, trainer_mode
+from verl_tlt.checks.recipe import (
+    ROLLOUT,
+    Recipe,
+    compose,
+    device_of,
+    devices,
+    likely_meant,
+    number,
+    read_settings,
+    trainer_mode,
+)
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
@@ -33,12 +43,15 @@ if TYPE_CHECKING:
     from verl_tlt.commands.doctor.engine_check import Answer
 
 STYLES = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
+LABELS = {"ok": "ok", "warn": "warning", "if": "missing", "refuse": "refused"}
 ON = "trainer.plugin"
 """The finding on whether the recipe has TLT at all."""
 
 
 def doctor(options: DoctorOptions, console: Console) -> int:
     """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here."""
+    if options.gpu and not options.names_a_run():
+        raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")
     recipe = options.recipe()
     findings = diagnose(recipe, dataclasses_too=True)
     if options.gpu and not any(finding.level == "refuse" for finding in findings):
@@ -48,7 +61,7 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     if not options.all:
         say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
     for finding in shown:
-        say(console, f"{finding.level:6} {finding.what}: {finding.sentence}", STYLES[finding.level])
+        say(console, f"{LABELS[finding.level]:7} {finding.what}: {finding.sentence}", STYLES[finding.level])
     say(console, answer, "bold")
     if following := next_command(options, status):
         say(console, f"Next: {following}")
@@ -117,10 +130,19 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
     try:
         config = compose(recipe.overrides, recipe.config)
         first.insert(0, rules.switched_on(config))
+        unread = list(unread_keys(recipe.overrides, config))
         with recipe.place():
-            return [*rules.examine(config, read_settings(config)), *examine_gpus(config, recipe.environment)]
+            judged = rules.examine(config, read_settings(config))
+            return [*judged, *unread, *examine_gpus(config, recipe.environment)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
+
+
+def unread_keys(overrides: Sequence[str], config: DictConfig) -> Iterator[Finding]:
+    """A warning for each value that was added at the top of the config, as by a key without its path."""
+    for key in (word.lstrip("+").partition("=")[0] for word in overrides if word.startswith("+")):
+        if "." not in key and isinstance(config.get(key), int | float | str):
+            yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
 
 def build_dataclasses(recipe: Recipe) -> Finding | None:
