@@ -115,7 +115,7 @@ def compare(options: CompareOptions) -> None:
     _need("compare", "verl", "vllm")
     from verl_tlt.commands.compare.command import compare as run
 
-    run(options.recipe(), options, make_console())
+    run(options, make_console())
 
 
 @app.command(cls=CommandAfterDashes)

@@ -199,7 +199,7 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, m
     (own,) = examine_gpus(compose(words, "ppo_trainer"), {})
     assert own.level == "if" and own.sentence.startswith("16 GPUs needed"), "of which rollouts have their own"
     code, output = call("doctor", "--gpu", *overrides, *eight)
-    assert code == 1 and "No GPU found on this machine, and the recipe has trainer.device=cuda." in output
+    assert code == 1 and "There is no GPU on this machine, and the recipe has trainer.device=cuda." in output
     code, output = call("doctor", "--gpu", "--all", *overrides, *eight, "tlt.speculation.enable=false")
     assert code == 3 and "its engines are stock vLLM's, so nothing was measured" in output
 

@@ -113,7 +113,7 @@ def test_failures_are_counted_and_logged_once(tmp_path, caplog):
 
 def test_a_missing_or_empty_directory_is_named(tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(TraceError, match=f"{folder} holds no trace"):
+        with pytest.raises(TraceError, match=f"{folder} (is not a directory|holds no trace): give the trace directory"):
             read_trace(folder)
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -51,22 +50,20 @@ def read_gains(options: AdviseOptions) -> tuple[list[DraftingGain], float | None
     facts = provenance(options.drafter)
     if not facts.get("acceptance"):
         raise TLTError(f"--drafter {options.drafter} has no measured acceptance: make it with verl-tlt warmup.")
-    gains = drafting_gains(mean_seconds(_points(options.costs)), facts["acceptance"])
+    gains = drafting_gains(_step_seconds(options.costs), facts["acceptance"])
     if not gains:
         raise TLTError(f"--costs {options.costs} has no batch with steps both with and without a drafter.")
     seconds = facts.get("training_seconds")
     return gains, None if seconds is None else seconds / 60
 
 
-def _points(file: Path) -> Sequence[dict[str, Any]]:
+def _step_seconds(file: Path) -> dict[tuple[int, int], float]:
     try:
-        points: Sequence[dict[str, Any]] = json.loads(file.read_text())["points"]
-        mean_seconds(points)
+        return mean_seconds(json.loads(file.read_text())["points"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TLTError(
             f"--costs {file} is not a report of verl-tlt doctor --gpu with measured step times: {error!r}."
         ) from error
-    return points
 
 
 def ceilings_table(run: RunShape) -> Table:

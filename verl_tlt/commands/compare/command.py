@@ -9,7 +9,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.advise.estimate import shape_of
 from verl_tlt.commands.compare.job import keep_only, take_turn
 from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
@@ -28,11 +27,11 @@ FEW_STEPS = 100
 """RL steps in which a drafter that begins untrained does not make up for its training: the toy needed more than 24."""
 
 
-def compare(recipe: Recipe, options: CompareOptions, console: Console) -> None:
+def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     check_packages("verl-tlt compare")
     folder = options.out.expanduser().resolve()
-    plan = make_plan(recipe, options.steps, folder, options.command, options.overrides or ())
+    plan = make_plan(options.recipe(), options.steps, folder, options.command, options.overrides or ())
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
     drafter = first_drafter(plan, names, options.drafter)
     arms = named_arms(names, drafter)

@@ -199,7 +199,7 @@ def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> 
         return [Finding("ok", "engine", unmeasured)]
     try:
         if device_of(config) == "cuda" and not visible_gpus(recipe.environment):
-            raise TLTError("No GPU found on this machine, and the recipe has trainer.device=cuda.")
+            raise TLTError("There is no GPU on this machine, and the recipe has trainer.device=cuda.")
         answer = run_job(EngineJob(recipe, options.seconds))
         write_report(options.out, answer)
     except (TLTError, OSError) as error:

@@ -95,6 +95,8 @@ class RunTrace:
 def read_trace(directory: str | Path) -> RunTrace:
     """Read every `*.jsonl` file of a trace directory; a `TraceError` says that there is none with an event."""
     path = Path(directory)
+    if not path.is_dir():
+        raise TraceError(f"{path} is not a directory: give the trace directory of a run (tlt.trace.dir).")
     parsed: list[Event] = []
     engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     skipped = 0
