@@ -71,8 +71,12 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
             return hydra_compose(name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        if overrides and (unknown := re.search(r"Could not override '([\w.]+)'", reason)):  # Hydra would have it added
-            reason = f"it has no {unknown[1]}.{likely_meant(unknown[1], compose((), config_name))}"
+        unknown = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
+        known = [word for word in overrides if unknown and word.partition("=")[0] != unknown[1]]
+        if unknown and len(known) < len(overrides):
+            reason = f"it has no {unknown[1]}.{likely_meant(unknown[1], compose(known, config_name))}"
+            if unknown[1].startswith(f"{flag.NAME}."):
+                reason = f"{unknown[1]} needs +{flag.SWITCH}={flag.NAME} beside it."
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
 
 

@@ -239,6 +239,7 @@ def test_a_recipe_is_composed_from_verls_own_files():
         ("+trainer.x=", "+trainer.x= has no value"),
         ("no.such.key=1", "no.such.key"),
         ("trainer.n_gpus=1", "it has no trainer.n_gpus. Did you mean trainer.n_gpus_per_node?"),
+        ("tlt.spot.enable=false", "tlt.spot.enable needs +trainer.plugin=tlt beside it."),
         ("temperature=1", "it has no temperature. Did you mean actor_rollout_ref.rollout.temperature?"),
         ("+tlt=default", "tlt=default does not switch TLT on: write +trainer.plugin=tlt"),
     ],
