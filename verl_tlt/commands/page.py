@@ -1,11 +1,12 @@
 """Writes an HTML page that stands alone: it loads nothing and runs no script."""
 
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, StrictUndefined
 
 from verl_tlt.errors import TLTError
 
@@ -38,22 +39,13 @@ class Page:
     """What ran, where and when."""
     facts: Sequence[Fact] = ()
     charts: Sequence["Chart"] = ()
-    tables: Sequence[PageTable] = field(default_factory=list)
+    tables: Sequence[PageTable] = ()
     command: str = ""
     """Shell command that serves the drafter."""
 
 
-def check_packages(command: str) -> None:
-    """Raise a `TLTError` if a package is missing that pages need."""
-    for package in ("matplotlib", "jinja2"):
-        if importlib.util.find_spec(package) is None:
-            raise TLTError(f"{command} needs {package}: pip install matplotlib jinja2.")
-
-
 def write_page(path: Path, page: Page) -> Path:
     """Write the page and return its path. Texts are escaped."""
-    from jinja2 import Environment, StrictUndefined
-
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     try:

@@ -17,7 +17,7 @@ from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
-from verl_tlt.commands.page import check_packages, write_page
+from verl_tlt.commands.page import write_page
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.files.disk import free_bytes, replacing
 
@@ -29,7 +29,6 @@ FEW_STEPS = 100
 
 def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
-    check_packages("verl-tlt compare")
     folder = options.out.expanduser().resolve()
     plan = make_plan(options.recipe(), options.steps, folder, options.command, options.overrides or ())
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes

@@ -4,29 +4,25 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
+
+from verl_tlt.commands.charts import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY, Chart, finish
 from verl_tlt.commands.compare.plan import STOCK, Arm
 from verl_tlt.commands.compare.record import Record, Step
 from verl_tlt.commands.compare.result import RATIOS, arm_rows, left_out_rows
 from verl_tlt.commands.page import Page, PageTable
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 HEADINGS = (
     "arm", "rollout, times as fast per token", "step, times as fast per token", "accept length (tokens)", "reward",
     "largest probability difference",
 )  # fmt: skip
-
-
 LEFT_OUT = ("arm", "start and end of a job (s)", "its first step (s)", "checkpoint (s)")
 
 
 def comparison_page(arms: Sequence[Arm], record: Record, result: Mapping[str, Any]) -> Page:
     """The page of everything that `result` says of the turns in `record`."""
-    from verl_tlt.commands.charts import Chart
-
     steps = {name: record.steps(name) for name in result["arms"]}
     sentences = result["sentences"] or ["No arm has steps to compare with those of stock verl yet."]
     charts = []
@@ -57,10 +53,8 @@ def table_rows(result: Mapping[str, Any], steps: Mapping[str, Sequence[Step]]) -
     return rows
 
 
-def draw_ratios(ax: "Axes", ratios: Mapping[str, Mapping[str, Any]]) -> None:
+def draw_ratios(ax: Axes, ratios: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw an arm in each line: its rollout and its step, with intervals."""
-    from verl_tlt.commands.charts import BLUE, GREY, ORANGE
-
     names = list(ratios)[::-1]  # from below
     for offset, color, (key, label) in zip((0.12, -0.12), (BLUE, ORANGE), RATIOS.items(), strict=True):
         for y, ratio in enumerate(ratios[name][key] for name in names):
@@ -73,10 +67,8 @@ def draw_ratios(ax: "Axes", ratios: Mapping[str, Mapping[str, Any]]) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
-def draw_steps(ax: "Axes", steps: Mapping[str, Sequence[Step]]) -> None:
+def draw_steps(ax: Axes, steps: Mapping[str, Sequence[Step]]) -> None:
     """Draw a dot for every step of every arm, and a line for the mean of an arm."""
-    from verl_tlt.commands.charts import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SKY, finish
-
     colors = cycle((INK, BLUE, ORANGE, GREEN, PURPLE, RED, SKY))
     for color, (name, of_arm) in zip(colors, steps.items(), strict=False):
         seconds = [1000 * step.step_s / step.tokens for step in of_arm]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from verl_tlt.commands.console import make_console, say
-from verl_tlt.commands.page import check_packages, write_page
+from verl_tlt.commands.page import write_page
 from verl_tlt.commands.report.page import run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.steps import did_it_pay, rich_table, rows_of_trace, sentences
@@ -20,7 +20,6 @@ def report(trace_dir: Path, out: Path | None) -> None:
     for sentence in sentences(trace):
         say(console, sentence)
     console.print(rich_table(rows, str(trace_dir)))
-    check_packages("verl-tlt report")
     target = trace_dir.resolve().parent if out is None else out
     if target.is_file() and target.suffix != ".html":
         raise TLTError(f"--out {target} is a file: name a folder, or a page that ends in .html.")
