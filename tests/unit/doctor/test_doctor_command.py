@@ -97,7 +97,7 @@ def test_the_doctor_answers_in_its_last_lines(overrides, words, status, said):
 
 def test_all_lists_what_is_fine_too(overrides):
     code, output = call("doctor", "--all", *overrides, "+trainer.plugin=tlt")
-    assert code == 0 and "ok      actor_rollout_ref.model.path: actor_rollout_ref.model.path is a qwen3 model" in output
+    assert code == 0 and "ok      actor_rollout_ref.model.path is a qwen3 model" in output
 
 
 def test_a_command_is_judged_where_it_starts_verl(script, recipe, policy, tmp_path, monkeypatch):

@@ -61,7 +61,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     if not options.all:
         say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
     for finding in shown:
-        say(console, f"{LABELS[finding.level]:7} {finding.what}: {finding.sentence}", STYLES[finding.level])
+        about = "" if finding.sentence.startswith(finding.what) else f"{finding.what}: "
+        say(console, f"{LABELS[finding.level]:7} {about}{finding.sentence}", STYLES[finding.level])
     say(console, answer, "bold")
     if following := next_command(options, status):
         say(console, f"Next: {following}")
