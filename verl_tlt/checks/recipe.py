@@ -86,7 +86,7 @@ def likely_meant(key: str, config: DictConfig) -> str:
 
     keys = [known for known in _dotted_keys(OmegaConf.to_container(config, resolve=False)) if known != key]
     parent, _, name = key.rpartition(".")
-    siblings = [known for known in keys if known.rpartition(".")[0] == parent]
+    siblings = [known for known in keys if parent and known.rpartition(".")[0] == parent]
     for among, likeness in ((siblings, 0.55), (keys, 0.8)):
         near = difflib.get_close_matches(name, {known.rpartition(".")[2] for known in among}, 3, likeness)
         if alike := [known for known in among if known.rpartition(".")[2] in near]:
