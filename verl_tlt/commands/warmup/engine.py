@@ -51,7 +51,6 @@ class GenerationJob:
     prompts: list[Prompt]
     samples: int = 1
     drafting: Mapping[str, Any] | None = None  # vLLM's `speculative_config`
-    on_cpu: bool = False
     processor_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -65,7 +64,7 @@ def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: 
         if options.tensor_parallel == 1:
             changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     fields["processor_options"] = processor_options(options)
-    return GenerationJob(options.recipe(), changes, list(prompts), on_cpu=on_cpu, **fields)
+    return GenerationJob(options.recipe(), changes, list(prompts), **fields)
 
 
 def context_of(options: EngineOptions, prompts: Sequence[Prompt]) -> int:
@@ -111,7 +110,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
         stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
 
     if len(_read_responses(out)) < total or (job.drafting and not answer.is_file()):
-        environment = {**run_environment(job.recipe), **(ON_CPU if job.on_cpu else {}), **QUIET}
+        environment = {**run_environment(job.recipe), **(ON_CPU if find_device() == "cpu" else {}), **QUIET}
         run_job("verl_tlt.commands.warmup.engine", asdict(job), directory, environment, tell=tell)
     responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
     stage.tell(1.0, f"{len(responses)} of {total} responses")

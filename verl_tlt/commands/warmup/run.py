@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
@@ -38,7 +39,7 @@ def decided_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def config_of(options: EngineOptions, changes: Mapping[str, Any]) -> DictConfig:
+def config_of(options: EngineOptions, changes: Mapping[str, Any] = MappingProxyType({})) -> DictConfig:
     """verl's config of the run, with the options and `changes` in place of what it says."""
     from omegaconf import OmegaConf, open_dict
 
@@ -67,14 +68,12 @@ def engine_values(options: EngineOptions) -> dict[str, Any]:
 
 def longest_context(options: EngineOptions) -> int | None:
     """Tokens of the longest sequence of the run's engines; None: the run does not say."""
-    recipe = options.recipe()
-    return number(compose(recipe.overrides, recipe.config), f"{ROLLOUT}.max_model_len", 0) or None
+    return number(config_of(options), f"{ROLLOUT}.max_model_len", 0) or None
 
 
 def processor_options(options: EngineOptions) -> dict[str, Any]:
     """Arguments that the run gives to the policy's processor, which cuts images into patches."""
-    recipe = options.recipe()
-    return read_mapping(compose(recipe.overrides, recipe.config), "data.mm_processor_kwargs")
+    return read_mapping(config_of(options), "data.mm_processor_kwargs")
 
 
 def _path(recipe: Recipe, path: str) -> str:
