@@ -188,13 +188,12 @@ class CommandAfterDashes(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the words after `--` aside, before typer sees them."""
-        if "--" in args:
-            place = args.index("--")
-            ctx.meta[COMMAND], args = tuple(args[place + 1 :]), args[:place]
-        elif (place := next((i for i, word in enumerate(args) if _PROGRAM.fullmatch(word)), -1)) >= 0:
-            words = shlex.join([*args[:place], "--", *args[place:]])
+        end = args.index("--") if "--" in args else len(args)
+        if (program := next((i for i, word in enumerate(args[:end]) if _PROGRAM.fullmatch(word)), None)) is not None:
+            words = shlex.join([*args[:program], "--", *args[program:]])
             raise TLTError(f"A command of your own stands after two dashes: verl-tlt {ctx.info_name} {words}")
-        return super().parse_args(ctx, args)
+        ctx.meta[COMMAND] = tuple(args[end + 1 :])
+        return super().parse_args(ctx, args[:end])
 
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:

@@ -77,7 +77,8 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
     """The shape of a run with stock verl; the first step after each start is left out if there are others."""
     finished = {step: m for step, m in run.steps.items() if 0 < m.get(ROLLOUT, 0.0) <= m.get(STEP, 0.0)}
     if not finished:
-        raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give the metrics that verl logged in a run.")
+        logged = "its file logger, its console, or W&B's CSV"
+        raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give what verl logged in a run ({logged}).")
     if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):
         raise TLTError(f"{source} is from a run with TLT: give one with stock verl, or use verl-tlt report.")
     rows = [metrics for step, metrics in finished.items() if step not in run.starts] or list(finished.values())
