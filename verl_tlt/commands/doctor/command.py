@@ -53,7 +53,7 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     if options.gpu and not options.names_a_run():
         raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")
     recipe = options.recipe()
-    findings = diagnose(recipe, dataclasses_too=True)
+    findings = diagnose(recipe)
     if options.gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, options, console)
     answer, status = conclude(findings, options.names_a_run())
@@ -69,14 +69,11 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     return status
 
 
-def diagnose(recipe: Recipe, dataclasses_too: bool = False) -> list[Finding]:
-    """Findings for this environment, and for a recipe if its overrides are given.
-
-    `dataclasses_too`: verl's own dataclasses are built of the recipe's nodes, which imports verl.
-    """
+def diagnose(recipe: Recipe) -> list[Finding]:
+    """Findings for this environment, and for a recipe if its overrides are given."""
     findings = examine_recipe(recipe)
-    if dataclasses_too and recipe != Recipe(()) and not any(finding.level == "refuse" for finding in findings):
-        findings += filter(None, [build_dataclasses(recipe)])
+    if recipe != Recipe(()) and not any(finding.level == "refuse" for finding in findings):
+        findings.append(build_dataclasses(recipe))
     findings += filter(None, map(_place, ("verl", "vllm")))
     return findings
 
@@ -146,8 +143,8 @@ def unread_keys(overrides: Sequence[str], config: DictConfig) -> Iterator[Findin
             yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
 
-def build_dataclasses(recipe: Recipe) -> Finding | None:
-    """A refusal where verl's own dataclasses do not take the recipe, as with a key that Hydra was told to add."""
+def build_dataclasses(recipe: Recipe) -> Finding:
+    """Whether verl's own dataclasses take the recipe; a key that Hydra was told to add is refused here."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
