@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from one_row import one_row
 
 from verl_tlt.checks import rules
 from verl_tlt.checks.recipe import compose, read_settings
-from verl_tlt.commands.capture import recipe_of
+from verl_tlt.commands.capture import recipe_of, run_until_answer
 from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import MAIN
 
@@ -124,19 +125,25 @@ STUBBED = (
 """Programs by which the scripts change something, or wait: each is replaced by one that does nothing."""
 
 
+def around(place, name, starts):
+    """The environment of a script, in which `python -m MAIN` carries out the shell line `starts`, and no other does."""
+    folder = place / name
+    folder.mkdir(exist_ok=True)
+    python = f'#!/bin/bash\n[[ "$* " == *"-m {MAIN} "* ]] || exit 0\n{starts}\n'
+    for program, text in [*dict.fromkeys(STUBBED, "#!/bin/sh\n").items(), ("python", python), ("python3", python)]:
+        (folder / program).write_text(text)
+        (folder / program).chmod(0o755)
+    return {**os.environ, **AROUND, "HOME": str(place), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
 def told_by_bash(script, place):
     """The arguments with which bash, running the script, first calls `main_ppo`; None where it does not."""
-    told, folder = place / "told", place / "bin"
+    told = place / "told"
     told.unlink(missing_ok=True)
-    folder.mkdir(exist_ok=True)
-    python = f'#!/bin/bash\n[[ "$*" != *"-m {MAIN}"* || -e {told} ]] || printf "%s\\0" "$@" > {told}\n'
-    for name, text in [*dict.fromkeys(STUBBED, "#!/bin/sh\n").items(), ("python", python), ("python3", python)]:
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
     subprocess.run(
         ["bash", str(script)], cwd=place, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, timeout=60, check=False,
-        env={**os.environ, **AROUND, "HOME": str(place), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+        env=around(place, "bin", f"[ -e {told} ] || printf '%s\\0' \"$@\" > {told}"),
     )  # fmt: skip
     if not told.exists():
         return None
@@ -170,6 +177,23 @@ def verdict(script, place):
         return f"refused: {refused[0].what}", [f.sentence for f in refused]
     warned = [f for f in findings if f.level == "warn"]
     return (f"warned: {warned[0].what}" if warned else "accepted"), [f.sentence for f in warned]
+
+
+def test_what_is_captured_is_what_bash_starts(examples, place, capsys):
+    """Of three scripts; with TLT_EXAMPLES=all of all that start `main_ppo`, which takes half an hour."""
+    told = {path: words for path in examples.rglob("*.sh") if (words := told_by_bash(path, place)) is not None}
+    chosen = sorted(told, key=lambda script: (len(told[script]), script))
+    if os.environ.get("TLT_EXAMPLES") != "all":
+        chosen = [chosen[0], chosen[len(chosen) // 2], chosen[-1]]
+    environment = around(place, "capturing", f'exec {sys.executable} "$@"')
+    differ = []
+    for script in chosen:
+        captured = run_until_answer(["bash", str(script)], environment, cwd=place)
+        if captured["arguments"] != told[script]:
+            differ.append(script)
+    with capsys.disabled():
+        print(f"\n{len(told)} examples of verl start {MAIN}; {len(chosen)} were captured, and {len(differ)} differ")
+    assert not differ and len(told) > 80
 
 
 def test_every_example_is_judged(examples, place, monkeypatch, capsys):
