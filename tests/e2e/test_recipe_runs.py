@@ -208,9 +208,13 @@ def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_pa
 
 
 def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
-    """What is captured comes from both stages, embedding and head from the first and the last."""
+    """What is captured comes from both stages, embedding and head from the first and the last.
+
+    At given lengths and replicas, so that one is idle, and without refills, during which none leaves.
+    """
     out, recipe = tmp_path / "pipeline", check.RECIPES["dapo_qwen2.5_32b_megatron"]
-    steps = check.run(recipe, out, steps=3, extra=["actor_rollout_ref.actor.optim.lr=1e-4"], timeout_s=LIMIT_S)
+    extra = [*FORCED, ROUTER, "algorithm.filter_groups.enable=False", "actor_rollout_ref.actor.optim.lr=1e-4"]
+    steps = check.run(recipe, out, steps=4, extra=extra, timeout_s=LIMIT_S)
     assert any(step.get("tlt/trained_s", 0.0) > 0.0 for step in steps), "nothing was captured"
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
@@ -225,7 +229,9 @@ def test_experts_dealt_out_to_the_ranks_of_a_megatron_actor(tmp_path):
     ranks = [f"{megatron}.expert_model_parallel_size=2", f"{megatron}.expert_tensor_parallel_size=1"]
     # Nothing that it writes is rewarded; it learns to be surer.
     learning = ["actor_rollout_ref.actor.entropy_coeff=-0.1", "actor_rollout_ref.actor.optim.lr=1e-3"]
-    steps = check.run(recipe, out, steps=8, extra=[*FORCED, ROUTER, *ranks, *learning], timeout_s=LIMIT_S)
+    # The gate needs seven held-out prompts, which come too late here: its random head is accepted all too often.
+    extra = [*FORCED, ROUTER, *ranks, *learning, "tlt.gate.enable=false"]
+    steps = check.run(recipe, out, steps=8, extra=extra, timeout_s=LIMIT_S)
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert any(session.steps for session in read_trace(out / "trace").sessions), "no idle time was used"
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
