@@ -17,7 +17,7 @@ CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
 """verl's experimental trainers. They have no hooks that say when devices are idle or a drafter can be published."""
-_OURS = re.compile(rf"\+{{0,2}}({re.escape(SWITCH)}|{NAME}\.[\w.]+)=")
+OURS = re.compile(rf"\+{{0,2}}({re.escape(SWITCH)}|{NAME}\.[\w.]+)=")
 _CLOSE = 0.8
 """Likeness of two keys, from 0 to 1, above which one is taken for a typing error of the other."""
 
@@ -67,7 +67,7 @@ def joined(words: Sequence[str]) -> list[str]:
     """
     if not any(_key(word) == SWITCH for word in words):
         return list(words)
-    return [f"++{word.lstrip('+')}" if _OURS.match(word) else word for word in words]
+    return [f"++{word.lstrip('+')}" if OURS.match(word) else word for word in words]
 
 
 def mistake(program: str, words: Sequence[str]) -> str | None:

@@ -92,8 +92,9 @@ def stays(monkeypatch):
         ("python3 -m verl.trainer.main_eval", "The command starts verl.trainer.main_eval; verl-tlt works with verl."),
         ("python3 -c 'import verl, ray; ray.init()'", "The command starts python -c; verl-tlt works with verl"),
         ("echo nothing to do here; exit 3", "ended with exit status 3 and did not start verl.trainer.main_ppo. Its"),
+        (f'env -i PATH="$PATH" python3 -m {MAIN} a=1', f"starts {MAIN} without the variables VERL_TLT_CAPTURE and"),
     ],
-    ids=["no verl-tlt", "emptied variables", "another trainer", "another main", "no start"],
+    ids=["no verl-tlt", "emptied variables", "another trainer", "another main", "no start", "another environment"],
 )
 def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, said):
     with pytest.raises(TLTConfigError) as error:
@@ -101,9 +102,39 @@ def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, sa
     assert said in str(error.value)
 
 
-def test_a_command_that_is_not_there():
-    with pytest.raises(TLTConfigError, match=r"^nowhere cannot be started: No such file or directory\.$"):
-        capture(["nowhere"])
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("nowhere", "nowhere cannot be started: No such file or directory."),
+        ("./recipe.sh", "Permission denied. If it is a script for bash, write `bash ./recipe.sh`."),
+        ("./below", "./below cannot be started: Permission denied. It is a folder."),
+        ("A=1", "directory. No shell reads this command: put variables before verl-tlt, and shell code into bash -c"),
+        ("source", "No shell reads this command"),
+        ("bash recipe.sh", "No shell reads this command"),
+    ],
+)
+def test_a_command_that_cannot_be_started(script, tmp_path, monkeypatch, program, said):
+    script("true")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TLTConfigError) as error:
+        capture([program, "a=1"])
+    assert said in str(error.value)
+
+
+def test_an_interrupted_command_shows_what_it_waited_for(script, tmp_path, monkeypatch, capfd):
+    def interrupt(tree):
+        if (tmp_path / "printed").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("verl_tlt.commands.capture._refuse_training", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        capture(["bash", script(f"echo waiting for nodes; touch {tmp_path}/printed; sleep 600")])
+    assert f"Ended before it started {MAIN}. Its last lines:\n    waiting for nodes\n" in capfd.readouterr().err
+
+
+def test_a_script_that_loses_the_flag(script):
+    with pytest.raises(TLTConfigError, match=rf"^\+trainer.plugin=tlt does not reach {MAIN}: .* pass its arguments on"):
+        capture(["bash", script(f"python3 -m {MAIN} a=1"), "+trainer.plugin=tlt"])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +145,8 @@ def test_a_command_that_is_not_there():
         ("/usr/bin/sudo python", True, "recipe.sh has `sudo`"),
         ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
         ("rm -rf $OUT", False, "recipe.sh: rm -rf. Allow it with --yes."),
+        ("rm  -f -r $OUT", False, "recipe.sh: rm  -f -r. Allow it"),
+        ("rm --force --recursive $OUT", False, "--recursive. Allow it"),
         ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
         ("echo no-docker; rm file; ray status; echo my.ssh", False, None),
@@ -129,6 +162,17 @@ def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):
         assert said in str(error.value) and file in str(error.value)
     if not yes and said:
         check_words(["bash", file], yes=True)
+
+
+def test_each_shell_script_of_a_command_is_looked_at(script, tmp_path):
+    (tmp_path / "launch").write_text('#!/usr/bin/env bash\nexec "$@"\n')
+    file = script("ray stop\n")
+    for command in (["env", "A=1", "B=2", "nice", "bash", "-x", file], [str(tmp_path / "launch"), "-n", "1", file]):
+        with pytest.raises(TLTConfigError, match=r"line 1 of .*recipe.sh: ray stop"):
+            check_words(command, yes=False)
+    (tmp_path / "launch").write_text("#!/bin/sh\npkill python\n")
+    with pytest.raises(TLTConfigError, match=r"line 2 of .*launch: pkill"):
+        check_words([str(tmp_path / "launch")], yes=False)
 
 
 def test_words_of_the_command_itself_are_looked_at():
@@ -177,3 +221,11 @@ def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
     assert recipe_of(answer) == expected and recipe_of(answer).environment == {"A_NEW_ONE": "x"}
     Path(more, "mine2.yaml").touch()
     assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), f"{more}/mine2", {}, str(tmp_path))
+
+
+@pytest.mark.parametrize("word", ["--gpu", "--help", "--cfg"])
+def test_options_that_main_ppo_does_not_train_with_are_refused(word):
+    with pytest.raises(TLTConfigError, match=rf"^{MAIN} does not train with {word}: .* stand before --\.$"):
+        recipe_of({"arguments": ["a=1", word], "directory": "/", "environment": {}})
+    sweep = {"arguments": ["-m", "a=1"], "directory": "/", "environment": {}}
+    assert recipe_of(sweep).overrides == ("a=1",)

@@ -27,7 +27,7 @@ from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.console import last_lines
 from verl_tlt.commands.processes import ProcessTree, running
 from verl_tlt.config import TLTConfigError
-from verl_tlt.flag import CONFIG, MAIN
+from verl_tlt.flag import CONFIG, MAIN, OURS
 
 GIVEN = "VERL_TLT_CAPTURED"
 """Variable with which a command goes on under the interpreter of the user's command; names the file of the answer."""
@@ -35,8 +35,11 @@ POLL_S = 0.2
 _START = r"(?:^|[\s;&|(`'\"/])"
 LEAVES = re.compile(rf"{_START}(docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray job submit)(?=\s|$)")
 """Programs that start others without this environment, or elsewhere: the command would train there."""
-CHANGES = re.compile(rf"{_START}(ray stop|pkill|killall|rm -\w*[rR]\w*|pip3? install)(?=\s|$)")
+CHANGES = re.compile(
+    rf"{_START}(ray stop|pkill|killall|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)|pip3? install)(?=\s|$)"
+)
 """What a script may do to other jobs, files and packages before it starts verl."""
+SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 
 
 def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str, str] = os.environ) -> Recipe:
@@ -53,19 +56,20 @@ def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str,
         answer = run_until_answer(command, environment)
         if answer["prefix"] != sys.prefix:
             _go_on_under(answer)
+    if lost := next((word for word in command if OURS.match(word) and word not in answer["arguments"]), None):
+        raise TLTConfigError(f'{lost} does not reach {MAIN}: the script must pass its arguments on with "$@".')
     return recipe_of(answer)
 
 
 def check_words(command: Sequence[str], yes: bool) -> None:
     """Refuse a command in which one of a few words says that running it is not safe.
 
-    Looks for words in the command, and in the script if it is `bash FILE` or a script; it understands neither.
+    Looks for words in the command, and in the shell scripts that it names; it understands neither.
     """
     lines = {"the command": [" ".join(command)]}
-    for word in command[:3]:
-        if os.path.isfile(word) and (word.endswith(".sh") or os.path.basename(command[0]) in ("bash", "sh", "source")):
+    for place, word in enumerate(command):
+        if os.path.isfile(word) and _is_shell_script(word, command[:place]):
             lines[word] = Path(word).read_text(errors="replace").splitlines()
-            break
     told = [
         (f"line {number} of {place}" if place != "the command" else place, match[1], kind)
         for place, texts in lines.items()
@@ -83,6 +87,14 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
 
 
+def _is_shell_script(file: str, words_before: Sequence[str]) -> bool:
+    before = [os.path.basename(word) for word in words_before if not word.startswith("-")]
+    if file.endswith(".sh") or before[-1:] in (["bash"], ["sh"]):
+        return True
+    with open(file, "rb") as stream:
+        return re.match(rb"#!.*\b(ba|da|z)?sh\b", stream.readline(200)) is not None
+
+
 def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> dict[str, Any]:
     """Run a command until a process of it has answered, or until it ends; all its processes are ended then."""
     with tempfile.TemporaryDirectory(prefix="verl-tlt-capture-") as folder:
@@ -94,8 +106,13 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
                     time.sleep(POLL_S)
                 code = tree.process.poll()
                 tree.kill()
-        except FileNotFoundError as error:
-            raise TLTConfigError(f"{error.filename or command[0]} cannot be started: {error.strerror}.") from error
+        except KeyboardInterrupt:
+            print(f"Ended before it started {MAIN}. {_printed(log)}", file=sys.stderr)
+            raise
+        except OSError as error:
+            if error.filename != command[0]:
+                raise
+            raise TLTConfigError(_not_started(command[0], error)) from error
         if not file.exists():
             raise TLTConfigError(_no_answer(command, code, log))
         answer = json.loads(file.read_text())
@@ -104,21 +121,37 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
     return answer
 
 
+def _not_started(program: str, error: OSError) -> str:
+    """Why the first word of a command is not a program, and what to write instead."""
+    remedy = ""
+    if os.path.isfile(program):
+        remedy = f" If it is a script for bash, write `bash {program}`."
+    elif program in SHELL_WORDS or re.search(r"[=\s]", program):
+        remedy = " No shell reads this command: put variables before verl-tlt, and shell code into bash -c '...'."
+    elif os.path.isdir(program):
+        remedy = " It is a folder."
+    return f"{program} cannot be started: {error.strerror}.{remedy}"
+
+
 def _refuse_training(tree: ProcessTree) -> None:
-    """Raise a `TLTConfigError` where `main_ppo` has started Ray: it has not seen our variables."""
+    """Raise a `TLTConfigError` where `main_ppo` is without our variables, or has started Ray, so did not see them."""
     for process in tree.alive():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if process.name() == "raylet" and any(MAIN in parent.cmdline() for parent in process.parents()):
+            own = MAIN in process.cmdline() and process.environ()
+            unseen = own and not own.get(CAPTURE)
+            if unseen or (process.name() == "raylet" and any(MAIN in p.cmdline() for p in process.parents())):
                 what = f"The command starts {MAIN} without the variables {CAPTURE} and {MODULES}"
                 raise TLTConfigError(f"{what} of its environment: keep them in the script. It was ended at once.")
 
 
 def _no_answer(command: Sequence[str], code: int | None, log: Path) -> str:
-    last = last_lines(log)
     if "No module named 'verl_tlt'" in log.read_text(errors="replace"):
-        return f"The Python that the command starts verl with does not have verl-tlt: install it there.\n{last}"
-    ended = f"`{shlex.join(command)}` ended with exit status {code} and did not start {MAIN}."
-    return f"{ended} Its last lines:\n{last}" if last else f"{ended} It printed nothing."
+        return f"The Python that the command starts verl with does not have verl-tlt: install it there. {_printed(log)}"
+    return f"`{shlex.join(command)}` ended with exit status {code} and did not start {MAIN}. {_printed(log)}"
+
+
+def _printed(log: Path) -> str:
+    return f"Its last lines:\n{last}" if (last := last_lines(log)) else "It printed nothing."
 
 
 def _go_on_under(answer: dict[str, Any]) -> None:
@@ -142,8 +175,10 @@ def recipe_of(answer: dict[str, Any]) -> Recipe:
     parser.add_argument("--config-name", "-cn", default=CONFIG)
     parser.add_argument("--config-path", "-cp", default="")
     parser.add_argument("--config-dir", "-cd", default="")
-    options, rest = parser.parse_known_args(answer["arguments"])
-    overrides = [word for word in rest if not word.startswith("-")]
+    parser.add_argument("--run", "-r", "--multirun", "-m", action="store_true")
+    options, overrides = parser.parse_known_args(answer["arguments"])
+    if unread := next((word for word in overrides if word.startswith("-")), None):
+        raise TLTConfigError(f"{MAIN} does not train with {unread}: leave it out. Options of verl-tlt stand before --.")
     path = options.config_path
     if options.config_dir:
         folder = os.path.join(answer["directory"], options.config_dir)

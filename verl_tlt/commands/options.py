@@ -192,6 +192,8 @@ class CommandAfterDashes(TyperCommand):
         if (program := next((i for i, word in enumerate(args[:end]) if _PROGRAM.fullmatch(word)), None)) is not None:
             words = shlex.join([*args[:program], "--", *args[program:]])
             raise TLTError(f"A command of your own stands after two dashes: verl-tlt {ctx.info_name} {words}")
+        if args[end:] == ["--"]:
+            raise TLTError(f"No command stands after the dashes: verl-tlt {ctx.info_name} ... -- bash recipe.sh")
         ctx.meta[COMMAND] = tuple(args[end + 1 :])
         return super().parse_args(ctx, args[:end])
 

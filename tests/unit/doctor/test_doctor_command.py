@@ -136,6 +136,7 @@ def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
         (["bash", "recipe.sh"], "after two dashes: verl-tlt doctor -- bash recipe.sh"),
         (["docker", "run", "x", "python"], "after two dashes: verl-tlt doctor -- docker run x python"),
         (["kubectl", "exec", "x", "--", "python"], "dashes: verl-tlt doctor -- kubectl exec x -- python"),
+        (["--all", "--"], "No command stands after the dashes: verl-tlt doctor ... -- bash recipe.sh"),
         (["--gpu"], "--gpu measures the engine of your recipe: give its command after --, or its overrides."),
     ],
 )
