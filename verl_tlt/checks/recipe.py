@@ -59,6 +59,7 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if empty := next((override for override in overrides if re.fullmatch(r"[^={}\[\]]+=", override)), None):
         raise TLTConfigError(f"{empty} has no value; {empty}null and {empty}'' say so on purpose.")
@@ -69,7 +70,7 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
             return hydra_compose(name, overrides=flag.joined(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         unknown = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
         known = [word for word in overrides if unknown and word.partition("=")[0] != unknown[1]]

@@ -122,6 +122,12 @@ def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
     assert code == 0 and "OK: TLT can run here." in output, output
 
 
+def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
+    (file := tmp_path / "composed.yaml").write_text("WARNING: a: b\ntrainer: {}\n")
+    code, output = call("doctor", "--config", file)
+    assert code == 1 and "No: Hydra cannot compose" in output and f'"{file}", line 1' in output, output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
