@@ -1,13 +1,12 @@
 """Which draft-length policy is fastest, and what it costs: files of benchmarks/results.
 
-    python -m benchmarks.control [--replay] [--overhead]
+    python -m benchmarks.control --replay
     python -m benchmarks.control --fixed [--load 192+4@1000 4x400 ...]
 
-`--replay` simulates rollouts against oracles (minutes), `--overhead` counts what control adds to an engine step;
-without a part named, both run. `--fixed` races a chosen K, vLLM's fixed K and no drafts on one real engine with the
-real policy and its head (`benchmarks.real_policy`): ten rounds of a wide load take about 80 minutes, and a command that
-was killed goes on when called again. A part that is not run keeps its figures of the last time, as do finished studies.
-Wall-clock timings mean something only on a core that nothing else uses.
+`--replay`, the default, simulates rollouts against oracles, which takes half an hour of two cores. `--fixed` races a
+chosen K, vLLM's fixed K and no drafts on one real engine with the real policy and its head (`benchmarks.real_policy`):
+ten rounds of a wide load take about 80 minutes, and a command that was killed goes on when called again. Wall-clock
+timings mean something only on a core that nothing else uses.
 """
 
 import argparse
@@ -26,14 +25,14 @@ from verl_cpu.dtype import find_dtype, say_dtype
 from verl_tlt.errors import TLTError
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("replay", "overhead", "fixed")
 console = Console(width=150, emoji=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in PARTS:
-        parser.add_argument(f"--{part}", action="store_true")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--replay", action="store_true", help="simulate rollouts (the default)")
+    part.add_argument("--fixed", action="store_true", help="race on a real engine")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of the replay")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     fixed = parser.add_argument_group("the fixed part")
@@ -43,23 +42,14 @@ def main() -> None:
     fixed.add_argument("--seconds", type=float, default=36_000.0, help="no round starts after so long")
     fixed.add_argument("--work", type=Path, default=ROOT / ".cache" / "race", help="folder that keeps the rounds")
     options = parser.parse_args()
-    chosen = [part for part in PARTS if getattr(options, part)] or ["replay", "overhead"]
     os.environ.update(ENVIRONMENT)
-    control = options.out / "control.json"
-    if "replay" in chosen:
-        from benchmarks.control.replay import run_all
-
-        command = {"command": "python -m benchmarks.control --replay"}
-        _add(options.out / "live_table.json", command | run_all(console.print, options.jobs) | {"machine": machine()})
-    if "overhead" in chosen:
-        from benchmarks.control.overhead import measure
-
-        found = measure()
-        counted = {key: value for key, value in found.items() if "_us_" in key}
-        console.print(counted)
-        _add(control, counted | {"overhead_on": machine(), "overhead_detail": found})
-    if "fixed" in chosen:
+    if options.fixed:
         _fixed(options)
+        return
+    from benchmarks.control.replay import run_all
+
+    command = {"command": "python -m benchmarks.control --replay"}
+    _add(options.out / "live_table.json", command | run_all(console.print, options.jobs) | {"machine": machine()})
 
 
 def _fixed(options: argparse.Namespace) -> None:

@@ -12,10 +12,10 @@ from tables.page import load, percent, recorded, rows, source
 
 KILLED = {
     "start": "while it resumed", "rollout": "in a rollout", "session": "while a replica trained",
-    "merge": "in a merge", "judged": "while it waited for a verdict", "update": "in an update",
+    "judged": "while it waited for a verdict", "update": "in an update",
     "save": "while it saved", "publish": "while it published", "sync": "in a weight sync",
 }  # fmt: skip
-"""Phases of `benchmarks.resume`; there is no merge any more."""
+"""Phases of `benchmarks.resume`."""
 
 
 def oracles(file: str) -> str:
