@@ -120,3 +120,4 @@ def test_a_head_that_knows_nothing_is_switched_off_after_three_slower_rollouts(s
     assert run.steps[1]["tlt/accept_length"] < 1.1
     assert [run.steps[step]["tlt/drafter_off_frac"] for step in range(1, 6)] == [0.0] * 3 + [1.0] * 2
     assert run.steps[1]["tlt/saved_estimate_s"] < 0.0 == run.steps[5]["tlt/saved_estimate_s"]
+    assert all(step["tlt/errors"] == 0.0 for step in run.steps.values())

@@ -124,7 +124,7 @@ def test_n_grams_alone(tmp_path):
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
     assert not read_trace(out / "trace").sessions
-    assert all(step.get("tlt/trained_s", 0.0) == 0.0 for step in steps)
+    assert all(step.get("tlt/trained_s", 0.0) == 0.0 == step["tlt/errors"] for step in steps)
     assert not list(out.rglob("provenance.json")), "a drafter was saved"
 
 

@@ -269,6 +269,13 @@ def test_one_that_does_not_start_in_time_is_replaced(cluster, monkeypatch):
     spot.close()
 
 
+def test_in_a_run_that_trains_nothing_there_is_nothing_to_publish():
+    """The RL trainer asks in every step."""
+    spot = SpotTrainerHandle(plan_of())
+    assert spot.exported() is None and not spot.exporting
+    assert not (spot.running or spot.replicas or spot.trains or spot.ready())
+
+
 def test_the_memory_of_a_killed_process_is_waited_for():
     process = subprocess.Popen(["sleep", "60"])
     os.kill(process.pid, signal.SIGSTOP)

@@ -110,6 +110,10 @@ class SpotTrainerHandle:
         self._strikes = 0
         self._draft_ids: ObjectRef | None = None
         self._groups: list[list[int]] = []
+        self._pid: int | None = None
+        self._add: ObjectRef | None = None
+        self._session: ObjectRef | None = None
+        self._export: tuple[ObjectRef, ObjectRef] | None = None  # facts and drafter
 
     # ------------------------------------------------------------------ start
 
@@ -151,10 +155,7 @@ class SpotTrainerHandle:
         )
         self._up: ObjectRef = self._actor.pid.remote()
         self._start_by = Deadline(START_S, self._clock)
-        self._pid: int | None = None
-        self._add: ObjectRef | None = None
-        self._session: ObjectRef | None = None
-        self._export: tuple[ObjectRef, ObjectRef] | None = None  # facts and drafter
+        self._pid = self._add = self._session = self._export = None
         self.stats = None
 
     def rehearse(self, within_s: float) -> None:
