@@ -47,8 +47,9 @@ def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable) -> float:
     """Estimated seconds that the same tokens take without drafts.
 
     By the calibrated cost of a step without the drafter, times the pace of the batch's octave: how many times as long
-    as calibrated its clean steps took, whatever their draft length. Steps that were OFF count as they are; so do all
-    where OFF was not calibrated.
+    as calibrated its clean steps took, whatever their draft length. A step with the drafter never takes less than one
+    without: where it was calibrated so, that was noise, and its cost counts. Steps that were OFF count as they are; so
+    do all where OFF was not calibrated.
     """
     cells = list(decoded)
     if OFF not in costs.lengths():
@@ -66,7 +67,8 @@ def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable) -> float:
             continue
         octave = cell.batch.bit_length()
         pace = took[octave] / expected[octave] if expected[octave] else 1.0
-        total += cell.tokens / cell.batch * pace * float(costs.seconds(OFF, cell.batch, cell.context))
+        off_s = min(float(costs.seconds(k, cell.batch, cell.context)) for k in costs.lengths())
+        total += cell.tokens / cell.batch * pace * off_s
     return total
 
 

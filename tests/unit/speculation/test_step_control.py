@@ -198,6 +198,14 @@ def test_steps_that_were_off_count_as_they_are_and_without_a_calibration_all_do(
     assert control.stats().undrafted_s == pytest.approx(0.10)
 
 
+def test_nothing_is_saved_by_off_that_was_calibrated_slower_than_a_step_with_the_drafter(control):
+    control.control(points=points(COSTS | {OFF: [(4, 0.030), (8, 0.030)]}))
+    undrafted = step(drafted=0, **UNDRAFTED, num_decode_tokens=4, latency_s=0.011)
+    record(control, *[undrafted] * 10)
+    stats = control.stats()
+    assert stats.undrafted_s == pytest.approx(stats.decode_s) == pytest.approx(0.11)
+
+
 def test_prefills_are_left_out(control):
     control.control(points=points(COSTS))
     record(control, step(decode_only=False, clean=False))
