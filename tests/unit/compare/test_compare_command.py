@@ -52,10 +52,11 @@ def test_interrupted_it_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(command, "take_turn", take_turn)
     overrides = (
         "actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
         *(f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
-        compare(Recipe(overrides), CompareOptions(out=tmp_path / "out"), make_console())
+        compare(CompareOptions(overrides=list(overrides), out=tmp_path / "out"), make_console())
     assert "The same command takes the turns that are left." in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "out" / "turns.json").is_file()
