@@ -184,7 +184,7 @@ def verdict(script, place):
 
 @pytest.mark.timeout(7200)  # for all of them
 def test_what_is_captured_is_what_bash_starts(examples, place, capsys):
-    """Of three scripts; with TLT_EXAMPLES=all of all that start `main_ppo`, which takes half an hour."""
+    """Of three scripts; with TLT_EXAMPLES=all of all that start `main_ppo`, which takes much longer."""
     told = {path: words for path in examples.rglob("*.sh") if (words := told_by_bash(path, place)) is not None}
     chosen = sorted(told, key=lambda script: (len(told[script]), script))
     if os.environ.get("TLT_EXAMPLES") != "all":
