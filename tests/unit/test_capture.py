@@ -149,6 +149,9 @@ def test_a_script_that_loses_the_flag(script):
         ("rm --force --recursive $OUT", False, "--recursive. Allow it"),
         ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
+        ("  echo 'in the docker image' $X", False, None),
+        ("echo password | sudo -S python3", True, "recipe.sh has `sudo`"),
+        ("echo $(ssh host hostname); true", True, "recipe.sh has `ssh`"),
         ("echo no-docker; rm file; ray status; echo my.ssh", False, None),
     ],
 )
@@ -162,6 +165,12 @@ def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):
         assert said in str(error.value) and file in str(error.value)
     if not yes and said:
         check_words(["bash", file], yes=True)
+
+
+def test_a_script_with_windows_line_ends_is_refused(script):
+    file = script(f"#!/bin/bash\r\npython3 -m {MAIN} \\\r\n  a=1\r\n")
+    with pytest.raises(TLTConfigError, match=r"^Nothing was run: .*recipe\.sh has Windows line ends.*sed -i"):
+        capture(["bash", file])
 
 
 def test_each_shell_script_of_a_command_is_looked_at(script, tmp_path):

@@ -39,6 +39,8 @@ CHANGES = re.compile(
     rf"{_START}(ray stop|pkill|killall|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)|pip3? install)(?=\s|$)"
 )
 """What a script may do to other jobs, files and packages before it starts verl."""
+SAYS = re.compile(r"\s*(#|(echo|printf)\b([^;&|<>`$]|\$(?!\())*$)")
+"""A comment, or a line that only prints."""
 SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 
 
@@ -69,13 +71,18 @@ def check_words(command: Sequence[str], yes: bool) -> None:
     lines = {"the command": [" ".join(command)]}
     for place, word in enumerate(command):
         if os.path.isfile(word) and _is_shell_script(word, command[:place]):
-            lines[word] = Path(word).read_text(errors="replace").splitlines()
+            if b"\r\n" in (script := Path(word).read_bytes()):
+                raise TLTConfigError(
+                    f"Nothing was run: {word} has Windows line ends, at which bash breaks its words. Remove them with "
+                    f"`sed -i 's/\\r$//' {shlex.quote(word)}`."
+                )
+            lines[word] = script.decode(errors="replace").splitlines()
     told = [
         (f"line {number} of {place}" if place != "the command" else place, match[1], kind)
         for place, texts in lines.items()
         for number, text in enumerate(texts, start=1)
         for kind in (LEAVES, CHANGES)
-        if not text.lstrip().startswith("#") and (match := kind.search(text))
+        if not SAYS.match(text) and (match := kind.search(text))
     ]
     if left := next((entry for entry in told if entry[2] is LEAVES), None):
         raise TLTConfigError(

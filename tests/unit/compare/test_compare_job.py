@@ -65,6 +65,15 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
     assert [path.name for path in (tmp_path / "stock").glob("global_step_*")] == ["global_step_8"]
 
 
+@pytest.mark.parametrize(("end", "stall_s"), [("exit 3", 60.0), ("sleep 600", 1.0)], ids=["fails", "hangs"])
+def test_rays_logs_of_a_failed_turn_are_kept(tmp_path, monkeypatch, end, stall_s):
+    monkeypatch.setattr(job, "LOOK_S", 0.1)
+    script = f'mkdir -p "$TMPDIR/ray/session_1_2/logs"; echo why > "$TMPDIR/ray/session_1_2/logs/worker.err"; {end}'
+    with pytest.raises(CompareError, match=r"Ray's logs are in .*turn-1\.ray\."):
+        take_turn(Plan(Recipe(()), None, 4, tmp_path, ("bash", "-c", script)), ARM, 0, stall_s, lambda _: None)
+    assert (tmp_path / "stock" / "turn-1.ray" / "worker.err").read_text() == "why\n"
+
+
 def test_one_checkpoint_is_kept(tmp_path):
     for step in (4, 8, 12):
         (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)

@@ -34,6 +34,7 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     log, metrics = home / f"turn-{turn + 1}.log", home / f"turn-{turn + 1}.jsonl"
     for old in (log, metrics):
         old.unlink(missing_ok=True)
+    shutil.rmtree(ray_logs_of(log), ignore_errors=True)
     began = time.monotonic()
     code = _run(plan, arm, turn, (log, metrics), stall_s, tell)
     seconds, rows = time.monotonic() - began, read_rows(metrics)
@@ -73,10 +74,23 @@ def watched(
             if log.stat().st_size != size:
                 size, changed = log.stat().st_size, time.monotonic()
             if time.monotonic() - changed > stall_s:
+                keep_ray_logs(tree.folder, log)
                 raise CompareError(failure(f"{name} has written nothing for {stall_s:.0f} s.", log))
             look()
             time.sleep(LOOK_S)
+        if code:
+            keep_ray_logs(tree.folder, log)
         return code
+
+
+def keep_ray_logs(folder: Path, log: Path) -> None:
+    """Copy what Ray logged of a failed job out of its temporary folder, which is removed, to beside the job's log."""
+    for logs in folder.glob("ray/session_*_*/logs"):
+        shutil.copytree(logs, ray_logs_of(log), ignore_dangling_symlinks=True, dirs_exist_ok=True)
+
+
+def ray_logs_of(log: Path) -> Path:
+    return log.with_suffix(".ray")
 
 
 def with_cluster(environment: dict[str, str]) -> dict[str, str]:
@@ -118,6 +132,7 @@ def accepted(lines: Iterable[str]) -> float | None:
 
 
 def failure(what: str, log: Path) -> str:
-    """A message on a job that failed: what happened, the last error that its log names, and its last lines."""
+    """A message on a job that failed: what happened, the last error that its log names, and where to read on."""
     errors = [match[1].strip() for line in lines_of(log) if (match := ERROR.search(line))]  # without Ray's prefix
-    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}\nThe last lines of {log}:\n{last_lines(log)}"
+    rays = f" Ray's logs are in {ray_logs_of(log)}." if ray_logs_of(log).is_dir() else ""
+    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}{rays}\nThe last lines of {log}:\n{last_lines(log)}"

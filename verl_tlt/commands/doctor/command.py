@@ -56,7 +56,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     findings = diagnose(recipe)
     if options.gpu and not any(finding.level == "refuse" for finding in findings):
         findings += measure_engine(recipe, options, console)
-    answer, status = conclude(findings, recipe != Recipe(()))
+    has_recipe = recipe != Recipe(())
+    answer, status = conclude(findings, has_recipe)
     shown = [f for f in findings if options.all or (f.level != "ok" and f.sentence not in answer)]
     if not options.all:
         say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
@@ -64,7 +65,7 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         about = "" if finding.sentence.startswith(finding.what) else f"{finding.what}: "
         say(console, f"{LABELS[finding.level]:7} {about}{finding.sentence}", STYLES[finding.level])
     say(console, answer, "bold")
-    if following := next_command(options, status):
+    if following := next_command(options, status, has_recipe):
         say(console, f"Next: {following}")
     return status
 
@@ -107,16 +108,16 @@ def conclude(findings: Sequence[Finding], has_recipe: bool) -> tuple[str, int]:
     return "OK: TLT can run here.", 0
 
 
-def next_command(options: DoctorOptions, status: int) -> str:
+def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
     """The command that a user would go on with; "" after a refusal."""
-    if not options.names_a_run():
+    if status == 1:
+        return ""
+    if not has_recipe:
         return "verl-tlt doctor -- bash your_recipe.sh"
     own = ["--", *options.command] if options.command else []
     words = shlex.join(
         [*(options.overrides or ()), *(["--config", str(options.config)] if options.config else []), *own]
     )
-    if status == 1:
-        return ""
     return f"verl-tlt compare {words}" if options.gpu else f"verl-tlt doctor --gpu {words}"
 
 
