@@ -30,7 +30,7 @@ INTRO = """# Settings
 `+trainer.plugin=tlt` switches TLT on. Every setting has a default, and most runs set `tlt.drafter.path` alone:
 
 ```bash
-python -m verl.trainer.main_ppo <your recipe> +trainer.plugin=tlt \\
+python -m verl.trainer.main_ppo <your overrides> +trainer.plugin=tlt \\
     tlt.drafter.path=/models/my-drafter
 ```
 
@@ -49,8 +49,8 @@ You can write settings with a plus in front or without. You can also put them in
 own](quickstart.md#your-own-yaml-file).
 
 A wrong setting stops the run before Ray starts: an unknown key, a value of the wrong type, or two settings that
-contradict each other. The message names the key. `verl-tlt doctor <your recipe> +trainer.plugin=tlt` gives the same
-message without a run.
+contradict each other. The message names the key. `verl-tlt doctor` gives the same message
+without a run.
 """
 
 NOTES = {
