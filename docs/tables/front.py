@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.page import faster, load, percent, recorded, rows
+from tables.page import load, per_token, percent, recorded, rows
 
-ROLLOUT, STEP = "rollout_per_token", "e2e_per_token"
+ROLLOUT, STEP = "rollout", "step"
 FIXED = r"vllm-(\d+)"
 """Names of arms with vLLM's own speculation at one K and a drafter that keeps its weights."""
 
@@ -51,14 +51,14 @@ def headlines() -> str:
 
 
 def _ratio(file: str, arm: str, what: str) -> str:
-    return faster(load(file)["ratios"][arm][what])
+    return per_token(load(file), arm, what)
 
 
 def _best(file: str, pattern: str) -> str:
     """The arm of this kind of name with the fastest step; empty if there is none."""
     ratios: dict[str, Any] = load(file)["ratios"] if recorded(file) else {}
     arms = [arm for arm in ratios if re.fullmatch(pattern, arm)]
-    return max(arms, key=lambda arm: float(ratios[arm][STEP]["pooled"]), default="")
+    return max(arms, key=lambda arm: float(ratios[arm]["e2e_per_token"]["pooled"]), default="")
 
 
 def _speed(pattern: str) -> str:

@@ -44,3 +44,13 @@ def percent(share: float, digits: int = 0) -> str:
 def faster(ratio: Mapping[str, float]) -> str:
     """How many times as fast, with its interval of 95 %."""
     return f"{ratio['pooled']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def per_token(found: Mapping[str, Any], arm: str, what: str) -> str:
+    """How many times as fast as stock an arm's "rollout" or "step" is per token, adjusted for lengths where it can be.
+
+    `found`: a file of `benchmarks.e2e`.
+    """
+    if arm in found.get("adjusted", {}):
+        return faster(dict(zip(("pooled", "low", "high"), found["adjusted"][arm][what], strict=True)))
+    return faster(found["ratios"][arm][{"rollout": "rollout_per_token", "step": "e2e_per_token"}[what]])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from statistics import mean
 from typing import Any
 
-from tables.page import faster, load, rows, source
+from tables.page import faster, load, per_token, rows, source
 
 
 def arms() -> str:
@@ -18,10 +18,10 @@ def end_to_end(file: str) -> str:
     """Every arm against stock, and TLT against the fastest of the others."""
     found = load(file)
     body = []
-    for name, of in found["ratios"].items():
+    for name in found["ratios"]:
         arm = found["arms"][name]
         accepted = f"{arm['accept_length']:.2f}" if arm["accept_length"] else ""
-        speeds = [faster(of[key]) for key in ("rollout_per_token", "e2e_per_token")]
+        speeds = [per_token(found, name, what) for what in ("rollout", "step")]
         body.append([f"`{name}`", *speeds, _outside(_steps(found, name)), accepted, f"{mean(arm['reward']):.2f}"])
     reward = mean(found["arms"]["stock"]["reward"])
     body.append(["`stock`", "", "", _outside(_steps(found, "stock")), "", f"{reward:.2f}"])
