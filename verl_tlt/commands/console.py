@@ -25,10 +25,13 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def lines_of(log: Path) -> list[str]:
     """The lines of a log, without the terminal's colours and without empty ones."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in without_colours(log.read_text(errors="replace")).splitlines() if line.strip()]
 
 
 def last_lines(log: Path) -> str:

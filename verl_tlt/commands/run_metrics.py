@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.commands.console import without_colours
 from verl_tlt.errors import TLTError
 
 Row = tuple[int, dict[str, float]]
@@ -49,7 +50,10 @@ def read_run(path: Path) -> LoggedRun:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise TLTError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return put_together(_csv_rows(path, text) if path.suffix.lower() == ".csv" else _log_rows(text))
+    try:
+        return put_together(_csv_rows(path, text) if path.suffix.lower() == ".csv" else _log_rows(text))
+    except csv.Error as error:
+        raise TLTError(f"{path} cannot be read as CSV: {error}.") from error
 
 
 def put_together(rows: Iterable[Row]) -> LoggedRun:
@@ -73,12 +77,12 @@ def put_together(rows: Iterable[Row]) -> LoggedRun:
 
 
 def _log_rows(text: str) -> Iterator[Row]:
-    for line in text.split("\n"):
+    for line in without_colours(text).split("\n"):
         if line.startswith("{"):
             try:
                 record = json.loads(line)
                 yield int(record["step"]), numbers(record["data"])
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 continue  # half a line, or not verl's
         elif match := _CONSOLE.search(line):
             yield int(match[1]), {name: float(value) for name, value in _ENTRY.findall(match[2])}
@@ -90,8 +94,9 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
     by = next((name for name in STEP_COLUMNS if name in columns), None)
     if by is None:
         raise TLTError(f"{path} has no column of RL steps: export it from W&B with the column Step or _step.")
-    metric_of = {name: name.rpartition(" - ")[2] for name in columns if name != by}  # "my run - timing_s/gen"
-    if len(set(metric_of.values())) < len(metric_of):
+    others = [name for name in columns if name != by]
+    metric_of = {name: name.rpartition(" - ")[2] for name in others}  # "my run - timing_s/gen"
+    if len(set(metric_of.values())) < len(others):  # two runs, perhaps of one name
         raise TLTError(f"{path} has several columns of the same metric: export one run only.")
     for row in table:
         step = row[by]
@@ -105,7 +110,7 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
         if math.isfinite(number):
             found[name] = number

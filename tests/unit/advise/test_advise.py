@@ -43,6 +43,8 @@ FORMS = {
     "validation before the first step": ("a.jsonl", file_log([(0, {"val-core/acc": 0.1}), *STEPS])),
     "console": ("a.log", "WARNING odd:thing\n" + console_log(STEPS)),
     "console by Ray": ("a.log", console_log(STEPS, "\x1b[36m(TaskRunner pid=1)\x1b[0m ", "np.float64({})".format)),
+    "console in colour": ("a.log", "".join(f"{line}\x1b[0m\n" for line in console_log(STEPS).splitlines())),
+    "rows without a number": ("a.jsonl", '{"step": Infinity, "data": {"x": 1}}\n' + file_log(STEPS)),
     "W&B's panel": ("a.csv", csv_file(PLAIN)),
     "W&B's history": ("a.csv", csv_file(PLAIN, "_step", "")),
     "resumed": ("a.jsonl", file_log([*STEPS, (3, SLOW), (4, STEP), (5, STEP)])),
@@ -72,6 +74,10 @@ def test_the_first_step_after_each_start_is_left_out(tmp_path):
         ("a.jsonl", file_log([(1, {**STEP, "tlt/accept_length": 2.0})]), "is from a run with TLT"),
         ("a.csv", "time,loss\n1,2", "has no column of RL steps"),
         ("a.csv", "Step,a - timing_s/gen,b - timing_s/gen\n1,2,3", "several columns of the same metric"),
+        ("a.csv", "Step,a - timing_s/gen,a - timing_s/gen\n1,2,3", "several columns of the same metric"),
+        ("a.csv", 'Step,timing_s/gen\n1,"' + "2,3\n" * 50_000, "a.csv cannot be read as CSV: field larger than"),
+        ("a.jsonl", file_log([(1, {**STEP, "timing_s/gen": 101.0})]), "they are of different runs"),
+        ("a.jsonl", file_log([(1, {**STEP, "timing_s/save_checkpoint": 100.0})]), "they are of different runs"),
         (".", None, "cannot be read"),
     ],
 )
@@ -95,6 +101,7 @@ def test_amdahl():
         (shape(70.0, tool_share=0.8), "80% of it tools: at most 1.16x. Not worth it."),
         (shape(80.0, longest=1000.0), "only 1.1 times the mean"),
         (shape(30.0), "Only worth it with a good drafter: 1.18x if"),
+        (shape(100.0), "Rollout is 100% of a step: a step gains what the rollout gains. Worth trying: 2.00x"),
         (shape(80.0), "Rollout is 80% of a step: at most 5.00x. Worth trying: 1.67x if the rollout is twice as fast."),
     ],
 )
@@ -152,3 +159,18 @@ def test_the_command(files):
     (files / "costs.json").write_text("{}")
     code, said = advise(files / "metrics.jsonl", *drafter)
     assert code == 1 and "is not a report of verl-tlt doctor --gpu" in said
+
+
+def test_a_single_step_is_said_to_be_a_first_one(files):
+    (files / "metrics.jsonl").write_text(file_log(STEPS[:1]))
+    code, said = advise(files / "metrics.jsonl")
+    assert code == 0 and "1 step of stock verl, which is the first after a start, and slow" in said, said
+
+
+def test_step_times_that_are_none_are_refused(files):
+    (files / "drafter" / "provenance.json").write_text(json.dumps({"acceptance": [0.8]}))
+    drafter = ("--drafter", files / "drafter", "--costs", files / "costs.json")
+    for seconds in ("0", "NaN"):
+        (files / "costs.json").write_text(f'{{"points": [{{"batch": 1, "draft_length": -1, "seconds": {seconds}}}]}}')
+        code, said = advise(files / "metrics.jsonl", *drafter)
+        assert code == 1 and "is not a report of verl-tlt doctor --gpu with measured step times" in said, said

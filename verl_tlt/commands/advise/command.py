@@ -1,6 +1,7 @@
 """`verl-tlt advise`: prints what a run could gain, and the verdict."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.commands.advise.estimate import (
+    NO_LIMIT,
     SPEEDUPS,
     DraftingGain,
     RunShape,
@@ -29,7 +31,10 @@ def advise(options: AdviseOptions, console: Console) -> None:
     source = ", ".join(map(str, options.metrics))
     run = shape_of(read_runs(options.metrics), source)
     gains, minutes = read_gains(options) if options.drafter or options.costs else ([], None)
-    say(console, f"{source}: {run.steps} steps of stock verl, without the first after a start")
+    which = "without the first after a start"
+    if run.only_first:
+        which = "which is the first after a start, and slow: give a longer run"
+    say(console, f"{source}: {counted(run.steps)} of stock verl, {which}")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
     if run.tool_share:
         say(console, f"  tools             {run.tool_share:.0%} of a response's time, which drafts do not shorten")
@@ -70,7 +75,8 @@ def ceilings_table(run: RunShape) -> Table:
     table = Table("if the rollout is", "a step is", box=box.SIMPLE_HEAD)
     for speedup in SPEEDUPS:
         table.add_row(f"{speedup:g} times as fast", f"{run.step_speedup(speedup):.2f} times as fast")
-    table.add_row("instantaneous", f"{run.ceiling:.2f} times as fast")
+    if run.ceiling < NO_LIMIT:
+        table.add_row("instantaneous", f"{run.ceiling:.2f} times as fast")
     return table
 
 
@@ -90,6 +96,10 @@ def gains_table(run: RunShape, gains: Sequence[DraftingGain], minutes: float | N
         ]
         if minutes is not None:
             steps = steps_to_repay(run, gain.speedup, minutes)
-            row.append("never" if steps is None else f"{steps:,.0f} steps")
+            row.append("never" if steps is None else counted(math.ceil(steps)))
         table.add_row(*row)
     return table
+
+
+def counted(steps: int) -> str:
+    return f"{steps:,} step{'s' * (steps != 1)}"

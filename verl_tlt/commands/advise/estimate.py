@@ -21,6 +21,8 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 """How many times as fast the rollout is assumed to become; the paper's rollouts are at most 2.3 times as fast."""
 WORTH = 1.15
 """How many times as fast a step must become to be worth the trouble of another component."""
+NO_LIMIT = 100.0
+"""Speed-up of a step above which it is no limit: all but the rollout then takes less than 1 % of a step."""
 SHORT_TAIL = 1.5
 """Longest response over the mean one, below which engines stay full until the end."""
 
@@ -40,6 +42,8 @@ class RunShape:
     """Tokens of a step's longest response; None: not logged."""
     tool_share: float
     """Part of a response's time in which it waits for tools: drafts do not shorten it."""
+    only_first: bool = False
+    """Whether every step is the first after a start, which is slow."""
 
     @property
     def tail(self) -> float | None:
@@ -75,13 +79,19 @@ class DraftingGain:
 
 def shape_of(run: LoggedRun, source: str) -> RunShape:
     """The shape of a run with stock verl; the first step after each start is left out if there are others."""
-    finished = {step: m for step, m in run.steps.items() if 0 < m.get(ROLLOUT, 0.0) <= m.get(STEP, 0.0)}
+    timed = {step: m for step, m in run.steps.items() if m.get(ROLLOUT, 0.0) > 0 and STEP in m}
+    finished = {step: m for step, m in timed.items() if m[ROLLOUT] <= m[STEP] and m[STEP] > m.get(CHECKPOINT, 0.0)}
+    if timed and not finished:
+        raise TLTError(
+            f"{source} has no step whose {STEP} is above its {ROLLOUT} and {CHECKPOINT}: they are of different runs."
+        )
     if not finished:
         logged = "its file logger, its console, or W&B's CSV"
         raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give what verl logged in a run ({logged}).")
     if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):
         raise TLTError(f"{source} is from a run with TLT: give one with stock verl, or use verl-tlt report.")
-    rows = [metrics for step, metrics in finished.items() if step not in run.starts] or list(finished.values())
+    later = [metrics for step, metrics in finished.items() if step not in run.starts]
+    rows = later or list(finished.values())
     seconds = [(row[ROLLOUT], row[STEP] - row.get(CHECKPOINT, 0.0)) for row in rows]
     tools = [row[TOOLS] / (row[TOOLS] + row[GENERATION]) for row in rows if row.get(TOOLS) and row.get(GENERATION)]
 
@@ -97,6 +107,7 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
         mean_length=usual(MEAN_LENGTH),
         longest=usual(LONGEST),
         tool_share=median(tools) if tools else 0.0,
+        only_first=not later,
     )
 
 
@@ -127,9 +138,9 @@ def steps_to_repay(run: RunShape, rollout_speedup: float, minutes: float) -> flo
 
 def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
     """The answer in one sentence or two."""
-    known = f"Rollout is {run.share:.0%} of a step: at most {run.ceiling:.2f}x."
-    if run.tool_share:
-        known = f"Rollout is {run.share:.0%} of a step, {run.tool_share:.0%} of it tools: at most {run.ceiling:.2f}x."
+    tools = f", {run.tool_share:.0%} of it tools" if run.tool_share else ""
+    most = f"at most {run.ceiling:.2f}x" if run.ceiling < NO_LIMIT else "a step gains what the rollout gains"
+    known = f"Rollout is {run.share:.0%} of a step{tools}: {most}."
     measure = "Measure it: verl-tlt compare -- YOUR COMMAND."
     twice = run.step_speedup(2.0)
     if twice < WORTH:
@@ -151,5 +162,7 @@ def mean_seconds(points: Sequence[Mapping[str, float]]) -> dict[tuple[int, int],
     """Measured engine steps as mean seconds by (batch, draft length)."""
     seconds: dict[tuple[int, int], list[float]] = {}
     for point in points:
+        if not float(point["seconds"]) > 0:
+            raise ValueError(f"a step of {point['seconds']} seconds")
         seconds.setdefault((int(point["batch"]), int(point["draft_length"])), []).append(float(point["seconds"]))
     return {key: fmean(values) for key, values in seconds.items()}
