@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from verl_tlt.flag import MAIN, started_program
@@ -38,9 +38,22 @@ def environment_for(variable: str, value: str, environment: Mapping[str, str]) -
 
 def recorded_environment(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The part of the environment that a recipe depends on, without secrets."""
-    named = set(re.findall(r"oc\.env:\s*(\w+)", " ".join(arguments)))
+    texts = [*arguments, *_config_texts(arguments)]
+    named = {name for text in texts for name in re.findall(r"oc\.env:\s*(\w+)", text)}
     kept = {name: value for name, value in environment.items() if NAMES.fullmatch(name) or name in named}
     return {n: v for n, v in kept.items() if not SECRET.search(n) and n not in (CAPTURE, APPEND, MODULES)}
+
+
+def _config_texts(arguments: Sequence[str]) -> Iterator[str]:
+    """The YAML files in the folders of configs that the arguments name."""
+    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        folder = value if equals else after
+        if option in ("--config-path", "-cp", "--config-dir", "-cd") and os.path.isdir(folder):
+            for name in os.listdir(folder):
+                if name.endswith(".yaml"):
+                    with open(os.path.join(folder, name), errors="replace") as file:
+                        yield file.read()
 
 
 def _answer(file: str, said: Mapping[str, Any]) -> NoReturn:

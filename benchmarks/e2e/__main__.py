@@ -39,10 +39,10 @@ from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, t
 from tests.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.dtype import find_dtype, say_dtype
 from verl_cpu.environment import CPU_ENGINE
-from verl_tlt.checks.recipe import Recipe
+from verl_tlt.checks.recipe import Recipe, quoted
 from verl_tlt.commands.capture import capture
 from verl_tlt.commands.compare.command import report, take_turns
-from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan, quoted
+from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say

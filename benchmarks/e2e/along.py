@@ -21,8 +21,9 @@ from benchmarks.real_policy.head import HALF
 from benchmarks.real_policy.job import PLACE
 from verl_cpu.dtype import find_dtype, say_dtype
 from verl_tlt.bootstrap import Floats
+from verl_tlt.checks.recipe import quoted
 from verl_tlt.commands.compare.command import take_turns
-from verl_tlt.commands.compare.plan import NO_SPOT, TLT, Arm, make_plan, quoted
+from verl_tlt.commands.compare.plan import NO_SPOT, TLT, Arm, make_plan
 from verl_tlt.commands.compare.record import Record, Step
 from verl_tlt.commands.compare.result import pooled
 from verl_tlt.commands.console import make_console, say

@@ -150,6 +150,8 @@ def test_a_script_that_loses_the_flag(script):
         ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
         ("  echo 'in the docker image' $X", False, None),
+        ("python3 train.py  # as in docker run", False, None),
+        ("echo 'a # b'; docker run image", True, "recipe.sh has `docker`"),
         ("echo password | sudo -S python3", True, "recipe.sh has `sudo`"),
         ("echo $(ssh host hostname); true", True, "recipe.sh has `ssh`"),
         ("echo no-docker; rm file; ray status; echo my.ssh", False, None),
@@ -221,6 +223,13 @@ def test_only_variables_that_a_recipe_depends_on_are_recorded():
     assert recorded_environment(named, around) == {"HF_HOME": "h", "MINE": "m"}
 
 
+@pytest.mark.parametrize("words", [["--config-path={}"], ["--config-name", "x", "--config-dir", "{}"]])
+def test_variables_that_a_config_of_the_users_own_names_are_recorded_too(tmp_path, words):
+    (tmp_path / "mine.yaml").write_text("data: {train_files: '${oc.env:MINE}/x.parquet'}\n")
+    given = [word.format(tmp_path) for word in words]
+    assert recorded_environment(given, {"MINE": "m", "OTHER": "o"}) == {"MINE": "m"}
+
+
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
     (tmp_path / "more").mkdir()
     words = ["--config-path=conf", "--config-name", "mine", "--config-dir", "more", "a=1", "-cn", "mine2"]
@@ -236,5 +245,7 @@ def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
 def test_options_that_main_ppo_does_not_train_with_are_refused(word):
     with pytest.raises(TLTConfigError, match=rf"^{MAIN} does not train with {word}: .* stand before --\.$"):
         recipe_of({"arguments": ["a=1", word], "directory": "/", "environment": {}})
+    with pytest.raises(TLTConfigError, match=rf"^{MAIN} cannot read its argument --config-name"):
+        recipe_of({"arguments": ["a=1", "--config-name"], "directory": "/", "environment": {}})
     sweep = {"arguments": ["-m", "a=1"], "directory": "/", "environment": {}}
     assert recipe_of(sweep).overrides == ("a=1",)

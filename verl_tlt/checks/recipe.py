@@ -46,9 +46,19 @@ class Recipe:
     directory: str | None = field(default=None, compare=False)
     """Working directory in which it is started; None: this process's."""
 
-    def place(self) -> contextlib.AbstractContextManager[None]:
-        """Run a `with` block in the directory where the script starts `main_ppo`, which relative paths begin from."""
-        return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Run a `with` block as the command starts `main_ppo`: in its directory, and with its variables set."""
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            with contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else "."):
+                yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
@@ -70,7 +80,7 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
             return hydra_compose(name, overrides=flag.joined(overrides))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         unknown = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
         known = [word for word in overrides if unknown and word.partition("=")[0] != unknown[1]]
@@ -79,6 +89,12 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
             if unknown[1].startswith(f"{flag.NAME}."):
                 reason = f"{unknown[1]} needs +{flag.SWITCH}={flag.NAME} beside it."
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
+
+
+def quoted(value: object) -> str:
+    """A value as Hydra reads it, whatever characters it has."""
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
+    return f"'{text}'"
 
 
 def likely_meant(key: str, config: DictConfig) -> str:

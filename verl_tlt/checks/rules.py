@@ -128,11 +128,16 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if verl_trains_the_head(config, settings):
         alone = "verl trains the MTP head and sends it with every weight sync; TLT chooses draft lengths"
         yield Finding("warn", f"{MTP}.enable_train", f"{MTP}.enable_train=True: {alone}, and trains nothing.")
-    elif not settings.spot.enable:
-        yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
+        return
+    random = "without tlt.drafter.path is random, unless a checkpoint has one, and will not speed up anything"
+    given = settings.drafter.path or settings.drafter.method == "mtp"
+    if not settings.spot.enable:
+        if given or not settings.speculation.enable or settings.speculation.source == "ngram":
+            yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
+        else:
+            yield Finding("warn", "tlt.spot.enable", f"tlt.spot.enable=False keeps the first drafter, which {random}.")
     elif why := untapped(config):
-        random = ", which without tlt.drafter.path is random and will not speed up anything"
-        useless = "" if settings.drafter.path or settings.drafter.method == "mtp" else random
+        useless = "" if given else f", which {random}"
         yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
     else:
         yield Finding("ok", what, f"{what}={strategy}")

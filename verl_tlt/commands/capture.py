@@ -41,6 +41,8 @@ CHANGES = re.compile(
 """What a script may do to other jobs, files and packages before it starts verl."""
 SAYS = re.compile(r"\s*(#|(echo|printf)\b([^;&|<>`$]|\$(?!\())*$)")
 """A comment, or a line that only prints."""
+COMMENT = re.compile(r"\s#[^'\"]*$")
+"""A comment after a command, unless it may be a part of a quoted text."""
 SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 
 
@@ -80,7 +82,7 @@ def check_words(command: Sequence[str], yes: bool) -> None:
     told = [
         (f"line {number} of {place}" if place != "the command" else place, match[1], kind)
         for place, texts in lines.items()
-        for number, text in enumerate(texts, start=1)
+        for number, text in enumerate((COMMENT.sub("", line) for line in texts), start=1)
         for kind in (LEAVES, CHANGES)
         if not SAYS.match(text) and (match := kind.search(text))
     ]
@@ -183,7 +185,10 @@ def recipe_of(answer: dict[str, Any]) -> Recipe:
     parser.add_argument("--config-path", "-cp", default="")
     parser.add_argument("--config-dir", "-cd", default="")
     parser.add_argument("--run", "-r", "--multirun", "-m", action="store_true")
-    options, overrides = parser.parse_known_args(answer["arguments"])
+    try:
+        options, overrides = parser.parse_known_args(answer["arguments"])
+    except argparse.ArgumentError as error:
+        raise TLTConfigError(f"{MAIN} cannot read its {error}.") from error
     if unread := next((word for word in overrides if word.startswith("-")), None):
         raise TLTConfigError(f"{MAIN} does not train with {unread}: leave it out. Options of verl-tlt stand before --.")
     path = options.config_path

@@ -23,7 +23,7 @@ try:
         WarmupOptions,
         takes_options,
     )
-    from verl_tlt.files.disk import check_writable
+    from verl_tlt.files.disk import check_writable, expanded
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
 
@@ -170,7 +170,7 @@ def report(
     """
     from verl_tlt.commands.report.command import report as run
 
-    run(trace_dir, out)
+    run(expanded(trace_dir), None if out is None else expanded(out))
 
 
 @app.command()

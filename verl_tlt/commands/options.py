@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from verl_tlt.errors import TLTError
+from verl_tlt.files.disk import expanded
 from verl_tlt.flag import CONFIG, MAIN
 from verl_tlt.upstream.versions import look_first_in
 
@@ -55,6 +56,14 @@ class RunOptions:
     def names_a_run(self) -> bool:
         return bool(self.overrides or self.config or self.command)
 
+    def words(self) -> list[str]:
+        """The words of a command line that name the same run."""
+        words = [*(self.overrides or ())]
+        words += [] if self.config is None else ["--config", str(self.config)]
+        words += [] if self.config_name == CONFIG else ["--config-name", self.config_name]
+        words += ["--yes"] if self.yes else []
+        return [*words, "--", *self.command] if self.command else words
+
     def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
         if self.config is not None and self.command:
@@ -79,6 +88,8 @@ def _read_recipe(
     elif config is not None:
         if not config.is_file():
             raise TLTError(f"--config {config} is not a file.")
+        if config.suffix != ".yaml":
+            raise TLTError(f"--config {config}: Hydra reads files that end in .yaml; rename it.")
         recipe = Recipe(overrides, os.path.abspath(config.with_suffix("")))
     else:
         recipe = Recipe(overrides, config_name)
@@ -90,7 +101,7 @@ def _read_recipe(
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(RunOptions):
     gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False
-    seconds: Annotated[float, Option(min=1, help="With --gpu: how long step times are measured.")] = 60.0
+    seconds: Annotated[float, Option(min=1, max=86400, help="With --gpu: how long step times are measured.")] = 60.0
     out: Annotated[Path, Option(help="With --gpu: file of the report.")] = Path("tlt-doctor.json")
     all: Annotated[bool, Option("--all", help="List what is fine too.")] = False
 
@@ -123,7 +134,7 @@ class EngineOptions(RunOptions):
     draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
     response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
-    temperature: Annotated[float, Option(min=0, help="The rollout's temperature.")] = 1.0
+    temperature: Annotated[float, Option(min=0, max=100, help="The rollout's temperature.")] = 1.0
     top_p: Annotated[float, Option(min=1e-6, max=1, help="The rollout's top_p.")] = 1.0
     top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
     seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
@@ -139,9 +150,11 @@ class EngineOptions(RunOptions):
         if run.names_a_run():
             given = {name: value for name, value in decided_options(run.recipe()).items() if name in names} | given
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        if missing := next((name for name in needed if given.get(name) is None), None):
+        if missing := next((name for name in needed if not given.get(name)), None):
             if missing != "model":
                 policy_shape(given["model"])  # a policy that is not there is named first
+            if missing == "out":
+                raise TLTError("--out is missing: give the folder that the drafter is written to.")
             raise TLTError(f"--{missing} is missing: give it, or your run's command after --, which says it too.")
         return given
 
@@ -166,10 +179,10 @@ class WarmupOptions(EngineOptions):
     max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED
     max_minutes: Annotated[float, Option(min=LEAST, help="Most minutes of training, without the checks.")] = UNLIMITED
     batch_tokens: Annotated[int, Option(min=1, help="Tokens of a packed micro-batch.")] = 2048
-    learning_rate: Annotated[float, Option(min=LEAST, help="AdamW's peak learning rate.")] = 1e-3
-    cache_gb: Annotated[float, Option(min=0, help="Host memory for hidden states; what exceeds it is recomputed.")] = (
-        8.0
-    )
+    learning_rate: Annotated[float, Option(min=LEAST, max=1, help="AdamW's peak learning rate.")] = 1e-3
+    cache_gb: Annotated[
+        float, Option(min=0, max=1e6, help="Host memory for hidden states; what exceeds it is recomputed.")
+    ] = 8.0
 
     @property
     def work(self) -> Path:
@@ -189,7 +202,9 @@ class CommandAfterDashes(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the words after `--` aside, before typer sees them."""
         end = args.index("--") if "--" in args else len(args)
-        if (program := next((i for i, word in enumerate(args[:end]) if _PROGRAM.fullmatch(word)), None)) is not None:
+        with_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
+        free = (i for i in range(end) if i == 0 or args[i - 1] not in with_value)
+        if (program := next((i for i in free if _PROGRAM.fullmatch(args[i])), None)) is not None:
             words = shlex.join([*args[:program], "--", *args[program:]])
             raise TLTError(f"A command of your own stands after two dashes: verl-tlt {ctx.info_name} {words}")
         if args[end:] == ["--"]:
@@ -216,6 +231,7 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(context: Context, **given: Any) -> None:
             sources = {name: context.get_parameter_source(name) for name in given}
+            given = {name: _with_home(value) for name, value in given.items()}
             if words := context.meta.get(COMMAND):
                 given[COMMAND], sources[COMMAND] = words, None
             if completed:
@@ -228,3 +244,10 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
         return command
 
     return decorate
+
+
+def _with_home(value: Any) -> Any:
+    """A value with `~` filled in where it is a path, which shells leave as it is in `--out=~/x`."""
+    if isinstance(value, list):
+        return [_with_home(each) for each in value]
+    return expanded(value) if isinstance(value, Path) else value

@@ -45,6 +45,22 @@ def test_it_warns_where_no_drafter_is_given_and_none_can_be_trained(plan, record
     assert ("No drafter is given for tlt, and 12 steps are too few to train one" in said) is warns
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "named"),
+    [
+        ((), 6, ["tlt, and 12 steps are too few", "tlt-no-spot, which does not train one"]),
+        ((), 600, ["tlt-no-spot, which does not train one"]),
+        (("tlt.drafter.method=mtp",), 6, []),
+        (("tlt.speculation.source=ngram",), 6, []),
+    ],
+)
+def test_a_policys_own_head_and_copied_drafts_are_no_missing_drafter(tmp_path, record, capsys, settings, steps, named):
+    plan = Plan(Recipe(settings), None, steps, tmp_path / "out")
+    announce(plan, named_arms([TLT, "tlt-no-spot"], None), CompareOptions(rounds=2), record, None, make_console())
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("No drafter is given for") == len(named) and all(name in said for name in named), said
+
+
 def test_interrupted_it_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
     def take_turn(*_):
         raise KeyboardInterrupt

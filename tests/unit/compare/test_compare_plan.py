@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_tlt import flag
-from verl_tlt.checks.recipe import Recipe, compose
+from verl_tlt.checks.recipe import Recipe, compose, quoted
 from verl_tlt.commands.compare.plan import (
     STOCK,
     TLT,
@@ -15,7 +15,6 @@ from verl_tlt.commands.compare.plan import (
     first_drafter,
     make_plan,
     named_arms,
-    quoted,
     vllm_arm,
 )
 from verl_tlt.commands.compare.record import CompareError
@@ -53,6 +52,15 @@ def test_a_top_level_config_that_has_the_flag_is_stock_without_it(tmp_path):
     recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
     plan = make_plan(recipe, 4, tmp_path)
     assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))
+
+
+def test_a_recipe_may_be_a_config_without_overrides(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n"
+    )
+    plan = make_plan(Recipe((), str(tmp_path / "mine")), 4, tmp_path)
+    assert composed(plan, arm_of(TLT)).trainer.nnodes == 7
+    assert f"--config-path={tmp_path}" in plan.job(arm_of(TLT), 0, {})[0]
 
 
 def test_every_turn_goes_on_from_the_one_before(tmp_path):
@@ -160,6 +168,8 @@ def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_
     ):
         with pytest.raises(CompareError, match=said):
             check_arms(other, arms, drafter)
+    with pytest.raises(TLTError, match=r"^nobody/no-head is no folder here and could not be fetched"):
+        check_arms(plan_of(tmp_path), named_arms(["vllm-3"], "nobody/no-head"), "nobody/no-head")
     assert not list(tmp_path.iterdir())
 
 

@@ -161,6 +161,15 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
     assert [row[-1][:5] for row in arm_rows(found_of(ARMS, record))].count("nan ±") == 1
 
 
+def test_a_step_in_which_nothing_was_written_is_not_compared(record, tmp_path):
+    before = found_of(ARMS, record)
+    record.turns[0].steps.append(step(0, 99, 10.0, tokens=0.0))
+    record.turns[1].steps.append(step(0, 99, 10.0, tokens=0.0))
+    found = found_of(ARMS, record)
+    assert found["ratios"] == before["ratios"] and found["sentences"] == before["sentences"]
+    write_page(tmp_path / "page.html", comparison_page(ARMS, record, found))
+
+
 def test_before_the_first_pair_there_is_nothing_to_say(tmp_path):
     found = found_of(ARMS, Record(tmp_path, {}))
     assert not found["ratios"] and not found["arms"] and not found["sentences"] and pairs([], []) == []

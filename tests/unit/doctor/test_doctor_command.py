@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 import transformers
@@ -18,8 +19,11 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.capture import recipe_of
 from verl_tlt.commands.cli import app
-from verl_tlt.commands.doctor.command import conclude, examine_gpus
+from verl_tlt.commands.compare.plan import make_plan
+from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
+from verl_tlt.commands.options import DoctorOptions
+from verl_tlt.commands.warmup.run import decided_options
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
 
@@ -122,9 +126,32 @@ def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
     assert code == 0 and "OK: TLT can run here." in output, output
 
 
+def test_a_recipe_is_read_with_the_variables_of_its_command(recipe, policy, tmp_path):
+    """Those that the command's script has set, and this process has not."""
+    variables = {"MY_DATA": str(recipe.data.train_files), "MY_RUN": str(tmp_path)}
+    words = ("data.train_files=${oc.env:MY_DATA}", "data.val_files=${oc.env:MY_DATA}", "trainer.device=cpu",
+             "trainer.default_local_dir=${oc.env:MY_RUN}", "actor_rollout_ref.actor.use_dynamic_bsz=true",
+             f"actor_rollout_ref.model.path={policy}")  # fmt: skip
+    found = Recipe((*FLAG, *words), environment=variables)
+    assert not [finding for finding in diagnose(found) if finding.level in ("refuse", "if")]
+    assert decided_options(found)["prompts"] == [Path(variables["MY_DATA"])]
+    assert make_plan(found, 4, tmp_path).start is None
+    assert not variables.keys() & os.environ.keys(), "they are those of the recipe alone"
+
+
+def test_the_next_command_names_the_same_run(overrides):
+    code, output = call("doctor", "--config-name", "ppo_trainer.yaml", *overrides, "+trainer.plugin=tlt")
+    assert code == 0 and output.endswith("+trainer.plugin=tlt --config-name ppo_trainer.yaml\n"), output
+    options = DoctorOptions(config=Path("a.yaml"), yes=True)
+    assert options.words() == ["--config", "a.yaml", "--yes"]
+    assert DoctorOptions(command=("bash", "r.sh"), yes=True).words() == ["--yes", "--", "bash", "r.sh"]
+
+
 def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
     (file := tmp_path / "composed.yaml").write_text("WARNING: a: b\ntrainer: {}\n")
     code, output = call("doctor", "--config", file)
+    file.write_bytes(b"\xff\xfe")
+    assert call("doctor", "--config", file)[1].count("No: Hydra cannot compose") == 1
     assert code == 1 and "No: Hydra cannot compose" in output and f'"{file}", line 1' in output, output
 
 
@@ -133,6 +160,9 @@ def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
     [
         (["--config-name", "x"], "--config-name x needs overrides: give at least one of your recipe."),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml is not a file."),
+        (["--config", __file__], "test_doctor_command.py: Hydra reads files that end in .yaml; rename it."),
+        (["--gpu", "--out", os.path.dirname(__file__), "a=1"], "unit/doctor is a folder: name a file."),
+        (["--gpu", "--out", f"{__file__}/x.json", "a=1"], "the folder of --out="),
         (["--config", "c.yaml", "--", "bash", "r.sh"], "--config and a command after -- name two runs"),
         (
             ["--gpu", "python3", "-m", "verl.trainer.main_ppo", "a=1"],
@@ -149,6 +179,11 @@ def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
 def test_a_wrong_way_to_name_the_run_is_one_sentence(words, said):
     code, output = call("doctor", *words)
     assert code == 1 and said in output
+
+
+def test_the_value_of_an_option_is_no_command():
+    code, output = call("doctor", "--out", "results/ray", "--seconds", "x")
+    assert code == 2 and "Invalid value for '--seconds'" in output
 
 
 def test_under_another_interpreter_the_command_goes_on_with_that(overrides, tmp_path):
@@ -204,7 +239,7 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, m
     assert f"\nOK, except on this machine: {needed}\n" in output
     rollout = [f"actor_rollout_ref.rollout.{count}" for count in ("nnodes=2", "n_gpus_per_node=4")]
     words = [*FLAG, *eight[1:], *rollout, "trainer.v1.trainer_mode=separate_async"]
-    (own,) = examine_gpus(compose(words, "ppo_trainer"), {})
+    (own,) = examine_gpus(compose(words, "ppo_trainer"))
     assert own.level == "if" and own.sentence.startswith("16 GPUs needed"), "of which rollouts have their own"
     code, output = call("doctor", "--gpu", *overrides, *eight)
     assert code == 1 and "There is no GPU on this machine, and the recipe has trainer.device=cuda." in output

@@ -18,7 +18,7 @@ from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.upstream.versions import SUPPORTED, installed
 
 DEFAULTS = TLTConfig()
-UNTRAINED = TLTConfig(spot=SpotConfig(enable=False))
+UNTRAINED = TLTConfig(spot=SpotConfig(enable=False), speculation=SpeculationConfig(enable=False))
 NO_DRAFTS = TLTConfig(speculation=SpeculationConfig(enable=False))
 MTP = TLTConfig(drafter=DrafterConfig(method="mtp"))
 ROLLOUT, ACTOR, OF_VERL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
@@ -123,6 +123,11 @@ def test_what_works_in_part_is_a_warning_unless_the_other_part_is_not_wanted(fin
     found = findings(changes)
     assert levels(found) == {key: "warn"} and said in found[key].sentence
     assert levels(findings({}, settings)) == {}
+
+
+def test_a_drafter_that_is_neither_given_nor_trained_is_a_warning(findings):
+    found = findings({}, TLTConfig(spot=SpotConfig(enable=False)))
+    assert levels(found) == {"tlt.spot.enable": "warn"} and "random" in found["tlt.spot.enable"].sentence
 
 
 PARTS = {

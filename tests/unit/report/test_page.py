@@ -132,6 +132,10 @@ def test_the_command_that_serves_the_drafter(tmp_path, writer):
     assert argv[:5] == ["verl-tlt", "write-back", "demo-out/the drafter", "assets/policy", "&&"]
     config = json.loads(argv[-1])
     assert config["method"] == "mtp" and "model" not in config, "vLLM looks for it in the policy's directory"
+    writer.emit("run", step0=1, **run, config={"spot": {"enable": False}, "drafter": {"path": "heads/mine"}})
+    assert '"model": "heads/mine"' in how_to_serve(read_trace(tmp_path)), "it was not trained, so none was saved"
+    writer.emit("run", step0=1, **run, config={"speculation": {"source": "ngram"}})
+    assert how_to_serve(read_trace(tmp_path)) == ""
     writer.emit("run", step0=1, config={"speculation": None})
     assert how_to_serve(read_trace(tmp_path)) == ""
 

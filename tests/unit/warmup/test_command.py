@@ -66,6 +66,13 @@ def test_the_card_names_the_base_model_and_its_licence(tmp_path):
         assert data.license == ("apache-2.0" if policy == tmp_path else None) and str(tmp_path) not in text
 
 
+@pytest.mark.parametrize("text", ["---\nlicense: [\n---\n", "---\nbase_model: ../models/mine\nmodel-index: 3\n---\n"])
+def test_a_card_of_the_policy_that_cannot_be_used_is_left_out(tmp_path, text):
+    (tmp_path / "README.md").write_text(text)
+    data = ModelCard(model_card("eagle3", "my-drafter", tmp_path, {})).data
+    assert data.base_model is None and data.license is None
+
+
 def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer, monkeypatch):
     straight, _ = warm(epochs=3)
 

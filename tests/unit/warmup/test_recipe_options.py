@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
 from verl_tlt.commands.warmup.prompts import Prompt
+from verl_tlt.commands.warmup.run import decided_options
 
 pytest.importorskip("verl")
 
@@ -84,10 +86,28 @@ def test_evaluate_takes_the_same(overrides, policy_dir, tmp_path):
     assert options.model == policy_dir and options.temperature == 0.6
 
 
+def test_data_may_be_a_pattern_and_lie_where_the_command_starts(overrides, tmp_path):
+    found = decided_options(Recipe((*overrides, "data.train_files=[?.jsonl,none/x.parquet]"), directory=str(tmp_path)))
+    assert found["prompts"] == [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "none" / "x.parquet"]
+
+
+def test_a_home_directory_is_filled_in(overrides, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = options_of(monkeypatch, *overrides, "--prompts=~/mine.jsonl")
+    assert options.prompts == [tmp_path / "mine.jsonl"]
+
+
+def test_without_a_folder_to_write_it_is_asked_for(overrides):
+    result = CliRunner().invoke(app, ["warmup", *overrides])
+    assert result.output == "--out is missing: give the folder that the drafter is written to.\n"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ((), "--model is missing: give it, or your run's command after --, which says it too."),
+        (("--model", "POLICY", "--prompts", "p", "--epochs", "inf"), "--epochs inf needs --max-steps or --max-min"),
+        (("--model", "POLICY", "--cache-gb", "inf"), "Invalid value for '--cache-gb'"),
         (("--model", "POLICY"), "--prompts is missing: give it, or your run's command after --"),
         (("--model", "m"), "m/config.json does not exist."),
         (("data.train_files=hdfs://far/x.parquet",), "is on another file system: give --prompts."),

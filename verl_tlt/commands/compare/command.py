@@ -12,14 +12,23 @@ from rich.table import Table
 from verl_tlt.commands.advise.estimate import shape_of
 from verl_tlt.commands.compare.job import keep_only, take_turn
 from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
-from verl_tlt.commands.compare.plan import Arm, Plan, check_arms, first_drafter, make_plan, named_arms
+from verl_tlt.commands.compare.plan import (
+    NO_SPOT,
+    Arm,
+    Plan,
+    check_arms,
+    first_drafter,
+    make_plan,
+    named_arms,
+    without_drafter,
+)
 from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.page import write_page
 from verl_tlt.commands.run_metrics import read_run
-from verl_tlt.files.disk import free_bytes, replacing
+from verl_tlt.files.disk import check_writable, free_bytes, replacing
 
 SAY_EVERY_S = 600.0
 PAGE, ROWS = "compare.html", "compare.json"
@@ -29,7 +38,8 @@ FEW_STEPS = 100
 
 def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
-    folder = options.out.expanduser().resolve()
+    folder = options.out.resolve()
+    check_writable(folder, "--out")
     plan = make_plan(options.recipe(), options.steps, folder, options.command, options.overrides or ())
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
     drafter = first_drafter(plan, names, options.drafter)
@@ -139,10 +149,15 @@ def announce(
     free = free_bytes(plan.folder)
     room = "which does not tell its free space" if free is None else f"where {free / 1e9:.0f} GB are free"
     say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, {room}.")
-    untrained = [arm.name for arm in arms if arm.tlt] if drafter is None else []
-    if untrained and (steps := options.rounds * plan.steps) < FEW_STEPS:
-        few = f"No drafter is given for {' and '.join(untrained)}, and {steps} steps are too few to train one"
-        say(console, f"{few}: this measures what TLT costs, not what it gains. Give one with --drafter.", "yellow")
+    steps = options.rounds * plan.steps
+    for arm in without_drafter(plan, arms) if drafter is None else ():
+        if arm.name == NO_SPOT:
+            why = f"No drafter is given for {arm.name}, which does not train one"
+        elif steps < FEW_STEPS:
+            why = f"No drafter is given for {arm.name}, and {steps} steps are too few to train one"
+        else:
+            continue
+        say(console, f"{why}: this measures what TLT costs, not what it gains. Give one with --drafter.", "yellow")
 
 
 def time_needed(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record) -> str:

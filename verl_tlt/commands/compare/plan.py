@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
-from verl_tlt.checks.models import DRAFTER, Finding, located
-from verl_tlt.checks.recipe import Recipe, compose, read_run_dir, select
+from verl_tlt.checks.models import DRAFTER, METHOD, Finding, located
+from verl_tlt.checks.recipe import Recipe, compose, quoted, read_run_dir, select
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.config import TLTConfigError
+from verl_tlt.drafter.check import drafter_folder
 from verl_tlt.flag import CONFIG, MAIN
 from verl_tlt.trainer.checkpoints import saved_drafter
 
@@ -62,12 +63,6 @@ class Arm:
     def own_speculation(self) -> bool:
         """Whether vLLM's own speculation is on, whose accept length only its log has."""
         return any(override.startswith(SPECULATIVE) for override in self.overrides)
-
-
-def quoted(value: object) -> str:
-    """A value as Hydra reads it, whatever characters it has."""
-    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
-    return f"'{text}'"
 
 
 def vllm_arm(name: str, label: str, drafter: str, longest: int, more: str = "") -> Arm:
@@ -181,10 +176,12 @@ class Plan:
 
 def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] = (), typed: Sequence[str] = ()) -> Plan:
     """The plan for a recipe, which may have TLT's flag and settings already."""
-    if not recipe.overrides:
+    if not command and recipe == Recipe(()):
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
     config = compose(recipe.overrides, recipe.config)
-    return Plan(recipe, _start(recipe, config), steps, folder, tuple(command), tuple(typed))
+    with recipe.place():
+        start = _start(recipe, config)
+    return Plan(recipe, start, steps, folder, tuple(command), tuple(typed))
 
 
 def key_of(override: str) -> str:
@@ -198,18 +195,22 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
     That of the checkpoint, with which TLT goes on whatever is `given`; else the given one, or the recipe's.
     """
     config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
-    own = None if select(config, "tlt.drafter.method") == "mtp" else saved_drafter(plan.start)
+    with plan.recipe.place():
+        own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
     if own and given and {TLT, NO_SPOT} & {*arms}:
         raise CompareError(f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out.")
     if given:
         return located(given)
-    path = own or select(config, DRAFTER)
     with plan.recipe.place():
+        path = own or select(config, DRAFTER)
         return located(str(path)) if path else None
 
 
 def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> None:
-    """Raise a CompareError where the doctor refuses the recipe or the drafter, or Hydra an arm."""
+    """Raise a CompareError where the doctor refuses the recipe or the drafter, or Hydra an arm.
+
+    A drafter on the hub is fetched, and a `TLTError` says why it cannot be.
+    """
     for arm in arms:
         try:
             compose([*plan.recipe.overrides, *plan.overrides(arm, 0)], plan.recipe.config)
@@ -222,6 +223,16 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
         for finding in _refused(plan.of_arm(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
             if finding.what == DRAFTER:
                 raise CompareError(finding.sentence)
+    if drafter is not None:
+        drafter_folder(drafter)
+
+
+def without_drafter(plan: Plan, arms: Sequence[Arm]) -> list[Arm]:
+    """Those arms of TLT's whose drafter is a random one at first, where none is given."""
+    config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
+    with plan.recipe.place():
+        needs_none = select(config, METHOD) == "mtp" or select(config, "tlt.speculation.source") == "ngram"
+    return [] if needs_none else [arm for arm in arms if arm.tlt]
 
 
 def _refused(recipe: Recipe) -> list[Finding]:

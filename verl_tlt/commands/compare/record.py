@@ -153,7 +153,8 @@ class Record:
         return [turn for turn in self.turns if turn.arm == arm]
 
     def steps(self, arm: str) -> list[Step]:
-        return [step for turn in self.of(arm) for step in turn.steps]
+        """An arm's steps that can be compared by token: those in which something was written."""
+        return [step for turn in self.of(arm) for step in turn.steps if step.tokens]
 
     def rows(self) -> list[dict[str, Any]]:
         return [asdict(turn) for turn in self.turns]

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
-from verl_tlt.files.disk import replacing
+from verl_tlt.files.disk import check_writable, replacing
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here."""
     if options.gpu and not options.names_a_run():
         raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")
+    if options.gpu:
+        check_report_file(options.out)
     recipe = options.recipe()
     findings = diagnose(recipe)
     if options.gpu and not any(finding.level == "refuse" for finding in findings):
@@ -114,10 +116,7 @@ def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
         return ""
     if not has_recipe:
         return "verl-tlt doctor -- bash your_recipe.sh"
-    own = ["--", *options.command] if options.command else []
-    words = shlex.join(
-        [*(options.overrides or ()), *(["--config", str(options.config)] if options.config else []), *own]
-    )
+    words = shlex.join(options.words())
     return f"verl-tlt compare {words}" if options.gpu else f"verl-tlt doctor --gpu {words}"
 
 
@@ -128,11 +127,11 @@ def examine_recipe(recipe: Recipe) -> list[Finding]:
         return first
     try:
         config = compose(recipe.overrides, recipe.config)
-        first.insert(0, rules.switched_on(config))
-        unread = list(unread_keys(recipe.overrides, config))
         with recipe.place():
+            first.insert(0, rules.switched_on(config))
+            unread = list(unread_keys(recipe.overrides, config))
             judged = rules.examine(config, read_settings(config))
-            return [*judged, *unread, *examine_gpus(config, recipe.environment)]
+            return [*judged, *unread, *examine_gpus(config)]
     except TLTConfigError as error:
         return [*first, Finding("refuse", "settings", str(error))]
 
@@ -152,27 +151,21 @@ def build_dataclasses(recipe: Recipe) -> Finding:
     config = compose(recipe.overrides, recipe.config)
     for node in (ROLLOUT, "actor_rollout_ref.actor"):
         try:
-            omega_conf_to_dataclass(OmegaConf.select(config, node))
+            with recipe.place():
+                omega_conf_to_dataclass(OmegaConf.select(config, node))
         except Exception as error:  # whatever verl's checks and the classes themselves raise
             reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
             return Finding("refuse", node, f"verl does not take {node} of this recipe: {reason[:300]}.")
     return Finding("ok", "verl's dataclasses", "verl takes the rollout's and the actor's settings")
 
 
-def visible_gpus(variables: Mapping[str, str]) -> int:
-    """GPUs that torch finds in an environment with these variables beside this process's own."""
+def visible_gpus() -> int:
     import torch
 
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        return torch.cuda.device_count()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return torch.cuda.device_count()
 
 
-def examine_gpus(config: DictConfig, variables: Mapping[str, str]) -> list[Finding]:
+def examine_gpus(config: DictConfig) -> list[Finding]:
     """Whether the GPUs that the recipe asks for are seen here; no finding for a recipe that runs on the CPU."""
     device, what = device_of(config), "GPUs"
     if device == "cpu":
@@ -180,7 +173,7 @@ def examine_gpus(config: DictConfig, variables: Mapping[str, str]) -> list[Findi
     if device != "cuda":
         return [Finding("if", what, f"trainer.device={device}: such devices were not looked for.")]
     nodes = ["trainer", *([ROLLOUT] if trainer_mode(config) == "separate_async" else [])]
-    asked, seen = sum(devices(config, node) for node in nodes), visible_gpus(variables)
+    asked, seen = sum(devices(config, node) for node in nodes), visible_gpus()
     if asked <= seen:
         return [Finding("ok", what, f"{seen} GPUs found")]
     names = [f"{node}.{name}" for node in nodes for name in ("nnodes", "n_gpus_per_node")]
@@ -193,11 +186,13 @@ def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> 
     from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 
     config = compose(recipe.overrides, recipe.config)
-    if not read_settings(config).speculation.enable:
-        unmeasured = "tlt.speculation.enable=false: its engines are stock vLLM's, so nothing was measured"
-        return [Finding("ok", "engine", unmeasured)]
+    with recipe.place():
+        if not read_settings(config).speculation.enable:
+            unmeasured = "tlt.speculation.enable=false: its engines are stock vLLM's, so nothing was measured"
+            return [Finding("ok", "engine", unmeasured)]
+        without_gpu = device_of(config) == "cuda" and not visible_gpus()
     try:
-        if device_of(config) == "cuda" and not visible_gpus(recipe.environment):
+        if without_gpu:
             raise TLTError("There is no GPU on this machine, and the recipe has trainer.device=cuda.")
         answer = run_job(EngineJob(recipe, options.seconds))
         write_report(options.out, answer)
@@ -205,6 +200,13 @@ def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> 
         return [Finding("refuse", "engine", str(error))]
     say(console, f"Wrote {options.out}.")
     return answer.findings
+
+
+def check_report_file(file: Path) -> None:
+    """Raise a `TLTError` where the report cannot be written, before anything is measured."""
+    if file.is_dir():
+        raise TLTError(f"--out {file} is a folder: name a file.")
+    check_writable(file.parent, "the folder of --out")
 
 
 def write_report(file: Path, answer: Answer) -> None:

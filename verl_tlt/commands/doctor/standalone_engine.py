@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPT_TOKENS = 16
-_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "README.md")
 _TWICE = ("original/*", "consolidated*", "onnx/*")
-"""Files of a model on the hub that an engine reads, and copies of its weights that it does not."""
+"""Files of a model on the hub that an engine or a drafter's card is made from, and copies of its weights."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
         rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"
-    return Setup(read_settings(config), rollout, model, device_of(config) == "cpu")
+        return Setup(read_settings(config), rollout, model, device_of(config) == "cpu")
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:
@@ -67,7 +67,9 @@ def run_environment(recipe: Recipe) -> dict[str, str]:
     A clone of verl in the recipe's directory is on `PYTHONPATH`: `python -m` finds it there, and a child engine, which
     does not look into its working directory, would not.
     """
-    handed = select(compose(recipe.overrides, recipe.config), "ray_kwargs.ray_init.runtime_env.env_vars", {})
+    config = compose(recipe.overrides, recipe.config)
+    with recipe.place():
+        handed = select(config, "ray_kwargs.ray_init.runtime_env.env_vars", {})
     own = {**recipe.environment, **{str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}}
     clone = Path(recipe.directory or ".").resolve()
     if (verl := location("verl")) is not None and verl.resolve().parent == clone:

@@ -66,7 +66,8 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
         Series("first drafter", GREY, dict(initial_lengths(trace))),
     ]
     if lengths[0].visible:
-        note = "Tokens per verified draft; 1 where nothing was drafted. The first drafter is scored on held-out text."
+        note = "Tokens per verified draft; 1 where nothing was drafted."
+        note += " The first drafter is scored on held-out text." if lengths[1].visible else ""
         yield Chart("Accept length", note, partial(draw_accept_length, series=lengths, new=new_drafters(rows)))
     if shares := draft_lengths(trace):
         note = "Share of engine steps by draft length. OFF: the drafter did not run."
@@ -107,7 +108,8 @@ def draft_lengths(trace: RunTrace) -> list[Series]:
 def step_chart(trace: RunTrace, step: RLStep) -> Chart:
     """A lane for each replica over one RL step."""
     count = max(1, min(MOST_LANES, len(trace.replicas)))
-    note = "Upper part of a lane: requests in the batch. Lower part: draft length K."
+    note = "Upper part of a lane: requests in the batch."
+    note += " Lower part: draft length K." if trace.engines else ""
     if len(trace.replicas) > MOST_LANES:
         note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
     height = 2.2 + count * min(1.0, max(0.3, 5 / count))

@@ -78,10 +78,13 @@ def about(trace: RunTrace) -> str:
 
 
 def how_to_serve(trace: RunTrace) -> str:
-    """The shell command that serves the policy with the run's drafter; empty where it kept none."""
+    """The shell command that serves the policy with the run's drafter; empty where it has none on disk."""
     run = trace.run
-    if run is None or not run.policy or not run.drafter:
+    if run is None:
         return ""
-    speculation, drafter = run.config.get("speculation") or {}, run.config.get("drafter") or {}
+    speculation, drafter, spot = (run.config.get(part) or {} for part in ("speculation", "drafter", "spot"))
+    kept = run.drafter if spot.get("enable", True) else drafter.get("path")
+    if not run.policy or not kept or speculation.get("source") == "ngram":
+        return ""
     longest = speculation.get("max_draft_length") or 3
-    return serve_command(drafter.get("method") or "eagle3", run.drafter, run.policy, longest)
+    return serve_command(drafter.get("method") or "eagle3", kept, run.policy, longest)

@@ -8,6 +8,7 @@ Work in progress is in `OUT.warmup` beside `OUT`; the same command goes on after
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import time
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from verl_tlt.checks.recipe import quoted
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.lock import take_lock
-from verl_tlt.commands.options import WarmupOptions
+from verl_tlt.commands.options import UNLIMITED, WarmupOptions
 from verl_tlt.commands.serve import serve_command
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.card import model_card
@@ -99,11 +101,13 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
 def conclusion(options: WarmupOptions, directory: Path, accept_length: float) -> str:
     """What was written, and what to do with it."""
     named = ["--model", str(options.model), *(f"--prompts={file}" for file in options.prompts)]
-    run = ["--", *options.command] if options.command else [*(options.overrides or ()), *named]
+    run = options.words() if options.command else [*named, *options.words()]
     method = "" if options.method == "eagle3" else f" tlt.drafter.method={options.method}"
+    path = str(directory.absolute())
+    path = path if re.fullmatch(r"[\w./+-]+", path) else quoted(path)
     lines = [
         f"Wrote {directory}: accept length {accept_length:.2f} on held-out prompts, drafting {options.draft_length}.",
-        f"In your recipe: +trainer.plugin=tlt tlt.drafter.path={shlex.quote(str(directory.absolute()))}{method}",
+        f"In your recipe: +trainer.plugin=tlt {shlex.quote(f'tlt.drafter.path={path}')}{method}",
         f"In stock vLLM:  {serve_command(options.method, str(directory), str(options.model))}",
         f"What it is worth: verl-tlt evaluate {shlex.join([str(directory), *run])}",
     ]
@@ -117,6 +121,8 @@ def _check(options: WarmupOptions) -> None:
     if not own and (why := unsupported(shape.model_type, shape.architectures, shape.latent)):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     check_writable(place_for(options.out, "--out").parent, "the directory of --out")
+    if min(options.epochs, options.max_steps, options.max_minutes) == UNLIMITED:
+        raise DrafterError("--epochs inf needs --max-steps or --max-minutes: nothing else would end the training.")
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
     engine.find_device(options.tensor_parallel)
@@ -247,5 +253,5 @@ def _save(options: WarmupOptions, prompts: Prompts, responses: list[engine.Respo
     directory = save_drafter(run.trainer.model, options.out, facts, policy=options.model)
     shown = {**facts, "accept length": facts["tau_sim"], "draft positions": options.draft_length}
     card = model_card(options.method, options.out.name, options.model, shown)
-    (directory / "README.md").write_text(card)
+    (directory / "README.md").write_text(card, encoding="utf-8")
     return directory

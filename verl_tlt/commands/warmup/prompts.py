@@ -109,8 +109,9 @@ def _config(options: EngineOptions, files: Sequence[Path]) -> tuple[DictConfig, 
     if not options.names_a_run():
         changes |= {"data.max_prompt_length": positions, f"{ROLLOUT}.prompt_length": positions}
     config = config_of(options, changes)
-    own = number(config, f"{ROLLOUT}.prompt_length", 512), (longest_context(options) or positions) - 1
-    return config, min(longest, *own)
+    with options.recipe().place():
+        asked = number(config, f"{ROLLOUT}.prompt_length", 512)
+    return config, min(longest, asked, (longest_context(options) or positions) - 1)
 
 
 def _held_out(prompts: Sequence[Prompt]) -> frozenset[int]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from verl_tlt.checks.models import POLICY, located
+from verl_tlt.checks.models import POLICY, absolute, located
 from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, number, read_mapping, select
 from verl_tlt.config import MOST, TLTConfigError
+from verl_tlt.files.disk import matching
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,20 +24,26 @@ MODEL = "actor_rollout_ref.model"
 def decided_options(recipe: Recipe) -> dict[str, Any]:
     """Options of the commands that a recipe decides, by field."""
     config = compose(recipe.overrides, recipe.config)
+    with recipe.place():
+        return {
+            "model": Path(_path(str(select(config, POLICY, "")))),
+            "prompts": list(_data_files(config)),
+            "response_length": number(config, f"{ROLLOUT}.response_length", 512),
+            "temperature": _float(config, "temperature", 0.0, MOST),
+            "top_p": _float(config, "top_p", 1e-6, 1.0),
+            "top_k": max(0, int(_float(config, "top_k", -1, MOST))),  # verl's -1: off
+            "tensor_parallel": number(config, f"{ROLLOUT}.tensor_model_parallel_size", 1),
+            "method": str(select(config, "tlt.drafter.method") or "eagle3"),
+        }
+
+
+def _data_files(config: DictConfig) -> Iterator[Path]:
+    """The run's training data: the files that a pattern names, as verl's dataset reads it."""
     named = select(config, "data.train_files", [])
-    files = [str(file) for file in (named if isinstance(named, list) else [named])]
-    if away := next((file for file in files if "://" in file), None):
-        raise TLTConfigError(f"data.train_files={away} is on another file system: give --prompts.")
-    return {
-        "model": Path(_path(recipe, str(select(config, POLICY, "")))),
-        "prompts": [Path(_path(recipe, file)) for file in files],
-        "response_length": number(config, f"{ROLLOUT}.response_length", 512),
-        "temperature": _float(config, "temperature", 0.0, MOST),
-        "top_p": _float(config, "top_p", 1e-6, 1.0),
-        "top_k": max(0, int(_float(config, "top_k", -1, MOST))),  # verl's -1: off
-        "tensor_parallel": number(config, f"{ROLLOUT}.tensor_model_parallel_size", 1),
-        "method": str(select(config, "tlt.drafter.method") or "eagle3"),
-    }
+    for file in map(str, named if isinstance(named, list) else [named]):
+        if "://" in file:
+            raise TLTConfigError(f"data.train_files={file} is on another file system: give --prompts.")
+        yield from (Path(absolute(found)) for found in matching(file) or [file])
 
 
 def config_of(options: EngineOptions, changes: Mapping[str, Any] = MappingProxyType({})) -> DictConfig:
@@ -68,18 +75,21 @@ def engine_values(options: EngineOptions) -> dict[str, Any]:
 
 def longest_context(options: EngineOptions) -> int | None:
     """Tokens of the longest sequence of the run's engines; None: the run does not say."""
-    return number(config_of(options), f"{ROLLOUT}.max_model_len", 0) or None
+    config = config_of(options)
+    with options.recipe().place():
+        return number(config, f"{ROLLOUT}.max_model_len", 0) or None
 
 
 def processor_options(options: EngineOptions) -> dict[str, Any]:
     """Arguments that the run gives to the policy's processor, which cuts images into patches."""
-    return read_mapping(config_of(options), "data.mm_processor_kwargs")
+    config = config_of(options)
+    with options.recipe().place():
+        return read_mapping(config, "data.mm_processor_kwargs")
 
 
-def _path(recipe: Recipe, path: str) -> str:
-    """A path as the script's own working directory has it; a name on the hub as it is."""
-    local = os.path.join(recipe.directory or ".", os.path.expanduser(path))
-    return os.path.abspath(local) if os.path.exists(local) else located(path)
+def _path(path: str) -> str:
+    """A model's folder as an absolute path; a name on the hub as it is."""
+    return absolute(path) if os.path.exists(os.path.expanduser(path)) else located(path)
 
 
 def _float(config: DictConfig, name: str, least: float, most: float) -> float:
