@@ -148,7 +148,8 @@ class EngineOptions(RunOptions):
         names = [f.name for f in dataclasses.fields(cls)]
         run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
         if run.names_a_run():
-            given = {name: value for name, value in decided_options(run.recipe()).items() if name in names} | given
+            decided = decided_options(run.recipe(), given)
+            given = {name: value for name, value in decided.items() if name in names} | given
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         if missing := next((name for name in needed if not given.get(name)), None):
             if missing != "model":

@@ -91,6 +91,11 @@ def test_data_may_be_a_pattern_and_lie_where_the_command_starts(overrides, tmp_p
     assert found["prompts"] == [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "none" / "x.parquet"]
 
 
+def test_data_on_another_file_system_is_no_matter_where_prompts_are_given(overrides, prompts_file, monkeypatch):
+    options = options_of(monkeypatch, *overrides, "data.train_files=hdfs://far/x.parquet", "--prompts", prompts_file)
+    assert options.prompts == [prompts_file]
+
+
 def test_a_home_directory_is_filled_in(overrides, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     options = options_of(monkeypatch, *overrides, "--prompts=~/mine.jsonl")

@@ -187,9 +187,8 @@ def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for name, arm in result["arms"].items():
         shown = [result["ratios"][name][key] for key in RATIOS] if name in result["ratios"] else []
-        ratios = [f"{r['pooled']:.2f}x ({r['low']:.2f} to {r['high']:.2f})" for r in shown] or [
-            "1" if name == STOCK else "-"
-        ] * len(RATIOS)
+        absent = "1" if name == STOCK else "-"
+        ratios = [f"{r['pooled']:.2f}x ({r['low']:.2f} to {r['high']:.2f})" for r in shown] or [absent] * len(RATIOS)
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         reward = f"{mean(arm['reward']):.3f}"
         if len(arm["reward"]) > 1:

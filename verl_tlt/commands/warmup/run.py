@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 MODEL = "actor_rollout_ref.model"
 
 
-def decided_options(recipe: Recipe) -> dict[str, Any]:
-    """Options of the commands that a recipe decides, by field."""
+def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, Any]:
+    """Options of the commands that a recipe decides, by field, without those that are `given`."""
     config = compose(recipe.overrides, recipe.config)
     with recipe.place():
-        return {
+        decided = {
             "model": Path(_path(str(select(config, POLICY, "")))),
-            "prompts": list(_data_files(config)),
+            "prompts": [] if "prompts" in given else list(_data_files(config)),
             "response_length": number(config, f"{ROLLOUT}.response_length", 512),
             "temperature": _float(config, "temperature", 0.0, MOST),
             "top_p": _float(config, "top_p", 1e-6, 1.0),
@@ -35,6 +35,7 @@ def decided_options(recipe: Recipe) -> dict[str, Any]:
             "tensor_parallel": number(config, f"{ROLLOUT}.tensor_model_parallel_size", 1),
             "method": str(select(config, "tlt.drafter.method") or "eagle3"),
         }
+    return {name: value for name, value in decided.items() if name not in given}
 
 
 def _data_files(config: DictConfig) -> Iterator[Path]:
