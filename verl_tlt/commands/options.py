@@ -47,7 +47,7 @@ class RunOptions:
     overrides: Annotated[
         list[str] | None, Argument(help="verl's overrides; or `-- COMMAND` for a command that starts verl.")
     ] = None
-    config: Annotated[Path | None, Option(help="verl's composed config, as `--cfg job` prints it.")] = None
+    config: Annotated[Path | None, Option(help="verl's composed config (*.yaml), as `--cfg job` prints it.")] = None
     config_name: ConfigName = CONFIG
     yes: Annotated[bool, Option("--yes", help="Run a command that also ends jobs, removes or installs.")] = False
     command: tuple[str, ...] = ()
