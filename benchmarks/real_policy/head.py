@@ -2,10 +2,10 @@
 
     python -m benchmarks.real_policy.head .cache/real --out benchmarks/results/real_policy.json
 
-It takes 15 to 20 minutes on one core with bfloat16 products: responses to the first `PROMPTS` prompts of the warm-up's
-side, and at most `MINUTES` of training, half of both and then the other half. A head is kept after each. A call with
-more prompts continues from the last one. The accept length at each K of `LENGTHS` is measured on prompts of runs, which
-share no step of a chain with those of the warm-up.
+It trains `EPOCHS` passes over the responses to half of the first `PROMPTS` prompts of the warm-up's side, and then as
+many over the responses to all of them: passes, not minutes, so that a slow machine makes the same head. The head after
+each half is kept. A call with more prompts continues from the last one. The accept length at each K of `LENGTHS` is
+measured on prompts of runs, which share no step of a chain with those of the warm-up.
 
 The head drafts 8,192 of 49,152 tokens. The policy uses far fewer, and each drafted token reads every row of the head:
 for the whole vocabulary three times as much as the layer has.
@@ -32,17 +32,17 @@ from verl_tlt.drafter import files_digest, provenance
 
 LENGTHS = (3, 5, 7)
 DRAFT_LENGTH, DRAFT_VOCAB = LENGTHS[-1], 8192
-PROMPTS, MINUTES, JUDGED = 384, 12.0, 48
-"""Prompts and minutes of the warm-up, and prompts of runs on which the head is measured."""
+PROMPTS, EPOCHS, JUDGED = 512, 3, 48
+"""Prompts and passes of the warm-up, and prompts of runs on which the head is measured."""
 COMMON = (
     *("--batch-tokens", "1024", "--draft-length", str(DRAFT_LENGTH)),
-    *("--max-minutes", str(MINUTES / 2)),
+    *("--epochs", str(EPOCHS)),
 )
 RECORD = "made.json"
 """Beside the head: a row of `GROWTH` for each call that went on with it."""
 GROWTH = "growth"
 HALF = "half"
-"""Folder of the head after half of the prompts and minutes, which training along starts from."""
+"""Folder of the head after half of the prompts, which training along starts from."""
 
 
 def real_head(folder: Path) -> Head:
@@ -85,7 +85,8 @@ def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], f
     start = ("--drafter", str(drafter)) if from_it else ("--draft-vocab", str(DRAFT_VOCAB))
     asked = [*start, *COMMON, "--limit", str(prompts), *options]
     places = ["--prompts", str(assets.train), "--out", str(fresh)]
-    env = recipe_environment(folder, assets, 1, DTYPE=find_dtype(), TLT="0", **CPU_ENGINE)
+    alone = CPU_ENGINE | {"OMP_NUM_THREADS": str(os.cpu_count())}  # one process computes at a time
+    env = recipe_environment(folder, assets, 1, DTYPE=find_dtype(), TLT="0", **alone)
     took = timed(["verl-tlt", "warmup", *places, *asked, "--", str(RECIPE), *real_overrides(assets)], **env)
     shutil.rmtree(drafter, ignore_errors=True)
     fresh.rename(drafter)
