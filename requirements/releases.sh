@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile)
-ENGINE=(lossless lossless_logprobs lossless_distribution scheduler drafter_swap serve_drafter live_calibration sleep)
+ENGINE=(lossless lossless_logprobs lossless_distribution scheduler drafter_swap serve_drafter sleep)
 GRPO="idle_replica or published_version or agree_on_probabilities"
 
 say() { echo "test-releases: $*"; }
