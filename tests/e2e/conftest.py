@@ -23,7 +23,7 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="session")
 def resumed(run) -> Run:
-    """The same run, continued from its checkpoint for four more steps, in which faults strike; its engines run their
+    """The same run, continued from its checkpoint for three more steps, in which faults strike; its engines run their
     workers inside."""
     out = run.out.parent / "resumed"
     out.mkdir()
@@ -32,4 +32,4 @@ def resumed(run) -> Run:
     faults = arm(armed, STRUCK)
     faults["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{faults['PYTHONPATH']}"
     cold = COLD_START  # which it has had
-    return grpo(out, out.parent / "assets", 8, *TLT, cold, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)
+    return grpo(out, out.parent / "assets", 7, *TLT, cold, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)

@@ -5,9 +5,8 @@ import dataclasses
 from benchmarks.faults.plan import FAULTS, NAN_LIVE
 
 STEPS = {
+    "the balancer losing a replica": 5,
     NAN_LIVE.name: 5,
-    "drafter file truncated between staging and load": 6,
     "spot trainer killed (SIGKILL) in mid-session": 6,
-    "the balancer losing a replica": 7,
 }
 STRUCK = [dataclasses.replace(fault, step=STEPS[fault.name]) for fault in (*FAULTS, NAN_LIVE) if fault.name in STEPS]

@@ -111,10 +111,6 @@ def test_the_run_leaves_a_drafter_that_loads(run):
     assert json.loads((drafter / "provenance.json").read_text())["policy_step"] == 4, "the last step's policy"
 
 
-def test_metrics_reach_tensorboard(run):
-    assert list((run.out / "tensorboard").rglob("events.out.tfevents.*"))
-
-
 def test_resume_continues_the_drafter(run, resumed):
     facts = json.loads((run.out / "checkpoints" / "global_step_4" / "tlt_drafter" / "provenance.json").read_text())
     assert facts["version"] >= 1
@@ -132,14 +128,14 @@ def test_resume_continues_the_drafter(run, resumed):
 def test_a_fault_costs_no_step_and_is_counted_and_named(resumed, fault: Fault):
     struck = fired(resumed.out.parent / "armed")
     seen = judge.Evidence(
-        sorted(resumed.steps) == [5, 6, 7, 8], resumed.steps, resumed.steps, resumed.trace, resumed.log, struck, True
+        sorted(resumed.steps) == [5, 6, 7], resumed.steps, resumed.steps, resumed.trace, resumed.log, struck, True
     )
     assert set(judge.wrong(fault, judge.row(fault, seen), seen)) <= {"recovered"}
     assert judge.falls_back(fault, seen)
 
 
 def test_service_recovers_from_the_faults(resumed):
-    last = resumed.steps[8]
+    last = resumed.steps[7]
     assert last["tlt/drafter_off_frac"] == 0.0 and last["tlt/reload_failures"] == 0.0
     assert last["tlt/accept_length"] > 1.25
     assert last["response_length/max"] == 600.0
