@@ -1,13 +1,13 @@
-"""The bound of each call to servers and actor, hit once on real actors: nobody answers, and the caller goes on.
+"""The bound of calls to servers and actor, on real actors: nobody answers, and the caller goes on.
 
-And what is staged on servers that do answer.
+That each call has one, tests/unit/test_waits.py finds in the source. And what is staged on servers that do answer.
 """
 
 import time
 from types import SimpleNamespace
 
 import pytest
-from recorded import CONFIG, ray_cluster
+from recorded import ray_cluster
 
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.trainer import servers, spot
@@ -103,13 +103,12 @@ def deaf():
 
 @pytest.fixture
 def fleet(deaf, monkeypatch):
-    """(servers, hidden states) of one replica, of which nobody answers; every bound is short."""
-    for name in ("CALL_S", "SLEEP_S", "CALIBRATION_S"):
-        monkeypatch.setattr(servers, name, BOUND_S)
-    monkeypatch.setattr(spot, "CALL_S", BOUND_S)
+    """(servers, hidden states) of one replica, of which nobody answers; the bound is short."""
+    for module in (servers, spot):
+        monkeypatch.setattr(module, "CALL_S", BOUND_S)
     replica = SimpleNamespace(_server_address="a", _server_handle=deaf, servers=[deaf])
     manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=deaf)
-    actor = SimpleNamespace(tlt_setup=deaf.remote, tlt_take=deaf.remote)
+    actor = SimpleNamespace(tlt_take=deaf.remote)
     return servers.Servers(manager, None, 1, deaf), spot.HiddenStates(actor)
 
 
@@ -117,17 +116,8 @@ def fleet(deaf, monkeypatch):
     "call",
     [
         lambda servers, _: servers.inflight(),
-        lambda servers, _: servers.leave("a"),
-        lambda servers, _: servers.rejoin(["a"]),
-        lambda servers, _: servers.try_sleep("a", False),
-        lambda servers, _: servers.wake_up("a"),
-        lambda servers, _: servers.disable_drafting([], at_once=False),
         lambda servers, _: servers.stage(DrafterFile(1, "{}", b"")),
         lambda servers, _: servers.drafter_statuses(),
-        lambda servers, _: servers.engine_stats(),
-        lambda servers, _: servers.calibrate(),
-        lambda servers, _: servers.close(),
-        lambda _, hidden_states: hidden_states.set_up(CONFIG, (2, 4), False),
         lambda _, hidden_states: hidden_states.take(),
     ],
     ids=lambda call: call.__code__.co_names[0],
