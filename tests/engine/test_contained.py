@@ -25,12 +25,9 @@ CALLS = {
     "what was sampled": (lambda s: s, "_tlt_step_of"),
     "a request ends": (lambda s: s._tlt_in_flight, "each"),
     "what vLLM made of a step": (lambda s: s, "_tlt_finish"),
-    "the counting of a step": (lambda _: module.EngineStep, "count"),
     "what the policy learns": (lambda s: s.tlt.policy, "observe"),
-    "the statistics": (lambda s: s.tlt._sums, "add"),
-    "the trace": (lambda s: s.tlt.trace, "add"),
 }
-"""By part of our code: (what has, in a scheduler, the function that raises, its name)."""
+"""By contained method: (what has, in a scheduler, a function that it calls and that raises, its name)."""
 
 
 class InFlight(deque):
@@ -44,13 +41,12 @@ class InFlight(deque):
 
 
 def equipped(engine):
-    """Give the scheduler what only some engines have: n-grams, a trace, a request that is verified inexactly."""
+    """Give the scheduler what only some engines have: n-grams, a request that is verified inexactly."""
     scheduler = engine.scheduler
     scheduler.tlt_stands_in = SimpleNamespace(is_finished=lambda: True)
     engine.patch.setattr(scheduler, "_tlt_inexact", [scheduler.tlt_stands_in])
     engine.patch.setattr(scheduler, "_tlt_in_flight", InFlight())
     engine.patch.setattr(scheduler, "tlt_ngram", NgramDrafts(NgramIndex(1 << 20)))
-    engine.patch.setattr(scheduler.tlt, "trace", SimpleNamespace(add=lambda _: None, flush=lambda: None))
     return scheduler
 
 
