@@ -124,13 +124,14 @@ def test_without_the_change_on_the_cpu_a_shorter_draft_is_wrong(start, exact, wi
         assert decode(engine, exact)[1][0] > 4 * without_speculation[0]
 
 
-def test_a_weight_sync_brings_every_layer(start, exact_by_size, without_speculation, trained):
-    with start("good", seed=1) as engine:  # another engine than the next tests have: its policy is another one
+def test_a_weight_sync_brings_every_layer(engine_of, start, exact_by_size, without_speculation, trained):
+    with start("good") as engine:
         choose(engine, 0, 1, 3, 7)
         stale = decode(engine, exact_by_size[2])[1]
         engine.rpc("_update_weights", list(trained[1].items()), None, True)
         assert engine.llm.reset_prefix_cache()
         off = decode(engine, exact_by_size[2])[1]
+    engine_of.close()  # whoever asks for this engine again gets one with the first policy
     assert near(off, without_speculation) and stale[0] > 4 * off[0], (stale, off, without_speculation)
 
 
