@@ -25,11 +25,9 @@ pytestmark = pytest.mark.engine
 
 LAYOUTS = {
     "SpecForge": {},
-    "SafeAILab, residual before the norm": {"norm_before_residual": True},
-    "speculators": {"norm_before_residual": False},
-    "speculators, nothing said": {},
-    "SafeAILab, narrower than the policy": {"norm_before_residual": True},
-    "speculators, narrower than the policy": {},
+    "speculators, residual after the norm": {"norm_before_residual": False},
+    "SafeAILab, residual before the norm, narrower than the policy": {"norm_before_residual": True},
+    "speculators, nothing said, narrower than the policy": {},
 }
 NARROW = 32  # the policy is 64 wide
 
