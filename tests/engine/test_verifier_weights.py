@@ -38,16 +38,16 @@ class Receiver:
 
 @pytest.fixture
 def sync(root):
-    """`sync(loaded, **model settings)`: the worker after two weight syncs, and what its rollout received."""
+    """`sync(**model settings)`: what was captured of two weight syncs, and the names that the rollout received."""
 
-    def run(loaded, **model):
+    def run(**model):
         actor = build_actor(port=free_port(), policy=root / "qwen3", model=model)
         worker = object.__new__(TLTActorWorker)
         worker.actor, worker.rollout = actor, Receiver()
         settings = {"free_cache_engine": False, "checkpoint_engine": SimpleNamespace(backend="naive"), "name": "vllm"}
         worker.config = SimpleNamespace(rollout=Settings(settings))
         worker.peft_merge = bool(model.get("lora", {}).get("merge"))
-        worker.layered_summon, worker.base_sync_done = False, loaded
+        worker.layered_summon = worker.base_sync_done = False
         worker._tlt_capture = capture = VerifierCapture(torch.bfloat16, copied)
         taken = []
         for _ in range(2):
@@ -77,22 +77,20 @@ LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
 @pytest.mark.parametrize(
-    ("loaded", "model", "syncs"),
+    ("model", "syncs"),
     [
-        pytest.param(False, {}, 2, id="no lora"),
-        pytest.param(False, LORA, 0, id="lora, base sent once"),
-        pytest.param(True, LORA, 0, id="lora, base loaded by the rollout"),
-        pytest.param(False, {**LORA, "lora": {"merge": True}}, 2, id="lora merged"),
+        pytest.param({}, 2, id="no lora"),
+        pytest.param(LORA, 0, id="lora"),
+        pytest.param({**LORA, "lora": {"merge": True}}, 2, id="lora merged"),
     ],
 )
-def test_verifier_weights_are_the_policys(sync, root, loaded, model, syncs):
+def test_verifier_weights_are_the_policys(sync, root, model, syncs):
     """Adapters alone do not change them: the spot trainer then reads them from the policy's files."""
-    taken, names = sync(loaded, **model)
+    taken, names = sync(**model)
     weights = [found.reference for found in taken if found.reference is not None]
     assert len(weights) == syncs and all(found.errors == 0 for found in taken)
-    if loaded:
-        assert all("lora_" in name for name in names[0]), "the base was not meant to be sent"
     if not syncs:
+        assert all("lora_" in name for name in names[-1]) and not all("lora_" in name for name in names[0])
         return
     wanted = VerifierWeights.from_policy_dir(root / "qwen3")
     for part in VERIFIER_PARTS:
