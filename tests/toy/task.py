@@ -25,8 +25,6 @@ MAX_DIGITS = 12
 MAX_CHECKS = 80
 MAX_RESPONSE = 1400
 """Longest worked response in tokens, `<eos>` included."""
-MAX_PROMPT = 4 * MAX_DIGITS + 3
-"""Longest prompt in tokens."""
 SLIP = 0.03
 """Share of first-pass columns that a demonstration gets wrong."""
 
