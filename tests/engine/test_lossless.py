@@ -1,6 +1,7 @@
 """Speculation changes no token: greedy outputs are stock vLLM's, whoever chooses K and whatever else goes on."""
 
 import pytest
+from tiny_engine import prompts, sampled
 
 pytestmark = pytest.mark.engine
 
@@ -10,7 +11,7 @@ TOKENS = 96
 CONTROLS = ("fixed", "rand", "cycle", "live_table", "bandit")
 
 
-@pytest.mark.parametrize(("family", "drafter"), [("qwen3", "good"), ("qwen3", "bad"), ("llama", "good")])
+@pytest.mark.parametrize(("family", "drafter"), [("llama", "good"), ("qwen3", "bad"), ("qwen3", "good")])
 def test_greedy_tokens_are_stock_tokens(engine_of, stock_tokens, family, drafter):
     with engine_of(drafter, family=family) as engine:
         for policy in CONTROLS:
@@ -21,6 +22,49 @@ def test_greedy_tokens_are_stock_tokens(engine_of, stock_tokens, family, drafter
             if policy in ("rand", "cycle"):
                 assert len([k for k, n in stats.steps_by_draft_length.items() if n]) == 4  # every K was used
                 assert (sum(stats.num_accepted_tokens_per_pos) > 100) == (drafter == "good")
+
+
+PLAIN, ASKING, LONG, BEFORE = 2, 2, 80, 6
+OPTION = {"logprob_token_ids": [7, 30, 200]}
+"""Of requests; vLLM computes it wrongly where drafts are verified."""
+
+
+def with_option(engine, steps=0):
+    """Outputs of requests without and with the option; those with it come when the others have run for some steps."""
+    inner, found = engine.llm.llm_engine, {}
+
+    def step():
+        found.update((out.request_id, out.outputs[0]) for out in inner.step() if out.finished)
+
+    texts = prompts(PLAIN + ASKING)
+    for i, text in enumerate(texts[:PLAIN]):
+        inner.add_request(str(i), text, sampled(LONG))
+    for _ in range(steps):
+        step()
+    for i, text in enumerate(texts[PLAIN:], PLAIN):
+        inner.add_request(str(i), text, sampled(24, **OPTION))
+    while inner.has_unfinished_requests():
+        step()
+    return [found[str(i)] for i in range(len(texts))]
+
+
+def test_logprobs_of_asked_tokens_are_complete_and_the_others_draft_again(engine_of):
+    from vllm import SamplingParams
+
+    if not hasattr(SamplingParams, "logprob_token_ids"):
+        pytest.skip("runs where requests can ask for the log-probabilities of tokens, in later releases of vLLM")
+    with engine_of("good", policy="policies:longest") as engine:
+        found = with_option(engine, BEFORE)
+        steps = engine.scheduler.tlt.stats(reset=True).steps_by_draft_length
+    with engine_of(None) as stock:
+        expected = with_option(stock)
+    assert [list(out.token_ids) for out in found] == [list(out.token_ids) for out in expected]
+    assert steps.get(0, 0) >= 24 and sum(steps.values()) - steps.get(0, 0) > BEFORE, steps
+    for ours, theirs in zip(found[PLAIN:], expected[PLAIN:], strict=True):
+        assert len(ours.logprobs) == len(theirs.logprobs) == 24
+        for here, there in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert here.keys() == there.keys() >= set(OPTION["logprob_token_ids"])
+            assert all(abs(here[t].logprob - there[t].logprob) < 1e-3 for t in here)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
