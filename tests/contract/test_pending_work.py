@@ -57,16 +57,12 @@ def make_buffer(**settings):
         ([], None, False),
         (["multi_turn.enable=True"], None, True),
         ([f"{DEFAULT}=tool_agent"], None, True),
-        ([], ["tool_agent"], True),
-        ([], ["single_turn_agent", "single_turn_agent"], False),
         ([f"{DEFAULT}=tool_agent"], ["single_turn_agent"], False),
         ([], ["single_turn_agent", "tool_agent"], True),
         ([], ["nowhere"], True),
         (["+agent.agent_loop_manager_class=somebodys.Manager"], None, True),
         ([LOOPS, f"{DEFAULT}=forced_length"], None, False),
         ([LOOPS, f"{DEFAULT}=toy_tool_agent"], None, True),
-        ([LOOPS, f"{DEFAULT}=nowhere"], None, True),
-        (["agent.agent_loop_config_path=nowhere.yaml"], None, True),
     ],
 )
 def test_an_agent_loop_may_send_more_turns_unless_it_is_verls_single_turn(queue, settings, named, more):
