@@ -49,39 +49,20 @@ def compiled(worker):
     return [any(getattr(part, "compiled", False) for part in model.modules()) for model in models]
 
 
-def rollout(engine):
-    """(tokens of greedy requests, how many drafts were accepted by position)."""
-    engine.scheduler.tlt.stats(reset=True)
-    tokens = engine.generate(8, TOKENS)
-    return tokens, engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
-
-
-def sync(engine, file, level):
-    """A weight sync in verl's order, of the same policy and of a drafter, on every rank."""
-    engine.llm.sleep(level=level)
-    engine.llm.wake_up(tags=["weights"])
-    if level == 2:
-        engine.llm.collective_rpc("reload_weights")
-    answers = engine.llm.collective_rpc("tlt_load_drafter", args=(str(file),))
-    assert all(answer["ok"] for answer in answers), answers
-    engine.llm.wake_up(tags=["kv_cache"])
-    assert engine.llm.reset_prefix_cache()
-
-
 def serves_through_reloads(engine, models, good, bad=None, levels=(1, 2)):
     """Whether it drafts and decodes the same after each sync, another drafter's between two; returns the tokens."""
     assert all(all(of) for of in engine.llm.collective_rpc(compiled)), "nothing here is about compiled models"
     file = models[good] / "model.safetensors"
-    sync(engine, file, levels[0])
-    first = rollout(engine)
+    assert engine.sync(file, levels[0])["ok"]
+    first = engine.rollout(TOKENS)
     assert sum(first[1]) > 20
     for level in levels:
         if bad is not None:
-            sync(engine, models[bad] / "model.safetensors", level)
-            tokens, accepted = rollout(engine)
+            assert engine.sync(models[bad] / "model.safetensors", level)["ok"]
+            tokens, accepted = engine.rollout(TOKENS)
             assert tokens == first[0] and sum(accepted) < 0.2 * sum(first[1])
-        sync(engine, file, level)
-        assert rollout(engine) == first
+        assert engine.sync(file, level)["ok"]
+        assert engine.rollout(TOKENS) == first
     return first[0]
 
 
@@ -111,7 +92,7 @@ def test_lora(stock, start, compiles, models, adapter):  # noqa: F811
     with start("good", **LORA) as engine:
         assert serves_through_reloads(engine, models, "good", levels=(1,)) == stock
         adapted = generate(engine, adapter)
-        sync(engine, models["good"] / "model.safetensors", 1)
+        assert engine.sync(models["good"] / "model.safetensors", level=1)["ok"]
         assert generate(engine, adapter) == adapted
         assert adapted[-1][: len(stock[5])] != stock[5], "the adapter changes nothing"
 
