@@ -13,7 +13,7 @@ from draws import HOT, HOTTER, draw, p_values
 from families import HYBRID, NESTED
 from greedy import choose, decode, flip, near
 from mtp_policies import build_mtp_policy, save_head
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from shared_engines import part_of
 
 from benchmarks.lossless.exact import Exact
@@ -123,24 +123,16 @@ def test_the_checkpoints_head_drafts_from_the_start_and_comes_back_after_sleep(s
         assert digest(engine.runner.get_model()) == policy
 
 
-@pytest.mark.parametrize("wrong", ["the policy's", "another's"])
-def test_a_file_of_other_tensors_is_refused_and_nothing_is_written(start, models, family, wrong, tmp_path):
-    from safetensors.torch import save_file
-
+def test_the_policys_tensors_are_not_a_heads_to_write(start, models, family, tmp_path):
     with start() as engine:
         sync(engine, models[part_of(family, "target")])
         before = live_fingerprint(engine), digest(engine.runner.get_model())
         head = load_file(models[part_of(family, "bad")] / "model.safetensors")
-        norm = next(name for name in head if name.endswith("input_layernorm.weight"))
-        if wrong == "another's":
-            head["fc2.weight"] = head.pop(norm)
-        else:  # left out: the policy's tensors are not a head's to write
-            head |= {"model.embed_tokens.weight": torch.zeros(V, 128), "lm_head.weight": torch.zeros(V, 128)}
+        head |= {"model.embed_tokens.weight": torch.zeros(V, 128), "lm_head.weight": torch.zeros(V, 128)}
         save_file(head, tmp_path / "model.safetensors")
-        answer = engine.rpc("tlt_load_drafter", str(tmp_path / "model.safetensors"))
-        assert answer["ok"] == (wrong == "the policy's")
+        assert engine.rpc("tlt_load_drafter", str(tmp_path / "model.safetensors"))["ok"]
         after = live_fingerprint(engine), digest(engine.runner.get_model())
-        assert after[1] == before[1] and (after[0] == before[0]) == (wrong == "another's")
+        assert after[1] == before[1] and after[0] != before[0]
 
 
 @pytest.mark.heavy
