@@ -149,9 +149,9 @@ def test_experts_that_a_kernel_has_reordered_are_refused(start, models, family):
         assert live_fingerprint(engine) == before
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def without_speculation(start, exact, family):
-    """(tokens, how far off log-probabilities are) of an engine that drafts nothing."""
+    """(tokens, how far off log-probabilities are) of an engine that drafts nothing; before all others share one."""
     with start(None) as engine:
         return decode(engine, exact[family])
 

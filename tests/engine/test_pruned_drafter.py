@@ -121,6 +121,13 @@ def test_a_head_of_its_own_stays_as_it_is_in_the_file(engine, own_head, publishe
     assert engine.rpc("tlt_load_drafter", str(file))["ok"] and torch.equal(own[:SIZE], head[ids])
 
 
+def test_a_drafter_of_another_size_is_refused(engine, models, published, tmp_path):
+    build_drafter_dir(tmp_path / "other", models["target"], informed=False, draft_ids=SIZE - 1)
+    answer = engine.rpc("tlt_load_drafter", str(tmp_path / "other" / "model.safetensors"))
+    assert not answer["ok"] and "the served drafter" in answer["error"]
+    assert engine.rpc("tlt_load_drafter", str(published[1]))["ok"]
+
+
 def test_where_policy_and_embedding_are_tied_its_head_is_cut_from_the_embedding(engine_of, models, tmp_path):
     ids = torch.arange(0, V, 2)
     models.update({"tied-target": tmp_path / "target", "tied-half": tmp_path / "half"})
@@ -130,13 +137,6 @@ def test_where_policy_and_embedding_are_tied_its_head_is_cut_from_the_embedding(
         assert engine.rpc("tlt_load_drafter", str(models["tied-half"] / "model.safetensors"))["ok"]
         embedding, own = engine.runner.get_model().model.embed_tokens.weight, engine.runner.drafter.model.lm_head.weight
         assert torch.equal(own[: len(ids)], embedding[ids])
-
-
-def test_a_drafter_of_another_size_is_refused(engine, models, published, tmp_path):
-    build_drafter_dir(tmp_path / "other", models["target"], informed=False, draft_ids=SIZE - 1)
-    answer = engine.rpc("tlt_load_drafter", str(tmp_path / "other" / "model.safetensors"))
-    assert not answer["ok"] and "the served drafter" in answer["error"]
-    assert engine.rpc("tlt_load_drafter", str(published[1]))["ok"]
 
 
 @pytest.mark.heavy

@@ -17,8 +17,8 @@ SHARED = {"enable_prefix_caching": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def written(tmp_path_factory):
-    """Every engine here writes a trace: its lines so far."""
+def written(stock_tokens, tmp_path_factory):
+    """Every engine here writes a trace: its lines so far. Stock engines, which have none, run before."""
     path = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TLT_TRACE_DIR", str(path))
