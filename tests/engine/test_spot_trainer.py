@@ -32,7 +32,7 @@ FACTS = DrafterProvenance("policy", "data", "hass", 1.0)
 BOUND_S = 5.0
 """What the trainer waits for a stop, as it does by default: many micro-batches, also beside other work."""
 REPLICAS = ("long", "short")
-EPOCHS, ENDLESS = 2.5, 1e9
+SHORT, EPOCHS, ENDLESS = 0.2, 2.5, 1e9
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,10 @@ def shared(cluster, recorded):
 
 @pytest.fixture
 def spot(shared, recorded):
-    """The shared one: up, with hidden states, and after a session that ended well where a test before failed it."""
+    """The shared one: up, with hidden states, and after a short good session where a test before failed it."""
     if shared.failures:
         wait_for(shared.started)
+        of_worker(shared, set_epochs, SHORT)
         feed(shared, recorded)
         assert session(shared).steps > 0
         shared.failures.clear()
