@@ -64,8 +64,8 @@ def options(policy_dir, prompts_file, tmp_path):
     return make
 
 
-def as_verl(policy_dir, overrides, messages):
-    """Token ids of the chat as verl's tool and single-turn loops build them: its tokenizer, template and schemas."""
+def as_verl(policy_dir, overrides, chats):
+    """Token ids of chats as verl's tool and single-turn loops build them: its tokenizer, template and schemas."""
     from verl.tools.tool_registry import load_all_tools
     from verl.utils import hf_tokenizer
 
@@ -78,7 +78,8 @@ def as_verl(policy_dir, overrides, messages):
     if own := config.actor_rollout_ref.model.get("custom_chat_template"):
         tokenizer.chat_template = own
     kwargs |= config.data.get("apply_chat_template_kwargs", {})
-    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kwargs))
+    kwargs |= {"add_generation_prompt": True, "return_dict": False}
+    return [tuple(tokenizer.apply_chat_template(messages, **kwargs)) for messages in chats]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_prompts_are_those_of_the_run(options, policy_dir, tmp_path, prompt_line
         given = [[{"role": "system", "content": "w9"}, *chat] for chat in chats]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": c, "question": c}) + "\n" for c in chats))
     read = read_prompts(options(*overrides, prompts=[tmp_path / "rows.jsonl"]), tmp_path / "images")
-    assert [prompt.tokens for prompt in read.all] == [as_verl(policy_dir, overrides, messages) for messages in given]
+    assert [prompt.tokens for prompt in read.all] == as_verl(policy_dir, overrides, given)
     assert set(read.all[0].tokens) >= marks and not {40, 41, 42, 44, 46, 9} & set(read.all[0].tokens) - marks - {
         int(word[1:]) for word in prompt_lines[0].split()
     }
