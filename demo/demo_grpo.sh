@@ -2,15 +2,17 @@
 # GRPO on the toy task with two replicas, on a machine without an accelerator: the recipe behind `make demo`.
 #
 # Hardware: 2 cores, 18 GB of memory.  Data: `python -m tests.toy.assets ASSETS` makes policy and prompts.
-# Two samples a prompt leave more prompts, of which the publish gate needs seven to judge a drafter. The reward of 32 samples
-# is noisy.
+# Two samples a prompt leave more prompts, of which the publish gate needs seven to judge a drafter.
 #
 #   OUT=demo-out STEPS=8 SEED=1 TLT=1 DRAFTER= DTYPE= demo/demo_grpo.sh [more verl overrides]
 #
-# TLT=0 runs the same recipe without the flag. DEVICE=cuda runs it on GPUs, TP of them to a replica. DTYPE is that of rollout and of the update's products: bfloat16 or
-# float32; unset: the one that this processor is faster in. EXECUTOR=mp gives an engine's worker a process of its own,
-# as verl does otherwise: with one worker an engine that is another process to start. REPLICAS is 2, ASSETS (policy and
-# prompts) OUT/assets; SAVE_FREQ and RESUME are verl's.
+# TLT=0       the same recipe without the flag
+# DEVICE=cuda on GPUs, TP of them to a replica
+# DTYPE       of rollout and of the update's products: bfloat16 or float32; unset: the faster one on this processor
+# EXECUTOR=mp an engine's worker has a process of its own, as verl does it; uni (here) starts one process less
+# REPLICAS    2
+# ASSETS      policy and prompts: OUT/assets
+# SAVE_FREQ, RESUME are verl's
 set -euo pipefail
 
 # Reward, sampler and agent loops are in `tests.toy` of this clone: every process of the run imports them.
