@@ -36,6 +36,7 @@ def generate(engine, adapter):
 def test_the_adapted_policy_decides_every_token(engine_of, models, adapter, stock_tokens):
     with engine_of(drafter=None, **LORA) as engine:
         wanted = generate(engine, adapter)
+    assert wanted[-1] != stock_tokens["qwen3"][5][:40], "the adapter changes nothing"
     with engine_of("good", policy="policies:longest", enable_sleep_mode=True, **LORA) as engine:
         for _ in range(2):
             loaded = engine.rpc("tlt_load_drafter", str(models["good"] / "model.safetensors"))
