@@ -10,12 +10,15 @@ guard: an interpreter without verl-tlt stops there and trains nothing. What happ
 Standard library only: verl is half imported.
 """
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NoReturn
 
 from verl_tlt.flag import MAIN, started_program
@@ -45,15 +48,14 @@ def recorded_environment(arguments: Sequence[str], environment: Mapping[str, str
 
 
 def _config_texts(arguments: Sequence[str]) -> Iterator[str]:
-    """The YAML files in the folders of configs that the arguments name."""
-    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    """The YAML files below the folders of configs that the arguments name."""
+    for word, after in zip_longest(arguments, arguments[1:], fillvalue=""):
         option, equals, value = word.partition("=")
         folder = value if equals else after
-        if option in ("--config-path", "-cp", "--config-dir", "-cd") and os.path.isdir(folder):
-            for name in os.listdir(folder):
-                if name.endswith(".yaml"):
-                    with open(os.path.join(folder, name), errors="replace") as file:
-                        yield file.read()
+        if option in ("--config-path", "-cp", "--config-dir", "-cd") and folder:
+            for file in Path(folder).rglob("*.yaml"):
+                with contextlib.suppress(OSError):  # such as an editor's lock, a link to nothing
+                    yield file.read_text(errors="replace")
 
 
 def _answer(file: str, said: Mapping[str, Any]) -> NoReturn:

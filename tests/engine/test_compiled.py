@@ -87,7 +87,7 @@ def with_lora(patch):
 
 
 def test_lora(stock, start, compiles, models):
-    """Without an adapter: what vLLM compiles for a CPU leaves adapters out, which may be why it does not by itself."""
+    """Without an adapter: vLLM does not compile for a CPU with LoRA, and where it is made to, adapters do nothing."""
     with_lora(compiles)
     with start("good", **LORA) as engine:
         assert serves_through_reloads(engine, models, "good", levels=(1,)) == stock

@@ -186,6 +186,12 @@ def test_each_shell_script_of_a_command_is_looked_at(script, tmp_path):
         check_words([str(tmp_path / "launch")], yes=False)
 
 
+@pytest.mark.parametrize("code", ["cd x # build\ndocker run image", "echo '#'; docker run image # here"])
+def test_words_of_the_command_itself_are_looked_at_behind_a_comment_too(code):
+    with pytest.raises(TLTConfigError, match=r"^Nothing was run: the command has `docker`"):
+        check_words(["bash", "-c", code], yes=True)
+
+
 def test_words_of_the_command_itself_are_looked_at():
     with pytest.raises(
         TLTConfigError, match=r"^Nothing was run: the command has `kubectl`.*directly before `python` there"
@@ -225,9 +231,13 @@ def test_only_variables_that_a_recipe_depends_on_are_recorded():
 
 @pytest.mark.parametrize("words", [["--config-path={}"], ["--config-name", "x", "--config-dir", "{}"]])
 def test_variables_that_a_config_of_the_users_own_names_are_recorded_too(tmp_path, words):
+    (tmp_path / "data").mkdir()
     (tmp_path / "mine.yaml").write_text("data: {train_files: '${oc.env:MINE}/x.parquet'}\n")
+    (tmp_path / "data" / "group.yaml").write_text("val_files: '${oc.env:GROUPS}'\n")
+    (tmp_path / ".#mine.yaml").symlink_to("an editor's lock")
     given = [word.format(tmp_path) for word in words]
-    assert recorded_environment(given, {"MINE": "m", "OTHER": "o"}) == {"MINE": "m"}
+    assert recorded_environment(given, {"MINE": "m", "GROUPS": "g", "OTHER": "o"}) == {"MINE": "m", "GROUPS": "g"}
+    assert recorded_environment([], {"MINE": "m"}) == {}
 
 
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):

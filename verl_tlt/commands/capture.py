@@ -75,14 +75,14 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         if os.path.isfile(word) and _is_shell_script(word, command[:place]):
             if b"\r\n" in (script := Path(word).read_bytes()):
                 raise TLTConfigError(
-                    f"Nothing was run: {word} has Windows line ends, at which bash breaks its words. Remove them with "
-                    f"`sed -i 's/\\r$//' {shlex.quote(word)}`."
+                    f"Nothing was run: {word} has Windows line ends, which bash takes for parts of words. Remove them "
+                    f"with `sed -i 's/\\r$//' {shlex.quote(word)}`."
                 )
-            lines[word] = script.decode(errors="replace").splitlines()
+            lines[word] = [COMMENT.sub("", line) for line in script.decode(errors="replace").splitlines()]
     told = [
         (f"line {number} of {place}" if place != "the command" else place, match[1], kind)
         for place, texts in lines.items()
-        for number, text in enumerate((COMMENT.sub("", line) for line in texts), start=1)
+        for number, text in enumerate(texts, start=1)
         for kind in (LEAVES, CHANGES)
         if not SAYS.match(text) and (match := kind.search(text))
     ]

@@ -31,7 +31,7 @@ MOST_SEED = (1 << 32) - 1
 COMMAND = "command"
 """Field of the options, and key of the context, with the words after `--`."""
 _PROGRAM = re.compile(
-    r"(.*/)?(bash|sh|python[\d.]*|torchrun|srun|uv|nohup|env|docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray)"
+    r"([^=]*/)?(bash|sh|python[\d.]*|torchrun|srun|uv|nohup|env|docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray)"
     rf"|[^=]*\.sh|{re.escape(MAIN)}"
 )
 """Words that begin a command of the user's own."""

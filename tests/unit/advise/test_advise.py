@@ -164,7 +164,7 @@ def test_the_command(files):
 def test_a_single_step_is_said_to_be_a_first_one(files):
     (files / "metrics.jsonl").write_text(file_log(STEPS[:1]))
     code, said = advise(files / "metrics.jsonl")
-    assert code == 0 and "1 step of stock verl, which is the first after a start, and slow" in said, said
+    assert code == 0 and "1 step of stock verl, the first after a start, and slow" in said, said
 
 
 def test_step_times_that_are_none_are_refused(files):

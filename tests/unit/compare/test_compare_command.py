@@ -50,6 +50,7 @@ def test_it_warns_where_no_drafter_is_given_and_none_can_be_trained(plan, record
     [
         ((), 6, ["tlt, and 12 steps are too few", "tlt-no-spot, which does not train one"]),
         ((), 600, ["tlt-no-spot, which does not train one"]),
+        (("tlt.spot.enable=false",), 600, ["tlt, which does not train one", "tlt-no-spot, which does not train one"]),
         (("tlt.drafter.method=mtp",), 6, []),
         (("tlt.speculation.source=ngram",), 6, []),
     ],

@@ -65,7 +65,11 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
     assert [path.name for path in (tmp_path / "stock").glob("global_step_*")] == ["global_step_8"]
 
 
-@pytest.mark.parametrize(("end", "stall_s"), [("exit 3", 60.0), ("sleep 600", 1.0)], ids=["fails", "hangs"])
+@pytest.mark.parametrize(
+    ("end", "stall_s"),
+    [("exit 3", 60.0), ("exit 3 | tee log", 60.0), ("sleep 600", 1.0)],
+    ids=["fails", "piped", "hangs"],
+)
 def test_rays_logs_of_a_failed_turn_are_kept(tmp_path, monkeypatch, end, stall_s):
     monkeypatch.setattr(job, "LOOK_S", 0.1)
     script = f'mkdir -p "$TMPDIR/ray/session_1_2/logs"; echo why > "$TMPDIR/ray/session_1_2/logs/worker.err"; {end}'

@@ -33,7 +33,7 @@ def advise(options: AdviseOptions, console: Console) -> None:
     gains, minutes = read_gains(options) if options.drafter or options.costs else ([], None)
     which = "without the first after a start"
     if run.only_first:
-        which = "which is the first after a start, and slow: give a longer run"
+        which = f"{'each ' if run.steps > 1 else ''}the first after a start, and slow: give a longer run"
     say(console, f"{source}: {counted(run.steps)} of stock verl, {which}")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
     if run.tool_share:

@@ -80,7 +80,7 @@ class DraftingGain:
 def shape_of(run: LoggedRun, source: str) -> RunShape:
     """The shape of a run with stock verl; the first step after each start is left out if there are others."""
     timed = {step: m for step, m in run.steps.items() if m.get(ROLLOUT, 0.0) > 0 and STEP in m}
-    finished = {step: m for step, m in timed.items() if m[ROLLOUT] <= m[STEP] and m[STEP] > m.get(CHECKPOINT, 0.0)}
+    finished = {step: m for step, m in timed.items() if m[ROLLOUT] <= m[STEP] - m.get(CHECKPOINT, 0.0)}
     if timed and not finished:
         raise TLTError(
             f"{source} has no step whose {STEP} is above its {ROLLOUT} and {CHECKPOINT}: they are of different runs."

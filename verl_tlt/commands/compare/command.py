@@ -13,7 +13,6 @@ from verl_tlt.commands.advise.estimate import shape_of
 from verl_tlt.commands.compare.job import keep_only, take_turn
 from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
 from verl_tlt.commands.compare.plan import (
-    NO_SPOT,
     Arm,
     Plan,
     check_arms,
@@ -150,14 +149,12 @@ def announce(
     room = "which does not tell its free space" if free is None else f"where {free / 1e9:.0f} GB are free"
     say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, {room}.")
     steps = options.rounds * plan.steps
-    for arm in without_drafter(plan, arms) if drafter is None else ():
-        if arm.name == NO_SPOT:
-            why = f"No drafter is given for {arm.name}, which does not train one"
-        elif steps < FEW_STEPS:
-            why = f"No drafter is given for {arm.name}, and {steps} steps are too few to train one"
-        else:
+    for name, trains in without_drafter(plan, arms).items() if drafter is None else ():
+        if trains and steps >= FEW_STEPS:
             continue
-        say(console, f"{why}: this measures what TLT costs, not what it gains. Give one with --drafter.", "yellow")
+        why = f"and {steps} steps are too few to train one" if trains else "which does not train one"
+        missing = f"No drafter is given for {name}, {why}: this measures what TLT costs, not what it gains."
+        say(console, f"{missing} Give one with --drafter.", "yellow")
 
 
 def time_needed(plan: Plan, arms: Sequence[Arm], options: CompareOptions, record: Record) -> str:

@@ -1,5 +1,6 @@
 """One turn of one arm: a job goes on from the arm's last checkpoint for some steps; then its processes are ended."""
 
+import contextlib
 import re
 import shutil
 import tempfile
@@ -41,6 +42,7 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     if code or len(rows) != plan.steps:
         what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
         raise CompareError(failure(f"{arm.name} {what}.", log))
+    shutil.rmtree(ray_logs_of(log), ignore_errors=True)
     steps = [read_step(turn, step, row) for step, row in rows.items()]
     saved = sum(row.get("timing_s/save_checkpoint", 0.0) for row in rows.values())
     logged = accepted(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None
@@ -78,15 +80,15 @@ def watched(
                 raise CompareError(failure(f"{name} has written nothing for {stall_s:.0f} s.", log))
             look()
             time.sleep(LOOK_S)
-        if code:
-            keep_ray_logs(tree.folder, log)
+        keep_ray_logs(tree.folder, log)
         return code
 
 
 def keep_ray_logs(folder: Path, log: Path) -> None:
-    """Copy what Ray logged of a failed job out of its temporary folder, which is removed, to beside the job's log."""
+    """Copy what Ray logged of a job out of its temporary folder, which is removed, to beside the job's log."""
     for logs in folder.glob("ray/session_*_*/logs"):
-        shutil.copytree(logs, ray_logs_of(log), ignore_dangling_symlinks=True, dirs_exist_ok=True)
+        with contextlib.suppress(OSError):  # the job's own log says more
+            shutil.copytree(logs, ray_logs_of(log), ignore_dangling_symlinks=True, dirs_exist_ok=True)
 
 
 def ray_logs_of(log: Path) -> Path:

@@ -227,12 +227,13 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
         drafter_folder(drafter)
 
 
-def without_drafter(plan: Plan, arms: Sequence[Arm]) -> list[Arm]:
-    """Those arms of TLT's whose drafter is a random one at first, where none is given."""
+def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
+    """Names of TLT's arms whose drafter is a random one at first, where none is given, and whether they train it."""
     config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     with plan.recipe.place():
         needs_none = select(config, METHOD) == "mtp" or select(config, "tlt.speculation.source") == "ngram"
-    return [] if needs_none else [arm for arm in arms if arm.tlt]
+        trains = select(config, "tlt.spot.enable", True) is not False
+    return {} if needs_none else {arm.name: trains and arm.name != NO_SPOT for arm in arms if arm.tlt}
 
 
 def _refused(recipe: Recipe) -> list[Finding]:

@@ -100,11 +100,11 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
 
 def conclusion(options: WarmupOptions, directory: Path, accept_length: float) -> str:
     """What was written, and what to do with it."""
-    named = ["--model", str(options.model), *(f"--prompts={file}" for file in options.prompts)]
-    run = options.words() if options.command else [*named, *options.words()]
+    model = [] if options.command else ["--model", str(options.model)]
+    run = [*model, *(f"--prompts={file}" for file in options.prompts), *options.words()]
     method = "" if options.method == "eagle3" else f" tlt.drafter.method={options.method}"
     path = str(directory.absolute())
-    path = path if re.fullmatch(r"[\w./+-]+", path) else quoted(path)
+    path = path if re.fullmatch(r"[\w./+-]+", path, re.ASCII) else quoted(path)
     lines = [
         f"Wrote {directory}: accept length {accept_length:.2f} on held-out prompts, drafting {options.draft_length}.",
         f"In your recipe: +trainer.plugin=tlt {shlex.quote(f'tlt.drafter.path={path}')}{method}",
