@@ -122,10 +122,10 @@ def stand_in(place, name):
 
 
 STUBBED = (
-    "apt", "apt-get", "conda", "curl", "docker", "git", "hf", "huggingface-cli", "killall", "npu-smi", "nvidia-smi",
-    "pip", "pip3", "pkill", "ray", "sleep", "sudo", "torchrun", "wget",
+    "apt", "apt-get", "conda", "curl", "date", "docker", "git", "hf", "huggingface-cli", "killall", "npu-smi",
+    "nvidia-smi", "pip", "pip3", "pkill", "ray", "sleep", "sudo", "torchrun", "wget",
 )  # fmt: skip
-"""Programs by which the scripts change something, or wait: each is replaced by one that does nothing."""
+"""Programs by which the scripts change something, wait, or name a run by the minute: they are replaced by nothing."""
 
 
 def around(place, name, starts):
