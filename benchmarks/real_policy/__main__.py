@@ -1,6 +1,6 @@
 """Makes a real language model into a policy, with prompts and a reward: SmolLM2-135M-Instruct and Collatz chains.
 
-python -m benchmarks.real_policy    # downloads 93 MB and computes for half an hour; .cache/real keeps it all
+python -m benchmarks.real_policy    # downloads 93 MB; takes two cores an hour without bfloat16; .cache/real keeps it
 """
 
 import argparse
