@@ -4,7 +4,7 @@ Importing this package loads nothing but the standard library, because verl impo
 `verl.plugins` entry point) in every process while verl itself is half imported.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 MODE_PREFIX = "tlt_"
 """`trainer.v1.trainer_mode` of a TLT run is this before verl's own mode: a name that only this package registers."""
