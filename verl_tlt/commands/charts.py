@@ -2,11 +2,12 @@
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -55,40 +56,33 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """Values by RL step; None leaves a gap."""
+    """Values by RL step; NaN leaves a gap."""
 
     label: str
     color: str
-    values: Mapping[int, float | None]
-
-    @property
-    def visible(self) -> bool:
-        return any(value is not None for value in self.values.values())
-
-    @property
-    def has_area(self) -> bool:
-        """Whether a bar of it can be seen."""
-        return any(self.values.values())
+    values: pd.Series
 
 
 def draw_lines(ax: Axes, unit: str, series: Sequence[Series], lowest: float | None = None) -> None:
     """Draw a line with a dot at every step for each series; `lowest` is where the axis begins."""
-    for line in filter(lambda one: one.visible, series):
-        points = [np.nan if value is None else value for value in line.values.values()]
-        ax.plot(list(line.values), points, ".-", color=line.color, label=line.label)
+    for line in series:
+        if line.values.count():
+            ax.plot(line.values.index, line.values, ".-", color=line.color, label=line.label)
     if lowest is not None:
         ax.set_ylim(bottom=lowest, top=max(ax.get_ylim()[1], lowest + 0.1))
     finish(ax, unit)
 
 
 def draw_bars(ax: Axes, unit: str, series: Sequence[Series]) -> None:
-    """Stack a bar of each series on those before it; negative values go below the axis."""
-    shown = [one for one in series if one.has_area]
-    first, last = (limit(step for one in series for step in one.values) for limit in (min, max))
-    edges = np.arange(first, last + 2) - 0.5
-    up, down = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
-    for bars in shown:
-        heights = np.array([bars.values.get(step) or 0.0 for step in range(first, last + 1)])
+    """Stack a bar of each series, all of the same steps, on those before it; negative values go below the axis."""
+    known = series[0].values.index
+    steps = range(known[0], known[-1] + 1)
+    edges = np.arange(known[0], known[-1] + 2) - 0.5
+    up, down = np.zeros(len(steps)), np.zeros(len(steps))
+    for bars in series:
+        heights = bars.values.reindex(steps).fillna(0.0).to_numpy()
+        if not heights.any():
+            continue
         bottom = np.where(heights < 0, down, up)
         ax.stairs(bottom + heights, edges, baseline=bottom, fill=True, color=bars.color, label=bars.label)
         up += np.maximum(heights, 0.0)

@@ -1,7 +1,7 @@
 """Writes an HTML page that stands alone: it loads nothing and runs no script."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +22,6 @@ class PageTable:
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A number that stands at the top of the page, with its unit."""
-
-    name: str
-    value: str
-
-
-@dataclass(frozen=True)
 class Page:
     heading: str
     answer: str
@@ -37,7 +29,8 @@ class Page:
     sentences: Sequence[str] = ()
     about: str = ""
     """What ran, where and when."""
-    facts: Sequence[Fact] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Numbers at the top of the page, with their units, by name."""
     charts: Sequence["Chart"] = ()
     tables: Sequence[PageTable] = ()
     command: str = ""

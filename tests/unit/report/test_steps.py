@@ -1,6 +1,7 @@
 """A run by RL step: its table, what belongs to a step, and what ran when."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -24,6 +25,10 @@ VERL = {
 }  # fmt: skip
 
 
+def frame(rows):
+    return pd.DataFrame.from_dict(rows, orient="index", dtype=float)
+
+
 def printed(rows, path):
     console = Console(width=80, record=True, file=path.open("w"))
     console.print(rich_table(rows, "a run"))
@@ -44,14 +49,14 @@ def test_a_row_of_a_stock_run():
 def test_savings_count_where_something_was_drafted_and_contain_the_waits_for_k(saved, k, counted, work):
     metrics = {"tlt/draft_length_mean": k, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
     row = step_row(metrics if saved is None else metrics | {"tlt/saved_estimate_s": saved})
-    assert (row["saved_s"], own_work_s(row)) == (counted, pytest.approx(work))
+    assert row["saved_s"] == counted and own_work_s(frame({1: row})).item() == pytest.approx(work)
 
 
 def test_speed_counts_rollouts_whose_savings_are_known():
     row = {"tokens": 600.0, "rollout_s": 4.0, "saved_s": 2.0}
     said = "Rollouts made 150 tokens/s, and an estimated 100 tokens/s without drafts."
-    assert speed({1: row, 2: row, 3: row | {"saved_s": None, "rollout_s": 90.0}}) == said
-    assert speed({3: row | {"saved_s": None}}) == ""
+    assert speed(frame({1: row, 2: row, 3: row | {"saved_s": None, "rollout_s": 90.0}})) == said
+    assert speed(frame({3: row | {"saved_s": None}})) == ""
 
 
 def test_what_idle_time_taught_the_drafter(made_run, tmp_path):
@@ -72,12 +77,11 @@ def test_what_failed_before_a_run_was_resumed_counts_too(readings, count):
 
 def test_the_table_of_a_trace_fits_a_terminal_and_leaves_out_what_nothing_filled(made_run, tmp_path):
     rows = rows_of_trace(read_trace(made_run.directory))
-    assert list(rows) == list(range(1, 7))
-    for step, row in rows.items():
-        assert row["idle_s"] == pytest.approx(made_run.bubble_s[step])
-        assert row["accept_length"] == pytest.approx(made_run.accept_length[step])
-    assert rows[1]["idle_trained_s"] == 0.0 and rows[6]["drafter_version_served"] == 5
-    text = printed({1: step_row(VERL)}, tmp_path / "out")
+    assert list(rows.index) == list(range(1, 7))
+    assert rows.idle_s.to_dict() == pytest.approx(made_run.bubble_s)
+    assert rows.accept_length.to_dict() == pytest.approx(made_run.accept_length)
+    assert rows.idle_trained_s[1] == 0.0 and rows.drafter_version_served[6] == 5
+    text = printed(frame({1: step_row(VERL)}), tmp_path / "out")
     assert "26.0" in text and "idle" not in text and "drafter" not in text
     text = printed(rows, tmp_path / "out")
     assert "…" not in text and max(map(len, text.splitlines())) <= 80

@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.patches import Patch
@@ -28,7 +29,7 @@ from verl_tlt.commands.charts import (
     draw_lines,
 )
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import initial_lengths, new_drafters, own_work_s, rows_of_trace
+from verl_tlt.commands.report.steps import new_drafters, own_work_s, rows_of_trace
 from verl_tlt.commands.report.timeline import NO_STEP, RLStep, sampled
 
 TRAINING: dict[str, Any] = {"facecolor": "#FBE3B0", "edgecolor": ORANGE, "hatch": "///"}
@@ -52,44 +53,40 @@ SHARE_OF_OFF = "tlt/drafter_off_frac"
 def run_charts(trace: RunTrace) -> Iterator[Chart]:
     """The charts over RL steps; one without a value is left out."""
     rows = rows_of_trace(trace)
-    saved = {n: row["saved_s"] or 0.0 for n, row in rows.items()}
-    accounts = [
-        Series("saved", GREEN, {n: max(0.0, seconds) for n, seconds in saved.items()}),
-        Series("lost", RED, {n: min(0.0, seconds) for n, seconds in saved.items()}),
-        Series("TLT's own work", ORANGE, {n: -own_work_s(row) for n, row in rows.items()}),
-    ]
-    if any(one.has_area for one in accounts):
-        note = "Seconds that drafts saved or lost in each rollout (an estimate), and TLT's own work."
-        yield Chart("What it saved", note, partial(draw_bars, unit="seconds", series=accounts))
-    lengths = [
-        Series("this run", BLUE, {n: row["accept_length"] for n, row in rows.items()}),
-        Series("first drafter", GREY, dict(initial_lengths(trace))),
-    ]
-    if lengths[0].visible:
+    note = "Seconds that drafts saved or lost in each rollout (an estimate), and TLT's own work."
+    saved = Series("saved", GREEN, rows.saved_s.clip(lower=0.0))
+    lost = Series("lost", RED, rows.saved_s.clip(upper=0.0))
+    yield from bar_chart(
+        "What it saved", note, "seconds", [saved, lost, Series("TLT's own work", ORANGE, -own_work_s(rows))]
+    )
+    if rows.accept_length.count():
+        first = pd.Series({p.step: p.tau.get("initial") for p in trace.publishes}, dtype=float).dropna()
         note = "Tokens per verified draft; 1 where nothing was drafted."
-        note += " The first drafter is scored on held-out text." if lengths[1].visible else ""
+        note += "" if first.empty else " The first drafter is scored on held-out text."
+        lengths = [Series("this run", BLUE, rows.accept_length), Series("first drafter", GREY, first)]
         yield Chart("Accept length", note, partial(draw_accept_length, series=lengths, new=new_drafters(rows)))
-    if shares := draft_lengths(trace):
-        note = "Share of engine steps by draft length. OFF: the drafter did not run."
-        yield Chart("Draft length K", note, partial(draw_bars, unit="share of engine steps", series=shares))
-    trained = {n: row["idle_trained_s"] or 0.0 for n, row in rows.items()}
-    idle = [
-        Series("training the drafter", ORANGE, trained),
-        Series("unused", LIGHT, {n: max(0.0, (row["idle_s"] or 0.0) - trained[n]) for n, row in rows.items()}),
-    ]
-    if any(one.has_area for one in idle):
-        note = "Seconds in which replicas had nothing to decode while another one did, summed over replicas."
-        yield Chart("Idle time", note, partial(draw_bars, unit="seconds", series=idle))
-    reward = [Series("reward", BLUE, {n: row["reward"] for n, row in rows.items()})]
-    if reward[0].visible:
+    note = "Share of engine steps by draft length. OFF: the drafter did not run."
+    yield from bar_chart("Draft length K", note, "share of engine steps", draft_lengths(trace))
+    note = "Seconds in which replicas had nothing to decode while another one did, summed over replicas."
+    trained = rows.idle_trained_s.fillna(0.0)
+    unused = Series("unused", LIGHT, (rows.idle_s - trained).clip(lower=0.0))
+    yield from bar_chart("Idle time", note, "seconds", [Series("training the drafter", ORANGE, trained), unused])
+    if rows.reward.count():
+        reward = [Series("reward", BLUE, rows.reward)]
         yield Chart("Reward", "Mean over the responses of a step.", partial(draw_lines, unit="reward", series=reward))
+
+
+def bar_chart(title: str, note: str, unit: str, series: Sequence[Series]) -> Iterator[Chart]:
+    """The chart of these bars, if there is one that can be seen."""
+    if any(bars.values.any() for bars in series):
+        yield Chart(title, note, partial(draw_bars, unit=unit, series=series))
 
 
 def draw_accept_length(ax: Axes, series: Sequence[Series], new: Sequence[int]) -> None:
     """Draw the accept length of the run, the first of the `series`, marked where a `new` drafter begins."""
-    lengths = {step: length for step in new if (length := series[0].values[step]) is not None}
-    if lengths:
-        ax.plot(list(lengths), list(lengths.values()), "o", color=ORANGE, zorder=3, label="new drafter")
+    begun = series[0].values[new].dropna()
+    if not begun.empty:
+        ax.plot(begun.index, begun, "o", color=ORANGE, zorder=3, label="new drafter")
     draw_lines(ax, "tokens per draft", series, lowest=1.0)
 
 
@@ -97,12 +94,9 @@ def draft_lengths(trace: RunTrace) -> list[Series]:
     """The share of engine steps by draft length: OFF first, then K ascending."""
     lengths = _draft_lengths_logged(trace)
     names = {-1: SHARE_OF_OFF, **{k: f"{SHARE_OF_K}{k}" for k in lengths}}
-    longest = max(1, *lengths, 1)
-    series = [
-        Series(k_name(k), k_color(k, longest), {n: metrics.get(name, 0.0) for n, metrics in trace.steps.items()})
-        for k, name in names.items()
-    ]
-    return [one for one in series if one.has_area]
+    longest = max([1, *lengths])
+    shares = pd.DataFrame.from_dict(trace.steps, orient="index").reindex(columns=list(names.values()))
+    return [Series(k_name(k), k_color(k, longest), shares[name]) for k, name in names.items()]
 
 
 def step_chart(trace: RunTrace, step: RLStep) -> Chart:

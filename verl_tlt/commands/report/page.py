@@ -1,11 +1,13 @@
 """The page of one run: did it pay, the picture, the numbers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from verl_tlt.commands.page import Fact, Page, PageTable
+import pandas as pd
+
+from verl_tlt.commands.page import Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
-from verl_tlt.commands.report.steps import IN_PAGES, Row, did_it_pay, own_work_s, rows_of_trace, sentences, table
+from verl_tlt.commands.report.steps import IN_PAGES, did_it_pay, own_work_s, rows_of_trace, sentences, table
 from verl_tlt.commands.report.timeline import most_trained, rl_steps
 from verl_tlt.commands.serve import serve_command
 
@@ -20,29 +22,24 @@ def run_page(trace: RunTrace) -> Page:
         about=about(trace),
         answer=did_it_pay(rows),
         sentences=list(sentences(trace)),
-        facts=list(_facts(rows)),
+        facts=dict(_facts(rows)),
         charts=[step_chart(trace, steps[most_trained(steps)]), *run_charts(trace)],
         tables=list(_tables(trace)),
         command=how_to_serve(trace),
     )
 
 
-def _facts(rows: Mapping[int, Row]) -> Iterator[Fact]:
-    def total(name: str) -> float:
-        return sum(row[name] or 0.0 for row in rows.values())
-
-    if whole := total("step_s"):
-        yield Fact("mean step", f"{whole / len(rows):.1f} s")
-        yield Fact("rollout's share of a step", f"{total('rollout_s') / whole:.0%}")
-        yield Fact("TLT's own work", f"{sum(map(own_work_s, rows.values())) / whole:.1%} of the time")
-    lengths = [length for row in rows.values() if (length := row["accept_length"]) is not None]
-    if lengths:
-        yield Fact("accept length, last step", f"{lengths[-1]:.2f} tokens per draft")
-    if idle := total("idle_s"):
-        yield Fact("idle time of replicas", f"{idle:.1f} s, {total('idle_trained_s') / idle:.0%} trained the drafter")
-    versions = [version for row in rows.values() if (version := row["drafter_version_served"]) is not None]
-    if versions:
-        yield Fact("drafter served", f"version {versions[-1]:.0f}")
+def _facts(rows: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    if whole := rows.step_s.sum():
+        yield "mean step", f"{rows.step_s.mean():.1f} s"
+        yield "rollout's share of a step", f"{rows.rollout_s.sum() / whole:.0%}"
+        yield "TLT's own work", f"{own_work_s(rows).sum() / whole:.1%} of the time"
+    if (lengths := rows.accept_length.dropna()).size:
+        yield "accept length, last step", f"{lengths.iloc[-1]:.2f} tokens per draft"
+    if idle := rows.idle_s.sum():
+        yield "idle time of replicas", f"{idle:.1f} s, {rows.idle_trained_s.sum() / idle:.0%} trained the drafter"
+    if (versions := rows.drafter_version_served.dropna()).size:
+        yield "drafter served", f"version {versions.iloc[-1]:.0f}"
 
 
 def _tables(trace: RunTrace) -> Iterator[PageTable]:

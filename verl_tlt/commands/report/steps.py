@@ -1,9 +1,9 @@
 """A run by RL step: a row of numbers per step, and sentences about the whole run."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import pandas as pd
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -35,6 +35,7 @@ COLUMNS = {
     "overhead_s": Column("TLT's own work (s)", "{:.2f}", "tlt/overhead_s"),
     "control_s": Column("choice of K (s)", "{:.2f}", "tlt/overhead_control_s"),
     "saved_s": Column("est. saved (s)", "{:.1f}"),
+    "draft_length": Column("mean K", "{:.1f}", "tlt/draft_length_mean"),
     "drafter_version_served": Column("next drafter", "v{:.0f}", "tlt/drafter_version"),
     "probs_diff_max": Column("largest probability difference", "{:.1e}", "training/rollout_probs_diff_max"),
 }
@@ -43,14 +44,14 @@ IN_TERMINALS = (
 )  # fmt: skip
 """Columns of the terminal's table, which fit in 80 characters."""
 IN_PAGES = (*IN_TERMINALS[:-1], "overhead_s", "drafter_version_served", "probs_diff_max")
-DRAFTED = "tlt/draft_length_mean"
-"""Mean draft length; 0: nothing was drafted in the step."""
 COLD_START = "tlt/overhead_cold_start_s"
 ERRORS = "tlt/errors"
 
 
-def rows_of_trace(trace: RunTrace) -> dict[int, Row]:
-    return {step: step_row(metrics) for step, metrics in trace.steps.items()}
+def rows_of_trace(trace: RunTrace) -> pd.DataFrame:
+    """A row for each RL step, with `COLUMNS`; NaN: not measured."""
+    rows = {step: step_row(metrics) for step, metrics in trace.steps.items()}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(COLUMNS), dtype=float)
 
 
 def step_row(metrics: Mapping[str, float]) -> Row:
@@ -67,36 +68,36 @@ def step_row(metrics: Mapping[str, float]) -> Row:
     }
 
 
-def own_work_s(row: Row) -> float:
+def own_work_s(rows: pd.DataFrame) -> pd.Series:
     """TLT's own work that `saved_s` does not contain: known savings contain the waits for the choice of K."""
-    return (row["overhead_s"] or 0.0) - (0.0 if row["saved_s"] is None else row["control_s"] or 0.0)
+    return rows.overhead_s.fillna(0.0) - rows.control_s.where(rows.saved_s.notna()).fillna(0.0)
 
 
-def did_it_pay(rows: Mapping[int, Row]) -> str:
+def did_it_pay(rows: pd.DataFrame) -> str:
     """The answer in one sentence, by TLT's estimate."""
-    if not rows:
+    if rows.empty:
         return "No step is finished yet."
-    known = [saved for row in rows.values() if (saved := row["saved_s"]) is not None]
-    work, whole = sum(map(own_work_s, rows.values())), sum(row["step_s"] or 0.0 for row in rows.values())
-    steps = f"steps {min(rows)} to {max(rows)}"
-    if not known:
-        if any((row["accept_length"] or 1.0) > 1.0 for row in rows.values()):
+    known, work, whole = rows.saved_s.dropna(), own_work_s(rows).sum(), rows.step_s.sum()
+    steps = f"steps {rows.index[0]} to {rows.index[-1]}"
+    if known.empty:
+        if (rows.accept_length > 1.0).any():
             return f"What TLT saved in {steps} is not known; its own work took {work:.1f} s."
         return f"TLT saved nothing in {steps}: nothing was drafted. Its own work took {work:.1f} s."
-    net, share = sum(known) - work, ""
-    if whole:
-        share = f" of {whole:.0f} s ({abs(net) / whole:.1%})"
-    drafts = f"drafts {'saved' if sum(known) >= 0 else 'lost'} {abs(sum(known)):.1f} s"
+    drafts = known.sum()
+    net = drafts - work
+    share = f" of {whole:.0f} s ({abs(net) / whole:.1%})" if whole else ""
     return (
-        f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: {drafts} in "
-        f"{len(known)} of {len(rows)} rollouts, and TLT's own work took {work:.1f} s."
+        f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: drafts "
+        f"{'saved' if drafts >= 0 else 'lost'} {abs(drafts):.1f} s in {len(known)} of {len(rows)} rollouts, and TLT's "
+        f"own work took {work:.1f} s."
     )
 
 
 def sentences(trace: RunTrace) -> Iterator[str]:
     """What else a reader must know about a run, before its figures."""
+    rows = rows_of_trace(trace)
     yield "This is TLT's estimate; verl-tlt compare measures it against stock verl."
-    yield from filter(None, (speed(rows_of_trace(trace)), learned(trace)))
+    yield from filter(None, (speed(rows), learned(trace)))
     if trace.off:
         last, why = list(trace.off.items())[-1]
         yield f"Nothing was drafted in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
@@ -105,7 +106,7 @@ def sentences(trace: RunTrace) -> Iterator[str]:
             yield f"In step {step} the run waited {seconds:.0f} s for its first drafter (cold start)."
     for stop in trace.stops:
         yield f"Drafting was {f'switched off: {stop.cause}' if stop.cause else 'switched on again'} (step {stop.step})."
-    if difference := probability_difference(trace):
+    if difference := probability_difference(rows):
         yield difference
     if failures := counted(metrics.get(ERRORS, 0.0) for metrics in trace.steps.values()):
         yield f"{failures:.0f} failures of TLT did not end the run."
@@ -113,10 +114,10 @@ def sentences(trace: RunTrace) -> Iterator[str]:
         yield f"{trace.skipped} lines of the trace could not be read."
 
 
-def speed(rows: Mapping[int, Row]) -> str:
+def speed(rows: pd.DataFrame) -> str:
     """A sentence on the tokens per second of those rollouts whose savings are known; empty if there are none."""
-    known = [row for row in rows.values() if row["saved_s"] is not None]
-    tokens, spent, saved = (sum(row[name] or 0.0 for row in known) for name in ("tokens", "rollout_s", "saved_s"))
+    known = rows[rows.saved_s.notna()]
+    tokens, spent, saved = known[["tokens", "rollout_s", "saved_s"]].sum()
     if not tokens or not spent or spent + saved <= 0:
         return ""
     undrafted = tokens / (spent + saved)
@@ -125,38 +126,33 @@ def speed(rows: Mapping[int, Row]) -> str:
 
 def learned(trace: RunTrace) -> str:
     """A sentence on the accept length before and after idle time trained the drafter; empty if it published none."""
-    rows = rows_of_trace(trace)
-    lengths = {step: length for step, row in rows.items() if (length := row["accept_length"]) is not None}
+    lengths = rows_of_trace(trace).accept_length.dropna()
     published = sum(p.decision == "published" for p in trace.publishes)
-    if not published or not lengths:
+    if not published or lengths.empty:
         return ""
-    first, last = min(lengths), max(lengths)
     times = "once" if published == 1 else f"{published} times"
     return (
-        f"A drafter trained in idle time was published {times}: accept length {lengths[first]:.2f} in step {first}, "
-        f"{lengths[last]:.2f} in step {last}."
+        f"A drafter trained in idle time was published {times}: accept length {lengths.iloc[0]:.2f} in step "
+        f"{lengths.index[0]}, {lengths.iloc[-1]:.2f} in step {lengths.index[-1]}."
     )
 
 
-def new_drafters(rows: Mapping[int, Row]) -> list[int]:
+def new_drafters(rows: pd.DataFrame) -> list[int]:
     """Steps whose rollout is the first with a newly published drafter, which the step before has loaded."""
-    versions = [row["drafter_version_served"] or 0.0 for row in rows.values()]
-    later = zip(list(rows)[2:], itertools.pairwise(versions), strict=False)
-    return [step for step, (before, loaded) in later if loaded > before]
+    versions = rows.drafter_version_served.fillna(0.0)
+    return rows.index[versions.diff().shift() > 0].tolist()
 
 
-def probability_difference(trace: RunTrace) -> str:
+def probability_difference(rows: pd.DataFrame) -> str:
     """A sentence on how far rollout and actor differ, beside steps in which engines ran as in stock verl."""
-    drafted: dict[bool, list[float]] = {True: [], False: []}
-    for metrics in trace.steps.values():
-        if (difference := metrics.get(COLUMNS["probs_diff_max"].metric)) is not None:
-            drafted[metrics.get(DRAFTED, 0.0) > 0].append(difference)
-    if not drafted[True]:
+    drafted = rows.draft_length > 0
+    with_drafts, without = rows.probs_diff_max[drafted].max(), rows.probs_diff_max[~drafted].max()
+    if pd.isna(with_drafts):
         return ""
-    stock = f"; {max(drafted[False]):.1e} in steps without drafts, as in stock verl" if drafted[False] else ""
+    stock = "" if pd.isna(without) else f"; {without:.1e} in steps without drafts, as in stock verl"
     return (
         "Largest difference between a token's probability in the rollout and in the actor: "
-        f"{max(drafted[True]):.1e} in steps with drafts{stock}."
+        f"{with_drafts:.1e} in steps with drafts{stock}."
     )
 
 
@@ -169,22 +165,15 @@ def counted(readings: Iterable[float]) -> float:
     return total
 
 
-def initial_lengths(trace: RunTrace) -> dict[int, float]:
-    """Accept length of the run's first drafter on held-out text, by step with a verdict."""
-    return {p.step: tau for p in trace.publishes if (tau := p.tau.get("initial")) is not None}
-
-
-def table(rows: Mapping[int, Row], columns: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+def table(rows: pd.DataFrame, columns: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Headings of those columns that a row fills, and the rows as text; "-" for what was not measured."""
-    names = [name for name in columns if any(row[name] is not None for row in rows.values())]
-    cells = [
-        [str(step), *("-" if (value := row[name]) is None else COLUMNS[name].form.format(value) for name in names)]
-        for step, row in rows.items()
-    ]
-    return ["step", *(COLUMNS[name].heading for name in names)], cells
+    shown = rows[list(columns)].dropna(axis="columns", how="all")
+    texts = shown.apply(lambda column: column.map(COLUMNS[column.name].form.format, na_action="ignore")).fillna("-")
+    cells = [[str(step), *row] for step, *row in texts.itertuples()]
+    return ["step", *(COLUMNS[name].heading for name in shown)], cells
 
 
-def rich_table(rows: Mapping[int, Row], title: str) -> Table:
+def rich_table(rows: pd.DataFrame, title: str) -> Table:
     headings, cells = table(rows, IN_TERMINALS)
     shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)  # a path is no markup
     for heading in headings:
