@@ -64,6 +64,7 @@ def test_one_llama_layer_with_the_policys_heads(family):
         ({"model_type": "gemma3"}, "model_type 'gemma3'"),
         ({"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}, "states of MiMoForCausalLM to no EAGLE-3 head"),
         ({"vocab_size": None}, "'vocab_size'"),
+        ({"vocab_size": "many"}, "vocab_size"),
     ],
 )
 def test_other_policies_are_refused_by_name(policy, change, said):

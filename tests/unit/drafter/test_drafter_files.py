@@ -1,4 +1,4 @@
-"""A drafter's files as others write them, by every way they come in: loaded if vLLM loads them, or one sentence."""
+"""A drafter's files as others write them: loaded if vLLM loads them, or one sentence."""
 
 import json
 
@@ -7,25 +7,19 @@ import torch
 from drafter_folders import INDEX, WEIGHTS, refusal, run_start, set_tensors, sharded, written
 from mtp_policy import make_mtp_policy
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from verl_tlt.checks.models import check_recipe_drafter
-from verl_tlt.commands.cli import app
-from verl_tlt.commands.options import WarmupOptions
-from verl_tlt.commands.warmup.command import _check as check_warmup
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterError,
     VerifierWeights,
     load_drafter,
-    policy_shape,
     save_drafter,
     serving_tensors,
     write_back,
 )
 from verl_tlt.drafter.check import tokenizer_facts
 from verl_tlt.drafter.tensor_file import tensor_files
-from verl_tlt.errors import TLTError
 
 
 @pytest.fixture
@@ -41,20 +35,6 @@ def test_a_head_in_several_files_is_one_in_one_file(policy_dir, saved, tmp_path)
         settings = TLTConfig.from_dict({"drafter": {"path": str(path)}})
         assert check_recipe_drafter(settings, str(policy_dir), 64).level == "ok"
         run_start(path, policy_dir)
-
-
-def refusals(drafter, policy_dir, tmp_path):
-    """What each way in says of a drafter."""
-    yield refusal(drafter, policy_dir)
-    (tmp_path / "prompts.txt").write_text("one\n")
-    options = WarmupOptions(model=policy_dir, prompts=tmp_path / "prompts.txt", out=tmp_path / "out", drafter=drafter)
-    for way in (lambda: run_start(drafter, policy_dir), lambda: check_warmup(options)):
-        with pytest.raises(TLTError) as caught:
-            way()
-        yield str(caught.value)
-    words = ["convert", str(drafter), "--model", str(policy_dir), "--out", str(tmp_path / "converted")]
-    yield " ".join(CliRunner().invoke(app, words).output.split())
-    assert not (tmp_path / "converted").exists()
 
 
 def test_no_way_in_loads_numbers_that_are_not_finite(saved, policy_dir):
@@ -77,10 +57,9 @@ def test_a_head_that_is_no_good_is_not_written_back(tmp_path):
 
 
 @pytest.mark.parametrize("table", [{}, {"weight_map": {}}, {"weight_map": {"a": 3}}])
-def test_an_index_of_another_kind_is_a_sentence(saved, policy_dir, tmp_path, table):
+def test_an_index_of_another_kind_is_a_sentence(saved, policy_dir, table):
     (sharded(saved) / INDEX).write_text(json.dumps(table))
-    for sentence in refusals(saved, policy_dir, tmp_path):
-        assert INDEX in sentence and "Traceback" not in sentence
+    assert INDEX in refusal(saved, policy_dir)
     (saved / "config.json").write_text((policy_dir / "config.json").read_text())
     for read in (tensor_files, VerifierWeights.from_policy_dir):
         with pytest.raises(DrafterError, match=INDEX):
@@ -99,8 +78,3 @@ def test_a_single_file_comes_before_a_stale_index(policy, tmp_path):
     policy.save_pretrained(path)
     (path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
     assert torch.equal(VerifierWeights.from_policy_dir(path).lm_head, policy.lm_head.weight)
-
-
-def test_a_size_that_no_model_has_is_a_sentence(policy):
-    with pytest.raises(DrafterError, match="vocab_size"):
-        policy_shape({**policy.config.to_dict(), "vocab_size": "many"})
