@@ -7,7 +7,6 @@ import pytest
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.ngram_index import NgramIndex
-from verl_tlt.vllm_worker.drafter_pass import NoProposals
 
 
 def step(new=()):
@@ -70,9 +69,3 @@ def test_what_was_verified_counts_since_the_last_reset(drafts):
     for reset, counts in ((False, (5, 3)), (True, (5, 3)), (True, (0, 0))):
         stats = drafts.counted(EngineStats(num_drafts=9), reset)
         assert (stats.num_drafts, stats.num_ngram_drafts, stats.num_ngram_accepted) == (9, *counts)
-
-
-def test_the_empty_proposer_proposes_nothing():
-    proposer = NoProposals(None)
-    proposer.load_model(None)
-    assert proposer.propose([[1, 2], [], [3]], None, slot_mappings=None) == [[], [], []]

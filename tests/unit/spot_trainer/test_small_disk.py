@@ -80,16 +80,6 @@ def test_a_policy_that_verl_removes_before_it_writes_the_next_one_makes_room_for
     assert held(newest) == {"actor", "tlt_drafter"}
 
 
-def test_a_disk_that_fills_up_while_it_writes_keeps_nothing_of_it_and_the_drafter_before(trainer, drafter_bytes, disk):
-    small = disk(int(1.5 * drafter_bytes) + 16 * PAGE)
-    place = small / "drafter"
-    trainer.save(str(place), FACTS)
-    before = (place / "model.safetensors").read_bytes()
-    with pytest.raises(Exception, match="No space left"):
-        trainer.save(str(place), FACTS)
-    assert held(small) == {"drafter"} and (place / "model.safetensors").read_bytes() == before
-
-
 def test_a_place_that_is_a_link_stays_one(trainer, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "elsewhere" / "drafter")  # also before there is anything

@@ -117,7 +117,6 @@ class FakeSpot(Fake):
         self.off, self.failures, self.last_failure, self.stats = "spot training has not started", [], "", None
         self.replicas, self.running, self.published, self.version = {}, False, None, 0
         self.verdict, self.late, self.exporting = None, False, False
-        self.supplied = True
         self.saved = []
         self.ends_at = None
         self.session = None  # the replica on whose device a session runs
@@ -140,7 +139,7 @@ class FakeSpot(Fake):
         self.stats = BufferStats(sequences=4, tokens=9000, train_tokens=8000, bytes=1000)
 
     def ready(self):
-        return not self.off and self.supplied and self.stats is not None and self.session is None
+        return not self.off and self.stats is not None and self.session is None
 
     def train(self, replica):
         self._call("train", replica)

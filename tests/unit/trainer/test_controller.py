@@ -131,16 +131,6 @@ def test_the_first_rollout_chooses_the_tokens_that_are_drafted(filled):
     assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
 
 
-def test_nobody_leaves_before_hidden_states_have_arrived(filled):
-    controller = filled()
-    controller.spot.supplied = False
-    with sampling(controller, 2):
-        assert controller.servers.called("leave") == []
-    rest_of_step(controller, 2)
-    controller.spot.supplied = True
-    trained_step(controller, 3)
-
-
 # ---------------------------------------------------------------------- the cold start
 
 

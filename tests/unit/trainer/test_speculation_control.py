@@ -10,8 +10,8 @@ from verl_tlt.speculation.types import OFF
 from verl_tlt.trainer.speculation_control import SpeculationControl
 
 REPLICAS = ["a", "b"]
-UNKNOWN, RANDOM = (), (0.01, 0.01)
-"""Acceptance of drafters."""
+UNKNOWN = ()
+"""Acceptance of a drafter."""
 
 
 def control(**settings):
@@ -57,10 +57,3 @@ def test_drafting_is_switched_off_where_it_loses_and_on_by_a_replica_that_gains(
     assert live.rollout_ended(rollout(0.5, ["a"])) == 0.0, "the other one ends when it would have"
     assert "Drafting is switched on again" in said.text
     assert live.undrafted(21, UNKNOWN) == [] and not live.off
-
-
-def test_a_random_drafter_waits_for_its_training():
-    live = control()
-    live.calibrated(LatencyTable.calibrated({OFF: [(4, 0.01)], 0: [(4, 0.011)], 3: [(4, 0.015)]}))
-    assert live.undrafted(1, RANDOM) == REPLICAS and "1.01" in live.off
-    assert live.undrafted(2, (0.9, 0.9, 0.9)) == []
