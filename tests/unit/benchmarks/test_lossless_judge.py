@@ -7,20 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.lossless.__main__ import Row, end_of, line, row_of
+from benchmarks.lossless.__main__ import Row
 from benchmarks.lossless.exact import Exact, Sampling
 from benchmarks.lossless.judged import FAILS, Judged
-from benchmarks.lossless.tiny_policy import SMALL, build_target, spell
+from benchmarks.lossless.tiny_policy import SMALL, build_target
 
 PROMPT, TOKENS, DRAWS = [3, 14, 1, 5, 9], 5, 1000
 COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
-
-
-class Letters:
-    """The tiny policy's tokenizer."""
-
-    def decode(self, tokens, **_):
-        return "".join(spell(int(token), SMALL) for token in tokens)
 
 
 @pytest.fixture(scope="module")
@@ -73,31 +66,6 @@ def test_tokens_that_are_nearly_sure_pass_after_many_prompts(exact):
             outputs[:, i] = int(exact.log_probs(prompt, outputs[:1, : i + 1], sure)[0, -1].argmax())
         parts.append(exact.judge(prompt, outputs, sure))
     assert Judged.of_all(parts).places() > FAILS
-
-
-def test_a_response_ends_where_its_first_stop_string_does(exact, drawn):
-    letters = Letters()
-    assert end_of([3, 4, 5, 6], 6, ["ef"], letters) == 3
-    assert end_of([3, 4, 5, 6], 6, ["zz"], letters) == 6 == end_of([3, 4], 6, [], letters)
-
-    outputs = drawn(Sampling())
-    stops = [spell(int(outputs[0, 2]), SMALL)]
-    logprobs = exact.judge(PROMPT, outputs, Sampling()).log_prob.reshape(outputs.shape)
-    ends = [end_of(row.tolist(), TOKENS, stops, letters) for row in outputs]
-
-    def judged(extra):
-        made = [
-            {"tokens": row[: end + extra].tolist(), "logprobs": p[: end + extra].tolist()}
-            for row, p, end in zip(outputs, logprobs, ends, strict=True)
-        ]
-        found = {"accepted": 1.5, "stops": stops, "responses": [made]}
-        return row_of(("an engine", "stop strings"), found, [PROMPT], Sampling(), exact, TOKENS, letters)
-
-    right, longer = judged(0), judged(1)
-    assert right.passes and right.wrong_ends == 0 and right.logprob_error == 0.0
-    assert longer.wrong_ends == sum(end < TOKENS for end in ends) > 100 and not longer.passes
-    assert longer.p_places == right.p_places, "what comes behind the string is not judged"
-    assert "differs" in line(longer) and "differs" not in line(right)
 
 
 def test_a_row_passes_by_its_p_values():
