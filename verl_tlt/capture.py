@@ -4,31 +4,24 @@ The command's environment names this module in `VERL_USE_EXTERNAL_MODULES`, whic
 guard: an interpreter without verl-tlt stops there and trains nothing. What happens then depends on a second variable:
 
 * `VERL_TLT_CAPTURE` (a file): a process that starts `verl.trainer.main_ppo` writes how it was started into the file,
-  and waits until it is ended. Nothing is composed, and no Ray is started.
+  and waits until it is ended. Nothing is composed, and no Ray is started. Its environment, which may hold secrets, is
+  not written: the command reads it from the process itself.
 * `VERL_TLT_APPEND` (a JSON list): such a process appends these overrides to its own, and goes on.
 
 Standard library only: verl is half imported.
 """
 
-import contextlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from verl_tlt.flag import MAIN, started_program
 
 CAPTURE, APPEND, MODULES = "VERL_TLT_CAPTURE", "VERL_TLT_APPEND", "VERL_USE_EXTERNAL_MODULES"
-NAMES = re.compile(
-    r"(CUDA|HF|HIP|NCCL|OMP|PYTORCH|RAY|ROCR|TLT|TORCH|TRANSFORMERS|TRITON|VERL|VLLM)_\w+|PATH|(LD_LIBRARY_|PYTHON)PATH"
-)
-"""Variables that decide how engines start. Of others only those are recorded that an override names."""
-SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 ENDED_WITHIN_S = 600.0
 """Seconds after which a process that should have been ended ends itself: the command that captures is gone."""
 
@@ -37,25 +30,6 @@ def environment_for(variable: str, value: str, environment: Mapping[str, str]) -
     """`environment` for a command in which this module is to act; `variable` is `CAPTURE` or `APPEND`."""
     modules = [name for name in environment.get(MODULES, "").split(",") if name]
     return {**environment, variable: value, MODULES: ",".join([*modules, __name__])}
-
-
-def recorded_environment(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of the environment that a recipe depends on, without secrets."""
-    texts = [*arguments, *_config_texts(arguments)]
-    named = {name for text in texts for name in re.findall(r"oc\.env:\s*(\w+)", text)}
-    kept = {name: value for name, value in environment.items() if NAMES.fullmatch(name) or name in named}
-    return {n: v for n, v in kept.items() if not SECRET.search(n) and n not in (CAPTURE, APPEND, MODULES)}
-
-
-def _config_texts(arguments: Sequence[str]) -> Iterator[str]:
-    """The YAML files below the folders of configs that the arguments name."""
-    for word, after in zip_longest(arguments, arguments[1:], fillvalue=""):
-        option, equals, value = word.partition("=")
-        folder = value if equals else after
-        if option in ("--config-path", "-cp", "--config-dir", "-cd") and folder:
-            for file in Path(folder).rglob("*.yaml"):
-                with contextlib.suppress(OSError):  # such as an editor's lock, a link to nothing
-                    yield file.read_text(errors="replace")
 
 
 def _answer(file: str, said: Mapping[str, Any]) -> NoReturn:
@@ -71,13 +45,12 @@ def _answer(file: str, said: Mapping[str, Any]) -> NoReturn:
 def _capture(file: str) -> None:
     program = started_program(sys.argv, sys.orig_argv)
     if program.endswith(MAIN):
-        arguments = sys.argv[1:]
         _answer(file, {
-            "arguments": arguments,
+            "arguments": sys.argv[1:],
             "interpreter": sys.executable,
             "prefix": sys.prefix,
             "directory": os.getcwd(),
-            "environment": recorded_environment(arguments, os.environ),
+            "process": os.getpid(),
         })  # fmt: skip
     if program.startswith(("verl.trainer.", "verl.experimental.")):
         _answer(file, {"other": program})

@@ -19,10 +19,12 @@ The trained drafter is made by `verl-tlt warmup` on other prompts (`head.py`), a
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from transformers import AutoTokenizer
 
@@ -102,7 +104,8 @@ def calibrate(work: Path, subject: Subject, load: Load) -> Path:
         given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
         environment = recipe_environment(work / "calibration", subject.assets, 1, **given)
         command = (str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides)
-        answer = run_job(EngineJob(capture(command, environment=environment)))
+        with patch.dict(os.environ):  # which gets the recipe's variables, the drafter's among them
+            answer = run_job(EngineJob(capture(command, environment=environment)))
         write_report(calibrated / "report.json", answer)
     return calibrated
 

@@ -158,7 +158,7 @@ def verdict(script, place):
     """(one of VERDICTS, with the key of a first warning behind it; the sentences) for a script."""
     try:
         arguments = told_by_bash(script, place)
-        recipe = recipe_of({"arguments": arguments, "directory": str(place), "environment": {}})
+        recipe = recipe_of({"arguments": arguments, "directory": str(place)})
         (*_, model) = (o.partition("=")[2] for o in recipe.overrides if "actor_rollout_ref.model.path=" in o)
         replaced = {
             "actor_rollout_ref.model.path": stand_in(place, model),

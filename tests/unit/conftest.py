@@ -1,12 +1,21 @@
 """A verl config as `main_ppo` would compose it, reduced to what verl-tlt reads, with its files on disk."""
 
 import logging
+import os
+from unittest.mock import patch
 
 import pytest
 from made_run import MadeRun, make_run
 from omegaconf import OmegaConf
 from one_row import one_row
 from policy_config import write_policy
+
+
+@pytest.fixture(autouse=True)
+def variables():
+    """A command of the user's that a test captures leaves its variables in this process."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from verl_tlt.capture import APPEND, MODULES, environment_for, recorded_environment, with_appended
+from verl_tlt.capture import APPEND, MODULES, environment_for, with_appended
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.capture import capture, check_words, recipe_of
+from verl_tlt.commands.capture import capture, check_words, environment_of, recipe_of
 from verl_tlt.config import TLTConfigError
 
 pytest.importorskip("verl")
@@ -66,8 +67,8 @@ def test_a_script_is_captured_as_bash_runs_it_and_goes_no_further(script, tmp_pa
     assert list(found.overrides) == told[2 : len(told) // 2]
     assert "digit=yes" in found.overrides and "any=one.two" in found.overrides
     assert found.directory == str(tmp_path / "below") and found.config == "ppo_trainer"
-    assert found.environment["VLLM_LOGGING_LEVEL"] == "ERROR" and found.environment["DATA"] == "/data"
-    assert "hidden" not in found.environment.values() and not any(n.startswith("VERL_TLT") for n in found.environment)
+    assert os.environ["DATA"] == "/data" and os.environ["HF_TOKEN"] == "hidden"
+    assert os.path.isdir(tempfile.gettempdir()) and not any(name.startswith("VERL_TLT") for name in os.environ)
     assert not (tmp_path / "below" / "after").exists() and not (tmp_path / "below" / "trapped").exists()
     assert "nothing is trained" in capfd.readouterr().err
 
@@ -223,39 +224,28 @@ def test_overrides_stay_in_one_place(words, appended):
     assert with_appended(words, ["++b=2"]) == appended
 
 
-def test_only_variables_that_a_recipe_depends_on_are_recorded():
-    around = {"HF_HOME": "h", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "OTHER": "o", "MINE": "m", "MY_KEY": "k"}
-    named = ["a=${oc.env:MINE,x}", "b=${oc.env:MY_KEY}"]
-    assert recorded_environment(named, around) == {"HF_HOME": "h", "MINE": "m"}
-
-
-@pytest.mark.parametrize("words", [["--config-path={}"], ["--config-name", "x", "--config-dir", "{}"]])
-def test_variables_that_a_config_of_the_users_own_names_are_recorded_too(tmp_path, words):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "mine.yaml").write_text("data: {train_files: '${oc.env:MINE}/x.parquet'}\n")
-    (tmp_path / "data" / "group.yaml").write_text("val_files: '${oc.env:GROUPS}'\n")
-    (tmp_path / ".#mine.yaml").symlink_to("an editor's lock")
-    given = [word.format(tmp_path) for word in words]
-    assert recorded_environment(given, {"MINE": "m", "GROUPS": "g", "OTHER": "o"}) == {"MINE": "m", "GROUPS": "g"}
-    assert recorded_environment([], {"MINE": "m"}) == {}
+def test_a_process_whose_environment_cannot_be_read_is_one_sentence():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(TLTConfigError, match=rf"^The environment of {MAIN} cannot be read.*directly before `python`"):
+        environment_of(ended.pid)
 
 
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
     (tmp_path / "more").mkdir()
     words = ["--config-path=conf", "--config-name", "mine", "--config-dir", "more", "a=1", "-cn", "mine2"]
-    answer = {"arguments": words, "directory": str(tmp_path), "environment": {"A_NEW_ONE": "x"}}
+    answer = {"arguments": words, "directory": str(tmp_path)}
     more = str(tmp_path / "more")
-    expected = Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "conf/mine2", {}, str(tmp_path))
-    assert recipe_of(answer) == expected and recipe_of(answer).environment == {"A_NEW_ONE": "x"}
+    assert recipe_of(answer) == Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "conf/mine2", str(tmp_path))
     Path(more, "mine2.yaml").touch()
-    assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), f"{more}/mine2", {}, str(tmp_path))
+    assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), f"{more}/mine2", str(tmp_path))
 
 
 @pytest.mark.parametrize("word", ["--gpu", "--help", "--cfg"])
 def test_options_that_main_ppo_does_not_train_with_are_refused(word):
     with pytest.raises(TLTConfigError, match=rf"^{MAIN} does not train with {word}: .* stand before --\.$"):
-        recipe_of({"arguments": ["a=1", word], "directory": "/", "environment": {}})
+        recipe_of({"arguments": ["a=1", word], "directory": "/"})
     with pytest.raises(TLTConfigError, match=rf"^{MAIN} cannot read its argument --config-name"):
-        recipe_of({"arguments": ["a=1", "--config-name"], "directory": "/", "environment": {}})
-    sweep = {"arguments": ["-m", "a=1"], "directory": "/", "environment": {}}
+        recipe_of({"arguments": ["a=1", "--config-name"], "directory": "/"})
+    sweep = {"arguments": ["-m", "a=1"], "directory": "/"}
     assert recipe_of(sweep).overrides == ("a=1",)

@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,24 +41,12 @@ class Recipe:
     overrides: tuple[str, ...]
     config: str = flag.CONFIG
     """Name of the top-level config, after its folder where that is not verl's own."""
-    environment: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What its command had set in the environment."""
     directory: str | None = field(default=None, compare=False)
     """Working directory in which it is started; None: this process's."""
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """Run a `with` block as the command starts `main_ppo`: in its directory, and with its variables set."""
-        before = {name: os.environ.get(name) for name in self.environment}
-        os.environ.update(self.environment)
-        try:
-            with contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else "."):
-                yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+    def place(self) -> contextlib.AbstractContextManager[None]:
+        """Run a `with` block in the directory in which the command starts `main_ppo`."""
+        return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:

@@ -30,7 +30,7 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import CONFIG, MAIN, OURS
 
 GIVEN = "VERL_TLT_CAPTURED"
-"""Variable with which a command goes on under the interpreter of the user's command; names the file of the answer."""
+"""Variable with which a command goes on under the interpreter of the user's command: the answer's file descriptor."""
 POLL_S = 0.2
 _START = r"(?:^|[\s;&|(`'\"/])"
 LEAVES = re.compile(rf"{_START}(docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray job submit)(?=\s|$)")
@@ -49,17 +49,20 @@ SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str, str] = os.environ) -> Recipe:
     """How `command`, run in `environment`, starts `main_ppo`; goes on under its interpreter where that is not this one.
 
-    A `TLTConfigError` says that the command is not run, and why, or that it did not start `main_ppo`.
+    From then on this process has the variables that `main_ppo` has. A `TLTConfigError` says that the command is not
+    run, and why, or that it did not start `main_ppo`.
     """
     if (given := os.environ.pop(GIVEN, None)) is not None:
-        answer = json.loads(Path(given).read_text())
-        os.unlink(given)
+        with open(int(given), encoding="utf-8") as file:
+            file.seek(0)
+            answer = json.load(file)
     else:
         check_words(command, yes)
         print(f"Running `{shlex.join(command)}` until it starts {MAIN}; nothing is trained.", file=sys.stderr)
         answer = run_until_answer(command, environment)
         if answer["prefix"] != sys.prefix:
             _go_on_under(answer)
+    os.environ.update(answer["environment"])
     if lost := next((word for word in command if OURS.match(word) and word not in answer["arguments"]), None):
         raise TLTConfigError(f'{lost} does not reach {MAIN}: the script must pass its arguments on with "$@".')
     return recipe_of(answer)
@@ -105,7 +108,10 @@ def _is_shell_script(file: str, words_before: Sequence[str]) -> bool:
 
 
 def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> dict[str, Any]:
-    """Run a command until a process of it has answered, or until it ends; all its processes are ended then."""
+    """Run a command until a process of it has answered, or until it ends; all its processes are ended then.
+
+    The answer is that of `verl_tlt.capture`, with the process's environment.
+    """
     with tempfile.TemporaryDirectory(prefix="verl-tlt-capture-") as folder:
         file, log = Path(folder) / "answer.json", Path(folder) / "log"
         try:
@@ -114,6 +120,9 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
                     _refuse_training(tree)
                     time.sleep(POLL_S)
                 code = tree.process.poll()
+                answer = json.loads(file.read_text()) if file.exists() else None
+                if answer is not None and "process" in answer:
+                    answer["environment"] = environment_of(answer["process"])
                 tree.kill()
         except KeyboardInterrupt:
             print(f"Ended before it started {MAIN}. {_printed(log)}", file=sys.stderr)
@@ -122,12 +131,23 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
             if error.filename != command[0]:
                 raise
             raise TLTConfigError(_not_started(command[0], error)) from error
-        if not file.exists():
+        if answer is None:
             raise TLTConfigError(_no_answer(command, code, log))
-        answer = json.loads(file.read_text())
     if "other" in answer:
         raise TLTConfigError(f"The command starts {answer['other']}; verl-tlt works with {MAIN}. It was ended.")
     return answer
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """The variables with which a process was started, without those of the capture itself."""
+    try:
+        own = psutil.Process(process).environ()
+    except psutil.Error as error:
+        raise TLTConfigError(
+            f"The environment of {MAIN} cannot be read, as in a container ({error}). Put `verl-tlt ... --` directly "
+            "before `python` there, or give verl's overrides alone."
+        ) from error
+    return {name: value for name, value in own.items() if name not in (CAPTURE, MODULES, "TMPDIR")}
 
 
 def _not_started(program: str, error: OSError) -> str:
@@ -165,16 +185,15 @@ def _printed(log: Path) -> str:
 
 def _go_on_under(answer: dict[str, Any]) -> None:
     """Replace this process by the same command under the interpreter of the user's command."""
-    descriptor, file = tempfile.mkstemp(prefix="verl-tlt-captured-")
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(answer, stream)
-    interpreter = answer["interpreter"]
+    descriptor = os.memfd_create("captured", 0)  # in memory, and handed on: the environment may hold secrets
+    os.write(descriptor, json.dumps(answer).encode())
+    interpreter, own = answer["interpreter"], answer["environment"]
     print(f"Going on with {interpreter}, which the command starts verl with.", file=sys.stderr, flush=True)
-    environment = {**os.environ, **answer["environment"], GIVEN: file}
+    found_by = {name: own[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH") if name in own}
+    environment = {**os.environ, **found_by, GIVEN: str(descriptor)}
     try:
         os.execve(interpreter, [interpreter, "-P", "-m", "verl_tlt.commands.cli", *sys.argv[1:]], environment)
     except OSError as error:
-        os.unlink(file)
         raise TLTConfigError(f"{interpreter}, which the command uses, cannot be started: {error.strerror}.") from error
 
 
@@ -199,5 +218,4 @@ def recipe_of(answer: dict[str, Any]) -> Recipe:
             path = folder
         else:
             overrides.append(f"hydra.searchpath=[file://{folder}]")
-    changed = {name: value for name, value in answer["environment"].items() if os.environ.get(name) != value}
-    return Recipe(tuple(overrides), os.path.join(path, options.config_name), changed, answer["directory"])
+    return Recipe(tuple(overrides), os.path.join(path, options.config_name), answer["directory"])

@@ -93,7 +93,7 @@ def _read_recipe(
         recipe = Recipe(overrides, os.path.abspath(config.with_suffix("")))
     else:
         recipe = Recipe(overrides, config_name)
-    folders = recipe.environment.get("PYTHONPATH", "").split(os.pathsep)
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     look_first_in([recipe.directory or os.getcwd(), *folders])  # as `python -m` would
     return recipe
 

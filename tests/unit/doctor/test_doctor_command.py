@@ -3,11 +3,11 @@
 import copy
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 import transformers
@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
-from verl_tlt.commands.capture import recipe_of
+from verl_tlt.commands.capture import capture, recipe_of
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.compare.plan import make_plan
 from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
-from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.commands.warmup.run import decided_options
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
@@ -127,32 +126,23 @@ def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
 
 
 def test_a_recipe_is_read_with_the_variables_of_its_command(recipe, policy, tmp_path):
-    """Those that the command's script has set, and this process has not."""
-    variables = {"MY_DATA": str(recipe.data.train_files), "MY_RUN": str(tmp_path)}
-    words = ("data.train_files=${oc.env:MY_DATA}", "data.val_files=${oc.env:MY_DATA}", "trainer.device=cpu",
-             "trainer.default_local_dir=${oc.env:MY_RUN}", "actor_rollout_ref.actor.use_dynamic_bsz=true",
-             f"actor_rollout_ref.model.path={policy}")  # fmt: skip
-    found = Recipe((*FLAG, *words), environment=variables)
+    """Those that the command's script has set, and this process has not; one says where more configs are."""
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: ['file://${oc.env:MY_RUN}/more', 'pkg://verl.trainer.config']}\n"
+        "defaults: [ppo_trainer, extra, _self_]\n"
+    )
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "extra.yaml").write_text("# @package _global_\ntrainer: {project_name: theirs}\n")
+    words = ("data.train_files='${oc.env:MY_DATA}'", "data.val_files='${oc.env:MY_DATA}'", "trainer.device=cpu",
+             "trainer.default_local_dir='${oc.env:MY_RUN}'", "actor_rollout_ref.actor.use_dynamic_bsz=true",
+             f"actor_rollout_ref.model.path={policy}", f"--config-path={tmp_path}", "--config-name=mine")  # fmt: skip
+    variables = f"export MY_DATA={recipe.data.train_files} MY_RUN={tmp_path}"
+    start = shlex.join([sys.executable, "-m", "verl.trainer.main_ppo", *FLAG, *words])
+    found = capture(["bash", "-c", f"{variables}; {start}"])
     assert not [finding for finding in diagnose(found) if finding.level in ("refuse", "if")]
-    assert decided_options(found)["prompts"] == [Path(variables["MY_DATA"])]
+    assert compose(found.overrides, found.config).trainer.project_name == "theirs"
+    assert decided_options(found)["prompts"] == [recipe.data.train_files]
     assert make_plan(found, 4, tmp_path).start is None
-    assert not variables.keys() & os.environ.keys(), "they are those of the recipe alone"
-
-
-def test_the_next_command_names_the_same_run(overrides):
-    code, output = call("doctor", "--config-name", "ppo_trainer.yaml", *overrides, "+trainer.plugin=tlt")
-    assert code == 0 and output.endswith("+trainer.plugin=tlt --config-name ppo_trainer.yaml\n"), output
-    options = DoctorOptions(config=Path("a.yaml"), yes=True)
-    assert options.words() == ["--config", "a.yaml", "--yes"]
-    assert DoctorOptions(command=("bash", "r.sh"), yes=True).words() == ["--yes", "--", "bash", "r.sh"]
-
-
-def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
-    (file := tmp_path / "composed.yaml").write_text("WARNING: a: b\ntrainer: {}\n")
-    code, output = call("doctor", "--config", file)
-    file.write_bytes(b"\xff\xfe")
-    assert call("doctor", "--config", file)[1].count("No: Hydra cannot compose") == 1
-    assert code == 1 and "No: Hydra cannot compose" in output and f'"{file}", line 1' in output, output
 
 
 @pytest.mark.parametrize(
@@ -305,7 +295,7 @@ def test_another_folder_of_configs_is_searched(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n")
     words = ["--config-dir", "more", "--config-name=mine", *FLAG]
-    recipe = recipe_of({"arguments": words, "directory": str(tmp_path), "environment": {}})
+    recipe = recipe_of({"arguments": words, "directory": str(tmp_path)})
     config = compose(recipe.overrides, recipe.config)
     assert config.trainer.nnodes == 7 and config.trainer.plugin == "tlt"
 

@@ -1,6 +1,7 @@
 """`verl-tlt compare`: takes the turns that are left, and reports the results of all of them."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,9 @@ def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     folder = options.out.resolve()
     check_writable(folder, "--out")
-    plan = make_plan(options.recipe(), options.steps, folder, options.command, options.overrides or ())
+    around = dict(os.environ)  # before the command is captured: what it exports itself, it exports in each turn
+    typed = tuple(options.overrides or ())
+    plan = make_plan(options.recipe(), options.steps, folder, options.command, typed=typed, around=around)
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
     drafter = first_drafter(plan, names, options.drafter)
     arms = named_arms(names, drafter)

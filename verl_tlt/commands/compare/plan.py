@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
@@ -120,6 +120,8 @@ class Plan:
     """The user's own command, which starts `main_ppo`; empty: it is started directly."""
     typed: tuple[str, ...] = ()
     """Overrides that the user gave besides the command."""
+    around: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment in which jobs are started."""
 
     def of_arm(self, arm: Arm) -> Recipe:
         overrides = (*self.recipe.overrides, FLAG if arm.tlt else NO_FLAG, *arm.overrides)
@@ -156,12 +158,12 @@ class Plan:
         own = {**arm.environment, **variables}
         added = self.overrides(arm, turn, own)
         if self.command:
-            environment = environment_for(APPEND, json.dumps([*self.typed, *added]), {**os.environ, **own})
+            environment = environment_for(APPEND, json.dumps([*self.typed, *added]), {**self.around, **own})
             return list(self.command), environment
         path, name = os.path.split(self.recipe.config)
         where = [f"--config-path={path}", f"--config-name={name}"] if path else [f"--config-name={name}"]
         command = [sys.executable, "-m", MAIN, *where, *self.recipe.overrides, *added]
-        return command, {**os.environ, **self.recipe.environment, **own}
+        return command, {**self.around, **own}
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
         """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
@@ -174,14 +176,14 @@ class Plan:
         return {"--steps": self.steps, "starting checkpoint": str(self.start or ""), **kept}
 
 
-def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] = (), typed: Sequence[str] = ()) -> Plan:
-    """The plan for a recipe, which may have TLT's flag and settings already."""
+def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] = (), **given: Any) -> Plan:
+    """The plan for a recipe, which may have TLT's flag and settings already; `given` are further fields of it."""
     if not command and recipe == Recipe(()):
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
     config = compose(recipe.overrides, recipe.config)
     with recipe.place():
         start = _start(recipe, config)
-    return Plan(recipe, start, steps, folder, tuple(command), tuple(typed))
+    return Plan(recipe, start, steps, folder, tuple(command), **given)
 
 
 def key_of(override: str) -> str:

@@ -62,7 +62,7 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:
-    """Variables that a recipe's engines have beside this process's: its script's, and those that Ray hands on.
+    """Variables that a recipe's engines have beside this process's: those that Ray hands on.
 
     A clone of verl in the recipe's directory is on `PYTHONPATH`: `python -m` finds it there, and a child engine, which
     does not look into its working directory, would not.
@@ -70,7 +70,7 @@ def run_environment(recipe: Recipe) -> dict[str, str]:
     config = compose(recipe.overrides, recipe.config)
     with recipe.place():
         handed = select(config, "ray_kwargs.ray_init.runtime_env.env_vars", {})
-    own = {**recipe.environment, **{str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}}
+    own = {str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}
     clone = Path(recipe.directory or ".").resolve()
     if (verl := location("verl")) is not None and verl.resolve().parent == clone:
         own["PYTHONPATH"] = os.pathsep.join(
