@@ -9,34 +9,27 @@ from types import FrameType
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP come at the end of the block, which holds what a `finally` needs, or clean-up.
-
-    Signals arrive in the main thread; in another one there is nothing to defer.
-    """
+    """SIGINT, SIGTERM and SIGHUP come at the end of the block, which holds what a `finally` needs, or clean-up."""
     came: list[int] = []
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
-    with _handled(numbers, lambda number, _: came.append(number)):
+    with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: came.append(number)):
         yield
     if came:
         signal.raise_signal(came[0])
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all.
-
-    Signals arrive in the main thread; in another one this does nothing.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    with _handled((signal.SIGTERM, signal.SIGHUP) if main else (), signal.default_int_handler):
-        yield
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """In the block SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
+    return _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
 
 
 @contextlib.contextmanager
 def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle these signals within the block, except those that are ignored, as `nohup` has it."""
-    before = {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    """Handle these signals within the block, except those that are ignored, as `nohup` has it.
+
+    Signals arrive in the main thread; in another one there is nothing to handle.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, handler) for n in numbers if main and signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
