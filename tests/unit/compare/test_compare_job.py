@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -44,18 +45,20 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
     """As after a kill between the end of a job and its record, or on a full disk; one checkpoint is left in the end."""
     plan, record = plan_of(tmp_path), Record(tmp_path, {})
 
-    def run(plan, arm, turn, files, stall_s, tell):
-        last = plan.last_step(turn)
+    def run(name, command, env, log, *_):
+        last = plan.last_step(int(log.stem.removeprefix("turn-")) - 1)
         data = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5, "response_length/mean": 8.0,
                 "prompt_length/mean": 2.0, "perf/total_num_tokens": 100.0}  # fmt: skip
-        files[1].write_text("".join(json.dumps({"step": last - n, "data": data}) + "\n" for n in (3, 2, 1, 0)))
+        Path(env[job.FILE_LOGGER]).write_text(
+            "".join(json.dumps({"step": last - n, "data": data}) + "\n" for n in (3, 2, 1, 0))
+        )
         (tmp_path / "stock" / f"global_step_{last}").mkdir()
         return 0
 
     def take(rounds):
         take_turns(plan, [ARM], rounds, record, make_console(), 60.0, lambda: None)
 
-    monkeypatch.setattr(job, "_run", run)
+    monkeypatch.setattr(job, "watched", run)
     take(1)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
         patch.setattr(record, "add", Mock(side_effect=OSError("the disk is full")))

@@ -36,8 +36,10 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     for old in (log, metrics):
         old.unlink(missing_ok=True)
     shutil.rmtree(ray_logs_of(log), ignore_errors=True)
+    command, env = plan.job(arm, turn, {FILE_LOGGER: str(metrics)})
+    folder = Path("." if plan.command else plan.recipe.directory or ".")
     began = time.monotonic()
-    code = _run(plan, arm, turn, (log, metrics), stall_s, tell)
+    code = watched(arm.name, command, with_cluster(env), log, folder, stall_s, lambda: tell(len(read_rows(metrics))))
     seconds, rows = time.monotonic() - began, read_rows(metrics)
     if code or len(rows) != plan.steps:
         what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
@@ -47,14 +49,6 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     saved = sum(row.get("timing_s/save_checkpoint", 0.0) for row in rows.values())
     logged = accepted(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None
     return Turn(arm.name, turn, steps[1:], seconds, steps[0].step_s, saved, logged)
-
-
-def _run(plan: Plan, arm: Arm, turn: int, files: tuple[Path, Path], stall_s: float, tell: Callable[[int], None]) -> int:
-    """Run the job and return its exit status."""
-    log, metrics = files
-    command, env = plan.job(arm, turn, {FILE_LOGGER: str(metrics)})
-    folder = Path("." if plan.command else plan.recipe.directory or ".")
-    return watched(arm.name, command, with_cluster(env), log, folder, stall_s, lambda: tell(len(read_rows(metrics))))
 
 
 def watched(

@@ -180,9 +180,7 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
     """The plan for a recipe, which may have TLT's flag and settings already; `given` are further fields of it."""
     if not command and recipe == Recipe(()):
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
-    config = compose(recipe.overrides, recipe.config)
-    with recipe.place():
-        start = _start(recipe, config)
+    start = _start(recipe, compose(recipe.overrides, recipe.config))
     return Plan(recipe, start, steps, folder, tuple(command), **given)
 
 
@@ -197,8 +195,7 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
     That of the checkpoint, with which TLT goes on whatever is `given`; else the given one, or the recipe's.
     """
     config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
-    with plan.recipe.place():
-        own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
+    own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
     if own and given and {TLT, NO_SPOT} & {*arms}:
         raise CompareError(f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out.")
     if given:
@@ -232,9 +229,8 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
 def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
     """Names of TLT's arms whose drafter is a random one at first, where none is given, and whether they train it."""
     config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
-    with plan.recipe.place():
-        needs_none = select(config, METHOD) == "mtp" or select(config, "tlt.speculation.source") == "ngram"
-        trains = select(config, "tlt.spot.enable", True) is not False
+    needs_none = select(config, METHOD) == "mtp" or select(config, "tlt.speculation.source") == "ngram"
+    trains = select(config, "tlt.spot.enable", True) is not False
     return {} if needs_none else {arm.name: trains and arm.name != NO_SPOT for arm in arms if arm.tlt}
 
 
