@@ -17,9 +17,11 @@ def deferred_interrupts() -> Iterator[None]:
         signal.raise_signal(came[0])
 
 
-def interruptible() -> contextlib.AbstractContextManager[None]:
-    """In the block SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
-    return _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
+    with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
+        yield
 
 
 @contextlib.contextmanager
