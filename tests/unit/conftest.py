@@ -11,9 +11,9 @@ from one_row import one_row
 from policy_config import write_policy
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def variables():
-    """A command of the user's that a test captures leaves its variables in this process."""
+    """Takes back the variables that a user's command leaves in this process, which captures it."""
     with patch.dict(os.environ):
         yield
 

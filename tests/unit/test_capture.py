@@ -77,7 +77,7 @@ SITE = sysconfig.get_path("purelib")
 
 
 @pytest.fixture(autouse=True)
-def stays(monkeypatch):
+def stays(monkeypatch, variables):
     """A command under another interpreter goes on in place of this process; here that must not happen."""
     monkeypatch.setattr("verl_tlt.commands.capture.os.execve", None)
 

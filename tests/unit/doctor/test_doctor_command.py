@@ -26,6 +26,7 @@ from verl_tlt.commands.warmup.run import decided_options
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
 
+pytestmark = pytest.mark.usefixtures("variables")
 FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail

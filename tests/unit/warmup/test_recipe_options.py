@@ -20,6 +20,7 @@ from verl_tlt.commands.warmup.prompts import Prompt
 from verl_tlt.commands.warmup.run import decided_options
 
 pytest.importorskip("verl")
+pytestmark = pytest.mark.usefixtures("variables")
 
 
 @pytest.fixture
