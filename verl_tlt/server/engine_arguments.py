@@ -87,8 +87,8 @@ def speculative_config(
 
     Drafts are sampled: at temperature 1 a greedy draft is accepted with p(argmax) only. `draft_load_config` overrides
     verl's `load_format=dummy`, which would give random weights. vLLM looks for an MTP head where the policy is.
-    Drafts are verified token by token: vLLM's block verification is biased. Its V2 runner draws the same random numbers for
-    a position in every step, and in a block they have decided before how many drafts are accepted.
+    Drafts are verified token by token: vLLM's block verification is biased. Its V2 runner draws the same random numbers
+    for a position in every step, and in a block they have decided before how many drafts are accepted.
     """
     if source == "ngram":  # the scheduler drafts (engine_core/ngram_drafts.py)
         proposer = "verl_tlt.vllm_worker.drafter_pass.NoProposals"
