@@ -45,12 +45,11 @@ python -m verl.trainer.main_ppo <your overrides> +trainer.plugin=tlt \\
 | train a drafter and decode as stock verl does | `tlt.speculation.enable=false` |
 | run stock verl with the same command line | `++trainer.plugin=null` at its end |
 
-You can write settings with a plus in front or without. You can also put them into [a YAML file of your
+A plus in front of a setting is allowed and changes nothing. You can also put settings into [a YAML file of your
 own](quickstart.md#your-own-yaml-file).
 
-A wrong setting stops the run before Ray starts: an unknown key, a value of the wrong type, or two settings that
-contradict each other. The message names the key. `verl-tlt doctor` gives the same message
-without a run.
+A wrong setting stops the run before Ray starts, with a message that names the key: an unknown key, a value of the wrong
+type, or two settings that contradict each other. `verl-tlt doctor` gives the same message without a run.
 """
 
 NOTES = {
@@ -59,8 +58,8 @@ NOTES = {
     " to the longest one. [custom_policy.py](../examples/custom_policy.py) is an example of a policy of your own.",
     "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a drafter, nor with"
     " `trainer.v1.trainer_mode=separate_async`.",
-    "buffer": "The hidden states of a token take 8 bytes times the policy's hidden size: 32 KiB at a size of 4,096. For"
-    " an MTP head they take 2 bytes times the hidden size.",
+    "buffer": "Up to eight RL steps are kept. The hidden states of a token take 8 bytes times the policy's hidden size:"
+    " 32 KiB at a size of 4,096. For an MTP head they take 2 bytes times the hidden size.",
     "gate": "[The test](how-it-works.md#test-and-publication) compares drafters on prompts that were not trained on.",
     "trace": "[What the files hold](metrics-and-troubleshooting.md#the-trace).",
 }
