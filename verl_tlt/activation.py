@@ -30,7 +30,7 @@ def check(config: DictConfig) -> TLTConfig:
     """
     try:
         settings = read_settings(config)
-        findings = rules.examine(config, settings)
+        findings = [*rules.examine_packages(), *rules.examine(config, settings)]
     except TLTConfigError as error:
         raise SystemExit(f"verl-tlt: {error}") from None
     for finding in findings:

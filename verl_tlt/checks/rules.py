@@ -61,14 +61,9 @@ UNTAPPED_LAYOUTS = {
 
 
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
-    """All findings about a recipe: whether TLT is on, the installed packages, and every rule.
-
-    A `TLTConfigError` where a key of the config cannot be resolved.
-    """
-    findings = [switched_on(config), *examine_packages()]
-    for rule in (trainer, actor, rollout, logits, files, bubble):
-        findings += rule(config, settings)
-    return findings
+    """All findings about a recipe that has TLT; a `TLTConfigError` where a key of the config cannot be resolved."""
+    rules = (trainer, actor, rollout, logits, files, bubble)
+    return [finding for rule in rules for finding in rule(config, settings)]
 
 
 def switched_on(config: DictConfig) -> Finding:

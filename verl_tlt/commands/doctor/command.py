@@ -22,7 +22,6 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     Recipe,
-    compose,
     device_of,
     devices,
     likely_meant,
@@ -56,7 +55,7 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         check_report_file(options.out)
     recipe = options.recipe()
     findings = diagnose(recipe)
-    if options.gpu and not any(finding.level == "refuse" for finding in findings):
+    if options.gpu and not is_refused(findings):
         findings += measure_engine(recipe, options, console)
     has_recipe = recipe != Recipe(())
     answer, status = conclude(findings, has_recipe)
@@ -74,11 +73,23 @@ def doctor(options: DoctorOptions, console: Console) -> int:
 
 def diagnose(recipe: Recipe) -> list[Finding]:
     """Findings for this environment, and for a recipe if its overrides are given."""
-    findings = examine_recipe(recipe)
-    if recipe != Recipe(()) and not any(finding.level == "refuse" for finding in findings):
-        findings.append(build_dataclasses(recipe))
+    findings = rules.examine_packages()
+    if recipe != Recipe(()) and installed("verl") is not None:
+        try:
+            with recipe.composed() as config:
+                findings.insert(0, rules.switched_on(config))
+                findings += rules.examine(config, read_settings(config))
+                findings += [*unread_keys(recipe.overrides, config), *examine_gpus(config)]
+                if not is_refused(findings):
+                    findings.append(build_dataclasses(config))
+        except TLTConfigError as error:
+            findings.append(Finding("refuse", "settings", str(error)))
     findings += filter(None, map(_place, ("verl", "vllm")))
     return findings
+
+
+def is_refused(findings: Sequence[Finding]) -> bool:
+    return any(finding.level == "refuse" for finding in findings)
 
 
 def _place(package: str) -> Finding | None:
@@ -120,22 +131,6 @@ def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
     return f"verl-tlt compare {words}" if options.gpu else f"verl-tlt doctor --gpu {words}"
 
 
-def examine_recipe(recipe: Recipe) -> list[Finding]:
-    """Findings on the installed releases, and on a recipe if its overrides are given."""
-    first = rules.examine_packages()
-    if recipe == Recipe(()) or installed("verl") is None:
-        return first
-    try:
-        config = compose(recipe.overrides, recipe.config)
-        with recipe.place():
-            first.insert(0, rules.switched_on(config))
-            unread = list(unread_keys(recipe.overrides, config))
-            judged = rules.examine(config, read_settings(config))
-            return [*judged, *unread, *examine_gpus(config)]
-    except TLTConfigError as error:
-        return [*first, Finding("refuse", "settings", str(error))]
-
-
 def unread_keys(overrides: Sequence[str], config: DictConfig) -> Iterator[Finding]:
     """A warning for each value that was added at the top of the config, as by a key without its path."""
     for key in (word.lstrip("+").partition("=")[0] for word in overrides if word.startswith("+")):
@@ -143,16 +138,14 @@ def unread_keys(overrides: Sequence[str], config: DictConfig) -> Iterator[Findin
             yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
 
-def build_dataclasses(recipe: Recipe) -> Finding:
+def build_dataclasses(config: DictConfig) -> Finding:
     """Whether verl's own dataclasses take the recipe; a key that Hydra was told to add is refused here."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
-    config = compose(recipe.overrides, recipe.config)
     for node in (ROLLOUT, "actor_rollout_ref.actor"):
         try:
-            with recipe.place():
-                omega_conf_to_dataclass(OmegaConf.select(config, node))
+            omega_conf_to_dataclass(OmegaConf.select(config, node))
         except Exception as error:  # whatever verl's checks and the classes themselves raise
             reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
             return Finding("refuse", node, f"verl does not take {node} of this recipe: {reason[:300]}.")
@@ -185,8 +178,7 @@ def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> 
     """Findings that only a real engine on this machine can give, which are also written to `--out`."""
     from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 
-    config = compose(recipe.overrides, recipe.config)
-    with recipe.place():
+    with recipe.composed() as config:
         if not read_settings(config).speculation.enable:
             unmeasured = "tlt.speculation.enable=false: its engines are stock vLLM's, so nothing was measured"
             return [Finding("ok", "engine", unmeasured)]

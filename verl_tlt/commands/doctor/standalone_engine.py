@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
-from verl_tlt.checks.recipe import Recipe, compose, context_tokens, device_of, engine_dtype, read_settings, select
+from verl_tlt.checks.recipe import Recipe, context_tokens, device_of, engine_dtype, read_settings, select
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter.policy import NotHereError, first_line, is_name, read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
@@ -45,14 +46,9 @@ class Setup:
     """Whether the recipe computes on the CPU (`trainer.device=cpu`)."""
 
 
-def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
+def set_up(recipe: Recipe, changes: Mapping[str, Any] = MappingProxyType({})) -> Setup:
     """The parts of a recipe's engine, with other values at the dotted keys of `changes`."""
-    from omegaconf import OmegaConf, open_dict
-
-    config = compose(recipe.overrides, recipe.config)
-    with open_dict(config), recipe.place():
-        for key, value in (changes or {}).items():
-            OmegaConf.update(config, key, value, force_add=True)
+    with recipe.composed(changes) as config:
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         model.path, rollout.max_model_len = located(str(select(config, POLICY, ""))), context_tokens(config)
         rollout.dtype = engine_dtype(config)
@@ -67,8 +63,7 @@ def run_environment(recipe: Recipe) -> dict[str, str]:
     A clone of verl in the recipe's directory is on `PYTHONPATH`: `python -m` finds it there, and a child engine, which
     does not look into its working directory, would not.
     """
-    config = compose(recipe.overrides, recipe.config)
-    with recipe.place():
+    with recipe.composed() as config:
         handed = select(config, "ray_kwargs.ray_init.runtime_env.env_vars", {})
     own = {str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}
     clone = Path(recipe.directory or ".").resolve()

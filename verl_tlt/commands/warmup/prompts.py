@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.recipe import ROLLOUT, number
-from verl_tlt.commands.warmup.run import config_of, longest_context
+from verl_tlt.commands.warmup.run import composed, longest_context
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
 from verl_tlt.drafter.policy import first_line
 from verl_tlt.files.disk import replacing
@@ -77,9 +77,14 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     named = "--prompts " + " ".join(map(str, files))
     if missing := next((file for file in files if not file.is_file()), None):
         raise DrafterError(f"--prompts {missing} {'is not a file' if missing.exists() else 'does not exist'}.")
-    config, longest = _config(options, files)
+    positions = policy_shape(options.model).max_position_embeddings
+    if (longest := positions - options.response_length) < 1:
+        room = f"no room for a prompt in the policy's max_position_embeddings={positions}"
+        raise DrafterError(f"--response-length {options.response_length} leaves {room}.")
+    longest = min(longest, (longest_context(options) or positions) - 1)
     images = images.absolute()  # the recipe's script may start elsewhere
-    with options.recipe().place():
+    with composed(options, _changes(options, files, positions)) as config:
+        longest = min(longest, number(config, f"{ROLLOUT}.prompt_length", 512))
         requests = asyncio.run(_first_requests(config, images, limit, named))
     asked = [request for request in requests if request is not None]
     kept = dict.fromkeys(r for r in asked if 0 < len(r.tokens) <= longest)
@@ -95,12 +100,8 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     return Prompts(tuple(kept), files_digest(files), _held_out(list(kept)), with_media)
 
 
-def _config(options: EngineOptions, files: Sequence[Path]) -> tuple[DictConfig, int]:
-    """verl's config for these files, and the tokens of the longest prompt that leaves room for a response."""
-    positions = policy_shape(options.model).max_position_embeddings
-    if (longest := positions - options.response_length) < 1:
-        room = f"no room for a prompt in the policy's max_position_embeddings={positions}"
-        raise DrafterError(f"--response-length {options.response_length} leaves {room}.")
+def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> dict[str, Any]:
+    """Values of verl's config for these files; prompts are as long as the policy allows unless a run says less."""
     changes: dict[str, Any] = {
         "data.train_files": [str(file.absolute()) for file in files],
         f"{ROLLOUT}.trace.backend": None,  # nothing is logged elsewhere
@@ -108,10 +109,7 @@ def _config(options: EngineOptions, files: Sequence[Path]) -> tuple[DictConfig, 
     }
     if not options.names_a_run():
         changes |= {"data.max_prompt_length": positions, f"{ROLLOUT}.prompt_length": positions}
-    config = config_of(options, changes)
-    with options.recipe().place():
-        asked = number(config, f"{ROLLOUT}.prompt_length", 512)
-    return config, min(longest, asked, (longest_context(options) or positions) - 1)
+    return changes
 
 
 def _held_out(prompts: Sequence[Prompt]) -> frozenset[int]:

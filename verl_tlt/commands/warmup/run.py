@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, absolute, located
-from verl_tlt.checks.recipe import ROLLOUT, Recipe, compose, number, read_mapping, select
+from verl_tlt.checks.recipe import ROLLOUT, Recipe, number, read_mapping, select
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.files.disk import matching
 
@@ -23,8 +24,7 @@ MODEL = "actor_rollout_ref.model"
 
 def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, Any]:
     """Options of the commands that a recipe decides, by field, without those that are `given`."""
-    config = compose(recipe.overrides, recipe.config)
-    with recipe.place():
+    with recipe.composed() as config:
         decided = {
             "model": Path(_path(str(select(config, POLICY, "")))),
             "prompts": [] if "prompts" in given else list(_data_files(config)),
@@ -47,16 +47,11 @@ def _data_files(config: DictConfig) -> Iterator[Path]:
         yield from (Path(absolute(found)) for found in matching(file) or [file])
 
 
-def config_of(options: EngineOptions, changes: Mapping[str, Any] = MappingProxyType({})) -> DictConfig:
-    """verl's config of the run, with the options and `changes` in place of what it says."""
-    from omegaconf import OmegaConf, open_dict
-
-    recipe = options.recipe()
-    config = compose(recipe.overrides, recipe.config)
-    with open_dict(config):
-        for key, value in {**engine_values(options), **changes}.items():
-            OmegaConf.update(config, key, value, force_add=True)
-    return config
+def composed(
+    options: EngineOptions, changes: Mapping[str, Any] = MappingProxyType({})
+) -> AbstractContextManager[DictConfig]:
+    """`Recipe.composed` of the run, with the options and `changes` in place of what it says."""
+    return options.recipe().composed({**engine_values(options), **changes})
 
 
 def engine_values(options: EngineOptions) -> dict[str, Any]:
@@ -76,15 +71,13 @@ def engine_values(options: EngineOptions) -> dict[str, Any]:
 
 def longest_context(options: EngineOptions) -> int | None:
     """Tokens of the longest sequence of the run's engines; None: the run does not say."""
-    config = config_of(options)
-    with options.recipe().place():
+    with composed(options) as config:
         return number(config, f"{ROLLOUT}.max_model_len", 0) or None
 
 
 def processor_options(options: EngineOptions) -> dict[str, Any]:
     """Arguments that the run gives to the policy's processor, which cuts images into patches."""
-    config = config_of(options)
-    with options.recipe().place():
+    with composed(options) as config:
         return read_mapping(config, "data.mm_processor_kwargs")
 
 
