@@ -58,20 +58,13 @@ class Verdict:
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     policy_shape(options.model)  # a policy that is not there is named before its prompts
     device = engine.find_device(options.tensor_parallel)
-    with scratch() as folder:
-        return _evaluate(options, console, folder, device)
-
-
-def _evaluate(options: EvaluateOptions, console: Console, folder: Path, device: str) -> Verdict:
-    prompts = choose_prompts(options, folder / "images")
-    fetch_policy(options.model)
-    # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
-    drafter = _load(options, prompts)
-    method = drafter.config.speculators_model_type
-    config, weights = to_drafter_file(drafter, "float32")
-    with engine.make_bars(console) as bars:
-        staged, served_by = folder / "drafter", options
-        stage(config, weights, staged)
+    with scratch() as folder, engine.make_bars(console) as bars:
+        prompts = choose_prompts(options, folder / "images")
+        fetch_policy(options.model)
+        # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
+        drafter, staged, served_by = _load(options, prompts), folder / "drafter", options
+        method = drafter.config.speculators_model_type
+        stage(*to_drafter_file(drafter, "float32"), staged)
         if method == MTP:
             served_by = replace(options, model=linked(options.model, folder / "policy"))
             write_back(staged, served_by.model)

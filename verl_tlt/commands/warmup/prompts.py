@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.recipe import ROLLOUT, number
 from verl_tlt.commands.warmup.run import composed, longest_context
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
-from verl_tlt.drafter.policy import first_line
 from verl_tlt.files.disk import replacing
 
 if TYPE_CHECKING:
@@ -162,23 +161,29 @@ class _Recorder:
         return str(file)
 
 
+@contextlib.contextmanager
+def _whatever_it_raises(sentence: str) -> Iterator[None]:
+    """Make a `DrafterError`, which begins with `sentence`, of what verl, a dataset, a template or a loop raises."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:200].rstrip(".") or type(error).__name__
+        raise DrafterError(f"{sentence}: {reason}.") from error
+
+
 async def _first_requests(config: DictConfig, images: Path, limit: int | None, named: str) -> list[Prompt | None]:
     """The first request of each of the first `limit` rows, in the order of the files; None: with videos or sound."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.utils import create_rl_dataset
 
-    try:
+    with _whatever_it_raises("verl cannot prepare the agent loop of this policy"):
         worker = AgentLoopWorker(config, _Recorder(images))
-    except Exception as error:  # whatever the tokenizer's and the tools' libraries raise
-        raise DrafterError(f"verl cannot prepare the agent loop of this policy: {first_line(error)}.") from error
-    with contextlib.redirect_stdout(io.StringIO()):  # verl prints counts
-        try:
-            most = config.data.get("train_max_samples", -1)
-            data = create_rl_dataset(
-                config.data.train_files, config.data, worker.tokenizer, worker.processor, max_samples=most
-            )
-        except Exception as error:  # whatever the dataset's libraries raise
-            raise DrafterError(f"{named} cannot be read by verl's dataset: {first_line(error)}.") from error
+    silent = contextlib.redirect_stdout(io.StringIO())  # verl prints counts
+    with silent, _whatever_it_raises(f"{named} cannot be read by verl's dataset"):
+        most = config.data.get("train_max_samples", -1)
+        data = create_rl_dataset(
+            config.data.train_files, config.data, worker.tokenizer, worker.processor, max_samples=most
+        )
     if not len(data):
         raise DrafterError(f"{named} is empty, or all its prompts are longer than data.max_prompt_length.")
     columns = getattr(getattr(data, "dataframe", None), "column_names", None)
@@ -189,10 +194,8 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
 
 
 async def _first_request(worker: Any, config: DictConfig, data: Any, number: int, where: str) -> Prompt | None:
-    try:
+    with _whatever_it_raises(f"{where} cannot be read by verl's dataset"):
         row = data[number]
-    except Exception as error:  # such as images for a policy without a processor
-        raise DrafterError(f"{where} cannot be read by verl's dataset: {first_line(error)}.") from error
     loop = row.pop("agent_name", None) or config.actor_rollout_ref.rollout.agent.default_agent_loop
     row.pop("dummy_tensor", None)
     if not _is_chat(row.get("raw_prompt")):
@@ -200,12 +203,10 @@ async def _first_request(worker: Any, config: DictConfig, data: Any, number: int
     trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     try:
-        await worker._run_agent_loop(sampling, trajectory, agent_name=loop, trace=False, **row)
+        with _whatever_it_raises(f"{where} is refused by verl's {loop}"):
+            await worker._run_agent_loop(sampling, trajectory, agent_name=loop, trace=False, **row)
     except _Recorded as recorded:
         return recorded.prompt
-    except Exception as error:  # a chat template or an agent loop may raise whatever it likes
-        reason = " ".join(str(error.__cause__ or error).split())[:200].rstrip(".") or type(error).__name__
-        raise DrafterError(f"{where} is refused by verl's {loop}: {reason}.") from error
     raise DrafterError(f"{where}: verl's {loop} asked the engine for nothing.")
 
 
