@@ -26,11 +26,11 @@ def model_card(method: str, name: str, policy: str | os.PathLike[str], facts: Ma
     """
     from huggingface_hub import ModelCardData
 
-    base = os.fspath(policy) if is_name(policy) else Path(policy).resolve().name
     own = policys_card(policy)
-    named = own.get("base_model")
+    base = os.fspath(policy) if is_name(policy) else Path(policy).resolve().name
+    named = base if is_name(policy) else own.get("base_model")
     data = ModelCardData(
-        base_model=base if is_name(policy) else named if isinstance(named, str) and is_name(named) else None,
+        base_model=named if isinstance(named, str) and is_name(named) else None,
         base_model_relation="adapter" if is_name(policy) else None,
         license=own.get("license"),
         library_name="speculators",

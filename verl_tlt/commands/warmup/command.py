@@ -191,7 +191,7 @@ def _prepare(
     drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.all, responses)
     passes, rate = OBJECTIVES[options.objective], options.learning_rate
     held_out = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
-    run = TrainingRun(
+    return TrainingRun(
         DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes),
         PolicyTexts(drafter, options, texts, device, int(options.cache_gb * 1e9)),
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
@@ -200,8 +200,6 @@ def _prepare(
         state_file=options.work / STATE,
         stage=stage,
     )
-    run.resume()
-    return run
 
 
 def _drafter(

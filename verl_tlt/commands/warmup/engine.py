@@ -63,8 +63,8 @@ def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: 
         changes |= {f"{ROLLOUT}.enforce_eager": on_cpu}
         if options.tensor_parallel == 1:
             changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
-    fields["processor_options"] = processor_options(options)
-    return GenerationJob(options.recipe(), changes, list(prompts), **fields)
+    cut = processor_options(options)
+    return GenerationJob(options.recipe(), changes, list(prompts), processor_options=cut, **fields)
 
 
 def context_of(options: EngineOptions, prompts: Sequence[Prompt]) -> int:
@@ -98,20 +98,19 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     `ChildEngineError` says why the engine ended early.
     """
     out, answer = directory / RESPONSES, directory / "answer.json"
-    total, done, read = len(job.prompts) * job.samples, 0, 0
-
-    def tell() -> None:
-        nonlocal done, read
-        if out.is_file():
-            with out.open("rb") as file:
-                file.seek(read)  # it may have gigabytes, and this is called every second
-                read += len(more := file.read())
-            done += more.count(b"}")  # a response ends with its only one; other lines are what kills left
-        stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
-
+    total, done = len(job.prompts) * job.samples, 0
+    directory.mkdir(parents=True, exist_ok=True)
+    out.touch()
     if len(_read_responses(out)) < total or (job.drafting and not answer.is_file()):
         environment = {**run_environment(job.recipe), **(ON_CPU if find_device() == "cpu" else {}), **QUIET}
-        run_job("verl_tlt.commands.warmup.engine", asdict(job), directory, environment, tell=tell)
+        with out.open("rb") as written:
+
+            def tell() -> None:
+                nonlocal done
+                done += written.read().count(b"}")  # a response has one; other lines are what kills left
+                stage.tell(done / total, f"{done} of {total} responses" if done else "starting vLLM")
+
+            run_job("verl_tlt.commands.warmup.engine", asdict(job), directory, environment, tell=tell)
     responses = sorted(_read_responses(out).values(), key=lambda r: (r.prompt, r.sample))
     stage.tell(1.0, f"{len(responses)} of {total} responses")
     if not job.drafting:
@@ -123,7 +122,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
 def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
     """The responses generated so far, by (prompt, sample), without a line that a kill cut short."""
     responses = {}
-    for line in file.read_bytes().split(b"\n") if file.is_file() else ():
+    for line in file.read_bytes().split(b"\n"):
         try:
             response = from_plain(Response, json.loads(line))
         except ValueError:
@@ -179,9 +178,7 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
         extra["speculative_config"] = job.drafting
     processor = hf_processor(setup.model.path) if any(prompt.images for prompt in job.prompts) else None
     async with start(setup, directory, drafting=False, extra=extra) as engine:
-        room = asyncio.Semaphore(
-            2 * most_requests(engine.llm)
-        )  # the images of all requests at once may not fit in memory
+        room = asyncio.Semaphore(2 * most_requests(engine.llm))  # images of all requests at once may not fit in memory
         with out.open("a") as stream:
 
             async def answer(number: int, sample: int) -> None:

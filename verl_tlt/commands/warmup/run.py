@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,7 +25,7 @@ def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, An
     """Options of the commands that a recipe decides, by field, without those that are `given`."""
     with recipe.composed() as config:
         decided = {
-            "model": Path(_path(str(select(config, POLICY, "")))),
+            "model": Path(located(str(select(config, POLICY, "")))),
             "prompts": [] if "prompts" in given else list(_data_files(config)),
             "response_length": number(config, f"{ROLLOUT}.response_length", 512),
             "temperature": _float(config, "temperature", 0.0, MOST),
@@ -79,11 +78,6 @@ def processor_options(options: EngineOptions) -> dict[str, Any]:
     """Arguments that the run gives to the policy's processor, which cuts images into patches."""
     with composed(options) as config:
         return read_mapping(config, "data.mm_processor_kwargs")
-
-
-def _path(path: str) -> str:
-    """A model's folder as an absolute path; a name on the hub as it is."""
-    return absolute(path) if os.path.exists(os.path.expanduser(path)) else located(path)
 
 
 def _float(config: DictConfig, name: str, least: float, most: float) -> float:

@@ -151,7 +151,8 @@ class TrainingRun:
     def taus(self) -> list[float]:
         return [check["tau"] for check in self.progress.checks]
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
+        """Go on from the state of an earlier, killed run, if there is one."""
         if not self.state_file.is_file():
             return
         try:
@@ -166,7 +167,8 @@ class TrainingRun:
 
     def __call__(self) -> None:
         """Train to the end of the budget, then take the best weights."""
-        saved, checks = time.perf_counter(), len(self.taus)
+        self._resume()
+        saved = time.perf_counter()
         with ahead(self._batches(), self.trainer.feed()) as source:
             if not self.taus:
                 with self._turn:
@@ -178,12 +180,7 @@ class TrainingRun:
                     self._step(fed)
                     self.progress.seconds += time.perf_counter() - started
                     self._check_if_due()
-                note = f"step {self.trainer.steps}, {self.progress.tokens} tokens, loss {self.progress.loss:.3f}"
-                note += f", accept length {self.taus[-1]:.2f}" if self.taus else ""
-                if len(self.taus) > checks:
-                    checks = len(self.taus)
-                    self.stage.say(f"{100 * self.spent:3.0f} %  {note}")
-                self.stage.tell(self.spent, note)
+                self.stage.tell(self.spent, self._note())
                 if time.perf_counter() - saved > SAVE_EVERY_S:
                     self.save()
                     saved = time.perf_counter()
@@ -194,21 +191,24 @@ class TrainingRun:
         """Score the weights at evenly spread places of the run, and at its end."""
         if self.spent >= len(self.progress.checks) / CHECKS:
             self._check()
+            self.stage.say(f"{100 * self.spent:3.0f} %  {self._note()}")
 
     def _check(self) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
         p, chosen = self.progress, grouped(self.judged, lambda n: self.library.responses([n]), JUDGED_TOKENS)
-        score = self._score(next(chosen, []))
+
+        def tell(done: int, total: int) -> None:
+            self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
+
+        score = self.library.score(self.trainer.model, next(chosen, []), self.options.batch_tokens, tell)
         if not self.taus or score.accept_length > max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
         check = {"step": self.trainer.steps, "tokens": p.tokens, "seconds": p.seconds, "tau": score.accept_length}
         p.checks.append(check)
 
-    def _score(self, numbers: Sequence[int]) -> SequenceScore:
-        def tell(done: int, total: int) -> None:
-            self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
-
-        return self.library.score(self.trainer.model, numbers, self.options.batch_tokens, tell)
+    def _note(self) -> str:
+        p = self.progress
+        return f"step {self.trainer.steps}, {p.tokens} tokens, loss {p.loss:.3f}, accept length {self.taus[-1]:.2f}"
 
     def save(self) -> None:
         state = {
