@@ -94,8 +94,9 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
 
 def quoted(value: object) -> str:
     """A value as Hydra reads it, whatever characters it has."""
-    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
-    return f"'{text}'"
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def likely_meant(key: str, config: DictConfig) -> str:

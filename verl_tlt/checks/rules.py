@@ -69,11 +69,11 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
 def switched_on(config: DictConfig) -> Finding:
     """Whether this recipe trains with TLT at all."""
     if sentence := flag.refusal(config):
-        return Finding("refuse", "trainer.plugin", f"TLT is off: {sentence}")
+        return Finding("refuse", flag.SWITCH, f"TLT is off: {sentence}")
     if flag.wanted(config):
-        return Finding("ok", "trainer.plugin", "TLT is on")
+        return Finding("ok", flag.SWITCH, "TLT is on")
     stock = "this recipe trains with stock verl until +trainer.plugin=tlt is added"
-    return Finding("if", "trainer.plugin", f"TLT is off: {stock}.")
+    return Finding("if", flag.SWITCH, f"TLT is off: {stock}.")
 
 
 # ---------------------------------------------------------------------- installed packages

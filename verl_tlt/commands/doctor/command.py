@@ -34,6 +34,7 @@ from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import check_writable, replacing
+from verl_tlt.flag import SWITCH
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -43,16 +44,16 @@ if TYPE_CHECKING:
 
 STYLES = {"ok": "green", "warn": "yellow", "if": "bold yellow", "refuse": "bold red"}
 LABELS = {"ok": "ok", "warn": "warning", "if": "missing", "refuse": "refused"}
-ON = "trainer.plugin"
-"""The finding on whether the recipe has TLT at all."""
 
 
 def doctor(options: DoctorOptions, console: Console) -> int:
     """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here."""
     if options.gpu and not options.names_a_run():
         raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")
-    if options.gpu:
-        check_report_file(options.out)
+    if options.gpu:  # before anything is measured
+        if options.out.is_dir():
+            raise TLTError(f"--out {options.out} is a folder: name a file.")
+        check_writable(options.out.parent, "the folder of --out")
     recipe = options.recipe()
     findings = diagnose(recipe)
     if options.gpu and not is_refused(findings):
@@ -111,11 +112,12 @@ def conclude(findings: Sequence[Finding], has_recipe: bool) -> tuple[str, int]:
     refused = [finding.sentence for finding in findings if finding.level == "refuse"]
     if refused:
         return f"No: {refused[0]}" + (f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""), 1
-    elsewhere = [finding.sentence for finding in findings if finding.level == "if" and finding.what != ON]
+    missing = [finding for finding in findings if finding.level == "if"]
+    elsewhere = [finding.sentence for finding in missing if finding.what != SWITCH]
     if elsewhere:
         return f"OK, except on this machine: {' '.join(elsewhere)}", 3
-    if off := next((finding.sentence for finding in findings if finding.level == "if"), None):
-        return f"OK, but {off}", 3
+    if missing:  # the switch alone
+        return f"OK, but {missing[0].sentence}", 3
     if not has_recipe:
         return "OK: TLT can run with the packages installed here. Give your recipe to have it checked too.", 0
     return "OK: TLT can run here.", 0
@@ -192,13 +194,6 @@ def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> 
         return [Finding("refuse", "engine", str(error))]
     say(console, f"Wrote {options.out}.")
     return answer.findings
-
-
-def check_report_file(file: Path) -> None:
-    """Raise a `TLTError` where the report cannot be written, before anything is measured."""
-    if file.is_dir():
-        raise TLTError(f"--out {file} is a folder: name a file.")
-    check_writable(file.parent, "the folder of --out")
 
 
 def write_report(file: Path, answer: Answer) -> None:

@@ -72,13 +72,12 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     if not setup.on_cpu and not torch.cuda.is_available():
         raise TLTError(f"torch {torch.__version__} cannot use a GPU here.")
     findings = list[Finding]()
-    stock = list[dict[int, float]]()
 
-    async def read_stock() -> None:
+    async def stock_seconds() -> dict[int, float]:
         async with start(setup, directory, drafting=False) as engine:
-            stock.append(await engine.wall_seconds(BATCHES))
+            return await engine.wall_seconds(BATCHES)
 
-    await read_stock()
+    before = await stock_seconds()
     has_drafter = setup.tlt.speculation.source != "ngram"
     async with start(setup, directory) as engine:
         if has_drafter:
@@ -91,7 +90,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         await engine.every("tlt_set_drafting", False)
         await ask_scheduler(engine.llm, "control", drafting=False)
         off = await engine.wall_seconds(BATCHES)
-    await read_stock()  # a machine's pace changes within minutes
+    stock = [before, await stock_seconds()]  # a machine's pace changes within minutes
     return Answer([*findings, *judge_costs(costs, stock, off)], costs, hardware_name())
 
 
