@@ -236,15 +236,14 @@ def devices(config: DictConfig, node: str) -> int:
     return number(config, f"{node}.nnodes", 1) * number(config, f"{node}.n_gpus_per_node", 1)
 
 
-def devices_per_replica(config: DictConfig) -> int:
-    """Devices of one rollout replica, as verl's `LLMServerManager` counts them; 1 at least."""
-    kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
-
-
 def replicas_on(config: DictConfig, node: str) -> int:
-    """Rollout replicas on the devices of `node`; a `TLTConfigError` where there are too few for one."""
-    available, per_replica = devices(config, node), devices_per_replica(config)
+    """Rollout replicas on the devices of `node`, as verl's `LLMServerManager` counts them.
+
+    A `TLTConfigError` where there are too few devices for one.
+    """
+    available = devices(config, node)
+    kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    per_replica = math.prod(max(1, number(config, f"{ROLLOUT}.{kind}", 1)) for kind in kinds)
     if available < per_replica:
         raise TLTConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size and its like ask for {per_replica} GPUs a replica, and "

@@ -66,11 +66,7 @@ class Answer:
 
 async def check(job: EngineJob, directory: Path) -> Answer:
     """Start the recipe's engines and measure all that `job` asks for; `directory` is for drafter and log."""
-    import torch
-
     setup = set_up(job.recipe)
-    if not setup.on_cpu and not torch.cuda.is_available():
-        raise TLTError(f"torch {torch.__version__} cannot use a GPU here.")
     findings = list[Finding]()
 
     async def stock_seconds() -> dict[int, float]:
@@ -82,7 +78,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     async with start(setup, directory) as engine:
         if has_drafter:
             findings.append(await check_sleep(engine))
-        if not setup.on_cpu:  # a CPU has no device context
+        if setup.device != "cpu":  # which has no device context
             findings.append(await check_waking(engine))
         costs = await engine.measure_costs(job.budget_s)
         if has_drafter and (error := failure_of(await load_drafter(engine))):  # as after a pass that failed
@@ -194,10 +190,14 @@ def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: 
 
 
 def run_job(job: EngineJob) -> Answer:
-    """Have a child process do `job`; raises `TLTConfigError` or `ChildEngineError` where it cannot."""
+    """Have a child process do `job`; a `TLTError` where it cannot."""
+    import torch
+
     setup = set_up(job.recipe)
-    if setup.on_cpu:
+    if setup.device == "cpu":
         child_engine.require_cpu_platform()
+    elif not torch.cuda.is_available():
+        raise TLTError(f"There is no GPU on this machine, and the recipe has trainer.device={setup.device}.")
     if (finding := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
         raise TLTConfigError(finding.sentence)
     fetch_policy(setup.model.path)

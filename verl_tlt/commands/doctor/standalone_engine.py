@@ -42,8 +42,8 @@ class Setup:
     """verl's `actor_rollout_ref.rollout` node; its `max_model_len` is the longest sequence, in tokens."""
     model: DictConfig
     """verl's `actor_rollout_ref.model` node; its `path` is a local directory, or a name on the hub."""
-    on_cpu: bool
-    """Whether the recipe computes on the CPU (`trainer.device=cpu`)."""
+    device: str
+    """The kind of device that the recipe computes on (`trainer.device`), such as `cuda` or `cpu`."""
 
 
 def set_up(recipe: Recipe, changes: Mapping[str, Any] = MappingProxyType({})) -> Setup:
@@ -54,7 +54,7 @@ def set_up(recipe: Recipe, changes: Mapping[str, Any] = MappingProxyType({})) ->
         rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"
-        return Setup(read_settings(config), rollout, model, device_of(config) == "cpu")
+        return Setup(read_settings(config), rollout, model, device_of(config))
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:
