@@ -58,28 +58,32 @@ class Verdict:
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
     policy_shape(options.model)  # a policy that is not there is named before its prompts
     device = engine.find_device(options.tensor_parallel)
-    with scratch() as folder, engine.make_bars(console) as bars:
+    with scratch() as folder:
         prompts = choose_prompts(options, folder / "images")
         fetch_policy(options.model)
         # Staged as a run serves it: what else is in the file does not reach vLLM, which casts to the policy's dtype.
-        drafter, staged, served_by = _load(options, prompts), folder / "drafter", options
+        drafter = _load(options, prompts)
         method = drafter.config.speculators_model_type
+        staged = folder / "drafter"
         stage(*to_drafter_file(drafter, "float32"), staged)
+        served_by = options
         if method == MTP:
             served_by = replace(options, model=linked(options.model, folder / "policy"))
             write_back(staged, served_by.model)
         drafting = speculative_config(str(staged), options.draft_length, method=method)
         job = engine.generation_job(served_by, prompts, drafting=drafting)
-        responses, served = engine.generate(job, folder, engine.Stage(bars, "serve", "starting vLLM"))
-        assert served is not None
-        scored = engine.Stage(bars, "score", "loading the policy")
-        drafter, texts = _load(options, prompts, device), engine.as_texts(prompts, responses)
-        library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
+        with engine.make_bars(console) as bars:
+            responses, served = engine.generate(job, folder, engine.Stage(bars, "serve", "starting vLLM"))
+            assert served is not None
+            scored = engine.Stage(bars, "score", "loading the policy")
+            drafter = _load(options, prompts, device)
+            texts = engine.as_texts(prompts, responses)
+            library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
 
-        def tell(done: int, total: int) -> None:
-            scored.tell(done / total, f"{done} of {total} tokens")
+            def tell(done: int, total: int) -> None:
+                scored.tell(done / total, f"{done} of {total} tokens")
 
-        simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
+            simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 
