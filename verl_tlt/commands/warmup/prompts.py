@@ -162,7 +162,7 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _whatever_it_raises(sentence: str) -> Iterator[None]:
+def _as_drafter_error(sentence: str) -> Iterator[None]:
     """Make a `DrafterError`, which begins with `sentence`, of what verl, a dataset, a template or a loop raises."""
     try:
         yield
@@ -176,10 +176,10 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.utils import create_rl_dataset
 
-    with _whatever_it_raises("verl cannot prepare the agent loop of this policy"):
+    with _as_drafter_error("verl cannot prepare the agent loop of this policy"):
         worker = AgentLoopWorker(config, _Recorder(images))
     silent = contextlib.redirect_stdout(io.StringIO())  # verl prints counts
-    with silent, _whatever_it_raises(f"{named} cannot be read by verl's dataset"):
+    with silent, _as_drafter_error(f"{named} cannot be read by verl's dataset"):
         most = config.data.get("train_max_samples", -1)
         data = create_rl_dataset(
             config.data.train_files, config.data, worker.tokenizer, worker.processor, max_samples=most
@@ -194,7 +194,7 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
 
 
 async def _first_request(worker: Any, config: DictConfig, data: Any, number: int, where: str) -> Prompt | None:
-    with _whatever_it_raises(f"{where} cannot be read by verl's dataset"):
+    with _as_drafter_error(f"{where} cannot be read by verl's dataset"):
         row = data[number]
     loop = row.pop("agent_name", None) or config.actor_rollout_ref.rollout.agent.default_agent_loop
     row.pop("dummy_tensor", None)
@@ -203,7 +203,7 @@ async def _first_request(worker: Any, config: DictConfig, data: Any, number: int
     trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     try:
-        with _whatever_it_raises(f"{where} is refused by verl's {loop}"):
+        with _as_drafter_error(f"{where} is refused by verl's {loop}"):
             await worker._run_agent_loop(sampling, trajectory, agent_name=loop, trace=False, **row)
     except _Recorded as recorded:
         return recorded.prompt
