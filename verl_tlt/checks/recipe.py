@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_tlt import MODE_PREFIX, flag
@@ -50,13 +49,13 @@ class Recipe:
         return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
 
     @contextlib.contextmanager
-    def composed(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Iterator[DictConfig]:
+    def composed(self, changes: Mapping[str, Any] | None = None) -> Iterator[DictConfig]:
         """Run a `with` block in `place`, with the composed config; `changes` are other values by their dotted keys."""
         from omegaconf import OmegaConf, open_dict
 
         config = compose(self.overrides, self.config)
         with open_dict(config):
-            for key, value in changes.items():
+            for key, value in (changes or {}).items():
                 OmegaConf.update(config, key, value, force_add=True)
         with self.place():
             yield config

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, absolute, located
@@ -46,11 +45,9 @@ def _data_files(config: DictConfig) -> Iterator[Path]:
         yield from (Path(absolute(found)) for found in matching(file) or [file])
 
 
-def composed(
-    options: EngineOptions, changes: Mapping[str, Any] = MappingProxyType({})
-) -> AbstractContextManager[DictConfig]:
+def composed(options: EngineOptions, changes: Mapping[str, Any] | None = None) -> AbstractContextManager[DictConfig]:
     """`Recipe.composed` of the run, with the options and `changes` in place of what it says."""
-    return options.recipe().composed({**engine_values(options), **changes})
+    return options.recipe().composed({**engine_values(options), **(changes or {})})
 
 
 def engine_values(options: EngineOptions) -> dict[str, Any]:
