@@ -49,7 +49,7 @@ class Recipe:
         return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
 
     @contextlib.contextmanager
-    def composed(self, changes: Mapping[str, Any] | None = None) -> Iterator[DictConfig]:
+    def composed(self, changes: dict[str, Any] | None = None) -> Iterator[DictConfig]:
         """Run a `with` block in `place`, with the composed config; `changes` are other values by their dotted keys."""
         from omegaconf import OmegaConf, open_dict
 

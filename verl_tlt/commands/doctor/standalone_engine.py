@@ -45,7 +45,7 @@ class Setup:
     """The kind of device that the recipe computes on (`trainer.device`), such as `cuda` or `cpu`."""
 
 
-def set_up(recipe: Recipe, changes: Mapping[str, Any] | None = None) -> Setup:
+def set_up(recipe: Recipe, changes: dict[str, Any] | None = None) -> Setup:
     """The parts of a recipe's engine, with other values at the dotted keys of `changes`."""
     with recipe.composed(changes) as config:
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model

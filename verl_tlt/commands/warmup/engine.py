@@ -47,7 +47,7 @@ LINE_S = 60.0
 @dataclass(frozen=True)
 class GenerationJob:
     recipe: Recipe
-    changes: Mapping[str, Any]  # values of verl's config that differ from the recipe's, by their dotted keys
+    changes: dict[str, Any]  # values of verl's config that differ from the recipe's, by their dotted keys
     prompts: list[Prompt]
     samples: int = 1
     drafting: Mapping[str, Any] | None = None  # vLLM's `speculative_config`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ def _data_files(config: DictConfig) -> Iterator[Path]:
         yield from (Path(absolute(found)) for found in matching(file) or [file])
 
 
-def composed(options: EngineOptions, changes: Mapping[str, Any] | None = None) -> AbstractContextManager[DictConfig]:
+def composed(options: EngineOptions, changes: dict[str, Any] | None = None) -> AbstractContextManager[DictConfig]:
     """`Recipe.composed` of the run, with the options and `changes` in place of what it says."""
     return options.recipe().composed({**engine_values(options), **(changes or {})})
 
