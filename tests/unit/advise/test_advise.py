@@ -9,6 +9,7 @@ from verl_tlt.commands.advise.estimate import RunShape, drafting_gains, shape_of
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.costs import LatencyTable
 
 STEP = {"timing_s/gen": 80.0, "timing_s/step": 100.0, "response_length/mean": 900.0, "response_length/max": 3600.0}
 SLOW = {**STEP, "timing_s/gen": 200.0, "timing_s/step": 600.0}
@@ -109,7 +110,9 @@ def test_the_verdict(run, said):
     assert said in verdict(run)
 
 
-COSTS = {(1, -1): 10.0, (1, 1): 11.0, (1, 3): 13.0, (64, -1): 20.0, (64, 1): 40.0, (64, 3): 80.0, (9, 3): 1.0}
+COSTS = LatencyTable.calibrated(
+    {-1: [(1, 10.0), (64, 20.0)], 1: [(1, 11.0), (64, 40.0)], 3: [(1, 13.0), (64, 80.0), (9, 1.0)]}
+)
 
 
 def test_the_break_even_is_beside_the_measured_accept_length():
@@ -132,8 +135,7 @@ def files(tmp_path):
     """A run, a drafter with its facts, and step times."""
     (tmp_path / "metrics.jsonl").write_text(file_log(STEPS))
     (tmp_path / "drafter").mkdir()
-    points = [{"batch": b, "draft_length": k, "seconds": s} for (b, k), s in COSTS.items()]
-    (tmp_path / "costs.json").write_text(json.dumps({"points": points}))
+    (tmp_path / "costs.json").write_text(json.dumps({"points": COSTS.to_list()}))
     return tmp_path
 
 
@@ -171,6 +173,7 @@ def test_step_times_that_are_none_are_refused(files):
     (files / "drafter" / "provenance.json").write_text(json.dumps({"acceptance": [0.8]}))
     drafter = ("--drafter", files / "drafter", "--costs", files / "costs.json")
     for seconds in ("0", "NaN"):
-        (files / "costs.json").write_text(f'{{"points": [{{"batch": 1, "draft_length": -1, "seconds": {seconds}}}]}}')
+        point = f'{{"batch": 1, "kv_tokens": 32, "draft_length": -1, "seconds": {seconds}}}'
+        (files / "costs.json").write_text(f'{{"points": [{point}]}}')
         code, said = advise(files / "metrics.jsonl", *drafter)
         assert code == 1 and "is not a report of verl-tlt doctor --gpu with measured step times" in said, said

@@ -1,9 +1,7 @@
 """`verl-tlt advise`: prints what a run could gain, and the verdict."""
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -15,7 +13,6 @@ from verl_tlt.commands.advise.estimate import (
     DraftingGain,
     RunShape,
     drafting_gains,
-    mean_seconds,
     shape_of,
     steps_to_repay,
     verdict,
@@ -24,6 +21,8 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.options import AdviseOptions
 from verl_tlt.commands.run_metrics import read_runs
 from verl_tlt.errors import TLTError
+from verl_tlt.files.json_files import read_object
+from verl_tlt.speculation.costs import LatencyTable
 
 
 def advise(options: AdviseOptions, console: Console) -> None:
@@ -55,20 +54,17 @@ def read_gains(options: AdviseOptions) -> tuple[list[DraftingGain], float | None
     facts = provenance(options.drafter)
     if not facts.get("acceptance"):
         raise TLTError(f"--drafter {options.drafter} has no measured acceptance: make it with verl-tlt warmup.")
-    gains = drafting_gains(_step_seconds(options.costs), facts["acceptance"])
+    try:
+        costs = LatencyTable.from_list(read_object(options.costs).get("points"))
+    except TLTError as error:
+        raise TLTError(
+            f"--costs {options.costs} is not a report of verl-tlt doctor --gpu with measured step times: {error}"
+        ) from error
+    gains = drafting_gains(costs, facts["acceptance"])
     if not gains:
         raise TLTError(f"--costs {options.costs} has no batch with steps both with and without a drafter.")
     seconds = facts.get("training_seconds")
     return gains, None if seconds is None else seconds / 60
-
-
-def _step_seconds(file: Path) -> dict[tuple[int, int], float]:
-    try:
-        return mean_seconds(json.loads(file.read_text())["points"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TLTError(
-            f"--costs {file} is not a report of verl-tlt doctor --gpu with measured step times: {error!r}."
-        ) from error
 
 
 def ceilings_table(run: RunShape) -> Table:

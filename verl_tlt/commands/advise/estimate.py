@@ -5,14 +5,15 @@ If the rollout is a share f of a step and becomes s times as fast, the step beco
 that drafts and verifies K tokens, divided by that of a step without a drafter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-from statistics import fmean, median
+from statistics import median
 
 from verl_tlt.commands.run_metrics import LoggedRun
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.acceptance import expected_accept_lengths
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.types import OFF
 
 ROLLOUT, STEP, CHECKPOINT = "timing_s/gen", "timing_s/step", "timing_s/save_checkpoint"
 MEAN_LENGTH, LONGEST = "response_length/mean", "response_length/max"
@@ -72,9 +73,14 @@ class DraftingGain:
     """The drafter's, as it was measured."""
 
     @property
+    def ratio(self) -> float:
+        """How many times as fast decoding is with drafts of this length."""
+        return self.accept_length / self.break_even
+
+    @property
     def speedup(self) -> float:
         """How many times as fast decoding is; 1 where nothing is drafted because it does not pay."""
-        return max(1.0, self.accept_length / self.break_even)
+        return max(1.0, self.ratio)
 
 
 def shape_of(run: LoggedRun, source: str) -> RunShape:
@@ -111,23 +117,23 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
     )
 
 
-def drafting_gains(step_seconds: Mapping[tuple[int, int], float], acceptance: Sequence[float]) -> list[DraftingGain]:
-    """The best draft length by batch, ascending.
+def drafting_gains(costs: LatencyTable, acceptance: Sequence[float]) -> list[DraftingGain]:
+    """The best draft length by batch, ascending, of those with seconds of steps both with and without a drafter.
 
     Args:
-        step_seconds: seconds of an engine step by (batch, draft length); -1 is a step without a drafter.
+        costs: measured seconds of engine steps.
         acceptance: by draft position, the share of drafts accepted there, of those accepted up to there.
     """
-    accept_lengths = list(accumulate(accumulate(acceptance, mul), initial=1.0))
-    gains = []
-    for batch in sorted({batch for batch, _ in step_seconds}):
-        without = step_seconds.get((batch, -1))
-        lengths = [k for k in range(1, len(accept_lengths)) if (batch, k) in step_seconds]
-        if without is None or not lengths:
-            continue
-        each = [DraftingGain(batch, k, step_seconds[batch, k] / without, accept_lengths[k]) for k in lengths]
-        gains.append(max(each, key=lambda gain: gain.accept_length / gain.break_even))
-    return gains
+    without = dict(costs.by_batch(OFF))
+    best: dict[int, DraftingGain] = {}
+    for k, accept_length in enumerate(expected_accept_lengths(acceptance, len(acceptance))[1:], 1):
+        for batch, seconds in costs.by_batch(k):
+            if batch not in without:
+                continue
+            gain = DraftingGain(batch, k, seconds / without[batch], accept_length)
+            if batch not in best or gain.ratio > best[batch].ratio:
+                best[batch] = gain
+    return [best[batch] for batch in sorted(best)]
 
 
 def steps_to_repay(run: RunShape, rollout_speedup: float, minutes: float) -> float | None:
@@ -156,13 +162,3 @@ def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
     if run.step_speedup(SPEEDUPS[0]) < WORTH:
         return f"{known} Only worth it with a good drafter: {twice:.2f}x if the rollout is twice as fast. {measure}"
     return f"{known} Worth trying: {twice:.2f}x if the rollout is twice as fast. {measure}"
-
-
-def mean_seconds(points: Sequence[Mapping[str, float]]) -> dict[tuple[int, int], float]:
-    """Measured engine steps as mean seconds by (batch, draft length)."""
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for point in points:
-        if not float(point["seconds"]) > 0:
-            raise ValueError(f"a step of {point['seconds']} seconds")
-        seconds.setdefault((int(point["batch"]), int(point["draft_length"])), []).append(float(point["seconds"]))
-    return {key: fmean(values) for key, values in seconds.items()}

@@ -104,7 +104,7 @@ def read_trace(directory: str | Path) -> RunTrace:
         of_engine = file.name.startswith(events.ENGINE_PREFIX)
         with file.open("rb") as lines:
             for line in lines:
-                record = _record(line)
+                record = record_of(line)
                 if of_engine and (numbers := _engine_step(record)):
                     engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
                 elif not of_engine and (event := parse_event(record)) is not None:
@@ -152,7 +152,7 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
         return None
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def record_of(line: bytes) -> dict[str, Any]:
     """The JSON object of a line; empty where there is none."""
     try:
         record = json.loads(line)
