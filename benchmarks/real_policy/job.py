@@ -10,8 +10,6 @@ from tests.toy.assets import Assets, ensure, write_rows
 
 PLACE = Path(__file__).parents[2] / ".cache" / "real"
 LONGEST_PROMPT, LONGEST_RESPONSE = 48, 1000
-AUX_LAYERS = (2, 15, 27)
-"""What `verl-tlt warmup` takes by itself for 30 layers."""
 ROWS = {"train": 2048, "val": 64}
 
 
@@ -23,7 +21,7 @@ def real_assets(folder: Path, side: Side = "run") -> Assets:
     for split, count in ROWS.items():
         write = partial(write_rows, split=split, count=count, seed=0, row=partial(prompt_row, side=side))
         ensure(files[split], f"{source} {count}", write)
-    return Assets(policy, files["train"], files["val"], AUX_LAYERS, reward=f"pkg://{collatz.__name__}")
+    return Assets(policy, files["train"], files["val"], reward=f"pkg://{collatz.__name__}")
 
 
 def real_overrides(assets: Assets) -> tuple[str, ...]:

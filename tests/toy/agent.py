@@ -11,7 +11,6 @@ told by a parser of ours that the response asked for `calculate`. Used by `.defa
 """
 
 import json
-from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -19,36 +18,6 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-
-
-def forced_sampling_params(
-    sampling_params: Mapping[str, Any], extra_info: Mapping[str, Any], session_id: int, response_length: int
-) -> dict[str, Any]:
-    """A copy of `sampling_params` that ends the response after its forced length, at most `response_length` tokens.
-
-    Args:
-        sampling_params: shared by all samples of a group, so it is copied.
-        extra_info: the prompt's row; `forced_lengths` holds one length per sample.
-        session_id: the sample's index within its group.
-        response_length: `data.max_response_length`.
-
-    Raises:
-        ValueError: the row has no `forced_lengths`, or fewer than the group has samples.
-    """
-    lengths = extra_info.get("forced_lengths")
-    if lengths is None:
-        raise ValueError("agent loop forced_length needs extra_info.forced_lengths in every row of data.train_files.")
-    if session_id >= len(lengths):
-        raise ValueError(
-            f"extra_info.forced_lengths has {len(lengths)} lengths: too few for actor_rollout_ref.rollout.n samples."
-        )
-    length = min(int(lengths[session_id]), response_length)
-    return {**sampling_params, "max_tokens": length, "ignore_eos": True}
-
-
-def numbered(number: int) -> str:
-    """A new request id, which `tests.toy.routing.ByNumber` routes by `number`."""
-    return f"{number}-{uuid4().hex}"
 
 
 class _Numbered:
@@ -59,7 +28,7 @@ class _Numbered:
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """As the client's, under another id."""
-        return await self._client.generate(request_id=numbered(self._number), **kwargs)
+        return await self._client.generate(request_id=f"{self._number}-{uuid4().hex}", **kwargs)
 
 
 class ForcedLengthAgentLoop(SingleTurnAgentLoop):
@@ -68,7 +37,9 @@ class ForcedLengthAgentLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         """Generate one response; `session_id` (0..n-1) comes from verl's `AgentLoopWorkerTQ._run_prompt`."""
         row, sample = kwargs["extra_info"], int(kwargs["session_id"])
-        forced = forced_sampling_params(sampling_params, row, sample, self.response_length)
+        length = min(int(row["forced_lengths"][sample]), self.response_length)
+        # A copy, since all samples of a group share the parameters.
+        forced = {**sampling_params, "max_tokens": length, "ignore_eos": True}
         self.server_manager: Any = _Numbered(self.server_manager, int(row["index"]) + sample)
         return await super().run(forced, priority=priority, **kwargs)
 

@@ -45,12 +45,8 @@ class Assets:
     """Training prompts, parquet: `data.train_files`."""
     val: Path
     """Validation prompts, parquet: `data.val_files`."""
-    aux_layers: tuple[int, int, int]
-    """Layers that this policy's warmed-up drafters read."""
     reward: str = "pkg://tests.toy.reward"
     """`reward.custom_reward_function.path`; its function is `compute_score`."""
-    sampler: str = "pkg://tests.toy.sampler"
-    """`trainer.v1.sampler.custom_sampler.path`; its class is `FastPollReplayBuffer`."""
     agent_loop: Path = Path(__file__).parent / "agent_loop.yaml"
     """`actor_rollout_ref.rollout.agent.agent_loop_config_path`; its loop is `forced_length`."""
     router: Path = Path(__file__).parent / "router.yaml"
@@ -73,20 +69,10 @@ def build_assets(
         train_rows: training prompts.
         val_rows: validation prompts, drawn apart from the training prompts.
         seed: of the prompts.
-
-    Raises:
-        ValueError: `width` is no `Width`, or there are no rows.
-        FileNotFoundError: the package lacks its trained policy.
     """
-    if width not in get_args(Width):
-        raise ValueError(f'width must be "small", "half" or "wide", not {width!r}.')
-    if train_rows < 1 or val_rows < 1:
-        raise ValueError(f"train_rows and val_rows must be at least 1, not {train_rows} and {val_rows}.")
-    if not (SHIPPED_POLICY / "model.safetensors").exists():
-        raise FileNotFoundError(f"{SHIPPED_POLICY} has no model.safetensors: run `python -m tests.toy.train`.")
     out = Path(out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    assets = Assets(out / f"policy-{width}", out / "train.parquet", out / "val.parquet", AUX_LAYERS[width])
+    assets = Assets(out / f"policy-{width}", out / "train.parquet", out / "val.parquet")
     sources = hash_sources()
     ensure(assets.policy, sources, lambda path: _write_policy(path, width))
     for path, split, count in ((assets.train, "train", train_rows), (assets.val, "val", val_rows)):
@@ -213,13 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.toy.assets", description=__doc__)
     parser.add_argument("out", type=Path, help="directory to write to")
     parser.add_argument("--width", choices=get_args(Width), default=demo_width(find_dtype()))
-    parser.add_argument("--train-rows", type=int, default=TRAIN_ROWS)
-    parser.add_argument("--val-rows", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    assets = build_assets(
-        args.out, width=args.width, train_rows=args.train_rows, val_rows=args.val_rows, seed=args.seed
-    )
+    assets = build_assets(args.out, width=args.width)
     print(json.dumps(dataclasses.asdict(assets), default=str, indent=2))
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from tests.toy.assets import AUX_LAYERS, TRAIN_ROWS, demo_width, prompt_row
 from verl_cpu.dtype import find_dtype
 
-INTERMEDIATE = 1024
-"""Width of a drafter's MLP, the recipe's."""
 DRAFT_LENGTH = 7
 """Tokens per draft that its accept length is for."""
 
@@ -19,7 +17,7 @@ def warmup_command(policy: str, prompts: str, drafter: str, *until: str) -> list
     layers = ",".join(map(str, AUX_LAYERS[demo_width(find_dtype())]))
     options = (
         *("--response-length", "1400", "--draft-length", str(DRAFT_LENGTH), "--aux-layers", layers),
-        *("--intermediate-size", str(INTERMEDIATE), "--batch-tokens", "512", "--learning-rate", "2e-3"),
+        *("--intermediate-size", "1024", "--batch-tokens", "512", "--learning-rate", "2e-3"),
         *("--epochs", "100", *until),
     )  # fmt: skip
     return ["verl-tlt", "warmup", *given, *options]

@@ -30,7 +30,7 @@ class ByNumber(GlobalRequestLoadBalancer):
         self._replicas += [server for server in servers if server not in self._replicas]
 
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        """As verl's, but for an id of `tests.toy.agent.numbered`."""
+        """As verl's, but for an id that `tests.toy.agent` made."""
         number, _, rest = request_id.partition("-")
         if rest and number.isdigit():
             server = self._replicas[int(number) % len(self._replicas)]

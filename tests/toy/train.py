@@ -71,21 +71,10 @@ def policy_config() -> Qwen3Config:
     )
 
 
-def train(
-    config: TrainConfig = TrainConfig(), products: Dtype = "float32", start: Path | None = None
-) -> Qwen3ForCausalLM:
-    """Train a policy with plain next-token loss on the responses: fp32 weights, products in either dtype.
-
-    Args:
-        config: how.
-        products: dtype of products.
-        start: directory of a policy to go on with; None: random weights.
-    """
+def train(config: TrainConfig, products: Dtype) -> Qwen3ForCausalLM:
+    """Train a policy with plain next-token loss on the responses: fp32 weights, `products` in either dtype."""
     torch.manual_seed(config.seed)
-    if start is None:
-        model = Qwen3ForCausalLM(policy_config())
-    else:
-        model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
+    model = Qwen3ForCausalLM(policy_config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     batches = _batches(config)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())

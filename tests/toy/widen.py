@@ -12,7 +12,6 @@ Files become files: building the models would import transformers, which takes l
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +27,19 @@ HALF_MLP_WIDTH = 2304
 """The same for 16M parameters, which in fp32 are as many bytes as those 30M in bf16."""
 
 
-@dataclass(frozen=True)
-class Widened:
-    parameters: int
-    """Count of all parameters, the zero ones included."""
-    aux_layers: tuple[int, int, int]
-    """Layers whose *inputs* tell a drafter most: vLLM's `eagle_aux_hidden_state_layer_ids`."""
-
-
-def widen(source: Path, target: Path, mlp_width: int = MLP_WIDTH) -> Widened:
+def widen(source: Path, target: Path, mlp_width: int) -> None:
     """Write a wide policy with the outputs of `source`, a Qwen3 in one file and in the dtype of that file, to `target`.
 
     The layers alternate, real then empty, so the input of each empty layer is the output of a real one; the drafter
     taps the outputs of the last three real layers.
-
-    Raises:
-        ValueError: `mlp_width` is below the source's, or the source has fewer than three layers.
     """
     config = json.loads((source / "config.json").read_text())
-    depth = config["num_hidden_layers"]
-    if mlp_width < config["intermediate_size"]:
-        raise ValueError(f"mlp_width={mlp_width} is below the policy's own {config['intermediate_size']}.")
-    if depth < 3:
-        raise ValueError(f"{source} has {depth} layers: a drafter needs three layers whose hidden states are captured.")
     wide = dict(_wide_weights(load_file(source / "model.safetensors"), mlp_width))
     target.mkdir(parents=True)
     save_file(wide, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(_wide_config(config, mlp_width), indent=2) + "\n")
     for name in ("generation_config.json", *TOKENIZER_FILES):
         shutil.copyfile(source / name, target / name)
-    return Widened(sum(w.numel() for w in wide.values()), (2 * depth - 5, 2 * depth - 3, 2 * depth - 1))
 
 
 def _wide_config(small: dict[str, Any], mlp_width: int) -> dict[str, Any]:
