@@ -1,30 +1,10 @@
-"""Reads files that others are still writing: each poll returns what is new, complete lines only."""
+"""Reads the trace of a run that is still going: each poll returns the events that are new."""
 
-import json
+from collections import Counter
 from pathlib import Path
 
-from verl_tlt.commands.report.reader import parse_event
+from verl_tlt.commands.report.reader import parse_event, record_of
 from verl_tlt.trace.events import ENGINE_PREFIX, Event
-
-
-class Tail:
-    """The lines of one file as they arrive; the file need not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-
-    def poll(self) -> list[str]:
-        """Lines completed since the last call, without their newline."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        end = text.rfind(b"\n") + 1
-        self._offset += end
-        return text[:end].decode(errors="replace").splitlines()
 
 
 class TraceTail:
@@ -32,19 +12,18 @@ class TraceTail:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files: dict[Path, Tail] = {}
+        self._read = Counter[Path]()  # bytes by file
 
     def poll(self) -> list[Event]:
-        """Events written since the last call, in the order of time."""
+        """Events whose lines were completed since the last call, in the order of time."""
+        events: list[Event] = []
         for path in self.directory.glob("*.jsonl"):
-            if not path.name.startswith(ENGINE_PREFIX):
-                self._files.setdefault(path, Tail(path))
-        events = []
-        for line in (line for file in self._files.values() for line in file.poll()):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # half a line of a killed process; the reader counts these
-            if isinstance(record, dict) and (event := parse_event(record)) is not None:
-                events.append(event)
+            if path.name.startswith(ENGINE_PREFIX):
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read[path])
+                text = file.read()
+            complete = text[: text.rfind(b"\n") + 1]
+            self._read[path] += len(complete)
+            events += filter(None, (parse_event(record_of(line)) for line in complete.splitlines()))
         return sorted(events, key=lambda event: event.t)

@@ -1,6 +1,7 @@
 """The memory and the cores that the demo may use here."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,31 +48,10 @@ class Machine:
 def find_machine(cgroup: Path = Path("/sys/fs/cgroup")) -> Machine:
     """Memory and cores, the smaller of what the machine has and what a container (cgroup v2) grants."""
     memory = float(psutil.virtual_memory().available)
-    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
-    if limit is not None and used is not None:
-        memory = min(memory, limit - used + _reclaimable(cgroup / "memory.stat"))
     cores = float(len(os.sched_getaffinity(0)))
-    quota = _read(cgroup / "cpu.max").split()
-    if len(quota) == 2 and quota[0] != "max":
-        cores = min(cores, float(quota[0]) / float(quota[1]))
+    with suppress(OSError, ValueError):  # no such file, or no limit, which is called "max"
+        memory = min(memory, float((cgroup / "memory.max").read_text()))
+    with suppress(OSError, ValueError):
+        quota, period = map(float, (cgroup / "cpu.max").read_text().split())
+        cores = min(cores, quota / period)
     return Machine(memory / 1e9, cores)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # no cgroup v2, or the root group, which has no limits: the machine's own numbers count; no Linux
-        return ""
-
-
-def _number(path: Path) -> float | None:
-    text = _read(path).strip()
-    return float(text) if text.isdigit() else None
-
-
-def _reclaimable(stat: Path) -> float:
-    """Bytes of page cache that count as used and are given back on demand."""
-    for line in _read(stat).splitlines():
-        if line.startswith("inactive_file "):
-            return float(line.split()[1])
-    return 0.0

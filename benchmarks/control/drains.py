@@ -107,7 +107,7 @@ def predict(costs: StepCosts, acceptance: Sequence[float], lengths: Sequence[int
     spec = EngineSpec(costs, chosen, prefill_token_s=costs.prefill_token_s)
     tau = np.array(expected_accept_lengths(acceptance, LONGEST))
     gains = None if arm == NONE else np.tile(tau, (len(lengths), 1))
-    return decode(spec, np.array(lengths), prompt, gains).seconds
+    return decode(spec, np.array(lengths), prompt, gains)
 
 
 def over_ours(

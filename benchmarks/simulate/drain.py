@@ -7,10 +7,8 @@ second, and in every step a request gains the accept length expected at its own 
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,41 +32,20 @@ class EngineSpec:
     arms: tuple[int, ...] = (0, 1, 3)
     max_batch: int = 256
     """Requests decoding at once (`max_num_seqs`); the others wait."""
-    kv_tokens: float = math.inf
-    """Tokens of context that the KV cache holds: what does not fit waits."""
     prefill_token_s: float = 0.0
-    spread: float = 0.0
-    """Relative standard deviation of acceptance between requests."""
 
 
-@dataclass
-class Decoded:
-    seconds: float = 0.0
-    """Seconds until the replica's last response; 0 where it had none."""
-    seconds_by_batch: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of decoding by batch, rounded down to a power of two."""
+def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None = None) -> float:
+    """Seconds to decode all responses, as stock or with a drafter that runs all the time.
 
-
-def step_gains(
-    spec: EngineSpec, acceptance: tuple[float, ...], requests: int, rng: np.random.Generator | None = None
-) -> Floats:
-    """Tokens that each request gains in a step by draft length 0, 1, ..., [requests, K_max + 1]."""
-    drawn = rng.standard_normal(requests) if rng is not None and spec.spread else np.zeros(requests)
-    scale = np.clip(1.0 + spec.spread * drawn, 0.0, None)
-    chain = np.clip(scale[:, None] * np.asarray(acceptance), 0.0, 1.0).cumprod(axis=1)  # [requests, K_max]
-    return 1.0 + np.pad(chain.cumsum(axis=1), ((0, 0), (1, 0)))
-
-
-def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None = None) -> Decoded:
-    """Decode all responses as stock, or with the `step_gains` of a drafter that runs all the time."""
-    decoded = Decoded(seconds=lengths.size * prompt * spec.prefill_token_s)
+    `gains` are the tokens that each request gains in a step by draft length 0, 1, ..., [requests, K_max + 1].
+    """
+    seconds = lengths.size * prompt * spec.prefill_token_s
     left = lengths.astype(np.float64)  # tokens to go, [requests]
     queue = np.arange(lengths.size)  # requests that are not done, those that decode first
     while queue.size:
-        contexts = prompt + (lengths - left)[queue[: spec.max_batch]]
-        # Those decode whose contexts fit in the middle of the segment, one at least.
-        batch = max(1, int((contexts.cumsum() * (1.0 + GROWTH / 2) <= spec.kv_tokens).sum()))
-        rows = queue[:batch]  # requests that decode, [batch]
+        rows = queue[: spec.max_batch]  # requests that decode, [batch]
+        batch = rows.size
         kv = round(float((lengths[rows] - left[rows]).sum())) + batch * prompt
         k = OFF
         if gains is not None:  # the draft length with the most tokens per second
@@ -84,9 +61,7 @@ def decode(spec: EngineSpec, lengths: Lengths, prompt: int, gains: Floats | None
         middle = max(1, round(float(np.clip(needed / steps, 0.0, 1.0).sum())))  # mean batch of the segment
         gained = np.minimum(gain * steps, left[rows])
         middle_kv = round(kv * middle / batch + 0.5 * float(gained.sum()))
-        seconds = steps * spec.step_seconds(middle, middle_kv, k)
-        decoded.seconds += seconds
-        decoded.seconds_by_batch[1 << (middle.bit_length() - 1)] += seconds
+        seconds += steps * spec.step_seconds(middle, middle_kv, k)
         left[rows] -= gained
         queue = queue[left[queue] > 1e-9]
-    return decoded
+    return seconds

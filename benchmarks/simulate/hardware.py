@@ -1,21 +1,15 @@
 """Step costs of simulated hardware: a roofline with CUDA graphs, measured tables, a price of changing K."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from benchmarks.simulate.drain import StepSeconds
-from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 VLLM_CAPTURE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """CUDA-graph sizes vLLM captures by default."""
-
-
-def weights_read(active_share: float, tokens: float) -> float:
-    """Share of a policy's weights that so many tokens use, where one uses `active_share` of them."""
-    return 1.0 - (1.0 - active_share) ** tokens
 
 
 class CostModel(Protocol):
@@ -24,11 +18,6 @@ class CostModel(Protocol):
     def seconds(self, batch: int, kv_tokens: int, verified: int, drafted: int) -> float:
         """A step that verifies `verified`+1 tokens per request and drafts `drafted` more (OFF: no drafter)."""
         ...
-
-
-def steady(cost: CostModel) -> StepSeconds:
-    """Seconds of the steps in which the draft length does not change."""
-    return lambda batch, kv_tokens, k: cost.seconds(batch, kv_tokens, max(k, 0), k)
 
 
 @dataclass(frozen=True)
@@ -53,8 +42,6 @@ class GraphCost:
     """Each further draft token."""
     request_pass_s: float
     """Each request's part of a drafter's pass."""
-    active_share: float = 1.0
-    """Share of the weights that one token uses: below 1 in a mixture of experts, whose tokens use different ones."""
     extra_s: Mapping[int, float] = field(default_factory=dict)
     """Penalty by verified K, for draft lengths without full CUDA graphs."""
     capture: tuple[int, ...] = ()
@@ -73,7 +60,7 @@ class GraphCost:
             padded = self.capture[bisect_left(self.capture, count)]
         elif self.capture:
             eager_s = self.eager_s
-        memory = self.weights_s * weights_read(self.active_share, count) + self.kv_token_s * kv_tokens
+        memory = self.weights_s + self.kv_token_s * kv_tokens
         roof = (memory**self.sharpness + (self.token_s * padded) ** self.sharpness) ** (1.0 / self.sharpness)
         return float(self.overhead_s + eager_s + roof)
 
@@ -98,13 +85,6 @@ class TableCost:
         if verified == max(drafted, 0):
             return steady
         return 0.5 * (steady + float(self._table.seconds(verified, batch)))
-
-
-def calibration_of(cost: CostModel, arms: Sequence[int]) -> LatencyTable:
-    """What a calibration of such an engine would find, without noise: OFF and every arm at two contexts."""
-    loads = [(batch, batch * context) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256) for context in (32, 1024)]
-    steps = [(batch, kv_tokens, k) for batch, kv_tokens in loads for k in (OFF, *arms)]
-    return LatencyTable(tuple(LatencyPoint(*load, steady(cost)(*load)) for load in steps))
 
 
 @dataclass(frozen=True)
