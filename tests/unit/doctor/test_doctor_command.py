@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 import transformers
@@ -22,6 +23,7 @@ from verl_tlt.commands.cli import app
 from verl_tlt.commands.compare.plan import make_plan
 from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus
 from verl_tlt.commands.doctor.standalone_engine import set_up
+from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.commands.warmup.run import decided_options
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
@@ -142,8 +144,24 @@ def test_a_recipe_is_read_with_the_variables_of_its_command(recipe, policy, tmp_
     found = capture(["bash", "-c", f"{variables}; {start}"])
     assert not [finding for finding in diagnose(found) if finding.level in ("refuse", "if")]
     assert compose(found.overrides, found.config).trainer.project_name == "theirs"
-    assert decided_options(found)["prompts"] == [recipe.data.train_files]
+    assert decided_options(found)["prompts"] == [Path(recipe.data.train_files)]
     assert make_plan(found, 4, tmp_path).start is None
+
+
+def test_the_next_command_names_the_same_run(overrides):
+    code, output = call("doctor", "--config-name", "ppo_trainer.yaml", *overrides, "+trainer.plugin=tlt")
+    assert code == 0 and output.endswith("+trainer.plugin=tlt --config-name ppo_trainer.yaml\n"), output
+    options = DoctorOptions(config=Path("a.yaml"), yes=True)
+    assert options.words() == ["--config", "a.yaml", "--yes"]
+    assert DoctorOptions(command=("bash", "r.sh"), yes=True).words() == ["--yes", "--", "bash", "r.sh"]
+
+
+def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
+    (file := tmp_path / "composed.yaml").write_text("WARNING: a: b\ntrainer: {}\n")
+    code, output = call("doctor", "--config", file)
+    file.write_bytes(b"\xff\xfe")
+    assert call("doctor", "--config", file)[1].count("No: Hydra cannot compose") == 1
+    assert code == 1 and "No: Hydra cannot compose" in output and f'"{file}", line 1' in output, output
 
 
 @pytest.mark.parametrize(
