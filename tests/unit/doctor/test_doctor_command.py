@@ -256,6 +256,11 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, m
     assert code == 3 and "its engines are stock vLLM's, so nothing was measured" in output
 
 
+def test_a_command_without_overrides_is_a_recipe():
+    _, output = call("doctor", "--", sys.executable, "-m", "verl.trainer.main_ppo")
+    assert "TLT is off: this recipe trains with stock verl" in output, output
+
+
 def test_a_clone_where_the_run_starts_hides_the_installed_verl(overrides, tmp_path, monkeypatch):
     """As `python -m` finds it: its release is judged, and its configuration composed."""
     monkeypatch.chdir(tmp_path)

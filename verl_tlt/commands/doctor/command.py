@@ -54,11 +54,10 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         if options.out.is_dir():
             raise TLTError(f"--out {options.out} is a folder: name a file.")
         check_writable(options.out.parent, "the folder of --out")
-    recipe = options.recipe()
-    findings = diagnose(recipe)
+    recipe, has_recipe = options.recipe(), options.names_a_run()
+    findings = diagnose(recipe if has_recipe else None)
     if options.gpu and not is_refused(findings):
         findings += measure_engine(recipe, options, console)
-    has_recipe = recipe != Recipe(())
     answer, status = conclude(findings, has_recipe)
     shown = [f for f in findings if options.all or (f.level != "ok" and f.sentence not in answer)]
     if not options.all:
@@ -72,10 +71,10 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     return status
 
 
-def diagnose(recipe: Recipe) -> list[Finding]:
-    """Findings for this environment, and for a recipe if its overrides are given."""
+def diagnose(recipe: Recipe | None) -> list[Finding]:
+    """Findings for this environment, and for a recipe if one is given."""
     findings = rules.examine_packages()
-    if recipe != Recipe(()) and installed("verl") is not None:
+    if recipe is not None and installed("verl") is not None:
         try:
             with recipe.composed() as config:
                 findings.insert(0, rules.switched_on(config))
