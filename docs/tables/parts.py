@@ -78,21 +78,6 @@ def _raced(found: Mapping[str, Any]) -> str:
     )
 
 
-def growth(file: str) -> str:
-    """The real policy's head after each call that trained it, with its accept length on prompts of runs."""
-    body = []
-    for head in load(file)["head"]:
-        simulated, served = head["accept_length_simulated"], head["accept_length_served"]
-        body.append([
-            head["prompts"],
-            f"{head['response_tokens']:,}",
-            f"{head['cpu_seconds'] / 60:.0f}",
-            *(f"{simulated[k]:.2f} / {served[k]:.2f}" for k in simulated),
-        ])  # fmt: skip
-    lengths = [f"K={k}, simulated / served" for k in simulated]
-    return source(file) + rows(("prompts", "tokens of responses", "minutes of CPU", *lengths), body)
-
-
 def study(file: str) -> str:
     """Drafters late in a run by their start: frozen, trained online, and trained offline for as long."""
 
