@@ -224,11 +224,13 @@ def test_overrides_stay_in_one_place(words, appended):
     assert with_appended(words, ["++b=2"]) == appended
 
 
-def test_a_process_whose_environment_cannot_be_read_is_one_sentence():
+def test_a_process_whose_environment_cannot_be_read_is_one_sentence(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
     with pytest.raises(TLTConfigError, match=rf"^The environment of {MAIN} cannot be read.*directly before `python`"):
-        environment_of(ended.pid)
+        environment_of(ended.pid, tmp_path)
+    with pytest.raises(TLTConfigError, match=r"cannot be read"):
+        environment_of(os.getpid(), tmp_path)
 
 
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):

@@ -49,8 +49,8 @@ SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str, str] = os.environ) -> Recipe:
     """How `command`, run in `environment`, starts `main_ppo`; goes on under its interpreter where that is not this one.
 
-    From then on this process has the variables that `main_ppo` has. A `TLTConfigError` says that the command is not
-    run, and why, or that it did not start `main_ppo`.
+    From then on this process has the variables of `main_ppo` beside its own. A `TLTConfigError` says that the command
+    is not run, and why, or that it did not start `main_ppo`.
     """
     if (given := os.environ.pop(GIVEN, None)) is not None:
         with open(int(given), encoding="utf-8") as file:
@@ -122,7 +122,7 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
                 code = tree.process.poll()
                 answer = json.loads(file.read_text()) if file.exists() else None
                 if answer is not None and "process" in answer:
-                    answer["environment"] = environment_of(answer["process"])
+                    answer["environment"] = environment_of(answer["process"], file)
                 tree.kill()
         except KeyboardInterrupt:
             print(f"Ended before it started {MAIN}. {_printed(log)}", file=sys.stderr)
@@ -138,10 +138,12 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
     return answer
 
 
-def environment_of(process: int) -> dict[str, str]:
-    """The variables with which a process was started, without those of the capture itself."""
+def environment_of(process: int, file: Path) -> dict[str, str]:
+    """The variables with which the process that answers in `file` was started, without those of the capture itself."""
     try:
         own = psutil.Process(process).environ()
+        if own.get(CAPTURE) != str(file):  # its number is one of another machine or container
+            raise psutil.NoSuchProcess(process)
     except psutil.Error as error:
         raise TLTConfigError(
             f"The environment of {MAIN} cannot be read, as in a container ({error}). Put `verl-tlt ... --` directly "

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.commands.advise.estimate import shape_of
+from verl_tlt.commands.capture import GIVEN
 from verl_tlt.commands.compare.job import keep_only, take_turn
 from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
 from verl_tlt.commands.compare.plan import (
@@ -40,7 +41,8 @@ def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     folder = options.out.resolve()
     check_writable(folder, "--out")
-    around = dict(os.environ)  # before the command is captured: what it exports itself, it exports in each turn
+    # Before the command is captured: what it exports itself, it exports in each turn.
+    around = {name: value for name, value in os.environ.items() if name != GIVEN}
     typed = tuple(options.overrides or ())
     plan = make_plan(options.recipe(), options.steps, folder, options.command, typed=typed, around=around)
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
