@@ -95,7 +95,8 @@ def draft_lengths(trace: RunTrace) -> list[Series]:
     lengths = _draft_lengths_logged(trace)
     names = {-1: SHARE_OF_OFF, **{k: f"{SHARE_OF_K}{k}" for k in lengths}}
     longest = max([1, *lengths])
-    shares = pd.DataFrame.from_dict(trace.steps, orient="index").reindex(columns=list(names.values()))
+    steps = pd.DataFrame.from_dict(trace.steps, orient="index")
+    shares = steps.reindex(index=sorted(trace.steps), columns=list(names.values()))
     return [Series(k_name(k), k_color(k, longest), shares[name]) for k, name in names.items()]
 
 
