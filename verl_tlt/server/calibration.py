@@ -6,7 +6,9 @@ The engine decodes random prompts with the draft length held, and its own step s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEPS = 8
-"""Clean steps of each measurement, whose median is taken: it is known to 1 % where single steps vary by 3 %."""
+STEPS, LEAST_STEPS = 8, 3
+"""Steps of each measurement whose median is taken: it is known to 1 % where single steps vary by 3 %. Where so many of
+every load would take longer than the budget, fewer are taken, so that more loads are measured."""
 BUDGET_S = 30.0
 """Seconds after which a calibration ends with what it has."""
 LONG_TOKENS = 65_536
@@ -84,18 +87,28 @@ async def calibrate(
     points: list[LatencyPoint] = []
     try:
         # The first use of a draft length compiles, allocates, and finds the machine cold.
-        for length in (OFF, *lengths):
-            await measured.seconds(length, loads[0])
+        seconds = [await measured.seconds(length, loads[0], LEAST_STEPS) for length in (OFF, *lengths)]
         for n, load in enumerate(loads):
-            if n and time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if n and left_s <= 0:
                 logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, n, len(loads))
                 break
-            for length in (OFF, *lengths):
-                if (seconds := await measured.seconds(length, load)) is not None:
-                    points.append(LatencyPoint(load.batch, load.kv_tokens, length, seconds))
+            steps = steps_within(left_s / (len(loads) - n), seconds)
+            seconds = [await measured.seconds(length, load, steps) for length in (OFF, *lengths)]
+            points += [
+                LatencyPoint(load.batch, load.kv_tokens, length, one)
+                for length, one in zip((OFF, *lengths), seconds, strict=True)
+                if one is not None
+            ]
     finally:
         await measured.release()
     return LatencyTable(tuple(points))
+
+
+def steps_within(share_s: float, seconds: Sequence[float | None]) -> int:
+    """Steps of each draft length that take `share_s` seconds, if one of each takes `seconds`."""
+    once = sum(one for one in seconds if one is not None)
+    return max(LEAST_STEPS, min(STEPS, int(share_s / once))) if once else STEPS
 
 
 async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
@@ -105,24 +118,32 @@ async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
     """
     measured = _Measurement(engine, vocab_size)
     try:
-        await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT))
+        await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), STEPS)
     finally:
         await measured.release()
 
 
 async def decode(
-    engine: AsyncLLM, prompt: Sequence[int], media: Mapping[str, Any] | None = None, **sampling: Any
+    engine: AsyncLLM,
+    prompt: Sequence[int],
+    media: Mapping[str, Any] | None = None,
+    most_outputs: float = math.inf,
+    **sampling: Any,
 ) -> list[int]:
     """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`.
 
-    `media` are further fields of vLLM's prompt: images, and how they are cut.
+    `media` are further fields of vLLM's prompt: images, and how they are cut. The request is aborted after
+    `most_outputs` outputs of the engine: of the prompt, and of one or more steps each.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(detokenize=False, **sampling)
-    asked, last = {"prompt_token_ids": list(prompt), **(media or {})}, None
-    async for output in engine.generate(asked, params, request_id=uuid4().hex):
-        last = output
+    asked, last, seen = {"prompt_token_ids": list(prompt), **(media or {})}, None, 0
+    async with contextlib.aclosing(engine.generate(asked, params, request_id=uuid4().hex)) as outputs:
+        async for output in outputs:
+            last, seen = output, seen + 1
+            if seen >= most_outputs:
+                break
     return list(last.outputs[0].token_ids) if last and last.outputs else []
 
 
@@ -136,16 +157,16 @@ class _Measurement:
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
 
-    async def seconds(self, length: int, load: CalibrationLoad) -> float | None:
-        """Median seconds of the clean steps at exactly this batch and length; None if there was none."""
+    async def seconds(self, length: int, load: CalibrationLoad, steps: int) -> float | None:
+        """Median seconds of about so many clean steps at exactly this batch and length; None if there was none."""
         await self._hold(length)
         # A request may gain length + 1 tokens a step; all must still be there when enough steps have been seen.
-        tokens = 2 + STEPS * (max(length, 0) + 1)
+        tokens = 2 + steps * (max(length, 0) + 1)
         context = max(1, load.context - tokens // 2)
         if context > SHORT_CONTEXT:  # computed once and remembered, so that all requests begin to decode together
-            await self._decode(load, context, 1)
+            await self._decode(load, context, 1, 1)
         await ask_scheduler(self._engine, "stats", reset=True)
-        await self._decode(load, context, tokens)
+        await self._decode(load, context, tokens, 2 + steps)
         stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, load.batch)), None)
 
@@ -167,10 +188,13 @@ class _Measurement:
         # The drafter's cache has holes where it did not run; start both ways from nothing.
         await answered(self._engine, "clear its cache", self._engine.reset_prefix_cache())
 
-    async def _decode(self, load: CalibrationLoad, context: int, tokens: int) -> None:
+    async def _decode(self, load: CalibrationLoad, context: int, tokens: int, most_outputs: int) -> None:
         if load not in self._prompts:  # one load is measured after the other
             of_load = [self._rng.choices(range(self._vocab_size), k=load.context) for _ in range(load.batch)]
             self._prompts = {load: of_load}
         prompts = [prompt[:context] for prompt in self._prompts[load]]
-        asked = (decode(self._engine, p, temperature=1.0, max_tokens=tokens, ignore_eos=True) for p in prompts)
+        asked = (
+            decode(self._engine, p, most_outputs=most_outputs, temperature=1.0, max_tokens=tokens, ignore_eos=True)
+            for p in prompts
+        )
         await answered(self._engine, "decode", asyncio.gather(*asked))

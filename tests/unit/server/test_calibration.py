@@ -6,7 +6,16 @@ from dataclasses import asdict
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
-from verl_tlt.server.calibration import LONG_TOKENS, CalibrationLoad, calibrate, draft_once, plan_loads
+from verl_tlt.server.calibration import (
+    LEAST_STEPS,
+    LONG_TOKENS,
+    STEPS,
+    CalibrationLoad,
+    calibrate,
+    draft_once,
+    plan_loads,
+    steps_within,
+)
 from verl_tlt.speculation.costs import SHORT_CONTEXT
 from verl_tlt.speculation.types import OFF
 
@@ -64,6 +73,29 @@ def test_every_draft_length_is_measured_at_every_batch_and_two_contexts():
                 engine.seconds(arm, batch, context), rel=0.02
             )
     assert engine.drafting and engine.force_k is None, "left as it was found"
+
+
+def test_a_request_ends_when_enough_steps_were_seen():
+    engine = MadeEngine()
+    once, outputs = engine.generate, []
+
+    async def generate(prompt, params, request_id):
+        async for output in once(prompt, params, request_id):
+            for n in range(1000):
+                outputs.append(n)
+                yield output
+
+    engine.generate = generate
+    assert run(engine, arms=(1,), max_batch=1, longest=SHORT_CONTEXT).lengths() == (OFF, 1)
+    assert max(outputs) + 1 == 2 + STEPS
+
+
+@pytest.mark.parametrize(
+    ("share_s", "seconds", "steps"),
+    [(10.0, [0.1, 0.2], STEPS), (1.6, [0.1, None, 0.2], 5), (0.1, [0.1, 0.2], LEAST_STEPS), (1.0, [None], STEPS)],
+)
+def test_where_steps_are_slow_fewer_are_taken(share_s, seconds, steps):
+    assert steps_within(share_s, seconds) == steps
 
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():
