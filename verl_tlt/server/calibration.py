@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEPS, LEAST_STEPS = 8, 3
-"""Steps of each measurement whose median is taken: it is known to 1 % where single steps vary by 3 %. Where so many of
-every load would take longer than the budget, fewer are taken, so that more loads are measured."""
+"""Steps of each measurement whose median is taken: with 8 it is known to 1 % where single steps vary by 3 %. A
+measurement that has used its share of the budget ends with fewer, so that every load is reached."""
 BUDGET_S = 30.0
 """Seconds after which a calibration ends with what it has."""
 LONG_TOKENS = 65_536
@@ -87,28 +87,21 @@ async def calibrate(
     points: list[LatencyPoint] = []
     try:
         # The first use of a draft length compiles, allocates, and finds the machine cold.
-        seconds = [await measured.seconds(length, loads[0], LEAST_STEPS) for length in (OFF, *lengths)]
+        for length in (OFF, *lengths):
+            await measured.seconds(length, loads[0], 0.0)
+        remaining = len(loads) * (1 + len(lengths))
         for n, load in enumerate(loads):
-            left_s = deadline - time.monotonic()
-            if n and left_s <= 0:
+            if n and time.monotonic() > deadline:
                 logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, n, len(loads))
                 break
-            steps = steps_within(left_s / (len(loads) - n), seconds)
-            seconds = [await measured.seconds(length, load, steps) for length in (OFF, *lengths)]
-            points += [
-                LatencyPoint(load.batch, load.kv_tokens, length, one)
-                for length, one in zip((OFF, *lengths), seconds, strict=True)
-                if one is not None
-            ]
+            for length in (OFF, *lengths):
+                share_s = (deadline - time.monotonic()) / remaining
+                if (seconds := await measured.seconds(length, load, share_s)) is not None:
+                    points.append(LatencyPoint(load.batch, load.kv_tokens, length, seconds))
+                remaining -= 1
     finally:
         await measured.release()
     return LatencyTable(tuple(points))
-
-
-def steps_within(share_s: float, seconds: Sequence[float | None]) -> int:
-    """Steps of each draft length that take `share_s` seconds, if one of each takes `seconds`."""
-    once = sum(one for one in seconds if one is not None)
-    return max(LEAST_STEPS, min(STEPS, int(share_s / once))) if once else STEPS
 
 
 async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
@@ -118,7 +111,7 @@ async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
     """
     measured = _Measurement(engine, vocab_size)
     try:
-        await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), STEPS)
+        await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), math.inf)
     finally:
         await measured.release()
 
@@ -127,13 +120,13 @@ async def decode(
     engine: AsyncLLM,
     prompt: Sequence[int],
     media: Mapping[str, Any] | None = None,
-    most_outputs: float = math.inf,
+    enough: Callable[[int], bool] = lambda outputs: False,
     **sampling: Any,
 ) -> list[int]:
     """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`.
 
-    `media` are further fields of vLLM's prompt: images, and how they are cut. The request is aborted after
-    `most_outputs` outputs of the engine: of the prompt, and of one or more steps each.
+    `media` are further fields of vLLM's prompt: images, and how they are cut. The request is aborted once
+    `enough` says so of the number of outputs that it got from the engine, of which the first is the prompt's.
     """
     from vllm import SamplingParams
 
@@ -142,7 +135,7 @@ async def decode(
     async with contextlib.aclosing(engine.generate(asked, params, request_id=uuid4().hex)) as outputs:
         async for output in outputs:
             last, seen = output, seen + 1
-            if seen >= most_outputs:
+            if enough(seen):
                 break
     return list(last.outputs[0].token_ids) if last and last.outputs else []
 
@@ -157,16 +150,28 @@ class _Measurement:
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
 
-    async def seconds(self, length: int, load: CalibrationLoad, steps: int) -> float | None:
-        """Median seconds of about so many clean steps at exactly this batch and length; None if there was none."""
+    async def seconds(self, length: int, load: CalibrationLoad, share_s: float) -> float | None:
+        """Median seconds of `LEAST_STEPS` to `STEPS` clean steps at exactly this batch and length; None without one.
+
+        No more than the fewest are taken once `share_s` seconds are over.
+        """
+        ends = time.monotonic() + share_s
         await self._hold(length)
-        # A request may gain length + 1 tokens a step; all must still be there when enough steps have been seen.
-        tokens = 2 + steps * (max(length, 0) + 1)
-        context = max(1, load.context - tokens // 2)
+        per_step = max(length, 0) + 1  # tokens that a request may gain
+        context = max(1, load.context - STEPS * per_step // 2 - 1)
+        config = self._engine.vllm_config.scheduler_config
+        # Steps for the prompts, and one more: the first requests decode meanwhile, at a smaller batch.
+        before = 1 + math.ceil(load.batch * min(context, SHORT_CONTEXT) / config.max_num_batched_tokens)
+
+        def enough(outputs: int) -> bool:
+            steps = outputs - before
+            return steps >= STEPS or (steps >= LEAST_STEPS and time.monotonic() > ends)
+
         if context > SHORT_CONTEXT:  # computed once and remembered, so that all requests begin to decode together
-            await self._decode(load, context, 1, 1)
+            await self._decode(load, context, 1)
         await ask_scheduler(self._engine, "stats", reset=True)
-        await self._decode(load, context, tokens, 2 + steps)
+        # All requests must still be there when enough steps have been seen.
+        await self._decode(load, context, (before + STEPS) * per_step, enough)
         stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, load.batch)), None)
 
@@ -188,13 +193,14 @@ class _Measurement:
         # The drafter's cache has holes where it did not run; start both ways from nothing.
         await answered(self._engine, "clear its cache", self._engine.reset_prefix_cache())
 
-    async def _decode(self, load: CalibrationLoad, context: int, tokens: int, most_outputs: int) -> None:
+    async def _decode(
+        self, load: CalibrationLoad, context: int, tokens: int, enough: Callable[[int], bool] = lambda outputs: False
+    ) -> None:
         if load not in self._prompts:  # one load is measured after the other
             of_load = [self._rng.choices(range(self._vocab_size), k=load.context) for _ in range(load.batch)]
             self._prompts = {load: of_load}
         prompts = [prompt[:context] for prompt in self._prompts[load]]
         asked = (
-            decode(self._engine, p, most_outputs=most_outputs, temperature=1.0, max_tokens=tokens, ignore_eos=True)
-            for p in prompts
+            decode(self._engine, p, enough=enough, temperature=1.0, max_tokens=tokens, ignore_eos=True) for p in prompts
         )
         await answered(self._engine, "decode", asyncio.gather(*asked))

@@ -2,10 +2,12 @@
 
 import asyncio
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
+from verl_tlt.server import calibration
 from verl_tlt.server.calibration import (
     LEAST_STEPS,
     LONG_TOKENS,
@@ -14,7 +16,6 @@ from verl_tlt.server.calibration import (
     calibrate,
     draft_once,
     plan_loads,
-    steps_within,
 )
 from verl_tlt.speculation.costs import SHORT_CONTEXT
 from verl_tlt.speculation.types import OFF
@@ -25,6 +26,8 @@ class MadeEngine:
 
     def __init__(self):
         self.engine_core, self.errored = self, False
+        self.scheduler_config = SimpleNamespace(max_num_batched_tokens=128)
+        self.vllm_config = SimpleNamespace(scheduler_config=self.scheduler_config)
         self.drafting, self.force_k = True, None
         self.latency, self.tokens, self.prompts, self.running = {}, 0, [], 0
 
@@ -75,27 +78,41 @@ def test_every_draft_length_is_measured_at_every_batch_and_two_contexts():
     assert engine.drafting and engine.force_k is None, "left as it was found"
 
 
-def test_a_request_ends_when_enough_steps_were_seen():
-    engine = MadeEngine()
-    once, outputs = engine.generate, []
+class EngineOfManySteps(MadeEngine):
+    """Answers each request with outputs until it is aborted, and counts them; its clock goes on with each."""
 
-    async def generate(prompt, params, request_id):
-        async for output in once(prompt, params, request_id):
-            for n in range(1000):
-                outputs.append(n)
-                yield output
+    def __init__(self, output_s=0.0):
+        super().__init__()
+        self.output_s, self.outputs = output_s, []
 
-    engine.generate = generate
-    assert run(engine, arms=(1,), max_batch=1, longest=SHORT_CONTEXT).lengths() == (OFF, 1)
-    assert max(outputs) + 1 == 2 + STEPS
+    def monotonic(self):
+        return self.output_s * sum(self.outputs)
+
+    async def generate(self, prompt, params, request_id):
+        async for _ in super().generate(prompt, params, request_id):
+            pass
+        self.outputs.append(0)
+        mine = len(self.outputs) - 1
+        for _ in range(params.max_tokens):
+            self.outputs[mine] += 1
+            yield
 
 
-@pytest.mark.parametrize(
-    ("share_s", "seconds", "steps"),
-    [(10.0, [0.1, 0.2], STEPS), (1.6, [0.1, None, 0.2], 5), (0.1, [0.1, 0.2], LEAST_STEPS), (1.0, [None], STEPS)],
-)
-def test_where_steps_are_slow_fewer_are_taken(share_s, seconds, steps):
-    assert steps_within(share_s, seconds) == steps
+@pytest.mark.parametrize(("batch", "before"), [(1, 2), (8, 3)])  # steps for 8 prompts of 27 tokens: two of 128 tokens
+def test_a_request_ends_when_enough_steps_of_the_whole_batch_were_seen(batch, before):
+    engine = EngineOfManySteps()
+    load = CalibrationLoad(batch, SHORT_CONTEXT)
+    asyncio.run(calibrate(engine, (0,), [load], 100, 60.0))
+    assert engine.outputs[2 * batch :] == [before + STEPS] * 2 * batch
+
+
+def test_where_steps_are_slow_fewer_are_taken_and_every_load_is_reached(monkeypatch):
+    engine = EngineOfManySteps(output_s=0.01)
+    monkeypatch.setattr(calibration, "time", engine)
+    table = run(engine, arms=(1,), max_batch=8, longest=SHORT_CONTEXT, budget_s=2.0)
+    assert {p.batch for p in table.points} == {1, 2, 4, 8}
+    assert min(engine.outputs) < 2 + STEPS <= max(engine.outputs)
+    assert min(engine.outputs) >= 2 + LEAST_STEPS
 
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():
