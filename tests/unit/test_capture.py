@@ -7,12 +7,13 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from verl_tlt.capture import APPEND, MODULES, environment_for, with_appended
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.capture import capture, check_words, environment_of, recipe_of
+from verl_tlt.commands.capture import capture, check_words, environment_of, recipe_of, started_in
 from verl_tlt.config import TLTConfigError
 
 pytest.importorskip("verl")
@@ -73,6 +74,19 @@ def test_a_script_is_captured_as_bash_runs_it_and_goes_no_further(script, tmp_pa
     assert "nothing is trained" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("own", ["", "export TMPDIR=/var/tmp"])
+def test_the_environment_is_that_of_main_ppo(script, monkeypatch, own):
+    monkeypatch.setenv("LEFT_BEHIND", "1")
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.setenv(MODULES, "json")
+    before = started_in()
+    text = f"unset LEFT_BEHIND; export {MODULES}=${MODULES},csv; {own}\npython3 -m {MAIN} a=1"
+    capture(["bash", script(text)])
+    assert "LEFT_BEHIND" not in os.environ and os.environ[MODULES] == "json,csv"
+    assert os.environ["TMPDIR"] == ("/var/tmp" if own else "/tmp")
+    assert before["LEFT_BEHIND"] == "1" and before[MODULES] == "json"
+
+
 SITE = sysconfig.get_path("purelib")
 
 
@@ -80,6 +94,27 @@ SITE = sysconfig.get_path("purelib")
 def stays(monkeypatch, variables):
     """A command under another interpreter goes on in place of this process; here that must not happen."""
     monkeypatch.setattr("verl_tlt.commands.capture.os.execve", None)
+
+
+def test_under_another_interpreter_the_command_goes_on_where_it_was(script, monkeypatch):
+    """With the captured answer, the environment of `main_ppo`, and that in which the user started the command."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    monkeypatch.setattr(sys, "prefix", "/another")
+    started = []
+
+    def execve(interpreter, words, environment):
+        started.append((interpreter, environment))
+        raise OSError(0, "goes on in this process")
+
+    monkeypatch.setattr("verl_tlt.commands.capture.os.execve", execve)
+    with pytest.raises(TLTConfigError, match="goes on in this process"):
+        capture(["bash", script(f"export LD_LIBRARY_PATH=/own\npython3 -m {MAIN} a=1")])
+    ((interpreter, environment),) = started
+    assert os.path.samefile(interpreter, sys.executable) and environment["LD_LIBRARY_PATH"] == "/own"
+    with patch.dict(os.environ, environment, clear=True):
+        assert started_in()["LD_LIBRARY_PATH"] == "/before"
+        assert capture(["not", "run", "again"]).overrides == ("a=1",)
+        assert os.environ["LD_LIBRARY_PATH"] == "/own" and not any(name.startswith("VERL_TLT") for name in os.environ)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +263,9 @@ def test_a_process_whose_environment_cannot_be_read_is_one_sentence(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
     with pytest.raises(TLTConfigError, match=rf"^The environment of {MAIN} cannot be read.*directly before `python`"):
-        environment_of(ended.pid, tmp_path)
+        environment_of(ended.pid, tmp_path, tmp_path)
     with pytest.raises(TLTConfigError, match=r"cannot be read"):
-        environment_of(os.getpid(), tmp_path)
+        environment_of(os.getpid(), tmp_path, tmp_path)
 
 
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+import verl_tlt.capture
 from verl_tlt.capture import CAPTURE, MODULES, environment_for
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.console import last_lines
@@ -30,7 +31,8 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import CONFIG, MAIN, OURS
 
 GIVEN = "VERL_TLT_CAPTURED"
-"""Variable with which a command goes on under the interpreter of the user's command: the answer's file descriptor."""
+"""Variable with which a command goes on under the interpreter of the user's command: descriptor of a file that has the
+answer, and the environment in which the command was started."""
 POLL_S = 0.2
 _START = r"(?:^|[\s;&|(`'\"/])"
 LEAVES = re.compile(rf"{_START}(docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray job submit)(?=\s|$)")
@@ -49,23 +51,34 @@ SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str, str] = os.environ) -> Recipe:
     """How `command`, run in `environment`, starts `main_ppo`; goes on under its interpreter where that is not this one.
 
-    From then on this process has the variables of `main_ppo` beside its own. A `TLTConfigError` says that the command
-    is not run, and why, or that it did not start `main_ppo`.
+    From then on this process has the environment of `main_ppo`. A `TLTConfigError` says that the command is not run,
+    and why, or that it did not start `main_ppo`.
     """
-    if (given := os.environ.pop(GIVEN, None)) is not None:
-        with open(int(given), encoding="utf-8") as file:
-            file.seek(0)
-            answer = json.load(file)
+    if GIVEN in os.environ:
+        answer = _given()["answer"]
     else:
         check_words(command, yes)
         print(f"Running `{shlex.join(command)}` until it starts {MAIN}; nothing is trained.", file=sys.stderr)
         answer = run_until_answer(command, environment)
         if answer["prefix"] != sys.prefix:
             _go_on_under(answer)
+    os.environ.clear()
     os.environ.update(answer["environment"])
     if lost := next((word for word in command if OURS.match(word) and word not in answer["arguments"]), None):
         raise TLTConfigError(f'{lost} does not reach {MAIN}: the script must pass its arguments on with "$@".')
     return recipe_of(answer)
+
+
+def started_in() -> dict[str, str]:
+    """The environment in which the user started this command; `capture` changes that of the process."""
+    return _given()["around"] if GIVEN in os.environ else dict(os.environ)
+
+
+def _given() -> dict[str, Any]:
+    with open(int(os.environ[GIVEN]), encoding="utf-8", closefd=False) as file:
+        file.seek(0)
+        given: dict[str, Any] = json.load(file)
+        return given
 
 
 def check_words(command: Sequence[str], yes: bool) -> None:
@@ -122,7 +135,7 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
                 code = tree.process.poll()
                 answer = json.loads(file.read_text()) if file.exists() else None
                 if answer is not None and "process" in answer:
-                    answer["environment"] = environment_of(answer["process"], file)
+                    answer["environment"] = environment_of(answer["process"], file, tree.folder)
                 tree.kill()
         except KeyboardInterrupt:
             print(f"Ended before it started {MAIN}. {_printed(log)}", file=sys.stderr)
@@ -138,8 +151,11 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
     return answer
 
 
-def environment_of(process: int, file: Path) -> dict[str, str]:
-    """The variables with which the process that answers in `file` was started, without those of the capture itself."""
+def environment_of(process: int, file: Path, folder: Path) -> dict[str, str]:
+    """The environment with which the process that answers in `file` was started, but for what the capture changed.
+
+    `folder` is the temporary folder that the capture gave it.
+    """
     try:
         own = psutil.Process(process).environ()
         if own.get(CAPTURE) != str(file):  # its number is one of another machine or container
@@ -149,7 +165,14 @@ def environment_of(process: int, file: Path) -> dict[str, str]:
             f"The environment of {MAIN} cannot be read, as in a container ({error}). Put `verl-tlt ... --` directly "
             "before `python` there, or give verl's overrides alone."
         ) from error
-    return {name: value for name, value in own.items() if name not in (CAPTURE, MODULES, "TMPDIR")}
+    del own[CAPTURE]
+    modules = [name for name in own.pop(MODULES, "").split(",") if name not in ("", verl_tlt.capture.__name__)]
+    if modules:
+        own[MODULES] = ",".join(modules)
+    if own.get("TMPDIR") == str(folder):
+        del own["TMPDIR"]
+        own |= {name: value for name, value in os.environ.items() if name == "TMPDIR"}
+    return own
 
 
 def _not_started(program: str, error: OSError) -> str:
@@ -188,11 +211,10 @@ def _printed(log: Path) -> str:
 def _go_on_under(answer: dict[str, Any]) -> None:
     """Replace this process by the same command under the interpreter of the user's command."""
     descriptor = os.memfd_create("captured", 0)  # in memory, and handed on: the environment may hold secrets
-    os.write(descriptor, json.dumps(answer).encode())
-    interpreter, own = answer["interpreter"], answer["environment"]
+    os.write(descriptor, json.dumps({"answer": answer, "around": dict(os.environ)}).encode())
+    interpreter = answer["interpreter"]
     print(f"Going on with {interpreter}, which the command starts verl with.", file=sys.stderr, flush=True)
-    found_by = {name: own[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH") if name in own}
-    environment = {**os.environ, **found_by, GIVEN: str(descriptor)}
+    environment = {**answer["environment"], GIVEN: str(descriptor)}
     try:
         os.execve(interpreter, [interpreter, "-P", "-m", "verl_tlt.commands.cli", *sys.argv[1:]], environment)
     except OSError as error:

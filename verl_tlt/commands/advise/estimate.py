@@ -118,19 +118,18 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
 
 
 def drafting_gains(costs: LatencyTable, acceptance: Sequence[float]) -> list[DraftingGain]:
-    """The best draft length by batch, ascending, of those with seconds of steps both with and without a drafter.
+    """The best draft length by batch, ascending, of those that were measured both with and without a drafter.
 
     Args:
         costs: measured seconds of engine steps.
         acceptance: by draft position, the share of drafts accepted there, of those accepted up to there.
     """
-    without = dict(costs.by_batch(OFF))
+    without = {batch for batch, _ in costs.by_batch(OFF)}
     best: dict[int, DraftingGain] = {}
     for k, accept_length in enumerate(expected_accept_lengths(acceptance, len(acceptance))[1:], 1):
-        for batch, seconds in costs.by_batch(k):
-            if batch not in without:
-                continue
-            gain = DraftingGain(batch, k, seconds / without[batch], accept_length)
+        for batch in sorted(without & {batch for batch, _ in costs.by_batch(k)}):
+            break_even = costs.seconds(k, batch) / costs.seconds(OFF, batch)  # at the same context
+            gain = DraftingGain(batch, k, float(break_even), accept_length)
             if batch not in best or gain.ratio > best[batch].ratio:
                 best[batch] = gain
     return [best[batch] for batch in sorted(best)]

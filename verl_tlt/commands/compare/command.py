@@ -1,7 +1,6 @@
 """`verl-tlt compare`: takes the turns that are left, and reports the results of all of them."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_tlt.commands.advise.estimate import shape_of
-from verl_tlt.commands.capture import GIVEN
+from verl_tlt.commands.capture import started_in
 from verl_tlt.commands.compare.job import keep_only, take_turn
 from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
 from verl_tlt.commands.compare.plan import (
@@ -41,8 +40,7 @@ def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     folder = options.out.resolve()
     check_writable(folder, "--out")
-    # Before the command is captured: what it exports itself, it exports in each turn.
-    around = {name: value for name, value in os.environ.items() if name != GIVEN}
+    around = started_in()  # before the command is captured: what it exports itself, it exports in each turn
     typed = tuple(options.overrides or ())
     plan = make_plan(options.recipe(), options.steps, folder, options.command, typed=typed, around=around)
     names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
