@@ -92,7 +92,8 @@ class _AsyncView:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.engine_core, self.errored = engine, self, False
-        self._waiting: list[tuple[Any, Any]] = []
+        self.vllm_config = engine.llm.llm_engine.vllm_config
+        self._outputs: dict[str, list[Any]] = {}
 
     async def call_utility_async(self, name: str, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = getattr(self._engine.scheduler, name)(operation, arguments)
@@ -104,13 +105,23 @@ class _AsyncView:
     async def reset_prefix_cache(self) -> None:
         self._engine.llm.reset_prefix_cache()
 
-    async def generate(self, prompt: object, params: object, request_id: str) -> AsyncIterator[object]:
-        """Decode together whatever was asked for at once; the first to ask is given its output, the others none."""
-        self._waiting.append((prompt, params))
-        await asyncio.sleep(0)
-        batch, self._waiting = self._waiting, []
-        if batch:
-            yield self._engine.llm.generate([p for p, _ in batch], [s for _, s in batch], use_tqdm=False)[0]
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[object]:
+        """The outputs of a request, step by step; the request that has none left takes the next step for all."""
+        engine, mine = self._engine.llm.llm_engine, self._outputs.setdefault(request_id, [])
+        engine.add_request(request_id, prompt, params)
+        await asyncio.sleep(0)  # so that all requests are there at the first step
+        try:
+            finished = False
+            while not finished:
+                while not mine:
+                    for output in engine.step():
+                        self._outputs[output.request_id].append(output)
+                output = mine.pop(0)
+                yield output
+                finished = output.finished
+        finally:
+            engine.abort_request([request_id])
+            del self._outputs[request_id]
 
 
 class Engine:
