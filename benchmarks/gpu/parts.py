@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from verl_cpu.environment import CPU_ENGINE
@@ -31,6 +32,7 @@ from verl_tlt.upstream.versions import installed
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
+ROOT = Path(__file__).parents[2]
 NEEDS_CUDA = "needs CUDA"
 """Stands for a figure, or for a whole part, that no other device can give."""
 FINDINGS = "findings.json"
@@ -131,6 +133,12 @@ def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse
         keep()
 
 
+def of_clone(environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """`environment` for a child process that imports modules of this clone, which are in no package of it."""
+    path = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
+
+
 def attempt(
     module: str,
     name: str,
@@ -145,7 +153,7 @@ def attempt(
         return {"needs": "CUDA"}
     if left_s < part.least_s:
         return {"skipped": f"{left_s:.0f} s of the budget were left, and it takes {part.least_s:.0f} s or more"}
-    environment = {**(CPU_ENGINE if tiny else {}), **part.environment}
+    environment = of_clone({**(CPU_ENGINE if tiny else {}), **part.environment})
     most_s, directory = part.most_s * (TINY_SLOWER if tiny else 1.0), scratch / name
     limit_s = min(left_s, most_s)
     job = {"module": module, "part": name, "tiny": tiny, "until": time.time() + limit_s}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.parts import device_memory
+from benchmarks.gpu.parts import device_memory, of_clone
 from benchmarks.lossless.drawing import filled
 from benchmarks.lossless.exact import Exact, Sampling
 from benchmarks.lossless.judged import FAILS, Judged
@@ -188,7 +188,8 @@ def _rows(
             **kind, "prompts": prompts, "draws": asked.draws, "tokens": asked.tokens, "settings": settings,
             "stops": {STOPS: asked.stop},
         }  # fmt: skip
-        found = run_job("benchmarks.lossless.child", job, directory / "engine", {} if cuda else CPU_ENGINE)
+        environment = of_clone({} if cuda else CPU_ENGINE)
+        found = run_job("benchmarks.lossless.child", job, directory / "engine", environment)
         judge = Exact(policy, kind["arguments"]["dtype"], "cuda" if cuda else "cpu")
         for name in names:
             which = (kind["name"], name)

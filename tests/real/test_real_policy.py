@@ -14,6 +14,7 @@ from drafter_bits import fingerprint
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from benchmarks.gpu.parts import of_clone
 from benchmarks.lossless.__main__ import row_of
 from benchmarks.lossless.exact import Exact, Sampling
 from benchmarks.real_policy.collatz import compute_score
@@ -53,7 +54,7 @@ def engines(assets, drafter, prompts, tmp_path_factory):
             "prompts": prompts[:4], "draws": DRAWS // 4, "tokens": TOKENS,
             "settings": settings if head else {GREEDY: settings[GREEDY]},
         }  # fmt: skip
-        found[name] = run_job("benchmarks.lossless.child", job, tmp_path_factory.mktemp(name), CPU_ENGINE)
+        found[name] = run_job("benchmarks.lossless.child", job, tmp_path_factory.mktemp(name), of_clone(CPU_ENGINE))
     return found
 
 

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 def module(tmp_path, monkeypatch):
     """Parts that a child can import; in the parent only their names count."""
     (tmp_path / "made_parts.py").write_text(MODULE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return "made_parts"
 
 
