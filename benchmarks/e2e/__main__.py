@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.control.engine import VllmTable
 from benchmarks.control.fixed import real_models, recorded_costs
-from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Load, arms
+from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, TABLE, Load, arms
 from benchmarks.e2e.head import BENCH_PROMPTS, BENCH_SEED, Head, prepare
 from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
 from benchmarks.e2e.savings import saved
@@ -197,8 +197,9 @@ def main() -> None:
     say(console, say_dtype(find_dtype()))
     load, kept = LOADS[options.load], ROOT / ".cache" / options.policy
     subject = real(kept) if options.policy == "real" else toy(kept, work)
-    calibrated = calibrate(work, subject, load)
-    table = schedule(calibrated, subject.warm.acceptance, load.requests, subject.longest)
+    table: list[list[int]] = []
+    if TABLE in (options.arms or subject.arms or {TABLE}):
+        table = schedule(calibrate(work, subject, load), subject.warm.acceptance, load.requests, subject.longest)
     every = arms(subject.warm.drafter, table, options.cold_start, subject.longest)
     every = {name: arm for name, arm in every.items() if not subject.arms or name in {STOCK, *subject.arms}}
     if unknown := set(options.arms or ()) - every.keys():

@@ -21,6 +21,7 @@ from pathlib import Path
 from verl_tlt.commands.compare.plan import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 LONGEST = 7
+TABLE = "vllm-table"
 KEPT = "vLLM's own speculation, {}, with the warmed-up drafter, kept because the engines never sleep"
 LOST = (
     "vLLM's own speculation, K=3, with the warmed-up drafter and verl's defaults: its weights are discarded at every "
@@ -69,7 +70,7 @@ def arms(
 
     Args:
         warm: the drafter, made by `verl-tlt warmup` for the policy that every arm starts from.
-        schedule: the table of `vllm-table`.
+        schedule: the table of `vllm-table`, empty where that arm does not run.
         cold_start: `tlt.spot.cold_start_s` of the arm without a drafter.
         longest: the longest draft of TLT's arms and of `vllm-table`.
     """
@@ -84,7 +85,7 @@ def arms(
         Arm(STOCK, "stock verl, no speculation", False),
         vllm_arm("vllm-3", KEPT.format("K=3"), drafter, 3),
         vllm_arm("vllm-7", KEPT.format("K=7"), drafter, 7),
-        vllm_arm("vllm-table", KEPT.format("K by batch from measured costs"), drafter, longest, table),
+        vllm_arm(TABLE, KEPT.format("K by batch from measured costs"), drafter, longest, table),
         lost_arm("vllm-3-lost", LOST, drafter, 3),
         tlt("tlt-off", "from a random drafter that nothing trains: what it costs where it does not draft", no_spot),
         tlt(NO_SPOT, "from the warmed-up drafter, which it does not train", began, no_spot),
