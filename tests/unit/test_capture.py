@@ -87,6 +87,11 @@ def test_the_environment_is_that_of_main_ppo(script, monkeypatch, own):
     assert before["LEFT_BEHIND"] == "1" and before[MODULES] == "json"
 
 
+def test_a_script_that_ends_before_what_it_started_in_the_background(script):
+    text = f"nohup python3 -m {MAIN} a=1 > /dev/null 2>&1 &\nsleep 600 & disown"
+    assert capture(["bash", script(text)]).overrides == ("a=1",)
+
+
 SITE = sysconfig.get_path("purelib")
 
 
@@ -180,6 +185,11 @@ def test_a_script_that_loses_the_flag(script):
         ("ray job submit -- python3", True, "recipe.sh has `ray job submit`"),
         ("/usr/bin/sudo python", True, "recipe.sh has `sudo`"),
         ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
+        ("ps aux | grep python | xargs kill -9", False, "recipe.sh: kill. Allow it"),
+        ("find out -name '*.pt' -delete", False, "-delete. Allow it"),
+        ("conda install -y x || uv pip install x", False, "conda install. Allow it"),
+        ("apptainer exec image.sif python3", True, "recipe.sh has `apptainer`"),
+        ("qsub -V job.sh", True, "recipe.sh has `qsub`"),
         ("rm -rf $OUT", False, "recipe.sh: rm -rf. Allow it with --yes."),
         ("rm  -f -r $OUT", False, "recipe.sh: rm  -f -r. Allow it"),
         ("rm --force --recursive $OUT", False, "--recursive. Allow it"),

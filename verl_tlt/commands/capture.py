@@ -35,10 +35,14 @@ GIVEN = "VERL_TLT_CAPTURED"
 answer, and the environment in which the command was started."""
 POLL_S = 0.2
 _START = r"(?:^|[\s;&|(`'\"/])"
-LEAVES = re.compile(rf"{_START}(docker|podman|kubectl|ssh|sudo|tmux|sbatch|ray job submit)(?=\s|$)")
+LEAVES = re.compile(
+    rf"{_START}(docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|ssh|pdsh|sudo|su|tmux|screen"
+    r"|sbatch|qsub|bsub|ray job submit)(?=\s|$)"
+)
 """Programs that start others without this environment, or elsewhere: the command would train there."""
 CHANGES = re.compile(
-    rf"{_START}(ray stop|pkill|killall|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)|pip3? install)(?=\s|$)"
+    rf"{_START}(ray stop|p?kill|killall|fuser -\w*k\w*|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)|find\s.*-delete"
+    r"|git (?:clean|reset)|(?:pip3?|conda|mamba|apt|apt-get) install|uv (?:add|sync))(?=\s|$)"
 )
 """What a script may do to other jobs, files and packages before it starts verl."""
 SAYS = re.compile(r"\s*(#|(echo|printf)\b([^;&|<>`$]|\$(?!\())*$)")
@@ -129,10 +133,9 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
         file, log = Path(folder) / "answer.json", Path(folder) / "log"
         try:
             with running(command, env=environment_for(CAPTURE, str(file), environment), log=log, cwd=cwd) as tree:
-                while not file.exists() and tree.process.poll() is None:
+                while not file.exists() and (code := tree.status(MAIN)) is None:
                     _refuse_training(tree)
                     time.sleep(POLL_S)
-                code = tree.process.poll()
                 answer = json.loads(file.read_text()) if file.exists() else None
                 if answer is not None and "process" in answer:
                     answer["environment"] = environment_of(answer["process"], file, tree.folder)

@@ -88,6 +88,11 @@ class ProcessTree:
                 descendants -= {other, *other.children(recursive=True)}
         return [process for process in descendants if _lives(process)]
 
+    def status(self, program: str) -> int | None:
+        """The command's exit status, once it has ended, and also every process of `program` that it left behind."""
+        code = self.process.poll()
+        return None if code is not None and any(_runs(process, program) for process in self.alive()) else code
+
     def stop(self) -> list[int]:
         """End the whole tree: SIGTERM to the command, to all, then SIGKILL. Removes its folder; Ctrl-C waits for this.
 
@@ -133,6 +138,13 @@ def _lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
+        return False
+
+
+def _runs(process: psutil.Process, program: str) -> bool:
+    try:
+        return program in process.cmdline()
+    except psutil.Error:  # it has just ended
         return False
 
 

@@ -13,6 +13,7 @@ from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.console import last_lines, lines_of
 from verl_tlt.commands.processes import running
 from verl_tlt.commands.run_metrics import read_run
+from verl_tlt.flag import MAIN
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
@@ -66,7 +67,7 @@ def watched(
     """
     with running(command, env=env, log=log, cwd=folder) as tree:
         size, changed = 0, time.monotonic()
-        while (code := tree.process.poll()) is None:
+        while (code := tree.status(MAIN)) is None:
             if log.stat().st_size != size:
                 size, changed = log.stat().st_size, time.monotonic()
             if time.monotonic() - changed > stall_s:
