@@ -56,6 +56,11 @@ def started_program(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
     `orig_argv` names the module.
     """
     word = orig_argv[-len(argv)] if 0 < len(argv) <= len(orig_argv) else ""
+    return dotted(word)
+
+
+def dotted(word: str) -> str:
+    """The name of a module that a word of a command line gives as `NAME`, `-mNAME` or a file."""
     return word.removeprefix("-m").removesuffix(".py").replace("/", ".")
 
 

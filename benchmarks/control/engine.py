@@ -108,12 +108,12 @@ class _AsyncView:
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[object]:
         """The outputs of a request, step by step; the request that has none left takes the next step for all."""
         engine, mine = self._engine.llm.llm_engine, self._outputs.setdefault(request_id, [])
-        engine.add_request(request_id, prompt, params)
-        await asyncio.sleep(0)  # so that all requests are there at the first step
         try:
+            engine.add_request(request_id, prompt, params)
             finished = False
             while not finished:
-                while not mine:
+                await asyncio.sleep(0)  # the others add their requests, and take their outputs of the last step
+                while not mine and engine.has_unfinished_requests():
                     for output in engine.step():
                         self._outputs[output.request_id].append(output)
                 output = mine.pop(0)

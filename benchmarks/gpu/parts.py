@@ -134,7 +134,7 @@ def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse
 
 
 def of_clone(environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """`environment` for a child process that imports modules of this clone, which are in no package of it."""
+    """`environment` for a child process that imports modules of this clone which are not installed."""
     path = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
 

@@ -109,7 +109,7 @@ def place(tmp_path_factory):
 
 
 def stand_in(place, name):
-    """A folder with a config of the family that a model's name tells, and with weights that nobody reads."""
+    """A folder with a config of the family that a model's name tells, and with those weights whose shapes are read."""
     found = next((f for f in FAMILIES if re.search(f[0], name, re.IGNORECASE)), None)
     assert found, f"FAMILIES knows no family of {name}"
     folder = place / "models" / found[1]

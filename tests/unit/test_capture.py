@@ -18,6 +18,8 @@ from verl_tlt.config import TLTConfigError
 
 pytest.importorskip("verl")
 MAIN = "verl.trainer.main_ppo"
+SITE = sysconfig.get_path("purelib")
+VERL = f"{SITE}/verl"
 CONSTRUCTS = f"""#!/bin/bash
 set -eu
 trap 'touch trapped' EXIT
@@ -87,12 +89,10 @@ def test_the_environment_is_that_of_main_ppo(script, monkeypatch, own):
     assert before["LEFT_BEHIND"] == "1" and before[MODULES] == "json"
 
 
-def test_a_script_that_ends_before_what_it_started_in_the_background(script):
-    text = f"nohup python3 -m {MAIN} a=1 > /dev/null 2>&1 &\nsleep 600 & disown"
+@pytest.mark.parametrize("program", [f"-m {MAIN}", f"{VERL}/trainer/main_ppo.py"])
+def test_a_script_that_ends_before_what_it_started_in_the_background(script, program):
+    text = f"nohup bash -c 'sleep 0.1; exec python3 {program} a=1' > /dev/null 2>&1 &\nsleep 600 & disown"
     assert capture(["bash", script(text)]).overrides == ("a=1",)
-
-
-SITE = sysconfig.get_path("purelib")
 
 
 @pytest.fixture(autouse=True)
@@ -186,9 +186,11 @@ def test_a_script_that_loses_the_flag(script):
         ("/usr/bin/sudo python", True, "recipe.sh has `sudo`"),
         ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
         ("ps aux | grep python | xargs kill -9", False, "recipe.sh: kill. Allow it"),
+        ("kill -0 $pid; cd /home/screen; module load singularity; DATA=/data/screen", False, None),
+        ("apt-get -y install x", False, "apt-get -y install. Allow it"),
         ("find out -name '*.pt' -delete", False, "-delete. Allow it"),
         ("conda install -y x || uv pip install x", False, "conda install. Allow it"),
-        ("apptainer exec image.sif python3", True, "recipe.sh has `apptainer`"),
+        ("apptainer exec image.sif python3", True, "recipe.sh has `apptainer exec`"),
         ("qsub -V job.sh", True, "recipe.sh has `qsub`"),
         ("rm -rf $OUT", False, "recipe.sh: rm -rf. Allow it with --yes."),
         ("rm  -f -r $OUT", False, "recipe.sh: rm  -f -r. Allow it"),
@@ -273,9 +275,9 @@ def test_a_process_whose_environment_cannot_be_read_is_one_sentence(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
     with pytest.raises(TLTConfigError, match=rf"^The environment of {MAIN} cannot be read.*directly before `python`"):
-        environment_of(ended.pid, tmp_path, tmp_path)
+        environment_of(ended.pid, tmp_path)
     with pytest.raises(TLTConfigError, match=r"cannot be read"):
-        environment_of(os.getpid(), tmp_path, tmp_path)
+        environment_of(os.getpid(), tmp_path)
 
 
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):

@@ -26,7 +26,7 @@ import verl_tlt.capture
 from verl_tlt.capture import CAPTURE, MODULES, environment_for
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.console import last_lines
-from verl_tlt.commands.processes import ProcessTree, running
+from verl_tlt.commands.processes import ProcessTree, running, runs
 from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import CONFIG, MAIN, OURS
 
@@ -36,13 +36,14 @@ answer, and the environment in which the command was started."""
 POLL_S = 0.2
 _START = r"(?:^|[\s;&|(`'\"/])"
 LEAVES = re.compile(
-    rf"{_START}(docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|ssh|pdsh|sudo|su|tmux|screen"
-    r"|sbatch|qsub|bsub|ray job submit)(?=\s|$)"
+    rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
+    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit)(?=\s|$)"
 )
 """Programs that start others without this environment, or elsewhere: the command would train there."""
 CHANGES = re.compile(
-    rf"{_START}(ray stop|p?kill|killall|fuser -\w*k\w*|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)|find\s.*-delete"
-    r"|git (?:clean|reset)|(?:pip3?|conda|mamba|apt|apt-get) install|uv (?:add|sync))(?=\s|$)"
+    rf"{_START}(ray stop|pkill|kill(?!\s+-0\b)|killall|fuser\s.*-\w*k|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)"
+    r"|find\s.*-delete|git (?:-C \S+ )?(?:clean|reset)|(?:pip3?|conda|mamba|apt|apt-get)(?: -\S+)* install"
+    r"|uv (?:add|sync))(?=\s|$)"
 )
 """What a script may do to other jobs, files and packages before it starts verl."""
 SAYS = re.compile(r"\s*(#|(echo|printf)\b([^;&|<>`$]|\$(?!\())*$)")
@@ -60,6 +61,7 @@ def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str,
     """
     if GIVEN in os.environ:
         answer = _given()["answer"]
+        os.close(int(os.environ[GIVEN]))
     else:
         check_words(command, yes)
         print(f"Running `{shlex.join(command)}` until it starts {MAIN}; nothing is trained.", file=sys.stderr)
@@ -138,7 +140,11 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
                     time.sleep(POLL_S)
                 answer = json.loads(file.read_text()) if file.exists() else None
                 if answer is not None and "process" in answer:
-                    answer["environment"] = environment_of(answer["process"], file, tree.folder)
+                    own = environment_of(answer["process"], file)
+                    if own.get("TMPDIR") == str(tree.folder):  # not the script's, but this command's
+                        del own["TMPDIR"]
+                        own |= {name: value for name, value in environment.items() if name == "TMPDIR"}
+                    answer["environment"] = own
                 tree.kill()
         except KeyboardInterrupt:
             print(f"Ended before it started {MAIN}. {_printed(log)}", file=sys.stderr)
@@ -154,11 +160,8 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
     return answer
 
 
-def environment_of(process: int, file: Path, folder: Path) -> dict[str, str]:
-    """The environment with which the process that answers in `file` was started, but for what the capture changed.
-
-    `folder` is the temporary folder that the capture gave it.
-    """
+def environment_of(process: int, file: Path) -> dict[str, str]:
+    """The environment with which the process that answers in `file` was started, without this package's variables."""
     try:
         own = psutil.Process(process).environ()
         if own.get(CAPTURE) != str(file):  # its number is one of another machine or container
@@ -172,9 +175,6 @@ def environment_of(process: int, file: Path, folder: Path) -> dict[str, str]:
     modules = [name for name in own.pop(MODULES, "").split(",") if name not in ("", verl_tlt.capture.__name__)]
     if modules:
         own[MODULES] = ",".join(modules)
-    if own.get("TMPDIR") == str(folder):
-        del own["TMPDIR"]
-        own |= {name: value for name, value in os.environ.items() if name == "TMPDIR"}
     return own
 
 
@@ -194,9 +194,9 @@ def _refuse_training(tree: ProcessTree) -> None:
     """Raise a `TLTConfigError` where `main_ppo` is without our variables, or has started Ray, so did not see them."""
     for process in tree.alive():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            own = MAIN in process.cmdline() and process.environ()
+            own = runs(process, MAIN) and process.environ()
             unseen = own and not own.get(CAPTURE)
-            if unseen or (process.name() == "raylet" and any(MAIN in p.cmdline() for p in process.parents())):
+            if unseen or (process.name() == "raylet" and any(runs(p, MAIN) for p in process.parents())):
                 what = f"The command starts {MAIN} without the variables {CAPTURE} and {MODULES}"
                 raise TLTConfigError(f"{what} of its environment: keep them in the script. It was ended at once.")
 

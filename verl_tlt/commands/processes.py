@@ -25,8 +25,11 @@ import psutil
 
 from verl_tlt.commands.interrupts import deferred_interrupts, interruptible
 from verl_tlt.errors import TLTError
+from verl_tlt.flag import dotted
 
 PR_SET_CHILD_SUBREAPER = 36
+SETTLE_S = 1.0
+"""Seconds after the end of a command in which a script that it left in the background may start a program."""
 TERM_S = 8.0
 """Seconds for the command itself to end after SIGTERM."""
 REST_S = 1.5
@@ -68,6 +71,7 @@ class ProcessTree:
         base = tempfile.gettempdir()
         self.folder = Path(tempfile.mkdtemp(prefix="verl-tlt-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
         self._before = set(psutil.Process().children())
+        self._ended = 0.0
         _adopt_orphans(True)
         own = {**env, "TMPDIR": str(self.folder)}
         try:
@@ -89,9 +93,14 @@ class ProcessTree:
         return [process for process in descendants if _lives(process)]
 
     def status(self, program: str) -> int | None:
-        """The command's exit status, once it has ended, and also every process of `program` that it left behind."""
+        """The command's exit status; None until it has ended, and what it left in the background runs no `program`."""
         code = self.process.poll()
-        return None if code is not None and any(_runs(process, program) for process in self.alive()) else code
+        if code != 0:
+            return code
+        if not self._ended:
+            self._ended = time.monotonic()
+        running_on = any(runs(process, program) for process in self.alive())
+        return None if running_on or time.monotonic() < self._ended + SETTLE_S else code
 
     def stop(self) -> list[int]:
         """End the whole tree: SIGTERM to the command, to all, then SIGKILL. Removes its folder; Ctrl-C waits for this.
@@ -141,9 +150,10 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _runs(process: psutil.Process, program: str) -> bool:
+def runs(process: psutil.Process, program: str) -> bool:
+    """Whether a word of a process's command is a Python module of this name, or its file."""
     try:
-        return program in process.cmdline()
+        return any(dotted(word).endswith(program) for word in process.cmdline())
     except psutil.Error:  # it has just ended
         return False
 

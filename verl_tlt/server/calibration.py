@@ -79,7 +79,7 @@ async def calibrate(
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    None but the first load is measured after `budget_s` seconds. A draft length without a clean step at a load has no
+    None but the first load is begun after `budget_s` seconds. A draft length without a clean step at a load has no
     point there. `SchedulerCallError` where nobody answers.
     """
     measured = _Measurement(engine, vocab_size)
@@ -140,6 +140,31 @@ async def decode(
     return list(last.outputs[0].token_ids) if last and last.outputs else []
 
 
+class _Steps:
+    """Counts the steps in which all requests decode: those after the first output of the last request."""
+
+    def __init__(self, requests: int, ends: float) -> None:
+        self._missing = requests
+        self._ends = ends  # when no more than the fewest steps are wanted, by `time.monotonic`
+        self._done = False
+
+    def of_request(self) -> Callable[[int], bool]:
+        """For one request: whether it need not go on after so many outputs of its own."""
+        is_last = False
+
+        def enough(outputs: int) -> bool:
+            nonlocal is_last
+            if outputs == 1:
+                self._missing -= 1
+                is_last = self._missing == 0
+            if is_last:
+                steps = outputs - 2  # without the prompt's output, and without a step in which others may be late
+                self._done = steps >= STEPS or (steps >= LEAST_STEPS and time.monotonic() > self._ends)
+            return self._done
+
+        return enough
+
+
 class _Measurement:
     """Holds an engine at one draft length and reads its step times."""
 
@@ -160,18 +185,12 @@ class _Measurement:
         per_step = max(length, 0) + 1  # tokens that a request may gain
         context = max(1, load.context - STEPS * per_step // 2 - 1)
         config = self._engine.vllm_config.scheduler_config
-        # Steps for the prompts, and one more: the first requests decode meanwhile, at a smaller batch.
-        before = 1 + math.ceil(load.batch * min(context, SHORT_CONTEXT) / config.max_num_batched_tokens)
-
-        def enough(outputs: int) -> bool:
-            steps = outputs - before
-            return steps >= STEPS or (steps >= LEAST_STEPS and time.monotonic() > ends)
-
+        # The first requests decode while the last prompts are computed, and must be there until enough steps were seen.
+        most_steps = 2 + math.ceil(load.batch * context / config.max_num_batched_tokens) + STEPS
         if context > SHORT_CONTEXT:  # computed once and remembered, so that all requests begin to decode together
-            await self._decode(load, context, 1)
+            await self._decode(load, context, 1, ends)
         await ask_scheduler(self._engine, "stats", reset=True)
-        # All requests must still be there when enough steps have been seen.
-        await self._decode(load, context, (before + STEPS) * per_step, enough)
+        await self._decode(load, context, most_steps * per_step, ends)
         stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))
         return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, load.batch)), None)
 
@@ -193,14 +212,12 @@ class _Measurement:
         # The drafter's cache has holes where it did not run; start both ways from nothing.
         await answered(self._engine, "clear its cache", self._engine.reset_prefix_cache())
 
-    async def _decode(
-        self, load: CalibrationLoad, context: int, tokens: int, enough: Callable[[int], bool] = lambda outputs: False
-    ) -> None:
+    async def _decode(self, load: CalibrationLoad, context: int, tokens: int, ends: float) -> None:
         if load not in self._prompts:  # one load is measured after the other
             of_load = [self._rng.choices(range(self._vocab_size), k=load.context) for _ in range(load.batch)]
             self._prompts = {load: of_load}
         prompts = [prompt[:context] for prompt in self._prompts[load]]
-        asked = (
-            decode(self._engine, p, enough=enough, temperature=1.0, max_tokens=tokens, ignore_eos=True) for p in prompts
-        )
+        steps = _Steps(load.batch, ends)
+        sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+        asked = (decode(self._engine, p, enough=steps.of_request(), **sampling) for p in prompts)
         await answered(self._engine, "decode", asyncio.gather(*asked))
