@@ -234,3 +234,16 @@ def test_an_ignored_hangup_stays_ignored():
         signal.signal(signal.SIGHUP, before)
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("code", "waits"), [(0, True), (1, False)])
+def test_what_a_script_left_in_the_background_is_waited_for_unless_the_script_failed(tmp_path, code, waits):
+    (tmp_path / "made_program.py").write_text("import time; time.sleep(3)\n")
+    text = f"{sys.executable} made_program.py & sleep 600 & exit {code}"
+    with processes.running(["bash", "-c", text], env=os.environ, log=tmp_path / "log", cwd=tmp_path) as tree:
+        began = time.monotonic()
+        while (status := tree.status("made_program")) is None:
+            assert time.monotonic() < began + 60
+            time.sleep(0.1)
+        seconds = time.monotonic() - began
+    assert status == code and (seconds > 2.5) == waits

@@ -29,7 +29,7 @@ from verl_tlt.flag import dotted
 
 PR_SET_CHILD_SUBREAPER = 36
 SETTLE_S = 1.0
-"""Seconds after the end of a command in which a script that it left in the background may start a program."""
+"""Seconds for what a command has left in the background to start its program."""
 TERM_S = 8.0
 """Seconds for the command itself to end after SIGTERM."""
 REST_S = 1.5
@@ -93,7 +93,7 @@ class ProcessTree:
         return [process for process in descendants if _lives(process)]
 
     def status(self, program: str) -> int | None:
-        """The command's exit status; None until it has ended, and what it left in the background runs no `program`."""
+        """The command's exit status; None while it runs, or a `program` that it has left in the background does."""
         code = self.process.poll()
         if code != 0:
             return code
