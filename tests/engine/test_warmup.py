@@ -32,6 +32,7 @@ pytestmark = pytest.mark.engine
 END, SAID, THINKING = 7, 47, 46
 """The tokenizer's end, the configs', and what the template adds when it is told to."""
 KEPT = torch.arange(THINKING)
+PROMPTS = 120
 LONGEST, POSITIONS, FEW = 96, 1 << 20, 32
 
 
@@ -42,7 +43,11 @@ def policy(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("hostile") / "policy"
     shape = dict(hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=POSITIONS)
-    make_policy(**shape, eos_token_id=SAID).save_pretrained(path)
+    made = make_policy(**shape, eos_token_id=SAID)
+    for layer in made.model.layers:  # the last token says more of the next than at random: a few texts teach it
+        layer.self_attn.o_proj.weight.mul_(0.6)
+        layer.mlp.down_proj.weight.mul_(0.6)
+    made.save_pretrained(path)
     assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == SAID
     save_tokenizer(path, 48, END, "{{ messages[0].content }} {{ 'w46' if thinking else 'w45' }}")
     return path
@@ -51,7 +56,8 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def overrides(policy, tmp_path_factory):
     """A recipe of it."""
-    folder, words = tmp_path_factory.mktemp("recipe"), torch.randint(8, 44, (40, 4), generator=torch.manual_seed(5))
+    folder = tmp_path_factory.mktemp("recipe")
+    words = torch.randint(8, 44, (PROMPTS, 4), generator=torch.manual_seed(5))
     chats = [[{"role": "user", "content": " ".join(f"w{i}" for i in row)}] for row in words.tolist()]
     pq.write_table(pa.table({"question": chats}), folder / "train.parquet")
     rollout = "actor_rollout_ref.rollout"
@@ -132,7 +138,7 @@ def test_from_prompts_to_an_accept_length_that_vllm_confirms(policy, overrides, 
 
 def check_responses(job, responses):
     """They end where the run's would."""
-    assert {prompt.tokens[-1] for prompt in job.prompts} == {THINKING} and len(responses) == 40
+    assert {prompt.tokens[-1] for prompt in job.prompts} == {THINKING} and len(responses) == PROMPTS
     for response in responses:
         *before, last = response.tokens
         assert not {END, SAID} & set(before), "one more token after an end"

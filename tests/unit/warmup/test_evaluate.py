@@ -22,16 +22,20 @@ def counts(drafts, *accepted):
     return DraftCounts(drafts, np.array(accepted))
 
 
-def verdict(length):
+def verdict(length, drafts=10**7):
     """Served 1.9 tokens a draft, `length` of them predicted."""
-    return Verdict(counts(1.0, length - 1.0, 0.0), counts(10, 6, 3), 3, 100)
+    return Verdict(counts(1.0, length - 1.0, 0.0), counts(drafts, 0.6 * drafts, 0.3 * drafts), 3, 100)
 
 
-def test_agreement_is_five_percent_of_what_was_served():
+def test_agreement_is_five_percent_of_what_was_served_and_chance():
     assert counts(10, 6, 3).accept.tolist() == [0.6, 0.5] and counts(10, 6, 3).accept_length == 1.9
     assert counts(0, 0, 0).accept_length == 1.0 and counts(0, 0, 0).accept.tolist() == [0.0, 0.0]
     assert verdict(1.99).agrees and verdict(1.81).agrees
     assert not verdict(2.01).agrees and not verdict(1.79).agrees
+    # Of N accepted tokens, E[N] = 0.9 and E[N^2] = 1.5.
+    assert verdict(1.9, 100).chance == pytest.approx(2 * np.sqrt((1.5 - 0.81) / 100) / 1.9)
+    assert verdict(2.1, 100).agrees and not verdict(2.1, 1000).agrees
+    assert Verdict(counts(0, 0), counts(0, 0), 0, 0).chance == 0.0
     shown = io.StringIO()
     report(verdict(2.5), Console(file=shown, width=120))
     assert "+31.6 %, more than 5 %" in shown.getvalue() and "1.900" in shown.getvalue()

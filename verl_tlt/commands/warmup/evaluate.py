@@ -2,7 +2,7 @@
 
 vLLM answers prompts with the drafter at work and counts what it accepts. The same answers are then scored without an
 engine (`verl_tlt.drafter.acceptance`). The two numbers come from the same text, so they differ by the randomness of
-speculative sampling alone; more than 5 % apart means that one of the two feeds the drafter something else.
+speculative sampling alone; 5 % more than that explains means that one of the two feeds the drafter something else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 AGREE = 0.05
-"""Largest relative difference between predicted and served accept length that counts as agreement."""
+"""Largest relative difference of predicted and served accept length, beyond chance, that counts as agreement."""
 BATCH_TOKENS = 1024
 """Tokens scored at once."""
 
@@ -51,8 +52,18 @@ class Verdict:
         return self.simulated.accept_length / self.served.accept_length - 1.0
 
     @property
+    def chance(self) -> float:
+        """Two standard errors of the served accept length, relative to it; 0 without a draft."""
+        drafts, accepted = self.served.drafts, self.served.accepted
+        if not drafts:
+            return 0.0
+        ranks = np.arange(1, len(accepted) + 1)  # of a count N: E[N^2] = sum over k of (2k - 1) P(N >= k)
+        variance = ((2 * ranks - 1) * accepted).sum() / drafts - (accepted.sum() / drafts) ** 2
+        return 2.0 * float(np.sqrt(max(variance, 0.0) / drafts)) / self.served.accept_length
+
+    @property
     def agrees(self) -> bool:
-        return abs(self.difference) <= AGREE
+        return abs(self.difference) <= AGREE + self.chance
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
@@ -124,7 +135,8 @@ def report(verdict: Verdict, console: Console) -> None:
         table.add_row(f"acceptance at position {k + 1}", f"{a:.3f}", f"{b:.3f}")
     table.add_row("accept length", f"{verdict.simulated.accept_length:.3f}", f"{verdict.served.accept_length:.3f}")
     console.print(table)
-    sentence, most = f"They differ by {100 * verdict.difference:+.1f} %", f"{100 * AGREE:.0f} %"
+    sentence = f"They differ by {100 * verdict.difference:+.1f} %"
+    most = f"{100 * AGREE:.0f} % and chance (±{100 * verdict.chance:.1f} %)"
     if verdict.agrees:
         say(console, f"{sentence}: within {most}.")
     else:
