@@ -58,8 +58,7 @@ NOTES = {
     " to the longest one. [custom_policy.py](../examples/custom_policy.py) is an example of a policy of your own.",
     "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a drafter, nor with"
     " `trainer.v1.trainer_mode=separate_async`.",
-    "buffer": "Up to eight RL steps are kept. The hidden states of a token take 8 bytes times the policy's hidden size:"
-    " 32 KiB at a size of 4,096. For an MTP head they take 2 bytes times the hidden size.",
+    "buffer": "Up to eight RL steps are kept.",
     "gate": "[The test](how-it-works.md#test-and-publication) compares drafters on prompts that were not trained on.",
     "trace": "[What the files hold](metrics-and-troubleshooting.md#the-trace).",
 }

@@ -181,7 +181,7 @@ class SpotConfig:
     """Seconds that RL waits for a training session to stop. Then the spot trainer, the process that trains, is killed
     and replaced."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
-    """Most passes over the buffered tokens in one training session. With more, the drafter learns them by heart."""
+    """Most passes over the buffered tokens in one training session. With more, the drafter overfits to them."""
     cold_start_s: NotNegative | None = None
     """Seconds that a run without a drafter pauses once, in its third step, to train one; 0: never. Null: 30 on GPUs,
     0 on the CPU."""
@@ -192,8 +192,8 @@ class BufferConfig:
     """The hidden states of recent rollouts, which the drafter is trained on."""
 
     max_mb: Count | None = None
-    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: on GPUs 15 % of the node's
-    memory less what drafter and optimizer take, but at least 2048; on the CPU 2048."""
+    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: 2048 on the CPU. On GPUs 15 % of
+    the node's memory minus the size of the drafter and its optimizer, and at least 2048."""
     keep_steps: Count = constant(8)
     """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)
