@@ -140,4 +140,5 @@ def report(verdict: Verdict, console: Console) -> None:
     if verdict.agrees:
         say(console, f"{sentence}: within {most}.")
     else:
-        say(console, f"{sentence}, more than {most}: see docs/drafter.md.", style="red")
+        cause = "vLLM gives this drafter other inputs than its training did. Use another drafter."
+        say(console, f"{sentence}, more than {most}: {cause}", style="red")
