@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.control.engine import VLLM
-from benchmarks.simulate.drain import EngineSpec, decode
 from benchmarks.simulate.hardware import TableCost
 from verl_tlt.commands.compare.result import ratio
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
+VLLM = "vllm-k"
+"""Before a draft length: an arm under vLLM's own scheduler."""
 FIXED = (1, 2, 3, 5, 7)
 """Draft lengths that vLLM's own scheduler keeps, an arm each."""
 LONGEST = FIXED[-1]
@@ -29,6 +29,10 @@ NONE, TABLE, OURS = "off", "table", "live_table"
 ADAPTIVE = (TABLE, OURS)
 OF_FIXED = tuple(f"{VLLM}{k}" for k in FIXED)
 ARMS = (NONE, *OF_FIXED, *ADAPTIVE)
+GRAIN = 1.0 / 32.0
+"""Relative change of the batch at which a segment of a predicted drain ends."""
+GROWTH = 0.25
+"""Relative growth of the mean context at which one ends."""
 NEAR, FAR = 32, 800
 """Tokens of context at which step costs are measured: at every batch, and at the batches of a tail."""
 LEAST, FEWEST = 1.05, 8
@@ -103,11 +107,36 @@ def predict(costs: StepCosts, acceptance: Sequence[float], lengths: Sequence[int
     Computed from measured step costs and the drafter's held-out acceptance, without luck or learning. An adaptive arm
     takes the best K in every step.
     """
-    chosen = (int(arm.removeprefix(VLLM)),) if arm.startswith(VLLM) else tuple(range(LONGEST + 1))
-    spec = EngineSpec(costs, chosen, prefill_token_s=costs.prefill_token_s)
-    tau = np.array(expected_accept_lengths(acceptance, LONGEST))
-    gains = None if arm == NONE else np.tile(tau, (len(lengths), 1))
-    return decode(spec, np.array(lengths), prompt, gains)
+    tau = expected_accept_lengths(acceptance, LONGEST)
+    chosen = [int(arm.removeprefix(VLLM))] if arm.startswith(VLLM) else range(LONGEST + 1)
+    return decode(costs, {OFF: 1.0} if arm == NONE else {k: tau[k] for k in chosen}, lengths, prompt)
+
+
+def decode(costs: StepCosts, gains: Mapping[int, float], lengths: Sequence[int], prompt: int) -> float:
+    """Seconds to decode responses of these lengths together, if a request gains `gains[K]` tokens in a step at K.
+
+    Engine steps are the same in each of a series of segments. In each the draft length is the one with the most tokens
+    per second.
+    """
+    whole = np.array(lengths, dtype=np.float64)  # tokens of the responses that are not done, [batch]
+    left = whole.copy()  # tokens to go
+    seconds = left.size * prompt * costs.prefill_token_s
+    while left.size:
+        batch = left.size
+        kv_tokens = round(float((whole - left).sum())) + batch * prompt
+        k = max(gains, key=lambda k: gains[k] / costs(batch, kv_tokens, k))
+        needed = left / gains[k]  # steps each request still takes
+        ending = min(batch, max(1, round(batch * GRAIN)))
+        until_fewer = float(np.partition(needed, ending - 1)[ending - 1])
+        steps = min(until_fewer, max(1.0, GROWTH * (kv_tokens / batch + 64.0) / gains[k]))
+        gained = np.minimum(gains[k] * steps, left)
+        middle = max(1, round(float(np.clip(needed / steps, 0.0, 1.0).sum())))  # mean batch of the segment
+        middle_kv = round(kv_tokens * middle / batch + 0.5 * float(gained.sum()))
+        seconds += steps * costs(middle, middle_kv, k)
+        left = left - gained
+        going = left > 1e-9
+        whole, left = whole[going], left[going]
+    return seconds
 
 
 def over_ours(

@@ -10,48 +10,38 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.control.policies import named
+from benchmarks.control.drains import LONGEST, NONE, TABLE, VLLM
 from verl_cpu.dtype import find_dtype
 from verl_cpu.environment import CPU_ENGINE
+from verl_tlt.messages import from_plain
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
-from verl_tlt.speculation.off import OffDecision
-from verl_tlt.speculation.policies import LiveTablePolicy
-from verl_tlt.speculation.types import Policy
+from verl_tlt.speculation.policies import LiveTablePolicy, make_policy
+from verl_tlt.speculation.types import Step
 
 ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Set it before torch and vLLM are imported."""
-VLLM = "vllm-k"
-"""Before a draft length: an arm under vLLM's own scheduler."""
+BLOCK = 16
+"""Tokens of a block of the prefix cache, the fewest that vLLM takes on a CPU."""
+LENGTHS = tuple(range(LONGEST + 1))
 
 
 @dataclass(frozen=True)
 class Models:
-    """What an engine serves, and how far it may go."""
+    """What an engine serves."""
 
     policy: Path
     """Its directory."""
     drafter: Path
     acceptance: list[float]
     """P(position i accepted | all before accepted), held out, temperature 1; as many positions as are known."""
-    longest: int = 7
-    """Longest draft, in tokens."""
-    batch: int = 64
-    """Most requests that decode at once."""
-    context: int = 1536
-    """Tokens of a prompt with its response."""
-    block: int | None = None
-    """Tokens of a block of vLLM's prefix cache, where `remember` is to find one."""
-    end: int | None = None
+    end: int
     """The token that ends a response."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.longest + 1))
 
 
 @dataclass(frozen=True)
@@ -63,28 +53,11 @@ class Decoded:
     """Tokens of each response."""
 
 
-class VllmTable(Policy):
+class VllmTable(LiveTablePolicy):
     """vLLM's own way to vary K: a static table by batch size, here the best one for a calibration and an acceptance."""
 
-    def __init__(self, known: LatencyTable, acceptance: Sequence[float], arms: Sequence[int], batch: int) -> None:
-        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
-        best = LiveTablePolicy(arms, batch)
-        best.set_costs(known)
-        best.set_acceptance(acceptance)
-        self.schedule: list[list[int]] = []
-        """As vLLM's `num_speculative_tokens_per_batch_size` takes it."""
-        for size in range(1, batch + 1):
-            k = best.choose(size)
-            if self.schedule and self.schedule[-1][2] == k:
-                self.schedule[-1][1] = size
-            else:
-                self.schedule.append([size, size, k])
-        rows = [tuple(row) for row in self.schedule]
-        self._lookup = build_dynamic_sd_schedule_lookup(rows, batch, arms[-1])
-
-    def choose(self, batch: int) -> int:
-        return self._lookup[batch]
+    def observe(self, step: Step) -> None:
+        """Learn nothing."""
 
 
 class _AsyncView:
@@ -125,7 +98,9 @@ class _AsyncView:
 
 
 class Engine:
-    def __init__(self, models: Models) -> None:
+    """It has room for `batch` requests of `context` tokens."""
+
+    def __init__(self, models: Models, batch: int, context: int) -> None:
         os.environ.update(ENVIRONMENT)
         import torch
         from verl.workers.rollout.vllm_rollout import utils
@@ -136,12 +111,11 @@ class Engine:
 
         torch.set_num_threads(1)
         utils.set_death_signal = lambda: None
-        self.models = models
-        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": models.longest, "policy": "live_table"}})
+        self.models, self.batch = models, batch
+        tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": LONGEST, "policy": "live_table"}})
         self.llm = LLM(
             model=str(models.policy), skip_tokenizer_init=True, dtype=find_dtype(), enforce_eager=True, seed=0,
-            max_model_len=models.context, max_num_seqs=models.batch, block_size=models.block,
-            enable_prefix_caching=models.block is not None,
+            max_model_len=context, max_num_seqs=batch, block_size=BLOCK, enable_prefix_caching=True,
             distributed_executor_backend="uni",
             worker_extension_cls="verl_tlt.vllm_worker.extension.TLTWorkerExtension",
             **engine_kwargs(tlt, str(models.drafter), SimpleNamespace(enforce_eager=True), {}),
@@ -149,27 +123,19 @@ class Engine:
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._ours, self._lookup = type(self.scheduler), self.scheduler.dynamic_sd_lookup
         self.arms: dict[str, Any] = {}
-        self._decisions: dict[str, OffDecision] = {}
-        self.decode([([1, 2, 3], 16)] * 2)
+        self.decode([[1, 2, 3]] * 2, 16)
 
-    # ------------------------------------------------------------------ decoding
-
-    def decode(self, work: Sequence[tuple[list[int], int]], stop: Sequence[int] = (), greedy: bool = False) -> Decoded:
-        """Decode a batch of (prompt, tokens of its response), or until a token of `stop`, at temperature 1 or 0."""
+    def decode(self, prompts: Sequence[list[int]], tokens: int, *, ends: bool = False) -> Decoded:
+        """A response of so many tokens to each prompt at temperature 1; `ends`: or up to the policy's own end."""
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
-        common = {"ignore_eos": True, "stop_token_ids": list(stop), "detokenize": False}
-        params = [SamplingParams(max_tokens=n, temperature=float(not greedy), **common) for _, n in work]
+        stop = [self.models.end] if ends else []
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, stop_token_ids=stop, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(asked, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         return Decoded(seconds, tuple(len(o.outputs[0].token_ids) for o in outputs))
-
-    def sample(self, prompts: Sequence[list[int]], longest: int) -> Decoded:
-        """Responses at temperature 1 up to the policy's own ends, of so many tokens at most."""
-        stop = () if self.models.end is None else (self.models.end,)
-        return self.decode([(prompt, longest) for prompt in prompts], stop)
 
     def remember(self, prompts: Sequence[list[int]]) -> None:
         """Compute these prompts, policy's and drafter's part, as far as the prefix cache does not hold them.
@@ -177,38 +143,28 @@ class Engine:
         Drains of them compute the last one or two blocks again (vLLM's `find_longest_cache_hit`, `use_eagle`).
         """
         self.use(f"{VLLM}1")
-        self.decode([(prompt, 1) for prompt in prompts], greedy=True)
+        self.decode(prompts, 1)
 
-    # ------------------------------------------------------------------ control
-
-    def set_drafting(self, enabled: bool) -> None:
-        self.llm.collective_rpc("tlt_set_drafting", args=(enabled,))
-
-    def calibrate(self, budget_s: float = 40.0, batches: Sequence[int] = (), context: int = 32) -> LatencyTable:
-        """What a run measures at its start: at these batches, or at a run's; with so many tokens of context."""
+    def calibrate(self, budget_s: float, batches: Sequence[int], context: int) -> LatencyTable:
+        """Step costs as a run measures them at its start, at these batches with so many tokens of context."""
         from verl_tlt.server import calibration
 
         engine: Any = _AsyncView(self)
         loads = [calibration.CalibrationLoad(batch, context) for batch in batches]
-        loads = loads or calibration.loads_of(self.llm.llm_engine, self.models.longest)
         vocabulary = self.llm.model_config.get_vocab_size()
-        return asyncio.run(calibration.calibrate(engine, self.models.lengths, loads, vocabulary, budget_s))
+        return asyncio.run(calibration.calibrate(engine, LENGTHS, loads, vocabulary, budget_s))
 
     def add_arm(self, name: str, known: LatencyTable) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.
 
-        `live_table/OF` is one for a load or drafters of its own: what another learned of its own is no matter to it.
+        `live_table/OF` is one for a load of its own: what another learned of its own is no matter to it.
         """
         from verl_tlt.speculation.step_control import Limits, StepControl
 
-        kind, arms = name.partition("/")[0], self.models.lengths
-        told = (known, self.models.acceptance, arms, self.models.batch)
-        policy = VllmTable(*told) if kind == "table" else named(kind, arms, self.models.batch)
-        decision = self._decisions[name] = OffDecision([name], kind)
-        decision.calibrated(known)
-        control = self.arms[name] = StepControl(policy, Limits(arms))
-        control.control(points=known.to_list(), acceptance=self.models.acceptance)
-        control.drafting = name != "off"
+        kind = name.partition("/")[0]
+        policy = VllmTable(LENGTHS, self.batch) if kind == TABLE else make_policy(kind, LENGTHS, self.batch)
+        control = self.arms[name] = StepControl(policy, Limits(LENGTHS))
+        control.control(points=known.to_list(), acceptance=self.models.acceptance, drafting=name != NONE)
 
     def use(self, name: str) -> None:
         """Decode under this arm from here on; `vllm-kN`: under vLLM's own scheduler with K=N in its table."""
@@ -216,37 +172,11 @@ class Engine:
 
         own = name.startswith(VLLM)
         self.scheduler.__class__ = Scheduler if own else self._ours
-        self.scheduler.dynamic_sd_lookup = (
-            [int(name.removeprefix(VLLM))] * (self.models.batch + 1) if own else self._lookup
-        )
+        self.scheduler.dynamic_sd_lookup = [int(name.removeprefix(VLLM))] * (self.batch + 1) if own else self._lookup
         if not own:
             self.scheduler.tlt = self.arms[name]
-        self.set_drafting(own or self.arms[name].drafting)
+        self.llm.collective_rpc("tlt_set_drafting", args=(own or self.arms[name].drafting,))
 
-    # ------------------------------------------------------------------ what a run changes
-
-    def publish(self, drafter: Path) -> None:
-        loaded = self.llm.collective_rpc("tlt_load_drafter", args=(str(drafter),))[0]
-        if not loaded["ok"]:
-            raise ValueError(loaded["error"])
-
-    def load_policy(self, directory: Path) -> None:
-        """Other weights for the policy: those in a directory of the same shapes."""
-        from safetensors.torch import load_file
-
-        core = self.llm.llm_engine.engine_core.engine_core
-        policy = core.model_executor.driver_worker.worker.model_runner.get_model()
-        policy.load_weights(load_file(directory / "model.safetensors").items())
-
-    def sync(self, name: str, acceptance: Sequence[float]) -> bool:
-        """What a weight sync decides and tells an arm: whether the drafter runs, and how often it is accepted."""
-        arm, decision = self.arms[name], self._decisions[name]
-        if (stats := arm.stats(reset=True)).num_steps:
-            decision.rollout_ended({name: stats})
-        drafting = bool(decision.drafting(acceptance))
-        self.set_drafting(drafting)
-        arm.control(drafting=drafting, acceptance=list(acceptance))
-        return drafting
-
-    def stats(self, name: str) -> dict[str, Any]:
-        return asdict(self.arms[name].stats(reset=True))
+    def stats(self) -> EngineStats:
+        """Of what the arm in use, a policy, did since the last call."""
+        return from_plain(EngineStats, self.scheduler.tlt_call("stats", {"reset": True}))

@@ -12,7 +12,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from benchmarks.control.drains import (
     NONE,
     OURS,
     RULE,
+    VLLM,
     Drain,
     StepCosts,
     over_ours,
     predict,
     verdict,
 )
-from benchmarks.control.engine import VLLM, Engine, Models
+from benchmarks.control.engine import BLOCK, Engine, Models
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.collatz import chat, draw
 from verl_cpu.dtype import find_dtype
@@ -45,9 +45,6 @@ CALIBRATION_S = 900.0
 NEAR_BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)
 """Batches besides 1 and the largest that are measured at the near context."""
 FAR_BATCHES = (1, 4, 2)
-BLOCK = 16
-"""Tokens of a block of the prefix cache, the fewest that vLLM takes on a CPU. A round's prompts are computed before its
-first drain: to read them takes all arms equally long, and would hide what is compared."""
 Prompts = Sequence[list[int]]
 """Token ids."""
 Ask = Callable[[Drain, int], Prompts]
@@ -75,7 +72,7 @@ def real_models(folder: Path) -> tuple[Models, Ask]:
         return [list(tokenizer.apply_chat_template(one, **template)) for one in asked]
 
     acceptance = list(provenance(drafter)["acceptance"])
-    return Models(policy, drafter, acceptance, end=tokenizer.eos_token_id), ask
+    return Models(policy, drafter, acceptance, tokenizer.eos_token_id), ask
 
 
 def against_fixed(
@@ -86,11 +83,11 @@ def against_fixed(
     `work` is the folder that keeps the rounds; `say` is called with a line for each. Returns the record as it is
     published: `loads` by name, each with what was `predicted`, its `rounds`, the ratios and the `verdict`.
     """
-    models = sized(models, ask, drains)
-    file, record = open_record(work, models)
+    batch = max(drain.requests for drain in drains)
+    file, record = open_record(work, models, batch)
     say(f"Rule: {RULE}")
     if missing(record, drains, rounds):
-        until, engine = time.monotonic() + seconds, Engine(models)
+        until, engine = time.monotonic() + seconds, Engine(models, batch, context_of(ask, drains))
         measure_costs(engine, record)
         _keep(file, record)
         for drain in drains:
@@ -107,16 +104,15 @@ def against_fixed(
     return published(record)
 
 
-def sized(models: Models, ask: Ask, drains: Sequence[Drain]) -> Models:
-    """The models with an engine as large as these drains and the far calibration need."""
+def context_of(ask: Ask, drains: Sequence[Drain]) -> int:
+    """Tokens of a prompt with its response that these drains and the far calibration need."""
     prompt = max(len(tokens) for drain in drains for tokens in ask(drain, 0))
-    context = max(prompt + max(drain.longest for drain in drains), FAR) + 16 + 4 * LONGEST
-    return replace(models, longest=LONGEST, batch=max(drain.requests for drain in drains), context=context, block=BLOCK)
+    return max(prompt + max(drain.longest for drain in drains), FAR) + 16 + 4 * LONGEST
 
 
-def open_record(work: Path, models: Models) -> tuple[Path, Found]:
+def open_record(work: Path, models: Models, batch: int) -> tuple[Path, Found]:
     """The file of a race of these models, and what it holds: an earlier, unfinished race, or nothing yet."""
-    file = work / f"{_digest(models)}-{models.batch}.json"
+    file = work / f"{_digest(models)}-{batch}.json"
     if file.exists():
         return file, dict(json.loads(file.read_text()))
     shape = policy_shape(models.policy)
@@ -168,7 +164,7 @@ def _keep(file: Path, record: Found) -> None:
 
 def measure_costs(engine: Engine, record: Found) -> None:
     """Measure step costs at both contexts, unless an earlier call did."""
-    most = engine.models.batch
+    most = engine.batch
     batches = {"near": [1, most, *(b for b in NEAR_BATCHES if b < most)], "far": [b for b in FAR_BATCHES if b <= most]}
     for where, context in (("near", NEAR), ("far", FAR)):
         if not record[where]:
@@ -186,7 +182,7 @@ def foresee(engine: Engine, record: Found, drain: Drain, ask: Ask, say: Say) -> 
         prompts = ask(drain, -1)
         record["prompt_tokens"] = record["prompt_tokens"] or max(map(len, prompts))
         engine.use(NONE)
-        lengths = _decode(engine, drain, prompts).lengths
+        lengths = engine.decode(prompts, drain.longest, ends=not drain.equal).lengths
         costs, again = _costs(record), _read_again(record)
         predicted = {arm: predict(costs, engine.models.acceptance, lengths, again, arm) for arm in ARMS}
         record["loads"][str(drain)] = {"predicted": predicted, "predicted_from": list(lengths), "rounds": []}
@@ -206,27 +202,20 @@ def _read_again(record: Found) -> int:
     return min(int(record["prompt_tokens"]), BLOCK * 3 // 2)
 
 
-def _decode(engine: Engine, drain: Drain, prompts: Prompts) -> Any:
-    """The drain under the arm in use."""
-    if drain.equal:
-        return engine.decode([(prompt, drain.longest) for prompt in prompts])
-    return engine.sample(prompts, drain.longest)
-
-
 def _round(engine: Engine, drain: Drain, prompts: Prompts, rng: random.Random) -> Found:
     """By arm, in another order each round: seconds, the responses' lengths, and what the adaptive ones chose."""
     found: Found = {}
-    engine.remember(prompts)
+    engine.remember(prompts)  # to read them takes all arms equally long, and would hide what is compared
     for arm in rng.sample(ARMS, len(ARMS)):
         name = f"{arm}/{drain}" if arm in ADAPTIVE else arm
         engine.use(name)
         if not arm.startswith(VLLM):
-            engine.stats(name)  # of this drain alone
-        done = _decode(engine, drain, prompts)
+            engine.stats()  # of this drain alone
+        done = engine.decode(prompts, drain.longest, ends=not drain.equal)
         found[arm] = {"seconds": round(done.seconds, 3), "lengths": list(done.lengths)}
         if not arm.startswith(VLLM):
-            stats = engine.stats(name)
-            steps = {str(k): n for k, n in stats["steps_by_draft_length"].items()}
-            tokens = stats["num_decode_tokens"] / max(stats["num_passes"], 1)
+            stats = engine.stats()
+            steps = {str(k): n for k, n in stats.steps_by_draft_length.items()}
+            tokens = stats.num_decode_tokens / max(stats.num_passes, 1)
             found[arm] |= {"steps_by_draft_length": steps, "tokens_a_pass": round(tokens, 3)}
     return {arm: found[arm] for arm in ARMS}

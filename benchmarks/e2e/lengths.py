@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.control.drains import NONE, OURS, StepCosts, predict
-from benchmarks.control.engine import VLLM
+from benchmarks.control.drains import NONE, OURS, VLLM, StepCosts, predict
 from verl_tlt.bootstrap import Floats
 from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT
 from verl_tlt.commands.compare.record import Step

@@ -15,8 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.control.drains import NONE, OURS, RULE, verdict
-from benchmarks.control.engine import VLLM
+from benchmarks.control.drains import NONE, OURS, RULE, VLLM, verdict
 from benchmarks.gpu.engines import in_worker, live_digest, shaped_engine, stats
 from benchmarks.gpu.parts import Bench
 from verl_tlt.commands.compare.result import ratio

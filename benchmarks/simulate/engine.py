@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from benchmarks.simulate.hardware import CostModel
 from benchmarks.simulate.workload import Rollout, Workload
-from verl_tlt.speculation.types import OFF, Policy, Step
+from verl_tlt.speculation.types import Policy, Step
 
 
 @dataclass(frozen=True)
@@ -52,53 +52,40 @@ class Bucket:
     seconds: float = 0.0
     off_seconds: float = 0.0
     """What the same tokens would have cost at K=0."""
-    stock_seconds: float = 0.0
-    """What they would have cost with no drafter at all."""
 
 
 @dataclass
 class SimulationResult:
     seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
     buckets: dict[int, Bucket] = field(default_factory=dict)
     """By floor(log2(batch))."""
 
-    def worst_bucket_vs_off(self) -> float:
-        """Lowest speed relative to the engine's own K=0 over all octaves of batch size."""
-        return min(b.off_seconds / b.seconds for b in self.buckets.values())
 
-    def worst_bucket_vs_stock(self) -> float:
-        """The same against an engine without drafter."""
-        return min(b.stock_seconds / b.seconds for b in self.buckets.values())
-
-
+@dataclass(frozen=True)
 class SimulatedEngine:
-    """One engine; records reach the policy `observe_lag` steps late (1: async scheduling)."""
-
-    def __init__(
-        self, workload: Workload, cost: CostModel, noise: Noise | None = None, *, observe_lag: int = 0
-    ) -> None:
-        self.workload, self.cost, self.noise, self.observe_lag = workload, cost, noise or Noise(), observe_lag
+    workload: Workload
+    cost: CostModel
+    noise: Noise
+    observe_lag: int
+    """Steps after which the policy learns of a step, besides its own (1: async scheduling)."""
 
     def run(self, policy: Policy) -> SimulationResult:
         """Drive `policy` through all rollouts; it keeps what it learned from one to the next."""
         run = SimulationResult()
         rng = np.random.default_rng([self.workload.seed, 99])
         for index in range(self.workload.rollouts):
-            _Drain(self, self.workload.rollout(index), index, rng, run).to_the_end(policy)
+            _Drain(self, self.workload.rollout(index), rng, run).to_the_end(policy)
         return run
 
 
 class _Drain:
     def __init__(
-        self, engine: SimulatedEngine, rollout: Rollout, index: int, rng: np.random.Generator, run: SimulationResult
+        self, engine: SimulatedEngine, rollout: Rollout, rng: np.random.Generator, run: SimulationResult
     ) -> None:
-        self.engine, self.rollout, self.index, self.rng, self.run = engine, rollout, index, rng, run
+        self.engine, self.rollout, self.rng, self.run = engine, rollout, rng, run
         self.done = np.zeros(rollout.lengths.size, dtype=np.int64)  # tokens produced, [requests]
         self.rows = np.arange(min(engine.workload.max_batch, rollout.lengths.size))  # decoding, [batch]
         self.next_row = self.rows.size
-        self.joining = 0
         self.drafted = 0
         self.late: deque[Step] = deque()
 
@@ -162,10 +149,7 @@ class _Drain:
         bucket = run.buckets.setdefault(batch.bit_length() - 1, Bucket())
         bucket.seconds += seconds
         bucket.off_seconds += pace * cost.seconds(batch, kv_tokens, 0, 0) * produced / batch
-        bucket.stock_seconds += pace * cost.seconds(batch, kv_tokens, 0, OFF) * produced / batch
         run.seconds += seconds
-        run.tokens += produced
-        run.steps += 1
 
     def _jitter(self) -> float:
         noise = self.engine.noise
