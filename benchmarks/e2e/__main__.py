@@ -6,8 +6,7 @@
 
 `verl-tlt compare` on the demo's recipe, with more arms (`arms.py`), on prompts other than the demo's. The work folder
 keeps what was measured: called again, the command goes on with it, and `--rounds 0` writes `--out` from what is there.
-The trained drafter is made by `verl-tlt warmup` on other prompts (`head.py`), and step costs are measured for
-`vllm-table`, once each.
+The trained drafter is made once, by `verl-tlt warmup` on other prompts (`head.py`).
 
 * `--load large` has four times as many responses in a step, `--load wide` eight times.
 * `--forced` gives every response the length in its prompt's row, on the same replica in every arm. So what
@@ -19,18 +18,15 @@ The trained drafter is made by `verl-tlt warmup` on other prompts (`head.py`), a
 
 import argparse
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from transformers import AutoTokenizer
 
-from benchmarks.control.engine import VllmTable
 from benchmarks.control.fixed import real_models, recorded_costs
-from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, TABLE, Load, arms
+from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Load, arms
 from benchmarks.e2e.head import BENCH_PROMPTS, BENCH_SEED, Head, prepare
 from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
 from benchmarks.e2e.savings import saved
@@ -40,7 +36,6 @@ from benchmarks.real_policy.job import LONGEST_RESPONSE, real_assets, real_overr
 from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from tests.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.dtype import find_dtype, say_dtype
-from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import Recipe, quoted
 from verl_tlt.commands.capture import capture
 from verl_tlt.commands.compare.command import report, take_turns
@@ -48,11 +43,8 @@ from verl_tlt.commands.compare.plan import STOCK, TLT, Arm, Plan, make_plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import found_of
 from verl_tlt.commands.console import make_console, say
-from verl_tlt.commands.doctor.command import write_report
-from verl_tlt.commands.doctor.engine_check import EngineJob, run_job
 from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.errors import TLTError
-from verl_tlt.speculation.costs import LatencyTable
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 900.0
@@ -94,27 +86,6 @@ def real(folder: Path) -> Subject:
     costs, prompt = recorded_costs(RACE, models)
     predicted = rollouts(costs, warm.acceptance, prompt)
     return Subject(assets, warm, overrides, shape, DRAFT_LENGTH, REAL_ARMS, predicted)
-
-
-def calibrate(work: Path, subject: Subject, load: Load) -> Path:
-    """Folder of what engine steps cost here, measured unless it was before."""
-    calibrated = work / "calibrated"
-    if not list(calibrated.glob("*.json")):
-        longest = f"tlt.speculation.max_draft_length={subject.longest}"
-        given = CPU_ENGINE | {"TLT": "1", "DRAFTER": str(subject.warm.drafter), "DTYPE": find_dtype()}
-        environment = recipe_environment(work / "calibration", subject.assets, 1, **given)
-        command = (str(RECIPE), *subject.overrides, *subject.tlt, longest, *load.overrides)
-        with patch.dict(os.environ):  # which gets the recipe's variables, the drafter's among them
-            answer = run_job(EngineJob(capture(command, environment=environment)))
-        write_report(calibrated / "report.json", answer)
-    return calibrated
-
-
-def schedule(calibrated: Path, acceptance: Sequence[float], requests: int, longest: int = LONGEST) -> list[list[int]]:
-    """vLLM's table of draft lengths by batch: the best ones for the measured costs and the drafter's acceptance."""
-    (file,) = calibrated.glob("*.json")
-    known = LatencyTable.from_list(json.loads(file.read_text())["points"])
-    return VllmTable(known, acceptance, range(longest + 1), requests).schedule
 
 
 def recipe_of(work: Path, subject: Subject, load: Load, forced: bool) -> Recipe:
@@ -197,10 +168,7 @@ def main() -> None:
     say(console, say_dtype(find_dtype()))
     load, kept = LOADS[options.load], ROOT / ".cache" / options.policy
     subject = real(kept) if options.policy == "real" else toy(kept, work)
-    table: list[list[int]] = []
-    if TABLE in (options.arms or subject.arms or {TABLE}):
-        table = schedule(calibrate(work, subject, load), subject.warm.acceptance, load.requests, subject.longest)
-    every = arms(subject.warm.drafter, table, options.cold_start, subject.longest)
+    every = arms(subject.warm.drafter, options.cold_start, subject.longest)
     every = {name: arm for name, arm in every.items() if not subject.arms or name in {STOCK, *subject.arms}}
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
@@ -208,7 +176,7 @@ def main() -> None:
     if subject.predicted is not None:
         chosen = [keeping_responses(arm, work) for arm in chosen]
     drafters = {"warm": subject.warm.facts}
-    known = {"policy": options.policy, "load": options.load, "vllm_table": table, "drafters": drafters}
+    known = {"policy": options.policy, "load": options.load, "drafters": drafters}
     plan = make_plan(recipe_of(work, subject, load, options.forced), options.steps, work)
     record = Record(work, plan.asked(chosen))
 

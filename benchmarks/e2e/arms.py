@@ -1,7 +1,6 @@
 """What the benchmark compares: stock verl, vLLM's own speculation, and TLT with and without its parts.
 
-Those of vLLM take the drafter that `tlt` starts from, and `vllm-table` the draft lengths that are best by the same
-measured step costs.
+Those of vLLM take the drafter that `tlt` starts from.
 
 verl puts its engines to sleep after every rollout, at level 2, which discards the drafter's weights with the policy's.
 verl sends the policy's anew, and nobody the drafter's: vLLM issue 52479, open in September 2026, and so by default in
@@ -14,14 +13,12 @@ cache would stay in its memory during training. A drafter is also kept by vLLM 0
 (`sleep_preserve_parameter_names`), and at level 1, which verl takes for LoRA and for MTP.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_tlt.commands.compare.plan import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
 
 LONGEST = 7
-TABLE = "vllm-table"
 KEPT = "vLLM's own speculation, {}, with the warmed-up drafter, kept because the engines never sleep"
 LOST = (
     "vLLM's own speculation, K=3, with the warmed-up drafter and verl's defaults: its weights are discarded at every "
@@ -63,19 +60,15 @@ def lost_arm(name: str, label: str, drafter: str, longest: int) -> Arm:
     return replace(kept, overrides=tuple(o for o in overrides if o != NO_SLEEP))
 
 
-def arms(
-    warm: Path, schedule: Sequence[Sequence[int]], cold_start: str = COLD_START_S, longest: int = LONGEST
-) -> dict[str, Arm]:
+def arms(warm: Path, cold_start: str, longest: int) -> dict[str, Arm]:
     """All by name, `stock` first.
 
     Args:
         warm: the drafter, made by `verl-tlt warmup` for the policy that every arm starts from.
-        schedule: the table of `vllm-table`, empty where that arm does not run.
         cold_start: `tlt.spot.cold_start_s` of the arm without a drafter.
-        longest: the longest draft of TLT's arms and of `vllm-table`.
+        longest: the longest draft of TLT's arms.
     """
     drafter, began, no_spot = str(warm), f"tlt.drafter.path={warm}", "tlt.spot.enable=false"
-    table = f",num_speculative_tokens_per_batch_size:{[list(row) for row in schedule]}"
     begins = "a cold start if that pays" if cold_start == "null" else f"a cold start of {cold_start} s at most"
 
     def tlt(name: str, label: str, *overrides: str) -> Arm:
@@ -85,7 +78,6 @@ def arms(
         Arm(STOCK, "stock verl, no speculation", False),
         vllm_arm("vllm-3", KEPT.format("K=3"), drafter, 3),
         vllm_arm("vllm-7", KEPT.format("K=7"), drafter, 7),
-        vllm_arm(TABLE, KEPT.format("K by batch from measured costs"), drafter, longest, table),
         lost_arm("vllm-3-lost", LOST, drafter, 3),
         tlt("tlt-off", "from a random drafter that nothing trains: what it costs where it does not draft", no_spot),
         tlt(NO_SPOT, "from the warmed-up drafter, which it does not train", began, no_spot),

@@ -65,15 +65,14 @@ class Arm:
         return any(override.startswith(SPECULATIVE) for override in self.overrides)
 
 
-def vllm_arm(name: str, label: str, drafter: str, longest: int, more: str = "") -> Arm:
+def vllm_arm(name: str, label: str, drafter: str, longest: int) -> Arm:
     """Stock verl whose engines have vLLM's own speculation, K=`longest`, and never sleep.
 
-    The weights of the EAGLE-3 `drafter` are read from its file, though verl fills in the policy's later. `more`:
-    further entries of vLLM's `speculative_config`, after a comma.
+    The weights of the EAGLE-3 `drafter` are read from its file, though verl fills in the policy's later.
     """
     config = (
         f"{SPECULATIVE}={{method:eagle3,model:{quoted(drafter)},num_speculative_tokens:{longest},"
-        f"draft_sample_method:probabilistic,draft_load_config:{{load_format:auto}}{more}}}"
+        f"draft_sample_method:probabilistic,draft_load_config:{{load_format:auto}}}}"
     )
     return Arm(name, label, False, (config, f"{ENGINE}.disable_log_stats=False", NO_SLEEP), OWN_LOG)
 
