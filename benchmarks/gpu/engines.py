@@ -57,7 +57,9 @@ def tiny_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[Standa
     further arguments of the engine. It leaves most of the device to others.
     """
     policy, drafter = _tiny(bench)
-    return start(_setup(bench, policy, drafter, context=256, batch=64, share=LITTLE, more=vllm), bench.directory)
+    return start(
+        _setup(bench, policy, "fixed", drafter, context=256, batch=64, share=LITTLE, more=vllm), bench.directory
+    )
 
 
 def _tiny(bench: Bench) -> tuple[Path, Path]:
@@ -86,14 +88,21 @@ def shaped_engine(bench: Bench, *, drafting: bool = True) -> AbstractAsyncContex
     """A 7B policy's shape with made-up weights and a random drafter: what it costs is real, what it writes is noise."""
     policy = shape_of(bench, "7b").write(bench.directory.parent / "policy-7b")
     context, batch = (256, 4) if bench.tiny else (4096, 256)
-    setup = _setup(bench, policy, None, context, batch, share=MOST, more={"load_format": "dummy"})
+    setup = _setup(bench, policy, "live_table", None, context, batch, share=MOST, more={"load_format": "dummy"})
     return start(setup, bench.directory, drafting)
 
 
 def _setup(
-    bench: Bench, policy: Path, drafter: Path | None, context: int, batch: int, share: Share, more: Mapping[str, Any]
+    bench: Bench,
+    policy: Path,
+    chooses: str,
+    drafter: Path | None,
+    context: int,
+    batch: int,
+    share: Share,
+    more: Mapping[str, Any],
 ) -> Setup:
-    """`more` are further arguments of vLLM's."""
+    """`chooses`: the policy of draft lengths; `more`: further arguments of vLLM's."""
     rollout = {
         "dtype": "float32" if bench.tiny else "bfloat16", "max_num_seqs": batch, "enforce_eager": bench.tiny,
         "max_num_batched_tokens": 8192, "tensor_model_parallel_size": 1,
@@ -101,7 +110,7 @@ def _setup(
         **{f"engine_kwargs.vllm.{key}": value for key, value in more.items()},
         **({"gpu_memory_utilization": 0.2} if bench.tiny else share.settings()),
     }  # fmt: skip
-    speculation = {"max_draft_length": K_MAX, "policy": "fixed"}
+    speculation = {"max_draft_length": K_MAX, "policy": chooses}
     changes: dict[str, Any] = {f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}
     changes |= {"actor_rollout_ref.model.path": str(policy), "tlt": {"speculation": speculation}}
     if drafter is not None:
