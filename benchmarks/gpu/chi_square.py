@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-import torch
+from scipy.stats import chi2_contingency
 
 LEAST = 10
 """Outputs seen less often than this in both samples together are counted as one."""
@@ -25,14 +25,7 @@ def compare(one: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
 def chi_square(one: list[list[int]], other: list[list[int]]) -> dict[str, float]:
     """Whether two samples of outputs are of one distribution: chi-square, its degrees of freedom, and p."""
     a, b = Counter(map(tuple, one)), Counter(map(tuple, other))
-    common = [x for x in a.keys() | b.keys() if a[x] + b[x] >= LEAST]
-    cells = [(a[x], b[x]) for x in common]
+    cells = [(a[x], b[x]) for x in a.keys() | b.keys() if a[x] + b[x] >= LEAST]
     cells.append((len(one) - sum(n for n, _ in cells), len(other) - sum(n for _, n in cells)))  # all the rare ones
-    cells = [cell for cell in cells if sum(cell)]
-    ratio = (len(one) / len(other)) ** 0.5
-    chi = sum((n / ratio - m * ratio) ** 2 / (n + m) for n, m in cells)
-    freedom = len(cells) - 1
-    if not freedom:
-        return {"chi_square": 0.0, "freedom": 0, "p": 1.0}
-    p = torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(chi / 2).double())
-    return {"chi_square": round(chi, 3), "freedom": freedom, "p": float(p)}
+    found = chi2_contingency([cell for cell in cells if sum(cell)], correction=False)
+    return {"chi_square": round(float(found.statistic), 3), "freedom": int(found.dof), "p": float(found.pvalue)}
