@@ -1,6 +1,6 @@
 """What the benchmark compares: stock verl, vLLM's own speculation, and TLT with and without its parts.
 
-Those of vLLM take the drafter that `tlt` starts from.
+The arms of vLLM take the drafter that `tlt` starts from.
 
 verl puts its engines to sleep after every rollout, at level 2, which discards the drafter's weights with the policy's.
 verl sends the policy's anew, and nobody the drafter's: vLLM issue 52479, open in September 2026, and so by default in
