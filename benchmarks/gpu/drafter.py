@@ -5,28 +5,23 @@
 * numerics: is the loss, and the gradient of every parameter, what the CPU computes in float32?
 * speed: tokens a second and memory by a 7B run's default, with the attention that CUDA gets and with the one that it
   does not; and does any step after the first trace a graph?
-* residency_7b, residency_32b: bytes and seconds from the host to the device and, at a stop, back.
 * stop: how long the real learner goes on after it was told to stop.
 * scoring: how much memory the gate's scores take.
-* successor: how soon a session stops in a process that takes the place of a killed one.
 
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 """
 
-import multiprocessing
 import threading
 import time
-from multiprocessing.synchronize import Event
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, clock, main, peak_gib, planned_gib, seconds
+from benchmarks.gpu.parts import Bench, Part, clock, main, peak_gib, planned_gib, seconds
 from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape_of, texts, verifier_weights
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import Batch, DrafterMemory, DrafterTrainer, default_attention, pack, to_numpy16
+from verl_tlt.drafter import Batch, DrafterTrainer, default_attention, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.training import RolloutSampling, SpotPlan, VerifierArrays
 from verl_tlt.spot_trainer.scoring import Scoring
@@ -35,8 +30,6 @@ from verl_tlt.trainer.run_setup import first_drafter
 
 PASSES = 3
 SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
-STARTED_S = 300.0
-"""Seconds for a learner's process to come up and take its first steps."""
 TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
 """As in the spot trainer."""
 
@@ -123,43 +116,13 @@ def _timed(bench: Bench, trainer: DrafterTrainer, batch: Batch) -> dict[str, Any
     return found | {"tokens_per_s": round(result.tokens / took), "peak_gib": peak_gib(bench.device)}
 
 
-# ---------------------------------------------------------------------- residency
-
-
-def residency(bench: Bench, name: str) -> dict[str, Any]:
-    """Three stays on the device; the memory on the host that they copy from and to was locked before."""
-    shape, device = shape_of(bench, name), torch.device(bench.device)
-    trainer = DrafterTrainer(drafter(shape, bench.device), ttt_steps=1)
-    start = clock(bench.device)
-    memory = DrafterMemory(trainer)
-    locked_s = clock(bench.device) - start
-    crossed: list[int] = []
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        crossed.append(target.nbytes)
-        target.copy_(source, non_blocking=True)
-
-    turns = []
-    for _ in range(3):
-        start = clock(bench.device)
-        with patch("verl_tlt.drafter.memory._copy", copy), memory.on(device):
-            there, arrived = sum(crossed), clock(bench.device)
-        back, home = sum(crossed) - there, clock(bench.device)
-        crossed.clear()
-        times = {"there_s": arrived - start, "back_s": home - arrived} if bench.cuda else {"times": NEEDS_CUDA}
-        turns.append({"there_bytes": there, "back_bytes": back, **times})
-    there, back = memory.block.nbytes, memory.block.nbytes - memory.changing
-    locked = {"seconds": locked_s} if bench.cuda else {"seconds": NEEDS_CUDA}
-    return {"planned": {"there": there, "back": back}, "locked": locked, "turns": turns}
-
-
 # ---------------------------------------------------------------------- the real learner of a 7B run
 
 
 def stop(bench: Bench) -> dict[str, Any]:
     """Sessions of the real learner that are told to stop: seconds from the word to the end of the session."""
     learner = _learner(bench)
-    found: dict[str, Any] = {"warm_up_s": _warm_up(bench, learner), "sessions": []}
+    found: dict[str, Any] = {"warm_up_s": seconds(bench.device, [learner.rehearse])[0], "sessions": []}
     peak_gib(bench.device)
     for wait in (1.0, 1.0, 1.0) if bench.tiny else (15.0, 8.0, 8.0):
         found["sessions"].append(_stopped_session(learner, wait))
@@ -168,42 +131,6 @@ def stop(bench: Bench) -> dict[str, Any]:
     found |= {"rows": rows_of(bench), "peak_gib": peak_gib(bench.device)}
     planned = planned_gib(learner.model, rows_of(bench), PASSES, learner.plan.window)
     return {**found, "planned_gib": planned}
-
-
-def successor(bench: Bench) -> dict[str, Any]:
-    """A session's process is killed in its middle, and another one takes its place: what is on the device at each
-    stage, seconds to warm up there, and from the word to the end of the first session.
-    """
-    memory: dict[str, Any] = {}
-    spawn = multiprocessing.get_context("spawn")
-    trains = spawn.Event()
-    victim = spawn.Process(target=_train_for_ever, args=(bench, trains), daemon=True)
-    memory["before"] = bench.memory()
-    victim.start()
-    if not trains.wait(STARTED_S):
-        raise RuntimeError(f"no session had begun after {STARTED_S:.0f} s")
-    memory["in the session"] = bench.memory()
-    victim.kill()
-    victim.join()
-    memory["killed"] = bench.memory()
-    learner = _learner(bench)
-    warm_up_s = _warm_up(bench, learner)
-    first = _stopped_session(learner, 1.0)
-    memory["afterwards"] = bench.memory()
-    return {"killed_with": victim.exitcode, "memory_gib": memory, "warm_up_s": warm_up_s, "first_session": first}
-
-
-def _train_for_ever(bench: Bench, trains: Event) -> None:
-    """A process of its own: a warm-up, and a session without an end; says when it has taken its third step."""
-    learner = _learner(bench)
-    learner.rehearse()
-
-    def look() -> bool:
-        if learner.trainer.steps >= 3:
-            trains.set()
-        return False
-
-    learner.train(0, look)
 
 
 def _learner(bench: Bench) -> SpotTrainer:
@@ -221,10 +148,6 @@ def _learner(bench: Bench) -> SpotTrainer:
     arrays = VerifierArrays(to_numpy16(weights.embed), to_numpy16(weights.lm_head), to_numpy16(weights.norm))
     learner.add(1, texts(shape, [rows + 100] * 12), arrays, np.arange(draft_vocab_of(bench)))
     return learner
-
-
-def _warm_up(bench: Bench, learner: SpotTrainer) -> float:
-    return seconds(bench.device, [learner.rehearse])[0]
 
 
 def _stopped_session(learner: SpotTrainer, wait: float) -> dict[str, Any]:
@@ -269,11 +192,8 @@ def scoring(bench: Bench) -> dict[str, Any]:
 PARTS = {
     "numerics": Part(numerics, 30, most_s=120),
     "speed": Part(speed, 60, environment=TUNED),
-    "residency_7b": Part(lambda bench: residency(bench, "7b"), 40),
     "stop": Part(stop, 90, most_s=190, environment=TUNED),
-    "successor": Part(successor, 90, environment=TUNED),
     "scoring": Part(scoring, 40),
-    "residency_32b": Part(lambda bench: residency(bench, "32b"), 90),
 }
 """In the order of what a user meets first."""
 

@@ -7,7 +7,6 @@
   replicas are made, of which one may train while the other decodes.
 * nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
   cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
-* cold_start: four steps, on one GPU to a replica. In the third all GPUs train a drafter before RL goes on.
 
 Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand in (`verl_cpu`).
 """
@@ -28,12 +27,11 @@ from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.report.reader import read_trace
 
 BATCH, LONG, SHORT = 4, 200, 40
-COLD_START_S = 20
 QUIET_S = 600.0
 """Without a line in the trace a job hangs."""
 SHOWN = (
     "timing_s/step", "timing_s/update_weights", "training/rollout_probs_diff_max", "tlt/accept_length",
-    "tlt/drafter_off_frac", "tlt/drafter_version", "tlt/reload_failures", "tlt/overhead_s", "tlt/overhead_cold_start_s",
+    "tlt/drafter_off_frac", "tlt/drafter_version", "tlt/reload_failures", "tlt/overhead_s",
 )  # fmt: skip
 """verl's own metrics that the report holds, of every step."""
 
@@ -49,12 +47,6 @@ def nan(bench: Bench) -> dict[str, Any]:
     (armed := bench.directory / "armed").mkdir(parents=True, exist_ok=True)
     faults = arm(armed, [replace(NAN_LIVE, step=1)])
     return job(bench, steps=3, replicas=min(2, len(device_memory())) if bench.cuda else 1, wide=1, **faults)
-
-
-def cold_start(bench: Bench) -> dict[str, Any]:
-    """Four steps; in the third a cold start of so many seconds, whatever share of the run that is."""
-    replicas, limit = min(2, len(device_memory())) if bench.cuda else 1, f"tlt.spot.cold_start_s={COLD_START_S}"
-    return job(bench, 4, replicas, 1, overrides=(limit,))
 
 
 @interruptible()  # a time limit ends the job's processes, too
@@ -113,7 +105,7 @@ def _chosen(facts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: facts[name] for name in names if name in facts}
 
 
-PARTS = {"sync": Part(sync, 110, most_s=290), "nan": Part(nan, 220), "cold_start": Part(cold_start, 220)}
+PARTS = {"sync": Part(sync, 110, most_s=290), "nan": Part(nan, 220)}
 """In the order of what a user meets first."""
 
 if __name__ == "__main__":
