@@ -70,7 +70,7 @@ def table_of(reports: Mapping[str, Mapping[str, Any]]) -> Table:
     """What became of each part, in a line."""
     table = Table("part", "seconds", "found")
     for name, report in reports.items():
-        said = [f"{what}: {report[what]}" for what in ("needs", "skipped", "error") if what in report]
+        said = [f"{what}: {report[what]}" for what in ("skipped", "error") if what in report]
         found = report.get("found", {})
         said += [f"{what}: {value}" for what, value in found.items() if not isinstance(value, dict | list)]
         said += [f"{profile}: {sentence}" for profile, sentence in found.get("verdict", {}).items()]

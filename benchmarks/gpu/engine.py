@@ -6,8 +6,6 @@
   before (`sleep`)? Are tokens sampled at temperature 1 distributed alike with drafts and without, however long they are
   (`distribution`)? Are tokens still the policy's while the drafter computes NaN (`nan`)?
 * lora: does an engine that serves an adapter draft, reload its drafter, and draft on?
-* costs_stock_v1, costs_stock_v2: what a step of a 7B policy's shape takes by batch, with each of vLLM's model runners.
-* costs_tlt: the same of an engine with a drafter, off and at each draft length.
 * race: drains from 256 requests to one, with a chosen K, every fixed K and no drafts (`race.py`).
 * beside: memory at each stage of a training session on the device of a sleeping engine, which then wakes.
 
@@ -15,8 +13,6 @@ Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 """
 
 import asyncio
-import os
-import re
 from itertools import count
 from typing import Any
 
@@ -26,30 +22,25 @@ from benchmarks.gpu.engines import (
     K_MAX,
     accepted,
     adapter,
-    any_length,
     hold,
     in_worker,
-    live_digest,
     overwrite,
     prompts,
     sample,
     shaped_engine,
+    slept,
     stats,
     tiny_engine,
 )
 from benchmarks.gpu.parts import Bench, Part, attempt, main
 from benchmarks.gpu.race import race
-from verl_tlt.commands.child_engine import LOG
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
-from verl_tlt.server.engine_arguments import started_lengths
 from verl_tlt.speculation.types import OFF
 
 BEGINNING = [1]
 """One prompt for all draws."""
-BATCHES = (1, 4, 16, 64, 128)
-TURNS = 3
 SESSION_S = 180.0
 """Budget of the session beside an engine, its process and its buffer included."""
 
@@ -68,23 +59,10 @@ async def small(bench: Bench) -> dict[str, Any]:
 
 
 async def sleep(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]:
-    """Acceptance before the sleep and after the reload, in verl's order; whether sleep lost weights or buffers."""
-    assert engine.drafter is not None
+    """Acceptance before a sleep and after the reload; whether sleep lost weights or buffers."""
     await hold(engine, K_MAX)
-    found: dict[str, Any] = {"accepted_before": await accepted(engine)}
-    before = await in_worker(engine, live_digest)
-    found["memory_gib"] = {"awake": bench.memory()}
-    await engine.llm.sleep(level=2)
-    found["memory_gib"]["asleep"] = bench.memory()
-    await engine.llm.wake_up(tags=["weights"])
-    await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
-    found["lost"] = await in_worker(engine, live_digest) != before
-    reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
-    await engine.llm.wake_up(tags=["kv_cache"])
-    found |= {"reload_error": reply.error, "reload_s": round(reply.seconds, 3)}
-    found["reload_is_exact"] = await in_worker(engine, live_digest) == before
-    found["accepted_after"] = await accepted(engine)
-    return found
+    before = await accepted(engine)
+    return {"accepted_before": before, **await slept(bench, engine), "accepted_after": await accepted(engine)}
 
 
 async def nan(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]:
@@ -126,8 +104,8 @@ async def distribution(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]
     await stats(engine)
     drafted = await sample(engine, alike, tokens)
     done = await stats(engine)
-    async with any_length(engine):
-        drawn = await sample(engine, alike, tokens)
+    await hold(engine, None)
+    drawn = await sample(engine, alike, tokens)
     varied = await stats(engine)
     return {
         "draws": draws,
@@ -167,66 +145,20 @@ async def lora(bench: Bench) -> dict[str, Any]:
 # ---------------------------------------------------------------------- a 7B policy's shape
 
 
-async def step_costs(bench: Bench, drafting: bool = True) -> dict[str, Any]:
-    """Milliseconds of a step by arm and batch, every turn of them.
-
-    `stock` has no drafter. It, off and K=0 are timed on the wall clock, alike; each arm with a drafter also on the
-    engine's own clock (medians of clean steps), since a request may gain several tokens a step.
-    """
-    batches = (1, 2) if bench.tiny else BATCHES
-    found: dict[str, Any] = {"runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"), "wall_ms": {}, "engine_ms": {}}
-    async with shaped_engine(bench, drafting=drafting) as engine:
-        arms = [OFF, *started_lengths(engine.llm)] if drafting else [None]
-        for arm in arms:
-            if arm is not None:
-                await hold(engine, arm)
-            name = {None: "stock", OFF: "off"}.get(arm, f"K={arm}")
-            for batch in batches:
-                await engine.step_seconds(batch, tokens=8)  # the first use of a batch compiles and allocates
-                turns = [await _turn(engine, batch, arm) for _ in range(TURNS)]
-                if arm in (None, OFF, 0):
-                    found["wall_ms"].setdefault(name, {})[batch] = [wall for wall, _ in turns]
-                if arm is not None:
-                    found["engine_ms"].setdefault(name, {})[batch] = [own for _, own in turns]
-    found["graph_gib"] = graph_memory_gib((bench.directory / LOG).read_text(errors="replace"))
-    return found
-
-
-def graph_memory_gib(log: str) -> list[float]:
-    """What vLLM says in its log that captured CUDA graphs take, one figure for each engine started."""
-    return [float(x) for x in re.findall(r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB", log)]
-
-
-async def _turn(engine: StandaloneEngine, batch: int, arm: int | None) -> tuple[float, float | None]:
-    """(milliseconds of a step on the wall clock, the same on the engine's; None: no clean step)."""
-    if arm is None:
-        return round(1e3 * await engine.step_seconds(batch), 3), None
-    await stats(engine)
-    wall = await engine.step_seconds(batch)
-    times = (await stats(engine)).step_times
-    own = next((1e3 * t.seconds for t in times if (t.draft_length, t.batch) == (arm, batch)), None)
-    return round(1e3 * wall, 3), None if own is None else round(own, 3)
-
-
 async def beside(bench: Bench) -> dict[str, Any]:
     """Sessions of the real learner on the device of a sleeping engine, which then wakes and decodes."""
     memory: dict[str, Any] = {}
+    session: dict[str, Any] = {}
+
+    async def train() -> None:
+        session.update(await asyncio.to_thread(_session, bench, memory))
+
     async with shaped_engine(bench) as engine:
         await hold(engine, 1)
         await engine.generate(range(1, 9), 4)
-        memory["awake"] = bench.memory()
-        await engine.llm.sleep(level=2)
-        memory["asleep"] = bench.memory()
-        session = await asyncio.to_thread(_session, bench, memory)
-        memory["after the session"] = bench.memory()
-        await engine.llm.wake_up(tags=["weights"])
-        assert engine.drafter is not None
-        reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
-        assert reply["ok"], reply
-        await engine.llm.wake_up(tags=["kv_cache"])
-        memory["awake again"] = bench.memory()
+        found = await slept(bench, engine, train)
         await engine.generate(range(1, 9), 16)
-    return {"memory_gib": memory, "session": session, "decodes_afterwards": True}
+    return {**found, "memory_in_the_session_gib": memory, "session": session, "decodes_afterwards": True}
 
 
 def _session(bench: Bench, memory: dict[str, Any]) -> dict[str, Any]:
@@ -237,21 +169,14 @@ def _session(bench: Bench, memory: dict[str, Any]) -> dict[str, Any]:
 
     def tell() -> None:
         if (second := next(seconds)) % 5 == 0:
-            memory[f"in the session, {second} s"] = bench.memory()
+            memory[f"{second} s"] = bench.memory()
 
     return attempt("benchmarks.gpu.drafter", "stop", PARTS["stop"], bench.tiny, bench.directory, SESSION_S, tell)
-
-
-def _runner(version: int) -> dict[str, str]:
-    return {**ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": str(version - 1)}
 
 
 PARTS = {
     "small": Part(small, 90, most_s=240, environment=ENVIRONMENT),
     "lora": Part(lora, 60, environment=ENVIRONMENT),
-    "costs_stock_v1": Part(lambda bench: step_costs(bench, drafting=False), 90, environment=_runner(1)),
-    "costs_stock_v2": Part(lambda bench: step_costs(bench, drafting=False), 90, cuda_only=True, environment=_runner(2)),
-    "costs_tlt": Part(step_costs, 90, environment=ENVIRONMENT),
     "beside": Part(beside, 240, environment=ENVIRONMENT),
     "race": Part(race, 180, environment=ENVIRONMENT),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ import torch
 
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.shapes import shape_of
+from benchmarks.lossless.child import ANY_LENGTH
 from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import EngineStats, LoadReply
 from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.types import OFF
 
@@ -53,13 +55,13 @@ LITTLE, MOST = Share(0.2, 4.0), Share(0.7)
 def tiny_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[StandaloneEngine]:
     """A tiny policy with a drafter that knows it: what it samples and accepts can be judged.
 
-    The drafter's longest context is not the policy's, so it has a table of rotary positions of its own. `vllm` are
-    further arguments of the engine. It leaves most of the device to others.
+    It drafts another length in every step, unless one is held. The drafter's longest context is not the policy's, so it
+    has a table of rotary positions of its own. `vllm` are further arguments of the engine. It leaves most of the device
+    to others.
     """
     policy, drafter = _tiny(bench)
-    return start(
-        _setup(bench, policy, "fixed", drafter, context=256, batch=64, share=LITTLE, more=vllm), bench.directory
-    )
+    setup = _setup(bench, policy, ANY_LENGTH, drafter, context=256, batch=64, share=LITTLE, more=vllm)
+    return start(setup, bench.directory)
 
 
 def _tiny(bench: Bench) -> tuple[Path, Path]:
@@ -84,12 +86,12 @@ def adapter(bench: Bench) -> LoRARequest:
     return LoRARequest("policy", 1, path)
 
 
-def shaped_engine(bench: Bench, *, drafting: bool = True) -> AbstractAsyncContextManager[StandaloneEngine]:
+def shaped_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]:
     """A 7B policy's shape with made-up weights and a random drafter: what it costs is real, what it writes is noise."""
     policy = shape_of(bench, "7b").write(bench.directory.parent / "policy-7b")
     context, batch = (256, 4) if bench.tiny else (4096, 256)
     setup = _setup(bench, policy, "live_table", None, context, batch, share=MOST, more={"load_format": "dummy"})
-    return start(setup, bench.directory, drafting)
+    return start(setup, bench.directory)
 
 
 def _setup(
@@ -124,11 +126,11 @@ def _setup(
 # ---------------------------------------------------------------------- what is done to them
 
 
-async def hold(engine: StandaloneEngine, arm: int) -> None:
-    """Draft so many tokens in every step from here on; `OFF`: without the drafter's pass."""
+async def hold(engine: StandaloneEngine, arm: int | None) -> None:
+    """Draft so many tokens in every step from here on; `OFF`: without the drafter's pass; None: the policy chooses."""
     await engine.rpc("tlt_set_drafting", arm != OFF)
     await engine.llm.reset_prefix_cache()
-    await ask_scheduler(engine.llm, "control", drafting=arm != OFF, force_k=max(arm, 0))
+    await ask_scheduler(engine.llm, "control", drafting=arm != OFF, force_k=None if arm is None else max(arm, 0))
 
 
 async def stats(engine: StandaloneEngine) -> EngineStats:
@@ -136,24 +138,38 @@ async def stats(engine: StandaloneEngine) -> EngineStats:
     return from_plain(EngineStats, await ask_scheduler(engine.llm, "stats", reset=True))
 
 
-@asynccontextmanager
-async def any_length(engine: StandaloneEngine) -> AsyncIterator[None]:
-    """Inside, how much is drafted is drawn anew from 0 to `K_MAX` between any two steps, at which the engine looks up
-    what it is told.
+async def slept(
+    bench: Bench, engine: StandaloneEngine, asleep: Callable[[], Awaitable[None]] | None = None
+) -> dict[str, Any]:
+    """Put an engine to sleep at level 2 and wake it up, in verl's order; `asleep` is awaited in between.
+
+    Returns:
+        seconds of each stage, and GiB in use after it; whether sleep lost weights or buffers of the drafter, and
+        whether they are back to the bit.
     """
+    assert engine.drafter is not None
+    found: dict[str, Any] = {"seconds": {}, "memory_gib": {"awake": bench.memory()}}
 
-    async def draw() -> None:
-        draws = random.Random(0)
-        while True:
-            await ask_scheduler(engine.llm, "control", force_k=draws.randint(0, K_MAX))
+    async def stage(name: str, work: Awaitable[Any]) -> Any:
+        start = time.monotonic()
+        answer = await work
+        found["seconds"][name] = round(time.monotonic() - start, 3)
+        found["memory_gib"][name] = bench.memory()
+        return answer
 
-    drawing = asyncio.create_task(draw())
-    try:
-        yield
-    finally:
-        drawing.cancel()
-        with suppress(asyncio.CancelledError):
-            await drawing
+    before = await in_worker(engine, live_digest)
+    await stage("sleep", engine.llm.sleep(level=2))
+    if asleep is not None:
+        await stage("asleep", asleep())
+    await stage("wake weights", engine.llm.wake_up(tags=["weights"]))
+    if engine.llm.vllm_config.load_config.load_format != "dummy":
+        await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
+    found["lost"] = await in_worker(engine, live_digest) != before
+    answer = await stage("load drafter", engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
+    found["reload_error"] = from_plain(LoadReply, answer).error
+    await stage("wake KV cache", engine.llm.wake_up(tags=["kv_cache"]))
+    found["reload_is_exact"] = await in_worker(engine, live_digest) == before
+    return found
 
 
 async def sample(
@@ -211,11 +227,10 @@ def live_digest(worker: Any) -> str:
     return digest.hexdigest()
 
 
-def overwrite(worker: Any, value: float, only: str = "") -> list[str]:
-    """Fill the live drafter's own weights and buffers; `only`: the one of that name."""
-    own = live_weights(worker)
-    chosen = [name for name in own if only in name]
+def overwrite(worker: Any, value: float, only: str) -> list[str]:
+    """Fill those of the live drafter's own weights and buffers whose names hold `only`; their names."""
+    chosen = {name: tensor for name, tensor in live_weights(worker).items() if only in name}
     with torch.no_grad():
-        for name in chosen:
-            own[name].fill_(value)
-    return chosen
+        for tensor in chosen.values():
+            tensor.fill_(value)
+    return list(chosen)

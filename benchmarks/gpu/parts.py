@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 NEEDS_CUDA = "needs CUDA"
-"""Stands for a figure, or for a whole part, that no other device can give."""
+"""Stands for a figure that no other device can give."""
 FINDINGS = "findings.json"
 TINY_SLOWER = 4.0
 """So many times as long as on a GPU a part may take at toy size, on a CPU that may have other work."""
@@ -84,7 +84,6 @@ class Part:
     """It is not begun with less time left."""
     most_s: float = math.inf
     """It is ended after so long."""
-    cuda_only: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of its process."""
 
@@ -148,9 +147,7 @@ def attempt(
     left_s: float,
     tell: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """What a part found, under `found`; or why there is nothing or not all, under `needs`, `skipped` or `error`."""
-    if part.cuda_only and tiny:
-        return {"needs": "CUDA"}
+    """What a part found, under `found`; or why there is nothing or not all, under `skipped` or `error`."""
     if left_s < part.least_s:
         return {"skipped": f"{left_s:.0f} s of the budget were left, and it takes {part.least_s:.0f} s or more"}
     environment = of_clone({**(CPU_ENGINE if tiny else {}), **part.environment})

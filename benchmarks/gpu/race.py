@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.control.drains import NONE, OURS, RULE, VLLM, verdict
-from benchmarks.gpu.engines import in_worker, live_digest, shaped_engine, stats
+from benchmarks.gpu.engines import hold, in_worker, shaped_engine, slept, stats
 from benchmarks.gpu.parts import Bench
 from verl_tlt.commands.compare.result import ratio
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
@@ -24,6 +24,7 @@ from verl_tlt.server import calibration
 from verl_tlt.server.engine_arguments import most_requests, started_lengths
 from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.types import OFF
 
 PROFILES = {
     "good": (0.80, 0.78, 0.76, 0.75, 0.74, 0.73, 0.72),
@@ -49,7 +50,8 @@ async def race(bench: Bench) -> dict[str, Any]:
         await _rounds(bench, engine, table, [k for k in lengths if k], found)
         await in_worker(engine, synthetic, None)
         if bench.left() > SLEEP_S:
-            found["sleep_7b"] = await _sleep(bench, engine)
+            await hold(engine, None)
+            found["sleep_7b"] = await slept(bench, engine)
     return found
 
 
@@ -113,12 +115,9 @@ def draw_length(bench: Bench, rng: random.Random) -> int:
 async def _drain(
     engine: StandaloneEngine, arm: str, table: LatencyTable, rates: Sequence[float], lengths: Sequence[int]
 ) -> Drained:
-    drafting = arm != NONE
-    await engine.rpc("tlt_set_drafting", drafting)
-    await engine.llm.reset_prefix_cache()
-    told: dict[str, Any] = {"points": table.to_list(), "acceptance": list(rates)} if arm == OURS else {}
-    held = {NONE: 0, OURS: None}.get(arm, int(arm.removeprefix(VLLM)) if arm.startswith(VLLM) else None)
-    await ask_scheduler(engine.llm, "control", drafting=drafting, force_k=held, **told)
+    await hold(engine, int(arm.removeprefix(VLLM)) if arm.startswith(VLLM) else {NONE: OFF, OURS: None}[arm])
+    if arm == OURS:
+        await ask_scheduler(engine.llm, "control", points=table.to_list(), acceptance=list(rates))
     await stats(engine)
     rng = random.Random(0)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(16)] for _ in lengths]
@@ -138,29 +137,3 @@ def over_ours(rounds: Sequence[Mapping[str, Any]], profile: str) -> dict[str, li
         over = ratio(pairs, lambda side: side["seconds"], lambda _: 1.0)
         found[arm] = [over[end] for end in ("pooled", "low", "high")]
     return found
-
-
-async def _sleep(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]:
-    """Sleep at level 2 and wake up: seconds and memory of each stage, and whether the drafter is whole after."""
-    assert engine.drafter is not None
-    await ask_scheduler(engine.llm, "control", drafting=True, force_k=None)
-    before, memory, took = await in_worker(engine, live_digest), {"awake": bench.memory()}, {}
-    start = time.monotonic()
-    await engine.llm.sleep(level=2)
-    took["sleep"], memory["asleep"] = time.monotonic() - start, bench.memory()
-    start = time.monotonic()
-    await engine.llm.wake_up(tags=["weights"])
-    took["wake weights"] = time.monotonic() - start
-    lost = await in_worker(engine, live_digest) != before
-    start = time.monotonic()
-    reply = await engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
-    took["reload"] = time.monotonic() - start
-    await engine.llm.wake_up(tags=["kv_cache"])
-    memory["awake again"] = bench.memory()
-    return {
-        "seconds": {stage: round(seconds, 3) for stage, seconds in took.items()},
-        "memory_gib": memory,
-        "lost": lost,
-        "reload_ok": reply["ok"],
-        "reload_is_exact": await in_worker(engine, live_digest) == before,
-    }

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 
+ANY_LENGTH = "benchmarks.lossless.child:AnyLength"
+
+
 class AnyLength(Policy):
     """Chooses any draft length in any step, which stresses the engine more than a good choice would."""
 
@@ -41,11 +44,10 @@ def engine_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
         return arguments
     if not asked["tlt"]:
         return {"speculative_config": speculative_config(drafter, length), **arguments}
-    tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": length, "policy": "fixed"}})
+    tlt = TLTConfig.from_dict({"speculation": {"max_draft_length": length, "policy": ANY_LENGTH}})
     eager = bool(arguments.get("enforce_eager"))
     hybrid = is_hybrid(read_model_config(arguments["model"]))
     ours = engine_kwargs(tlt, drafter, SimpleNamespace(enforce_eager=eager), arguments, hybrid=hybrid)
-    ours["additional_config"]["tlt"]["speculation"]["policy"] = "benchmarks.lossless.child:AnyLength"
     return {**arguments, **ours, "worker_extension_cls": "verl_tlt.vllm_worker.extension.TLTWorkerExtension"}
 
 

@@ -30,8 +30,8 @@ def test_the_quarter_of_an_hour_ends_with_a_report_of_each_part(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["drafter", "engine", "job"])
-def test_every_part_finds_something_or_says_that_it_needs_a_gpu(module, tmp_path):
+def test_every_part_finds_something(module, tmp_path):
     run(f"benchmarks.gpu.{module}", "--out", tmp_path / "report.json", "--budget", 1200)
     parts = json.loads((tmp_path / "report.json").read_text())["parts"]
-    assert len(parts) > 2
-    assert all({"found", "needs"} & part.keys() and "error" not in part for part in parts.values()), parts
+    assert len(parts) > 1
+    assert all("found" in part and "error" not in part for part in parts.values()), parts
