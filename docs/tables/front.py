@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.page import load, per_token, percent, recorded, rows
+from tables.page import load, per_token, recorded, rows
 
 ROLLOUT, STEP = "rollout", "step"
 FIXED = r"vllm-(\d+)"
@@ -32,7 +32,7 @@ def expectations() -> str:
 
 def headlines() -> str:
     """The rows of docs/results.md: question, answer, and the page that has the rest."""
-    drafter, cold = "drafter.md#training-along", "runs.md#what-a-cold-start-costs-and-when-it-has-paid"
+    cold = "runs.md#what-a-cold-start-costs-and-when-it-has-paid"
     body = [
         [f"[{what}](../benchmarks/results/{page})", found]
         for what, page, found in (
@@ -40,9 +40,6 @@ def headlines() -> str:
             ("The same with vLLM's best fixed K, in engines that never sleep", "runs.md#end-to-end", _speed(FIXED)),
             ("The same as verl runs vLLM's speculation", "runs.md#end-to-end", _speed(f"{FIXED}-lost")),
             ("A run without a drafter, 96 responses a step", cold, _cold("cold_start")),
-            ("Training a good drafter during the run", drafter, _along("in_domain")),
-            ("Training a drafter for other text during the run", drafter, _along("generic")),
-            ("Training a random drafter during the run", drafter, _along("random")),
             ("Seconds saved, by the estimate and measured", "runs.md#is-tltsaved_estimate_s-right", _saved()),
             ("Is it lossless?", "robustness.md#is-it-lossless", _lossless()),
             ("Jobs killed and resumed", "robustness.md#when-the-whole-job-is-killed", _resumed()),
@@ -85,12 +82,6 @@ def _lossless() -> str:
     tokens, wrong = (sum(row[key] for row in found) for key in ("tokens", "wrong_ends"))
     lowest = min(row[key] for row in found for key in ("p_places", "p_martingale"))
     return f"{tokens:,} tokens judged: lowest p of {2 * len(found)} tests {lowest:.2g}, {wrong} wrong ends of responses"
-
-
-def _along(start: str) -> str:
-    gain = load("drafter_study")["summary"][start]["online_vs_frozen_accept_length_late"]
-    shown = [percent(gain[key], int(abs(gain["mean"]) < 0.1)) for key in ("mean", "low", "high")]
-    return "accept length late in the run {} % ({} to {} %), compared with not training it".format(*shown)
 
 
 def _resumed() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,6 @@ def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
         return "|" + "|".join(f" {cell} " if str(cell) else " " for cell in cells) + "|\n"
 
     return line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(line, body))
-
-
-def percent(share: float, digits: int = 0) -> str:
-    """A difference in percent with its sign; 0 has none."""
-    return re.sub(r"^[+-](0(\.0+)?)$", r"\1", f"{100 * share:+.{digits}f}")
 
 
 def faster(ratio: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from operator import mul
 from statistics import mean, median
 from typing import Any
 
-from tables.page import load, percent, recorded, rows, source
+from tables.page import load, recorded, rows, source
 
 KILLED = {
     "start": "while it resumed", "rollout": "in a rollout", "session": "while a replica trained",
@@ -76,27 +76,6 @@ def _raced(found: Mapping[str, Any]) -> str:
         f"drafts. The accept length of the head at K=5 is {tau:.2f} on held-out prompts. An arm's seconds over those "
         "of `live_table`:\n"
     )
-
-
-def study(file: str) -> str:
-    """Drafters late in a run by their start: frozen, trained online, and trained offline for as long."""
-
-    def gain(of: Mapping[str, Any]) -> str:
-        digits = 1 if abs(of["mean"]) < 0.1 else 0
-        mean, low, high = (percent(of[key], digits) for key in ("mean", "low", "high"))
-        return f"{mean} % ({low} to {high} %)"
-
-    compared = {
-        "online_vs_frozen_accept_length_late": "online against frozen",
-        "online_vs_extra_accept_length_late": "online against extra",
-        "online_vs_none_speed_late": "tokens a second, online against no drafter",
-        "frozen_vs_none_speed_late": "frozen against no drafter",
-    }
-    body = []
-    for name, of in load(file)["summary"].items():
-        lengths = " / ".join(f"{of[f'{arm}_late']:.2f}" for arm in ("frozen", "extra", "online"))
-        body.append([name.replace("_", "-"), lengths, *(gain(of[key]) for key in compared)])
-    return rows(("Start", "accept length late in the run: frozen / extra / online", *compared.values()), body)
 
 
 def lossless() -> str:
