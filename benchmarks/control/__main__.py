@@ -10,7 +10,6 @@ timings mean something only on a core that nothing else uses.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from rich.console import Console
 
 from benchmarks.control.drains import LOADS, Drain
 from benchmarks.control.engine import ENVIRONMENT
-from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.job import PLACE
+from benchmarks.stored import store
 from verl_cpu.dtype import find_dtype, say_dtype
 from verl_tlt.errors import TLTError
 
@@ -43,16 +42,18 @@ def main() -> None:
     fixed.add_argument("--work", type=Path, default=ROOT / ".cache" / "race", help="folder that keeps the rounds")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    if options.fixed:
-        _fixed(options)
-        return
+    file = options.out / ("race.json" if options.fixed else "live_table.json")
+    store(file, _fixed(options) if options.fixed else _replayed(options))
+    console.print(f"written to {file}")
+
+
+def _replayed(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.control.replay import run_all
 
-    command = {"command": "python -m benchmarks.control --replay"}
-    _add(options.out / "live_table.json", command | run_all(console.print, options.jobs) | {"machine": machine()})
+    return {"command": "python -m benchmarks.control --replay", **run_all(console.print, options.jobs)}
 
 
-def _fixed(options: argparse.Namespace) -> None:
+def _fixed(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.control.fixed import against_fixed, real_models
 
     console.print(say_dtype(find_dtype()))
@@ -61,17 +62,9 @@ def _fixed(options: argparse.Namespace) -> None:
         found = against_fixed(models, ask, options.load, options.rounds, options.seconds, options.work, console.print)
     except TLTError as error:
         raise SystemExit(str(error)) from error
-    _add(options.out / "race.json", found)
     for load in found["loads"].values():
         console.print(load["verdict"])
-
-
-def _add(file: Path, found: dict[str, Any]) -> None:
-    """Put these figures in the place of the file's own of that name."""
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(kept | found, indent=1) + "\n")
-    console.print(f"written to {file}")
+    return found
 
 
 if __name__ == "__main__":

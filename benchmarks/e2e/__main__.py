@@ -17,8 +17,7 @@ The trained drafter is made once, by `verl-tlt warmup` on other prompts (`head.p
 """
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,9 @@ from benchmarks.e2e.arms import COLD_START_S, LOADS, LONGEST, Load, arms
 from benchmarks.e2e.head import BENCH_PROMPTS, BENCH_SEED, Head, prepare
 from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
 from benchmarks.e2e.savings import saved
-from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
 from benchmarks.real_policy.job import LONGEST_RESPONSE, real_assets, real_overrides
+from benchmarks.stored import store
 from benchmarks.toy_job import FORCED, NO_CLUSTER, RECIPE, recipe_environment, toy_overrides
 from tests.toy.assets import Assets, build_assets, demo_width
 from verl_cpu.dtype import find_dtype, say_dtype
@@ -102,7 +101,6 @@ def result(arms: Sequence[Arm], record: Record, plan: Plan, forced: bool) -> dic
     for name, ratios in found["ratios"].items():
         ratios["saved"] = saved(record.steps(STOCK), record.steps(name))
     return {
-        "machine": machine(),
         "dtype": find_dtype(),
         "lengths": "forced" if forced else "sampled",
         "runs": max((len(record.of(arm.name)) for arm in arms), default=0),
@@ -132,14 +130,6 @@ def adjusted_ratios(subject: Subject, arms: Sequence[Arm], record: Record, work:
 
     found = {a.name: sampled(record.steps(a.name), responses_of(a, work), count, LONGEST_RESPONSE) for a in arms}
     return {"adjusted": adjusted({name: steps for name, steps in found.items() if steps}, subject.predicted)}
-
-
-def portable(found: Mapping[str, Any], folders: Mapping[str, Path]) -> str:
-    """A result as it is kept: JSON, with a name in place of each folder of this machine, inner folders before outer."""
-    text = json.dumps(found, indent=1)
-    for name, folder in folders.items():
-        text = text.replace(json.dumps(str(folder))[1:-1], name)
-    return text + "\n"
 
 
 def read_options() -> argparse.Namespace:
@@ -184,7 +174,7 @@ def main() -> None:
         if options.out:
             ratios = adjusted_ratios(subject, chosen, record, work)
             found = {**result(chosen, record, plan, options.forced), **ratios, **known}
-            options.out.write_text(portable(found, {"WORK": work, "TOY": kept, "CLONE": ROOT}))
+            store(options.out, found, {"WORK": work, "TOY": kept, "CLONE": ROOT})
 
     try:
         take_turns(plan, chosen, options.rounds, record, console, STALL_S, keep)

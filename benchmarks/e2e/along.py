@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.e2e.__main__ import ROOT, STALL_S, real, recipe_of
 from benchmarks.e2e.arms import LOADS
-from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import HALF
 from benchmarks.real_policy.job import PLACE
+from benchmarks.stored import store
 from verl_cpu.dtype import find_dtype, say_dtype
 from verl_tlt.bootstrap import Floats
 from verl_tlt.checks.recipe import quoted
@@ -107,8 +107,8 @@ def main() -> None:
         say(console, json.dumps(window))
     if options.out:
         steps = {arm: [[{n: getattr(s, n) for n in ("step", *SHOWN)} for s in of] for of in runs[arm]] for arm in runs}
-        found = {"machine": machine(), "dtype": find_dtype(), "seeds": options.seeds, "windows": windows, "runs": steps}
-        options.out.write_text(json.dumps(found, indent=1).replace(str(ROOT), "CLONE") + "\n")
+        found = {"dtype": find_dtype(), "seeds": options.seeds, "windows": windows, "runs": steps}
+        store(options.out, found, {"CLONE": ROOT})
 
 
 if __name__ == "__main__":
