@@ -235,7 +235,7 @@ class Chain:
                 return
 
     def _wait_for(self, step: int) -> None:
-        """Until verl names the step as the one to resume from; what was merged is published right after that."""
+        """Until verl names the step as the one to resume from; a new drafter is published right after that."""
         deadline = time.monotonic() + LIMIT_S
         while int((self.checkpoints / "latest_checkpointed_iteration.txt").read_text() or 0) < step:
             if time.monotonic() > deadline:

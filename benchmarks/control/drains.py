@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulate.hardware import TableCost
 from verl_tlt.commands.compare.result import ratio
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs import LatencyTable
@@ -88,7 +87,7 @@ class StepCosts:
     """
 
     def __init__(self, near: LatencyTable, far: LatencyTable) -> None:
-        self._near, self._far = TableCost(near), TableCost(far)
+        self._near, self._far = near, far
         self._widest_far = far.by_batch(0)[-1][0]
         widest, seconds = near.by_batch(OFF)[-1]
         self.prefill_token_s = seconds / widest
@@ -96,9 +95,9 @@ class StepCosts:
 
     def __call__(self, batch: int, kv_tokens: int, k: int) -> float:
         at = min(batch, self._widest_far)
-        extra = self._far.seconds(at, 0, max(k, 0), k) - self._near.seconds(at, 0, max(k, 0), k)
+        extra = float(self._far.seconds(k, at)) - float(self._near.seconds(k, at))
         token = max(0.0, extra) / (at * (FAR - NEAR))
-        return self._near.seconds(batch, 0, max(k, 0), k) + token * max(0, kv_tokens - NEAR * batch)
+        return float(self._near.seconds(k, batch)) + token * max(0, kv_tokens - NEAR * batch)
 
 
 def predict(costs: StepCosts, acceptance: Sequence[float], lengths: Sequence[int], prompt: int, arm: str) -> float:

@@ -30,7 +30,7 @@ TLT = (
     "tlt.drafter.learning_rate=2e-3",
     "tlt.spot.max_epochs=30",
     "tlt.spot.stop_timeout_s=10",  # sessions get what time engines leave, which on a busy machine is little
-    "tlt.gate.enable=false",  # every merge is published, and so every step loads another drafter
+    "tlt.gate.enable=false",  # whatever was trained is published, and so every step loads another drafter
 )
 REPLAYED = (
     f"data.train_batch_size={BATCH}",

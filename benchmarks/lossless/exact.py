@@ -148,10 +148,6 @@ class Exact:
         fields = (drawn[..., 0], mean, square - mean**2, place, log_probs.amax(-1), position)
         return Judged(*(field.numpy().ravel() for field in fields))
 
-    def martingale(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> float:
-        """p-value of `outputs` [n, length] by the martingale test."""
-        return self.judge(prompt, outputs, sampling).martingale()
-
     def stops(self, prompt: list[int], outputs: np.ndarray, sampling: Sampling) -> float:
         """p-value of how many `outputs` [n, length] end at each token, against their chance given what came before.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.page import load, per_token, recorded, rows
+from tables.page import load, per_token, rows
 
 ROLLOUT, STEP = "rollout", "step"
 FIXED = r"vllm-(\d+)"
@@ -54,7 +54,7 @@ def _ratio(file: str, arm: str, what: str) -> str:
 
 def _best(file: str, pattern: str) -> str:
     """The arm of this kind of name with the fastest step; empty if there is none."""
-    ratios: dict[str, Any] = load(file)["ratios"] if recorded(file) else {}
+    ratios: dict[str, Any] = load(file)["ratios"]
     arms = [arm for arm in ratios if re.fullmatch(pattern, arm)]
     return max(arms, key=lambda arm: float(ratios[arm]["e2e_per_token"]["pooled"]), default="")
 

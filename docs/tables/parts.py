@@ -19,9 +19,7 @@ KILLED = {
 
 
 def oracles(file: str) -> str:
-    """Worst and median replay of every policy; nothing where none were recorded."""
-    if not recorded(file):
-        return ""
+    """Worst and median replay of every policy."""
     found = load(file)
     replays, detail = found["replay"], found["replay_detail"]
 
@@ -44,7 +42,10 @@ def oracles(file: str) -> str:
 
 
 def race(file: str) -> str:
-    """A chosen K against each fixed K and none, load by load: predicted and measured, with the verdict."""
+    """A chosen K against each fixed K and none, load by load: predicted and measured, with the verdict.
+
+    Nothing where no race was recorded.
+    """
     if not recorded(file):
         return ""
     found, body = load(file), []

@@ -54,7 +54,7 @@ def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple
         p, cells = exact.chi_square(list(prompt), outputs[:, :ENUMERATED], sampling)
         assert cells > 25 * len(outputs) / DRAWS
         chi.append(p)
-        martingale.append(exact.martingale(list(prompt), outputs, sampling))
+        martingale.append(exact.judge(list(prompt), outputs, sampling).martingale())
     return min(chi), min(martingale)
 
 
