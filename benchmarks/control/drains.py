@@ -32,8 +32,6 @@ GRAIN = 1.0 / 32.0
 """Relative change of the batch at which a segment of a predicted drain ends."""
 GROWTH = 0.25
 """Relative growth of the mean context at which one ends."""
-NEAR, FAR = 32, 800
-"""Tokens of context at which step costs are measured: at every batch, and at the batches of a tail."""
 LEAST, FEWEST = 1.05, 8
 CLAIM = "a chosen K beats every fixed K"
 RULE = (
@@ -80,27 +78,7 @@ LOADS = tuple(map(Drain.parse, ("192+4@1000", "144+2@1000", "44+4@1000", "11+1@1
 """Two wide starts with a long tail, two narrower ones, and a batch that stays the same to its end."""
 
 
-class StepCosts:
-    """Seconds of a step by batch, tokens of context and K, from tables that were measured at `NEAR` and `FAR` tokens.
-
-    A token of context costs as much at any batch as at the nearest one that was measured at `FAR`.
-    """
-
-    def __init__(self, near: LatencyTable, far: LatencyTable) -> None:
-        self._near, self._far = near, far
-        self._widest_far = far.by_batch(0)[-1][0]
-        widest, seconds = near.by_batch(OFF)[-1]
-        self.prefill_token_s = seconds / widest
-        """A token of a prompt costs as much as one in the largest step."""
-
-    def __call__(self, batch: int, kv_tokens: int, k: int) -> float:
-        at = min(batch, self._widest_far)
-        extra = float(self._far.seconds(k, at)) - float(self._near.seconds(k, at))
-        token = max(0.0, extra) / (at * (FAR - NEAR))
-        return float(self._near.seconds(k, batch)) + token * max(0, kv_tokens - NEAR * batch)
-
-
-def predict(costs: StepCosts, acceptance: Sequence[float], lengths: Sequence[int], prompt: int, arm: str) -> float:
+def predict(costs: LatencyTable, acceptance: Sequence[float], lengths: Sequence[int], prompt: int, arm: str) -> float:
     """Seconds that an arm is expected to take for responses of these lengths, after prompts of `prompt` tokens.
 
     Computed from measured step costs and the drafter's held-out acceptance, without luck or learning. An adaptive arm
@@ -111,19 +89,24 @@ def predict(costs: StepCosts, acceptance: Sequence[float], lengths: Sequence[int
     return decode(costs, {OFF: 1.0} if arm == NONE else {k: tau[k] for k in chosen}, lengths, prompt)
 
 
-def decode(costs: StepCosts, gains: Mapping[int, float], lengths: Sequence[int], prompt: int) -> float:
+def decode(costs: LatencyTable, gains: Mapping[int, float], lengths: Sequence[int], prompt: int) -> float:
     """Seconds to decode responses of these lengths together, if a request gains `gains[K]` tokens in a step at K.
 
     Engine steps are the same in each of a series of segments. In each the draft length is the one with the most tokens
-    per second.
+    per second. A token of a prompt costs as much as one in the largest step.
     """
+
+    def step_s(batch: int, kv_tokens: int, k: int) -> float:
+        return float(costs.seconds(k, batch, kv_tokens / batch))
+
     whole = np.array(lengths, dtype=np.float64)  # tokens of the responses that are not done, [batch]
     left = whole.copy()  # tokens to go
-    seconds = left.size * prompt * costs.prefill_token_s
+    widest, widest_s = costs.by_batch(OFF)[-1]
+    seconds = left.size * prompt * widest_s / widest
     while left.size:
         batch = left.size
         kv_tokens = round(float((whole - left).sum())) + batch * prompt
-        k = max(gains, key=lambda k: gains[k] / costs(batch, kv_tokens, k))
+        k = max(gains, key=lambda k: gains[k] / step_s(batch, kv_tokens, k))
         needed = left / gains[k]  # steps each request still takes
         ending = min(batch, max(1, round(batch * GRAIN)))
         until_fewer = float(np.partition(needed, ending - 1)[ending - 1])
@@ -131,7 +114,7 @@ def decode(costs: StepCosts, gains: Mapping[int, float], lengths: Sequence[int],
         gained = np.minimum(gains[k] * steps, left)
         middle = max(1, round(float(np.clip(needed / steps, 0.0, 1.0).sum())))  # mean batch of the segment
         middle_kv = round(kv_tokens * middle / batch + 0.5 * float(gained.sum()))
-        seconds += steps * costs(middle, middle_kv, k)
+        seconds += steps * step_s(middle, middle_kv, k)
         left = left - gained
         going = left > 1e-9
         whole, left = whole[going], left[going]
@@ -139,7 +122,7 @@ def decode(costs: StepCosts, gains: Mapping[int, float], lengths: Sequence[int],
 
 
 def over_ours(
-    rounds: Sequence[Round], costs: StepCosts, acceptance: Sequence[float], prompt: int
+    rounds: Sequence[Round], costs: LatencyTable, acceptance: Sequence[float], prompt: int
 ) -> dict[str, dict[str, list[float]]]:
     """Each other arm's seconds over ours, all rounds pooled, as [ratio, low, high] (95 %): `plain` and `adjusted`."""
     drains = [each[arm]["lengths"] for each in rounds for arm in ARMS]

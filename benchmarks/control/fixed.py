@@ -20,15 +20,12 @@ from transformers import AutoTokenizer
 from benchmarks.control.drains import (
     ADAPTIVE,
     ARMS,
-    FAR,
     LONGEST,
-    NEAR,
     NONE,
     OURS,
     RULE,
     VLLM,
     Drain,
-    StepCosts,
     over_ours,
     predict,
     verdict,
@@ -42,6 +39,8 @@ from verl_tlt.files.disk import replacing
 from verl_tlt.speculation.costs import LatencyTable
 
 CALIBRATION_S = 900.0
+NEAR, FAR = 32, 800
+"""Tokens of context at which step costs are measured: at every batch, and at the batches of a tail."""
 NEAR_BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)
 """Batches besides 1 and the largest that are measured at the near context."""
 FAR_BATCHES = (1, 4, 2)
@@ -126,7 +125,7 @@ def _digest(models: Models) -> str:
     return files_digest([models.policy / "config.json", *weights])
 
 
-def recorded_costs(work: Path, models: Models) -> tuple[StepCosts, int]:
+def recorded_costs(work: Path, models: Models) -> tuple[LatencyTable, int]:
     """Step costs, and the tokens of a prompt, of the widest race of these models that `work` has."""
     digest = _digest(models)
     files = sorted(work.glob(f"{digest}-*.json"), key=lambda file: int(file.stem.rpartition("-")[2]))
@@ -193,8 +192,8 @@ def foresee(engine: Engine, record: Found, drain: Drain, ask: Ask, say: Say) -> 
         engine.add_arm(f"{arm}/{drain}", near)
 
 
-def _costs(record: Found) -> StepCosts:
-    return StepCosts(LatencyTable.from_list(record["near"]), LatencyTable.from_list(record["far"]))
+def _costs(record: Found) -> LatencyTable:
+    return LatencyTable.from_list([*record["near"], *record["far"]])
 
 
 def _read_again(record: Found) -> int:

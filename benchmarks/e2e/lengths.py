@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.control.drains import NONE, OURS, VLLM, StepCosts, predict
+from benchmarks.control.drains import NONE, OURS, VLLM, predict
 from verl_tlt.bootstrap import Floats
 from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT
 from verl_tlt.commands.compare.record import Step
 from verl_tlt.commands.compare.result import pooled
+from verl_tlt.speculation.costs import LatencyTable
 
 REPLICAS, SPLITS = 2, 8
 """Replicas, and how often a step's responses are split among them at random. A rollout ends with the slower one."""
@@ -55,7 +56,7 @@ def sampled(steps: Sequence[Step], folder: Path, count: Callable[[str], int], lo
     return [Sampled(step, lengths_in(file, count, longest)) for step, file in files.items() if file.exists()]
 
 
-def rollouts(costs: StepCosts, acceptance: Sequence[float], prompt: int) -> Predict:
+def rollouts(costs: LatencyTable, acceptance: Sequence[float], prompt: int) -> Predict:
     """A prediction from step costs and an acceptance, for replicas that begin with `prompt` tokens a request."""
 
     def seconds(arm: str, lengths: Sequence[int]) -> float:
