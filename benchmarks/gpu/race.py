@@ -2,9 +2,8 @@
 one.
 
 The weights are random, so vLLM accepts drafts by chance, as often as it is told: its synthetic acceptance, of the V1
-runner. Response lengths are drawn once for all arms of a round. First come the calibration as in a run, the costs of
-OFF and of each K at batches up to the largest, and last a sleep with a policy of real size. The costs are in the report
-in the form that the replays read.
+runner. Response lengths are drawn once for all arms of a round. First comes the calibration as in a run, and last a
+sleep with a policy of real size. Step costs are in the report in the form that the replays read.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ PROFILES = {
     "fair": (0.62, 0.58, 0.56, 0.55, 0.54, 0.53, 0.52),
 }
 """P(draft token i is accepted | those before it were): accept lengths of 2.9 and 2.2 at K=3."""
-BATCHES = (1, 256, 128, 64, 32, 16, 8, 4, 2)
-CALIBRATION_S, COSTS_S, SLEEP_S = 20.0, 45.0, 20.0
+SLEEP_S = 20.0
+"""Seconds that are left for the sleep."""
 MOST_ROUNDS, LONGEST = 12, 600
 Drained = dict[str, Any]
 
@@ -45,7 +44,7 @@ async def race(bench: Bench) -> dict[str, Any]:
         captured = str(engine.llm.vllm_config.compilation_config.cudagraph_capture_sizes)
         lengths = started_lengths(engine.llm)
         found |= {"engine_start_s": round(time.monotonic() - began, 1), "lengths": list(lengths), "captured": captured}
-        table = await _costs(bench, engine, lengths, found)
+        table = await _costs(engine, found)
         bench.note(**found)
         await _rounds(bench, engine, table, [k for k in lengths if k], found)
         await in_worker(engine, synthetic, None)
@@ -68,13 +67,11 @@ def synthetic(worker: Any, rates: Sequence[float] | None) -> bool:
     return True
 
 
-async def _costs(bench: Bench, engine: StandaloneEngine, lengths: Sequence[int], found: dict[str, Any]) -> LatencyTable:
-    """Seconds of the calibration as in a run; then the costs at every batch."""
+async def _costs(engine: StandaloneEngine, found: dict[str, Any]) -> LatencyTable:
+    """Step costs by a calibration as in a run, and its seconds."""
     start = time.monotonic()
-    await engine.measure_costs(CALIBRATION_S)
+    table = await engine.measure_costs(calibration.BUDGET_S)
     found["calibration_as_in_a_run_s"] = round(time.monotonic() - start, 1)
-    loads = [calibration.CalibrationLoad(batch, 32) for batch in BATCHES if batch <= most_requests(engine.llm)]
-    table = await calibration.calibrate(engine.llm, lengths, loads, engine.vocab_size, budget_s=COSTS_S)
     found["costs_ms"] = {k: [(b, round(1e3 * s, 3)) for b, s in table.by_batch(k)] for k in table.lengths()}
     found["costs"] = table.to_list()
     return table

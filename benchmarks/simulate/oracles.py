@@ -25,9 +25,8 @@ class TrueSpeed(Policy):
         self._truth = truth
 
     def choose(self, batch: int) -> int:
-        """The argmax; RuntimeError outside the simulator."""
-        if self._truth is None:
-            raise RuntimeError("The oracle of true speed runs in the simulator only.")
+        """The argmax."""
+        assert self._truth is not None, "the simulator shows it before each choice"
         tau: npt.NDArray[np.float64] = self._truth.accept_lengths
         cost, kv_tokens = self._truth.cost, self._truth.kv_tokens
         return max(self._arms, key=lambda k: tau[k] / cost.seconds(batch, kv_tokens, k, k))
