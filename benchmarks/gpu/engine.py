@@ -34,9 +34,8 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.parts import Bench, Part, attempt, main
 from benchmarks.gpu.race import race
+from verl_tlt.commands.doctor.engine_check import load_drafter
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
-from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.speculation.types import OFF
 
 BEGINNING = [1]
@@ -125,19 +124,14 @@ async def lora(bench: Bench) -> dict[str, Any]:
     """
     draws, tokens = (300, 4) if bench.tiny else (4000, 4)
     async with tiny_engine(bench, enable_lora=True, max_lora_rank=8, max_loras=1) as engine:
-        assert engine.drafter is not None
         with_it, alike = adapter(bench), [BEGINNING] * draws
-        file = str(engine.drafter / "model.safetensors")
-        await engine.rpc("tlt_load_drafter", file)  # as with a run's first weight sync
+        await load_drafter(engine)  # as with a run's first weight sync
         await hold(engine, OFF)
         plain = await sample(engine, alike, tokens, with_it)
         await hold(engine, K_MAX)
         found: dict[str, Any] = {"accepted_before": await accepted(engine, with_it)}
-        await engine.llm.sleep(level=1)
-        await engine.llm.wake_up(tags=["weights"])
-        reply = from_plain(LoadReply, await engine.rpc("tlt_load_drafter", file))
-        await engine.llm.wake_up(tags=["kv_cache"])
-        found |= {"reload_error": reply.error, "accepted_after": await accepted(engine, with_it)}
+        found |= await slept(bench, engine, level=1)
+        found["accepted_after"] = await accepted(engine, with_it)
         drafted = await sample(engine, alike, tokens, with_it)
     return {**found, "drafted_against_plain": compare(drafted, plain)}
 
@@ -156,7 +150,7 @@ async def beside(bench: Bench) -> dict[str, Any]:
     async with shaped_engine(bench) as engine:
         await hold(engine, 1)
         await engine.generate(range(1, 9), 4)
-        found = await slept(bench, engine, train)
+        found = await slept(bench, engine, asleep=train)
         await engine.generate(range(1, 9), 16)
     return {**found, "memory_in_the_session_gib": memory, "session": session, "decodes_afterwards": True}
 

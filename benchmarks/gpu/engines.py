@@ -20,9 +20,10 @@ from benchmarks.gpu.shapes import shape_of
 from benchmarks.lossless.child import ANY_LENGTH
 from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 from verl_tlt.checks.recipe import Recipe
+from verl_tlt.commands.doctor.engine_check import failure_of, load_drafter
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import EngineStats, LoadReply
+from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.types import OFF
 
@@ -139,15 +140,14 @@ async def stats(engine: StandaloneEngine) -> EngineStats:
 
 
 async def slept(
-    bench: Bench, engine: StandaloneEngine, asleep: Callable[[], Awaitable[None]] | None = None
+    bench: Bench, engine: StandaloneEngine, level: int = 2, asleep: Callable[[], Awaitable[None]] | None = None
 ) -> dict[str, Any]:
-    """Put an engine to sleep at level 2 and wake it up, in verl's order; `asleep` is awaited in between.
+    """Put an engine to sleep and wake it up, in verl's order; `asleep` is awaited in between.
 
     Returns:
         seconds of each stage, and GiB in use after it; whether sleep lost weights or buffers of the drafter, and
         whether they are back to the bit.
     """
-    assert engine.drafter is not None
     found: dict[str, Any] = {"seconds": {}, "memory_gib": {"awake": bench.memory()}}
 
     async def stage(name: str, work: Awaitable[Any]) -> Any:
@@ -158,15 +158,14 @@ async def slept(
         return answer
 
     before = await in_worker(engine, live_digest)
-    await stage("sleep", engine.llm.sleep(level=2))
+    await stage("sleep", engine.llm.sleep(level=level))
     if asleep is not None:
         await stage("asleep", asleep())
     await stage("wake weights", engine.llm.wake_up(tags=["weights"]))
-    if engine.llm.vllm_config.load_config.load_format != "dummy":
+    if level == 2 and engine.llm.vllm_config.load_config.load_format != "dummy":
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
     found["lost"] = await in_worker(engine, live_digest) != before
-    answer = await stage("load drafter", engine.rpc("tlt_load_drafter", str(engine.drafter / "model.safetensors")))
-    found["reload_error"] = from_plain(LoadReply, answer).error
+    found["reload_error"] = failure_of(await stage("load drafter", load_drafter(engine)))
     await stage("wake KV cache", engine.llm.wake_up(tags=["kv_cache"]))
     found["reload_is_exact"] = await in_worker(engine, live_digest) == before
     return found
