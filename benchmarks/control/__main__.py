@@ -38,7 +38,6 @@ def main() -> None:
     fixed.add_argument("--real", type=Path, default=PLACE, help="folder of the real policy and its head")
     fixed.add_argument("--load", type=Drain.parse, nargs="+", default=LOADS, metavar="SHORT+LONG@MOST")
     fixed.add_argument("--rounds", type=int, default=10, help="drains of every arm and load")
-    fixed.add_argument("--seconds", type=float, default=36_000.0, help="no round starts after so long")
     fixed.add_argument("--work", type=Path, default=ROOT / ".cache" / "race", help="folder that keeps the rounds")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -59,7 +58,7 @@ def _fixed(options: argparse.Namespace) -> dict[str, Any]:
     console.print(say_dtype(find_dtype()))
     try:
         models, ask = real_models(options.real.resolve())
-        found = against_fixed(models, ask, options.load, options.rounds, options.seconds, options.work, console.print)
+        found = against_fixed(models, ask, options.load, options.rounds, options.work, console.print)
     except TLTError as error:
         raise SystemExit(str(error)) from error
     for load in found["loads"].values():

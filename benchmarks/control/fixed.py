@@ -10,7 +10,6 @@ what ours learns it keeps for the load. Each round is kept in a folder, and a co
 
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,10 +73,8 @@ def real_models(folder: Path) -> tuple[Models, Ask]:
     return Models(policy, drafter, acceptance, tokenizer.eos_token_id), ask
 
 
-def against_fixed(
-    models: Models, ask: Ask, drains: Sequence[Drain], rounds: int, seconds: float, work: Path, say: Say
-) -> Found:
-    """Race every arm in all drains, so many rounds of each, and begin none after so many seconds.
+def against_fixed(models: Models, ask: Ask, drains: Sequence[Drain], rounds: int, work: Path, say: Say) -> Found:
+    """Race every arm in all drains, so many rounds of each.
 
     `work` is the folder that keeps the rounds; `say` is called with a line for each. Returns the record as it is
     published: `loads` by name, each with what was `predicted`, its `rounds`, the ratios and the `verdict`.
@@ -86,15 +83,13 @@ def against_fixed(
     file, record = open_record(work, models, batch)
     say(f"Rule: {RULE}")
     if missing(record, drains, rounds):
-        until, engine = time.monotonic() + seconds, Engine(models, batch, context_of(ask, drains))
+        engine = Engine(models, batch, context_of(ask, drains))
         measure_costs(engine, record)
         _keep(file, record)
         for drain in drains:
             foresee(engine, record, drain, ask, say)
             _keep(file, record)
         for turn, drain in missing(record, drains, rounds):
-            if time.monotonic() > until:
-                break
             found = _round(engine, drain, ask(drain, turn), random.Random(f"order {drain} {turn}"))
             record["loads"][str(drain)]["rounds"].append(found)
             _keep(file, record)
