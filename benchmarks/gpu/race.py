@@ -41,6 +41,7 @@ async def race(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {"rule": RULE}
     began = time.monotonic()
     async with shaped_engine(bench) as engine:
+        found["policy"] = engine.setup.tlt.speculation.policy
         captured = str(engine.llm.vllm_config.compilation_config.cudagraph_capture_sizes)
         lengths = started_lengths(engine.llm)
         found |= {"engine_start_s": round(time.monotonic() - began, 1), "lengths": list(lengths), "captured": captured}

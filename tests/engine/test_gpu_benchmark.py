@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.control.drains import OURS
+
 pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +28,9 @@ def test_the_quarter_of_an_hour_ends_with_a_report_of_each_part(tmp_path):
     sleep, nan, distribution = (parts["small"]["found"][name] for name in ("sleep", "nan", "distribution"))
     assert sleep["lost"] and sleep["reload_is_exact"] and nan["drafts_verified"] > 0
     assert all(distribution[f"{which}_against_plain"]["p"] > 1e-5 for which in ("drafted", "drawn", "plain"))
-    assert not parts["race"]["found"]["rounds"][0]["synthetic"], "the CPU's sampler accepts by the policy alone"
+    race = parts["race"]["found"]
+    assert race["policy"] == OURS, "the arm of that name must not have a fixed K"
+    assert not race["rounds"][0]["synthetic"], "the CPU's sampler accepts by the policy alone"
 
 
 @pytest.mark.parametrize("module", ["drafter", "engine", "job"])
