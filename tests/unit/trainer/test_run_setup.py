@@ -1,5 +1,6 @@
 """What a run is made of, from a config as verl composes it."""
 
+import json
 import os
 
 import pytest
@@ -77,6 +78,8 @@ def test_the_spot_trainer_gets_sizes_that_fit(composed, monkeypatch, device, giv
     context = config.data.max_prompt_length + config.data.max_response_length
     assert (plan.held_out, plan.window) == (MOST_HELD_OUT, min(4096, context))
     assert tlt.buffer.tokens_per_step == TOKENS_PER_STEP
+    positions = json.loads(start.served.config)["transformer_layer_config"]["max_position_embeddings"]
+    assert positions >= context + tlt.speculation.longest
 
 
 @pytest.mark.parametrize(
