@@ -69,7 +69,7 @@ def serves_through_reloads(engine, models, good, bad=None, levels=(1, 2)):
 @pytest.fixture
 def stock(stock_tokens):
     """What an engine without a drafter decodes, not compiled."""
-    return [tokens[: max(8, TOKENS * (i + 1) // 8)] for i, tokens in enumerate(stock_tokens["qwen3"])]
+    return [tokens[: max(8, TOKENS * (i + 1) // 8)] for i, tokens in enumerate(stock_tokens)]
 
 
 def with_lora(patch):
