@@ -131,11 +131,3 @@ def test_a_forced_draft_length_takes_the_steps_that_vllms_own_table_takes(engine
         ours = run()
         scheduler.tlt.control(force_k=None)
     assert ours == theirs and ours[1][-1][1], "drafts were verified to the end"
-
-
-def test_the_account_does_not_need_log_statistics(engine_of):
-    with engine_of("good", policy="policies:longest", disable_log_stats=True) as engine:
-        outputs = engine.generate(8, TOKENS)
-        stats = engine.scheduler.tlt.stats()
-        assert stats.num_generation_tokens == sum(map(len, outputs))
-        assert sum(stats.num_accepted_tokens_per_pos) > 0.5 * stats.num_drafts
