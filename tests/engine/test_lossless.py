@@ -131,11 +131,10 @@ def test_a_lost_probability_would_be_seen_in_the_log(engine_of, lost_probabiliti
     lost_probabilities.clear()
 
 
-def test_requests_that_reach_the_drafters_limit_only_stop_the_drafting(engine_of):
-    with engine_of(None, max_model_len=64) as engine:
-        stock = engine.generate(8, 52)
+def test_requests_that_reach_the_drafters_limit_only_stop_the_drafting(engine_of, stock_tokens):
     with engine_of("good", policy="policies:longest", max_model_len=64) as engine:
-        assert engine.generate(8, 52) == stock
+        shorter = [tokens[: max(8, 52 * (i + 1) // 8)] for i, tokens in enumerate(stock_tokens)]
+        assert engine.generate(8, 52) == shorter
         steps = engine.scheduler.tlt.policy.steps
         blocked = [i for i, s in enumerate(steps) if s.drafted == 0 and s.batch]
         assert blocked and not any(steps[i].clean for i in blocked)
