@@ -75,7 +75,7 @@ def worse(models, tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.heavy), 1.3])
 def test_what_happens_while_they_run(engine_of, exact, models, worse, temperature):
     """Drafters are swapped, the drafter goes off and on, others come and are aborted; K is anything."""
     sampling = dataclasses.replace(HOT, temperature=temperature)
