@@ -174,7 +174,7 @@ def test_without_a_change_those_rows_are_wrong(pressed, exact, without_speculati
 def test_draws_have_the_policys_distribution(start, exact_by_size, family, broken):
     """With recurrent states that count: chi-square over the first tokens alone misses the fault."""
     exact, hot = exact_by_size[1], HOTTER if family.endswith("moe") else HOT
-    draws = 200 if family == f"{STATEFUL}qwen3_next" else 400  # in 200 the martingale test sees its fault with p = 3e-29
+    draws = 200 if family == f"{STATEFUL}qwen3_next" else 400  # in 200 the fault has p = 3e-29
     with start("good", name=f"{family}-small", max_num_seqs=64) as engine:
         choose(engine, 0, 1, 3, 7)
         if broken:
