@@ -174,7 +174,6 @@ def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_publ
     assert is_gone(pid, 30.0)
     assert not spot.ready(), "its buffer is empty"
     wait_for(spot.started)
-    of_worker(spot, set_epochs, SHORT)
     feed(spot, recorded, step=2)
     assert session(spot).steps > 0 and session(spot).verdict is not None
     assert of_worker(spot, served_version) == version
