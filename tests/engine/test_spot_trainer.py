@@ -20,7 +20,7 @@ from verl_tlt.messages.training import CapturedStates, CaptureReady, DrafterProv
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer import spot as module
 from verl_tlt.trainer.pending_work import PendingWork
-from verl_tlt.trainer.spot import MEMORY_S, SAVE_S, START_S, Place, SpotTrainerHandle, is_gone
+from verl_tlt.trainer.spot import MEMORY_S, SAVE_S, START_S, STRIKES, Place, SpotTrainerHandle, is_gone
 from verl_tlt.trainer.waits import CallFailed
 from verl_tlt.trainer.watch import SamplingWatch
 
@@ -338,17 +338,16 @@ def test_to_ask_for_the_load_leaves_no_record_in_rays_store(phase):
 # ---------------------------------------------------------------------- the end of training
 
 
-def test_failures_in_a_row_end_training_and_the_drafter_is_still_written(spot, recorded, tmp_path, caplog, monkeypatch):
+def test_three_failures_in_a_row_end_training_and_the_drafter_is_still_written(spot, recorded, tmp_path, caplog):
     """One from before a session that ended well does not count. Last, since it ends the spot trainer that all share."""
-    monkeypatch.setattr(module, "STRIKES", 2)
-    for fault in ("broken", "", "dying", "broken"):
+    for fault in ("broken", "", "broken", "dying", "broken"):
         wait_for(spot.started)
         feed(spot, recorded)
         assert not spot.off
         ray.get(spot._actor.be.remote(fault))
         spot.train("short")
         wait_for(lambda: spot.ended() is not None)
-    assert len(spot.failures) == 3 and "2 times in a row" in spot.off
+    assert len(spot.failures) == 1 + STRIKES and "3 times in a row" in spot.off
     assert caplog.text.count("the drafter is not trained in this run any more") == 1
     assert not spot.ready()
     spot.save(tmp_path / "drafter", FACTS)
