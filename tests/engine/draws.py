@@ -37,20 +37,28 @@ def exact_models(models) -> dict[str, Exact]:
 
 
 def draw(
-    engine: Engine, sampling: Sampling, draws: int = DRAWS, n: int = 1, seeded: bool = False, tokens: int = TOKENS
+    engine: Engine,
+    sampling: Sampling,
+    draws: int = DRAWS,
+    n: int = 1,
+    seeded: bool = False,
+    tokens: int = TOKENS,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> list[np.ndarray]:
     """`draws` outputs [draws, tokens] of each prompt, `n` of each request, all of them in flight together; what ends
     early is filled up. `seeded`: every request has a seed of its own.
     """
     params = [parameters(sampling, tokens, n=n, seed=i if seeded else None) for i in range(draws // n)]
-    found = drawn(engine.llm, PROMPTS, params)
+    found = drawn(engine.llm, prompts, params)
     return [filled([one.token_ids for one in completions], tokens) for completions in found]
 
 
-def p_values(exact: Exact, draws: list[np.ndarray], sampling: Sampling) -> tuple[float, float]:
+def p_values(
+    exact: Exact, draws: list[np.ndarray], sampling: Sampling, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> tuple[float, float]:
     """Smallest p-value over the prompts of (chi-square over first tokens, martingale over all)."""
     chi, martingale = [], []
-    for prompt, outputs in zip(PROMPTS, draws, strict=True):
+    for prompt, outputs in zip(prompts, draws, strict=True):
         p, cells = exact.chi_square(list(prompt), outputs[:, :ENUMERATED], sampling)
         assert cells > 25 * len(outputs) / DRAWS
         chi.append(p)

@@ -19,6 +19,8 @@ import pytest
 from tiny_engine import Engine
 
 K_MAX = 3
+BLOCKS = 256
+"""Of the KV cache: enough for all requests at once, where to fill vLLM's gigabyte with zeros takes most of a second."""
 OF_THE_POLICY = ("policy", "fixed")
 """Settings of `tlt.speculation` that another policy changes in a running engine."""
 
@@ -51,16 +53,22 @@ class SharedEngines:
         **kwargs: Any,
     ) -> Iterator[Engine]:
         """An engine whose drafter is of this method; `kwargs` go to vLLM."""
+        from verl_tlt.drafter.policy import read_model_config
+        from verl_tlt.speculation.graph_rules import is_hybrid
+
         target = self._models[part_of(family, "target")]
         arguments: dict[str, Any] = dict(
             model=str(target), skip_tokenizer_init=not (target / "tokenizer.json").exists(), dtype="float32", seed=0,
             enforce_eager=True, max_model_len=512, max_num_seqs=32, enable_prefix_caching=False,
             distributed_executor_backend="uni", disable_log_stats=False,
         )  # fmt: skip
+        hybrid = is_hybrid(read_model_config(target))
+        if not hybrid:  # whose states take many more blocks
+            arguments["num_gpu_blocks_override"] = BLOCKS
         weights = tlt = None
         if drafter is not None:
             directory = self._models[part_of(family, drafter)]
-            weights, ours = directory / "model.safetensors", _ours(directory, target, speculation, policy, method)
+            weights, ours = directory / "model.safetensors", _ours(directory, speculation, policy, method, hybrid)
             tlt = ours["additional_config"]["tlt"]
             arguments |= ours
         key = _key(family, drafter, speculation, {**kwargs, "method": method})
@@ -99,13 +107,12 @@ class SharedEngines:
 
 
 def _ours(
-    directory: Path, target: Path, speculation: Mapping[str, Any] | None, policy: str | None, method: str
+    directory: Path, speculation: Mapping[str, Any] | None, policy: str | None, method: str, hybrid: bool
 ) -> dict[str, Any]:
     """What our server adds to vLLM's arguments for a drafter."""
     from verl_tlt.config import TLTConfig
-    from verl_tlt.drafter.policy import read_model_config
     from verl_tlt.server.engine_arguments import engine_kwargs
-    from verl_tlt.speculation.graph_rules import V2_DRAFTS_FROM, is_hybrid
+    from verl_tlt.speculation.graph_rules import V2_DRAFTS_FROM
     from verl_tlt.upstream.versions import installed, release
 
     on_v1 = method == "mtp" or (speculation or {}).get("source") == "ngram"
@@ -113,7 +120,6 @@ def _ours(
         pytest.skip("drafts on vLLM's V1 model runner, whose last release is 0.31")
     settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
     tlt = TLTConfig.from_dict({"speculation": settings, "drafter": {"method": method}})
-    hybrid = is_hybrid(read_model_config(target))
     ours = engine_kwargs(tlt, str(directory), SimpleNamespace(enforce_eager=True), {}, hybrid=hybrid)
     if policy:
         ours["additional_config"]["tlt"]["speculation"]["policy"] = policy

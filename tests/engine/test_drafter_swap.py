@@ -42,7 +42,7 @@ def test_swapped_in_mid_request_it_changes_acceptance_and_no_token(engine, model
             before = control.stats(reset=True)
             assert engine.rpc("tlt_load_drafter", weights(models, "good"))["ok"]
     after = control.stats()
-    assert [tokens[i] for i in range(8)] == stock_tokens["qwen3"]
+    assert [tokens[i] for i in range(8)] == stock_tokens
     assert before.num_accepted_tokens_per_pos[0] < 0.1 * before.num_drafts
     assert after.num_accepted_tokens_per_pos[0] > 0.5 * after.num_drafts
 
@@ -65,21 +65,6 @@ def test_the_policys_own_tensors_are_never_written(engine, models, tmp_path):
     assert engine.rpc("tlt_load_drafter", str(tmp_path / "standalone.safetensors"))["ok"]
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())
     assert engine.runner.drafter.model.lm_head is policy.lm_head
-
-
-def test_weights_ruined_by_sleep_are_all_restored(engine, models):
-    engine.rpc("tlt_load_drafter", weights(models, "good"))
-    fine = live_fingerprint(engine)
-    drafter = engine.runner.drafter.model
-    shared = {id(p) for p in engine.runner.get_model().parameters()}
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if id(parameter) not in shared:
-                parameter.fill_(7)
-    assert live_fingerprint(engine) != fine
-    assert engine.rpc("tlt_load_drafter", weights(models, "good"))["ok"] and live_fingerprint(engine) == fine
-    offsets = drafter.draft_id_to_target_id  # of a full vocabulary; vLLM has none from 0.31 on
-    assert offsets is None or not offsets.any()
 
 
 def test_buffers_ruined_by_sleep_are_restored_with_the_weights(engine, models):

@@ -1,8 +1,9 @@
-"""The bound of calls to servers and actor, on real actors: nobody answers, and the caller goes on.
+"""Calls of the trainer to real actors: one that is late ends at its bound, and every server stages what is published.
 
-That each call has one, tests/unit/test_waits.py finds in the source. And what is staged on servers that do answer.
+That each call has a bound, tests/unit/test_waits.py finds in the source.
 """
 
+import asyncio
 import time
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 from recorded import ray_cluster
 
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.trainer import servers, spot
+from verl_tlt.trainer import servers
 from verl_tlt.trainer.waits import CallFailed, ask
 
 pytestmark = pytest.mark.engine
@@ -18,19 +19,6 @@ pytestmark = pytest.mark.engine
 ray = pytest.importorskip("ray")
 
 BOUND_S, LATE_S = 1.0, 20.0
-
-
-class Deaf:
-    """An actor that takes every call and answers none."""
-
-    async def nothing(self):
-        """Never."""
-        import asyncio
-
-        await asyncio.sleep(3600)
-
-    def __getattr__(self, name):
-        return self.nothing
 
 
 class Slow:
@@ -43,16 +31,13 @@ class Slow:
         """What it has done."""
         return self.notes
 
-    async def act(self, name, seconds):
-        """Do something after so many seconds."""
-        import asyncio
-
-        self.notes.append(f"began {name}")
+    async def act(self):
+        """Do something that takes longer than anybody waits."""
+        self.notes.append("began")
         try:
-            await asyncio.sleep(seconds)
-            self.notes.append(f"did {name}")
+            await asyncio.sleep(600)
         finally:
-            self.notes.append(f"ended {name}")
+            self.notes.append("ended")
 
 
 def wait_for(condition, seconds=60):
@@ -79,68 +64,26 @@ class Stages:
         return self.drafter
 
 
-class Forever:
-    """A handle whose every method is the deaf actor's."""
-
-    def __init__(self, actor):
-        self.actor = actor
-        self.remote = lambda *args: actor.nothing.remote()
-        self.options = lambda **options: self
-
-    def __getattr__(self, name):
-        return self
-
-
-@pytest.fixture(scope="module")
-def deaf():
-    """A handle that can be called anything."""
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
-        actor = ray.remote(Deaf).options(num_cpus=0).remote()
-        ray.get(actor.__ray_ready__.remote(), timeout=300)
-        yield Forever(actor)
-        ray.kill(actor)
+        yield
 
 
-@pytest.fixture
-def fleet(deaf, monkeypatch):
-    """(servers, hidden states) of one replica, of which nobody answers; the bound is short."""
-    for module in (servers, spot):
-        monkeypatch.setattr(module, "CALL_S", BOUND_S)
-    replica = SimpleNamespace(_server_address="a", _server_handle=deaf, servers=[deaf])
-    manager = SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=deaf)
-    actor = SimpleNamespace(tlt_take=deaf.remote)
-    return servers.Servers(manager, None, 1, deaf), spot.HiddenStates(actor)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda servers, _: servers.inflight(),
-        lambda servers, _: servers.stage(DrafterFile(1, "{}", b"")),
-        lambda servers, _: servers.drafter_statuses(),
-        lambda _, hidden_states: hidden_states.take(),
-    ],
-    ids=lambda call: call.__code__.co_names[0],
-)
-def test_a_call_that_nobody_answers_fails_after_its_bound(fleet, call):
+def test_a_call_that_is_late_fails_after_its_bound_and_ends_where_it_waits():
+    actor = ray.remote(Slow).options(num_cpus=0).remote()
+    begun = actor.act.remote()
+    wait_for(lambda: "began" in ray.get(actor.said.remote()))
     begin = time.monotonic()
     with pytest.raises(CallFailed, match="no answer within 1 s") as failure:
-        call(*fleet)
+        ask([begun], BOUND_S)
     assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
     assert failure.value.late and not failure.value.died
-
-
-def test_a_call_to_a_server_that_is_given_up_ends_where_it_waits():
-    actor = ray.remote(Slow).options(num_cpus=0).remote()
-    begun = actor.act.remote("begun", 600.0)
-    wait_for(lambda: "began begun" in ray.get(actor.said.remote()))
-    with pytest.raises(CallFailed, match="no answer"):
-        ask([begun], 0.5)
-    wait_for(lambda: ray.get(actor.said.remote()) == ["began begun", "ended begun"])
+    wait_for(lambda: ray.get(actor.said.remote()) == ["began", "ended"])
     ray.kill(actor)
 
 
-def test_every_server_of_every_node_stages_what_is_published_and_all_go_back_where_one_cannot(deaf):
+def test_every_server_of_every_node_stages_what_is_published_and_all_go_back_where_one_cannot():
     first, second, third = (DrafterFile(version, "{}", bytes(8)) for version in range(3))
     store = ray.remote(servers.DrafterStore).options(num_cpus=0).remote(first)
     stages = ray.remote(Stages).options(num_cpus=0)

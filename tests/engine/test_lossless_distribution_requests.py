@@ -54,11 +54,12 @@ def test_least_length_and_stop_tokens(engine_of, exact, across):
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["as it is", "drafted"])
 def test_structured_output(engine_of, exact, drafted):
-    """Many a draft would hold what the grammar forbids."""
+    """Many a draft would hold what the grammar forbids. After the first prompt it shows: chi-square had p = 2e-18."""
+    first = PROMPTS[:1]
     with engine_of("good", policy="policies:longest", **SMALL) as engine:
         if drafted:
             engine.patch.setattr(scheduler, "verified_inexactly", lambda _: False)
-        chi, martingale = p_values(exact, draw(engine, STRUCTURED, 2400), STRUCTURED)
+        chi, martingale = p_values(exact, draw(engine, STRUCTURED, 2400, prompts=first), STRUCTURED, first)
     if drafted:
         assert chi < CAUGHT, "vLLM no longer cuts drafts by what was drawn: no need to abstain"
     else:
@@ -75,7 +76,7 @@ def worse(models, tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.heavy), 1.3])
 def test_what_happens_while_they_run(engine_of, exact, models, worse, temperature):
     """Drafters are swapped, the drafter goes off and on, others come and are aborted; K is anything."""
     sampling = dataclasses.replace(HOT, temperature=temperature)

@@ -39,7 +39,7 @@ class MadeWorker:
         )
 
 
-def make_scheduler(models, is_async):
+def make_scheduler(models, is_async, base=None):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -60,7 +60,7 @@ def make_scheduler(models, is_async):
     config.cache_config.num_gpu_blocks = 2000
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
     config.cache_config.block_size = 16
-    return (TLTAsyncScheduler if is_async else TLTScheduler)(
+    return (base or (TLTAsyncScheduler if is_async else TLTScheduler))(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(2000, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
@@ -73,6 +73,14 @@ def scheduler(request, models):
     made = make_scheduler(models, request.param)
     yield made
     made.shutdown()
+
+
+def test_one_of_the_wrong_kind_refuses_to_start(models):
+    """vLLM would start with it, and draft nothing without a word."""
+    from verl_tlt.engine_core.scheduler import TLTAsyncScheduler
+
+    with pytest.raises(ValueError, match="TLTAsyncScheduler with async_scheduling=False would draft nothing"):
+        make_scheduler(models, is_async=False, base=TLTAsyncScheduler)
 
 
 def add_requests(scheduler, rng):

@@ -33,7 +33,7 @@ def overrides(models, tmp_path_factory):
         f"actor_rollout_ref.model.path={policy}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
         "trainer.device=cpu", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{rollout}.enforce_eager=True",
         "data.max_prompt_length=64", "data.max_response_length=192",
-        f"{rollout}.max_num_seqs=4", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.max_num_seqs=2", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip
@@ -69,4 +69,4 @@ def test_the_doctor_measures_on_this_machine(doctor):
     assert list(report.parent.iterdir()) == [report], "nothing is stored beside the report"
     points = json.loads(report.read_text())["points"]
     assert {point["draft_length"] for point in points} == {OFF, 0, 1, 2}
-    assert {point["batch"] for point in points} == {1, 2, 4} and all(point["seconds"] > 0 for point in points)
+    assert {point["batch"] for point in points} == {1, 2} and all(point["seconds"] > 0 for point in points)

@@ -91,10 +91,14 @@ def test_a_training_forward_is_not_tapped(actor):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "why"),
-    [("veomni", "strategy=veomni has no"), ("fsdp2", "is a Linear, in which no modules hold a list of decoder layers")],
+    ("strategy", "module", "why"),
+    [
+        ("veomni", torch.nn.Linear(2, 2), "strategy=veomni has no"),
+        ("fsdp2", torch.nn.Linear(2, 2), "is a Linear, in which no modules hold a list of decoder layers"),
+        ("megatron", [torch.nn.Linear(2, 2)], "is a Linear, without a decoder"),
+    ],
 )
-def test_what_cannot_be_tapped_says_so(strategy, why):
-    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy=strategy), module=torch.nn.Linear(2, 2))
+def test_what_cannot_be_tapped_says_so(strategy, module, why):
+    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy=strategy), module=module)
     with pytest.raises(DrafterError, match=why):
         adapt(engine)

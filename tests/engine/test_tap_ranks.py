@@ -5,7 +5,6 @@ verl and megatron-core.
 """
 
 import copy
-from types import SimpleNamespace
 
 import megatron_cases
 import pytest
@@ -16,9 +15,7 @@ from megatron_cases import RANKS, build_mixture, rows_to_learn
 from rank_cases import LENGTHS, build_policies
 from safetensors.torch import load_file
 
-from verl_tlt.actor.adapters import adapt
 from verl_tlt.drafter import from_numpy16
-from verl_tlt.errors import DrafterError
 
 pytestmark = pytest.mark.engine
 
@@ -172,9 +169,3 @@ def test_a_step_is_torchs_and_a_checkpoint_brings_it_back(root, policies, name):
             assert torch.equal(loaded["weights"][key], tensor), key
         assert not torch.equal(first["weights"]["lm_head.weight"], second["weights"]["lm_head.weight"])
     assert any(rank["trained"][0]["logged"] is not None for rank in look(root, name))
-
-
-def test_what_cannot_be_tapped_says_so():
-    engine = SimpleNamespace(engine_config=SimpleNamespace(strategy="megatron"), module=[torch.nn.Linear(2, 2)])
-    with pytest.raises(DrafterError, match="is a Linear, without a decoder"):
-        adapt(engine)

@@ -146,14 +146,13 @@ def check_responses(job, responses):
     assert any(response.tokens[-1] == END for response in responses)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_an_engine_has_room_for_what_is_needed(overrides, policy, tmp_path, listed):
-    of_run = WarmupOptions.completed({"overrides": overrides, "out": tmp_path / "drafter"})
-    options = WarmupOptions(**of_run)
+def test_an_engine_has_room_for_what_is_needed(overrides, policy, tmp_path):
+    options = WarmupOptions(**WarmupOptions.completed({"overrides": overrides, "out": tmp_path / "drafter"}))
     assert (options.temperature, options.response_length) == (0.9, LONGEST)
     prompts = read_prompts(options, tmp_path).all
-    if not listed:
-        options = EvaluateOptions(drafter=Path("none"), model=policy, prompts=[Path("none")], response_length=LONGEST)
-    job = engine.generation_job(options, prompts)
     longest = max(len(prompt.tokens) for prompt in prompts)
-    assert set_up(job.recipe, job.changes).rollout.max_model_len == longest + LONGEST < POSITIONS
+    none = Path("none")
+    without_a_run = EvaluateOptions(drafter=none, model=policy, prompts=[none], response_length=LONGEST)
+    for given in (options, without_a_run):
+        job = engine.generation_job(given, prompts)
+        assert set_up(job.recipe, job.changes).rollout.max_model_len == longest + LONGEST < POSITIONS

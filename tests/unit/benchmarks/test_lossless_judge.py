@@ -6,21 +6,28 @@ import functools
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from benchmarks.lossless.__main__ import Row
+from benchmarks.lossless.__main__ import Row, row_of
 from benchmarks.lossless.exact import Exact, Sampling
 from benchmarks.lossless.judged import FAILS, Judged
-from benchmarks.lossless.tiny_policy import SMALL, build_target
+from benchmarks.lossless.tiny_policy import SMALL, build_target, spell
 
 PROMPT, TOKENS, DRAWS = [3, 14, 1, 5, 9], 5, 1000
+END = 2  # the tokenizer does not spell it
 COOL = Sampling(temperature=0.8, top_p=0.9, top_k=6)
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory):
+def policy(tmp_path_factory):
     path = tmp_path_factory.mktemp("policy")
     build_target(path, vocab=SMALL)
-    return Exact(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exact(policy):
+    return Exact(policy)
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +79,16 @@ def test_a_row_passes_by_its_p_values():
     row = Row("e", "s", 1, 1, 0.0, 0.5, 0.5, 1.0, 0.0, 0)
     assert row.passes and not dataclasses.replace(row, p_martingale=1e-5).passes
     assert Judged(*[np.zeros(0)] * 6).p() == 1.0
+
+
+def test_responses_that_go_on_behind_their_stop_string_are_counted(policy, exact, drawn):
+    outputs = drawn(Sampling()).tolist()
+    stop = next(token for token in outputs[0] if token != END)
+
+    def row(responses):
+        told = [[{"tokens": tokens, "logprobs": [0.0] * len(tokens)} for tokens in responses]]
+        found = {"responses": told, "stops": [spell(stop, SMALL)], "accepted": 0.0}
+        return row_of(("e", "s"), found, [PROMPT], Sampling(), exact, TOKENS, AutoTokenizer.from_pretrained(policy))
+
+    assert row([tokens[: [*tokens, stop].index(stop) + 1] for tokens in outputs]).wrong_ends == 0
+    assert row(outputs).wrong_ends == sum(stop in tokens[:-1] for tokens in outputs) > 10

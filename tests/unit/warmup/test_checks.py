@@ -53,7 +53,7 @@ def ended(warm, now, monkeypatch):
 
 @pytest.mark.parametrize("budget", [{"epochs": 1}, {"epochs": 9, "max_minutes": 5.0}], ids=str)
 def test_checks_are_spread_over_the_run_and_are_no_minutes_of_training(ended, budget):
-    run, _ = ended(samples=6, batch_tokens=128, **budget)
+    run, _ = ended(samples=3, batch_tokens=128, **budget)
     steps = [check["step"] for check in run.progress.checks]
     assert steps[0] == 0 and steps[-1] == run.trainer.steps and len(steps) == CHECKS + 1
     gaps = [after - before for before, after in pairwise(steps)]
@@ -63,7 +63,7 @@ def test_checks_are_spread_over_the_run_and_are_no_minutes_of_training(ended, bu
 
 
 def test_a_check_has_as_many_prompts_as_it_can_and_counts_no_token_of_theirs(ended):
-    run, said = ended(samples=4, batch_tokens=64)
+    run, said = ended(samples=4, batch_tokens=64, max_steps=1)
     assert "held-out tokens scored after" in said
     prompts = [text.tokens[: text.prompt_len] for text in (run.library.texts[i] for i in run.judged)]
     once = len(prompts) // 4

@@ -74,7 +74,7 @@ def test_a_card_of_the_policy_that_cannot_be_used_is_left_out(tmp_path, text):
 
 
 def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer, monkeypatch):
-    straight, _ = warm(epochs=3)
+    straight, _ = warm(epochs=2)
 
     class Killed(BaseException):
         pass
@@ -85,7 +85,7 @@ def test_killed_and_run_again_it_ends_where_it_would_have(warm, settings, answer
             run.save()
             raise Killed
 
-    other = answer(settings(epochs=3, out=straight.out.with_name("other")))
+    other = answer(settings(epochs=2, out=straight.out.with_name("other")))
     with monkeypatch.context() as patch:
         patch.setattr(train.TrainingRun, "_check_if_due", check_and_die)
         with pytest.raises(Killed):
@@ -167,7 +167,7 @@ def test_the_best_weights_are_saved_not_the_last(warm, monkeypatch):
     accepted = iter([0.1, 0.4, *[0.2] * 20])
     scored = lambda scores, longest: SequenceScore(1.0, np.array([next(accepted), 0.0, 0.0]), 1)  # noqa: E731
     monkeypatch.setattr(train, "combined_score", scored)
-    options, _ = warm(epochs=3)
+    options, _ = warm()
     facts = provenance(options.out)
     assert facts["tau_sim"] == 1.4 and 0 < facts["steps"] < facts["steps_in_all"]
     assert max(check["tau"] for check in facts["checks"]) == 1.4 and facts["checks"][0]["step"] == 0
