@@ -165,7 +165,8 @@ async def slept(
     if level == 2 and engine.llm.vllm_config.load_config.load_format != "dummy":
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
     found["lost"] = await in_worker(engine, live_digest) != before
-    found["reload_error"] = failure_of(await stage("load drafter", load_drafter(engine)))
+    if error := failure_of(await stage("load drafter", load_drafter(engine))):
+        raise RuntimeError(f"the engine did not load its drafter again: {error}")
     await stage("wake KV cache", engine.llm.wake_up(tags=["kv_cache"]))
     found["reload_is_exact"] = await in_worker(engine, live_digest) == before
     return found
