@@ -7,15 +7,12 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
-import functools
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_tlt import MODE_PREFIX, flag
@@ -56,18 +53,12 @@ class Recipe:
         """Run a `with` block in `place`, with the composed config; `changes` are other values by their dotted keys."""
         from omegaconf import OmegaConf, open_dict
 
-        config = copy.deepcopy(_compose_once(self.overrides, self.config, location("verl")))
+        config = compose(self.overrides, self.config)
         with open_dict(config):
             for key, value in (changes or {}).items():
                 OmegaConf.update(config, key, value, force_add=True)
         with self.place():
             yield config
-
-
-@functools.lru_cache(maxsize=1)
-def _compose_once(overrides: tuple[str, ...], config_name: str, verl: Path | None) -> DictConfig:
-    """`compose`, which takes a second, for a command that reads its recipe many times; `verl` is what it is of."""
-    return compose(overrides, config_name)
 
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
