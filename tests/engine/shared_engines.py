@@ -117,7 +117,7 @@ def _ours(
 
     on_v1 = method == "mtp" or (speculation or {}).get("source") == "ngram"
     if on_v1 and (release(installed("vllm") or "") or (0, 0))[:2] >= V2_DRAFTS_FROM:
-        pytest.skip("drafts on vLLM's V1 model runner, whose last release is 0.31")
+        pytest.skip("runs with vLLM up to 0.31: MTP heads and n-grams draft on the V1 model runner alone")
     settings = {"max_draft_length": K_MAX, "policy": "fixed", **(speculation or {})}
     tlt = TLTConfig.from_dict({"speculation": settings, "drafter": {"method": method}})
     ours = engine_kwargs(tlt, str(directory), SimpleNamespace(enforce_eager=True), {}, hybrid=hybrid)

@@ -141,7 +141,7 @@ def warmup(options: WarmupOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Measure a drafter's accept length in stock vLLM.
 
-    And compare it with what its text predicts. Exit status 1: they disagree by 5 % more than chance explains.
+    And compare it with what its text predicts. Exit status 1: they differ by more than 5 % plus chance.
 
     \b
     Example:

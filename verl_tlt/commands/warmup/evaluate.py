@@ -1,8 +1,9 @@
 """`verl-tlt evaluate`: the accept length of a drafter, predicted from recorded text and counted by stock vLLM.
 
 vLLM answers prompts with the drafter at work and counts what it accepts. The same answers are then scored without an
-engine (`verl_tlt.drafter.acceptance`). The two numbers come from the same text, so they differ by the randomness of
-speculative sampling alone; 5 % more than that explains means that one of the two feeds the drafter something else.
+engine (`verl_tlt.drafter.acceptance`). The two numbers come from the same text, so only the randomness of speculative
+sampling makes them differ. A larger difference, of 5 % beyond chance, means that one of the two feeds the drafter
+something else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 AGREE = 0.05
-"""Largest relative difference of predicted and served accept length, beyond chance, that counts as agreement."""
+"""Largest difference between predicted and served accept length that counts as agreement, relative, beyond chance."""
 BATCH_TOKENS = 1024
 """Tokens scored at once."""
 
@@ -136,7 +137,7 @@ def report(verdict: Verdict, console: Console) -> None:
     table.add_row("accept length", f"{verdict.simulated.accept_length:.3f}", f"{verdict.served.accept_length:.3f}")
     console.print(table)
     sentence = f"They differ by {100 * verdict.difference:+.1f} %"
-    most = f"{100 * AGREE:.0f} % and chance (±{100 * verdict.chance:.1f} %)"
+    most = f"{100 * AGREE:.0f} % plus chance ({100 * verdict.chance:.1f} %)"
     if verdict.agrees:
         say(console, f"{sentence}: within {most}.")
     else:
