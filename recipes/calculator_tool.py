@@ -19,7 +19,7 @@ def calculate(expression: str) -> str:
     if len(expression) > LONGEST:
         return "error: the expression is too long"
     try:
-        return f"{value(ast.parse(expression, mode='eval').body):g}"
+        return f"{value(ast.parse(expression, mode='eval').body):.15g}"
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError) as error:
         return f"error: {error}"
 

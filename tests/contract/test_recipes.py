@@ -24,7 +24,8 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("expression", "said"),
-    [("12 * (3 + 4)", "84"), ("-1 / 4", "-0.25"), ("1 / 0", "error"), ("__import__('os').getpid()", "error"),
+    [("12 * (3 + 4)", "84"), ("16234.56 * 12", "194814.72"), ("1234567 + 1", "1234568"),
+     ("-1 / 4", "-0.25"), ("1 / 0", "error"), ("__import__('os').getpid()", "error"),
      ("9 ** 9 ** 9", "error"), ("'a' * 10 ** 9", "error"), ("(" * 201, "error"), ("x", "error")],
 )  # fmt: skip
 def test_the_calculator_works_out_plain_arithmetic_and_nothing_else(expression, said):

@@ -61,7 +61,8 @@ def test_plain_values_come_back_as_the_same_settings():
         ({"speculation": {"arms": "0,1"}}, "tlt.speculation.arms must be a list, not '0,1'."),
         ({"speculation": {"arms": [1, 2]}}, "tlt.speculation.arms must be ascending and start with 0"),
         ({"speculation": {"arms": [0, 7]}}, "goes up to 7, above tlt.speculation.max_draft_length=3"),
-        ({"speculation": {"fixed": 4}}, "tlt.speculation.fixed must be 0..max_draft_length=3"),
+        ({"speculation": {"policy": "fixed", "fixed": 4}}, "tlt.speculation.fixed must be 0..max_draft_length=3"),
+        ({"speculation": {"fixed": 2}}, "tlt.speculation.fixed needs tlt.speculation.policy=fixed: set that too"),
         (
             {"speculation": {"max_draft_length": 17}},
             "tlt.speculation.max_draft_length must be less than or equal to 16, not 17.",

@@ -147,24 +147,29 @@ class PolicyStates:
 
 
 class Library:
-    """Texts with their hidden states, computed on first use; those beyond `max_bytes` are computed again each time."""
+    """Texts with their hidden states, computed on first use.
+
+    Those beyond `max_bytes` are computed again unless the call before had them too, as for a long text's windows.
+    """
 
     def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:
         self.states, self.texts, self.max_bytes = states, texts, max_bytes
         self.nbytes = 0
         self._cached: dict[int, data.TrainingSequence] = {}
+        self._last: dict[int, data.TrainingSequence] = {}  # what the last call returned
 
     def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
         """The sequences of the texts with these numbers, in this order."""
-        missing = sorted({n for n in numbers if n not in self._cached}, key=lambda n: len(self.texts[n].tokens))
-        fresh: dict[int, data.TrainingSequence] = {}
+        found = {n: known[n] for n in numbers for known in (self._cached, self._last) if n in known}
+        missing = sorted(set(numbers) - found.keys(), key=lambda n: len(self.texts[n].tokens))
         for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
-                fresh[number] = sequence
+                found[number] = sequence
                 if self.nbytes + sequence.nbytes <= self.max_bytes:
                     self._cached[number] = sequence
                     self.nbytes += sequence.nbytes
-        return [self._cached[n] if n in self._cached else fresh[n] for n in numbers]
+        self._last = found
+        return [found[n] for n in numbers]
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
         return Path(os.path.expanduser(model))
     from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 
-    name = os.fspath(model)
+    name, offline = os.fspath(model), "it is not in the local cache, and HF_HUB_OFFLINE is set"
     try:
         for file in any_of:
             if isinstance(cached := try_to_load_from_cache(name, file), str):
@@ -143,13 +143,15 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
                 return here
         snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except (OSError, ValueError) as error:
-        offline = "it is not in the local cache, and HF_HUB_OFFLINE is set"
         why = offline if constants.HF_HUB_OFFLINE else f"{type(error).__name__}, {first_line(error)}"
         raise NotHereError(f"{name} is no folder here and could not be fetched: {why}.") from error
     if snapshot is None:
         raise NotHereError(f"{name}: {' or '.join(any_of)} is not in the local cache.")
     if not any((snapshot / file).is_file() for file in any_of):
-        raise NotHereError(f"{name} has no {' or '.join(any_of)} on the hub.")
+        if constants.HF_HUB_OFFLINE:  # the hub was not asked
+            raise NotHereError(f"{name}: {' or '.join(any_of)} is not here, since {offline}.")
+        missing = f"{name} has no {' or '.join(any_of)} on the hub"
+        raise NotHereError(f"{missing}, or the hub could not be reached and the local cache has none.")
     return snapshot
 
 

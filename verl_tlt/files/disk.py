@@ -26,14 +26,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
-    """Yield a new file that is given the name `path` when the block ends, and is removed when it raises."""
+    """Yield a new file that is given the name `path` when the block ends, and is removed when it raises.
+
+    An `OSError` names a file: `path`, if it is of writing to it.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
         os.replace(draft, path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -121,6 +121,11 @@ def test_the_break_even_is_beside_the_measured_accept_length():
     assert small.break_even == pytest.approx(1.3) and small.accept_length == pytest.approx(1 + 0.8 + 0.6 + 0.42)
     assert (large.batch, large.draft_length, large.speedup) == (64, 1, 1.0), "a draft that does not pay is not made"
     assert drafting_gains(COSTS, (0.8,))[0].draft_length == 1, "no acceptance is assumed beyond what was measured"
+    rows = [(1, 1000, -1, 11.0), (1, 1000, 3, 30.0), *((1, 32, k, s) for k, s in ((-1, 10.0), (3, 13.0)))]
+    names = ("batch", "kv_tokens", "draft_length", "seconds")
+    points = [dict(zip(names, row, strict=True)) for row in rows]
+    (long,) = drafting_gains(LatencyTable.from_list(points), (0.8,) * 3, 1000)
+    assert long.break_even == pytest.approx(30 / 11, rel=0.01), "at the context that is asked for"
     assert "With this drafter at most 1.76x, at a batch of 1. Measure it" in verdict(shape(), [small, large])
     assert "Not worth it with this drafter" in verdict(shape(), [large])
 

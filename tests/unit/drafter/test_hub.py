@@ -72,6 +72,14 @@ def test_without_a_hub_the_sentence_says_so(cache, policy_dir):
         folder(name, ("weights.bin",), fetch=False)
 
 
+def test_a_head_of_which_the_config_alone_is_cached_is_not_said_to_lack_its_weights(cache, drafter, tmp_path):
+    """As after a config's download on a login node; the hub was not asked."""
+    saved = save_drafter(drafter, tmp_path / "drafter", {})
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(NotHereError, match=r"^Org/head: weights\.bin is not here, .*HF_HUB_OFFLINE is set\.$"):
+        folder(cache("Org/head", saved), ("weights.bin",))
+
+
 def test_weights_without_a_config_are_no_refusal_without_a_hub(cache, policy_dir, drafter, tmp_path):
     """Another node may have it, so the doctor warns."""
     saved = save_drafter(drafter, tmp_path / "drafter", {})

@@ -38,6 +38,9 @@ def test_a_library_keeps_what_its_memory_allows():
     assert [len(s) for s in first] == [30, 9, 4, 30]
     assert library.nbytes == 13 * per_token  # the short ones fit, the long one does not
     runs.clear()
+    library.get([1])
+    assert not runs, "the next window of a long text"
+    library.get([0])
     again = library.get([2, 0, 1])
     assert runs == [[30]]
     assert torch.equal(again[0].aux, first[2].aux)

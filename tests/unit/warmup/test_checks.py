@@ -70,6 +70,13 @@ def test_a_check_has_as_many_prompts_as_it_can_and_counts_no_token_of_theirs(end
     assert once > 1 and len(set(prompts[:once])) == once
 
 
+def test_a_check_of_long_responses_has_several(ended, monkeypatch):
+    monkeypatch.setattr(train, "JUDGED_TOKENS", 30)  # one response of 24 tokens
+    _, said = ended(samples=6, batch_tokens=64, max_steps=1)
+    (judged,) = set(re.findall(r"of (\d+) held-out tokens scored", said))
+    assert int(judged) >= 16 * 24
+
+
 @pytest.mark.parametrize(
     ("shares", "lines"),
     [

@@ -57,6 +57,8 @@ def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file
     other.write_text(prompts_file.read_text().replace(prompt_lines[0], "w1 w2"))
     assert len(choose_prompts(replace(options, prompts=[other]), tmp_path)) == 40
     assert len(choose_prompts(replace(options, prompts=[other], limit=7), tmp_path)) == 7
+    few = options_of(policy_dir, prompts_file, tmp_path, {**facts, "prompts_limit": 20})
+    assert len(choose_prompts(replace(few, prompts=[other]), tmp_path)) == 40, "the limit of other files"
 
 
 def test_its_own_files_in_another_form_are_refused(policy_dir, prompts_file, tmp_path):

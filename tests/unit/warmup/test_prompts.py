@@ -130,6 +130,9 @@ def test_a_tenth_is_held_out_whatever_else_is_in_the_file(options, tmp_path):
 def test_equal_prompts_count_once_and_a_limit_holds(options, prompts_file, tmp_path):
     twice = replace(options(), prompts=[prompts_file, prompts_file])
     assert len(read_prompts(twice, tmp_path).all) == 40 and len(read_prompts(twice, tmp_path, limit=17).all) == 17
+    first = [line for line in prompts_file.read_text().splitlines()[:20] for _ in range(2)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(first))
+    assert len(read_prompts(options(prompts=[tmp_path / "pairs.jsonl"]), tmp_path, limit=17).all) == 17
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ from verl_tlt.commands.options import AdviseOptions
 from verl_tlt.commands.run_metrics import read_runs
 from verl_tlt.errors import TLTError
 from verl_tlt.files.json_files import read_object
-from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyTable
 
 
 def advise(options: AdviseOptions, console: Console) -> None:
     """Print the advice. Raises `TLTError` where the files do not hold what is needed."""
     source = ", ".join(map(str, options.metrics))
     run = shape_of(read_runs(options.metrics), source)
-    gains, minutes = read_gains(options) if options.drafter or options.costs else ([], None)
+    gains, minutes = read_gains(options, run) if options.drafter or options.costs else ([], None)
     which = "without the first after a start"
     if run.only_first:
         which = f"{'each ' if run.steps > 1 else ''}the first after a start, and slow: give a longer run"
@@ -45,7 +45,7 @@ def advise(options: AdviseOptions, console: Console) -> None:
     say(console, verdict(run, gains), "bold")
 
 
-def read_gains(options: AdviseOptions) -> tuple[list[DraftingGain], float | None]:
+def read_gains(options: AdviseOptions, run: RunShape) -> tuple[list[DraftingGain], float | None]:
     """What the drafter gains by batch, and the minutes that its warm-up trained it; None: it is a run's."""
     if options.drafter is None or options.costs is None:
         raise TLTError("--drafter and --costs go together: the break-even needs the accept length and the step times.")
@@ -60,7 +60,8 @@ def read_gains(options: AdviseOptions) -> tuple[list[DraftingGain], float | None
         raise TLTError(
             f"--costs {options.costs} is not a report of verl-tlt doctor --gpu with measured step times: {error}"
         ) from error
-    gains = drafting_gains(costs, facts["acceptance"])
+    context = max(SHORT_CONTEXT, (run.mean_length or 0.0) / 2)  # half of a response is written, on average
+    gains = drafting_gains(costs, facts["acceptance"], context)
     if not gains:
         raise TLTError(f"--costs {options.costs} has no batch with steps both with and without a drafter.")
     seconds = facts.get("training_seconds")

@@ -12,7 +12,7 @@ from statistics import median
 from verl_tlt.commands.run_metrics import LoggedRun
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.acceptance import expected_accept_lengths
-from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyTable
 from verl_tlt.speculation.types import OFF
 
 ROLLOUT, STEP, CHECKPOINT = "timing_s/gen", "timing_s/step", "timing_s/save_checkpoint"
@@ -117,18 +117,21 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
     )
 
 
-def drafting_gains(costs: LatencyTable, acceptance: Sequence[float]) -> list[DraftingGain]:
+def drafting_gains(
+    costs: LatencyTable, acceptance: Sequence[float], context: float = SHORT_CONTEXT
+) -> list[DraftingGain]:
     """The best draft length by batch, ascending, of those that were measured both with and without a drafter.
 
     Args:
         costs: measured seconds of engine steps.
         acceptance: by draft position, the share of drafts accepted there, of those accepted up to there.
+        context: tokens of a request's context in the steps that are compared.
     """
     without = {batch for batch, _ in costs.by_batch(OFF)}
     best: dict[int, DraftingGain] = {}
     for k, accept_length in enumerate(expected_accept_lengths(acceptance, len(acceptance))[1:], 1):
         for batch in sorted(without & {batch for batch, _ in costs.by_batch(k)}):
-            break_even = costs.seconds(k, batch) / costs.seconds(OFF, batch)  # at the same context
+            break_even = costs.seconds(k, batch, context) / costs.seconds(OFF, batch, context)
             gain = DraftingGain(batch, k, float(break_even), accept_length)
             if batch not in best or gain.ratio > best[batch].ratio:
                 best[batch] = gain

@@ -67,7 +67,7 @@ class Prompts:
 
 
 def read_prompts(options: EngineOptions, images: Path, limit: int | None = None, least: int = MIN_PROMPTS) -> Prompts:
-    """The first `limit` prompts of the options' files, without those that leave no room for a response.
+    """The first `limit` different prompts of the options' files, without those that leave no room for a response.
 
     `images` is the folder for their images; it is made if there are any. A `DrafterError` says that a file is missing
     or unreadable, or that all hold fewer than `least` usable prompts.
@@ -84,10 +84,8 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     images = images.absolute()  # the recipe's script may start elsewhere
     with composed(options, _changes(options, files, positions)) as config:
         longest = min(longest, number(config, f"{ROLLOUT}.prompt_length", 512))
-        requests = asyncio.run(_first_requests(config, images, limit, named))
-    asked = [request for request in requests if request is not None]
-    kept = dict.fromkeys(r for r in asked if 0 < len(r.tokens) <= longest)
-    with_media = len(requests) - len(asked)
+        asked, with_media = asyncio.run(_first_requests(config, images, limit, named))
+    kept = [r for r in asked if 0 < len(r.tokens) <= longest]
     if len(kept) < least:
         long = sum(len(r.tokens) > longest for r in asked)
         why = f"; {long} are longer than {longest} tokens, which leaves no room for a response" if long else ""
@@ -96,7 +94,7 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
         why += f"; {with_media} have videos or sound, which a warm-up leaves out" if with_media else ""
         usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
         raise DrafterError(f"{named} holds {usable}{why}.")
-    return Prompts(tuple(kept), files_digest(files), _held_out(list(kept)), with_media)
+    return Prompts(tuple(kept), files_digest(files), _held_out(kept), with_media)
 
 
 def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> dict[str, Any]:
@@ -171,8 +169,11 @@ def _as_drafter_error(sentence: str) -> Iterator[None]:
         raise DrafterError(f"{sentence}: {reason}.") from error
 
 
-async def _first_requests(config: DictConfig, images: Path, limit: int | None, named: str) -> list[Prompt | None]:
-    """The first request of each of the first `limit` rows, in the order of the files; None: with videos or sound."""
+async def _first_requests(config: DictConfig, images: Path, limit: int | None, named: str) -> tuple[list[Prompt], int]:
+    """The first `limit` different requests with which rows begin, in the order of the files.
+
+    Also returns how many rows before the last of these have videos or sound, and so none.
+    """
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.utils import create_rl_dataset
 
@@ -189,8 +190,16 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
     columns = getattr(getattr(data, "dataframe", None), "column_names", None)
     if columns is not None and (key := config.data.get("prompt_key", "prompt")) not in columns:
         raise DrafterError(f"{named} has no `{key}`, which verl reads by data.prompt_key.")
-    rows = range(min(len(data), limit or len(data)))
-    return [await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}") for i in rows]
+    requests, with_media = dict[Prompt, None](), 0
+    for i in range(len(data)):
+        request = await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}")
+        if request is None:
+            with_media += 1
+        else:
+            requests[request] = None
+        if len(requests) == limit:
+            break
+    return list(requests), with_media
 
 
 async def _first_request(worker: Any, config: DictConfig, data: Any, number: int, where: str) -> Prompt | None:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 CHECKS = 10
 """Scorings of trained weights on the held-out responses, evenly spread over the run."""
-JUDGED_TOKENS = 8_192
-"""Most tokens of held-out responses in a check."""
+JUDGED_TOKENS, JUDGED_RESPONSES = 8_192, 16
+"""A check takes held-out responses of at most so many tokens, or so many responses if that is more."""
 SAVE_EVERY_S = 60.0
 OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of the text beside the images."""
@@ -195,12 +195,14 @@ class TrainingRun:
 
     def _check(self) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
-        p, chosen = self.progress, grouped(self.judged, lambda n: self.library.responses([n]), JUDGED_TOKENS)
+        p = self.progress
+        within = next(grouped(self.judged, lambda n: self.library.responses([n]), JUDGED_TOKENS), [])
+        chosen = self.judged[: max(len(within), JUDGED_RESPONSES)]
 
         def tell(done: int, total: int) -> None:
             self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
 
-        score = self.library.score(self.trainer.model, next(chosen, []), self.options.batch_tokens, tell)
+        score = self.library.score(self.trainer.model, chosen, self.options.batch_tokens, tell)
         if not self.taus or score.accept_length > max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
         check = {"step": self.trainer.steps, "tokens": p.tokens, "seconds": p.seconds, "tau": score.accept_length}
