@@ -135,7 +135,7 @@ class Odd(SpotTrainerWorker):
     fault = ""
 
     async def be(self, fault: str) -> None:
-        """Misbehave from now on: "deaf" to stops, "broken", "dying", or not at all ("")."""
+        """Misbehave from now on: "deaf" to stops, "broken", "dying", "crowded" on its device, or not at all ("")."""
         self.fault = fault
 
     async def stop(self) -> None:
@@ -147,6 +147,8 @@ class Odd(SpotTrainerWorker):
         """As told."""
         if self.fault == "broken":
             raise RuntimeError("out of luck")
+        if self.fault == "crowded":
+            return SessionResult("failed", error="no room")
         if self.fault == "dying":
             threading.Timer(0.2, os._exit, (1,)).start()
             await asyncio.sleep(60)

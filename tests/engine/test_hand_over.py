@@ -65,3 +65,6 @@ def test_what_the_actor_captures_fills_the_spot_trainers_buffer(group):
     (again,) = ray.get(group.tlt_take())
     assert (ray.get(again.shards), again.verifier_weights) == ([], None), "nothing is handed over twice"
     assert again.token_counts is None
+    ray.get(group.tlt_stop())
+    with pytest.raises(ray.exceptions.RayTaskError, match="assert tap is not None"):
+        ray.get(group.tlt_take())

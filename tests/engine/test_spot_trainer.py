@@ -220,12 +220,21 @@ def test_a_disk_that_is_full_is_no_failure_of_the_spot_trainer(spot, tmp_path):
     assert spot.failures == [] and spot._pid == pid
 
 
+def test_too_little_memory_for_a_session_costs_the_session_and_nothing_else(spot):
+    pid = spot._pid
+    ray.get(spot._actor.be.remote("crowded"))
+    failed = session(spot)
+    assert (failed.outcome, failed.error) == ("failed", "no room") and spot.failures == ["session"]
+    ray.get(spot._actor.be.remote(""))
+    assert session(spot).steps > 0 and spot._pid == pid, "it has its hidden states still"
+
+
 def test_one_that_does_not_start_in_time_is_replaced(cluster, monkeypatch):
     assert START_S >= 60.0 and SAVE_S >= 60.0, "what a busy machine needs"
     monkeypatch.setattr(module, "START_S", 0.0)
     spot = SpotTrainerHandle(plan_of())
     spot.start([CaptureReady(0, cluster, "0")], {})
-    assert not spot.started() and spot.failures == ["start"] and spot.replaced == 1
+    assert not spot.started() and spot.failures == ["start"]
     spot.close()
 
 
@@ -233,7 +242,7 @@ def test_in_a_run_that_trains_nothing_there_is_nothing_to_publish():
     """The RL trainer asks in every step."""
     spot = SpotTrainerHandle(plan_of())
     assert spot.exported() is None and not spot.exporting
-    assert not (spot.running or spot.replicas or spot.trains or spot.ready())
+    assert not (spot.running or spot.replicas or spot.ready())
 
 
 def test_the_memory_of_a_killed_process_is_waited_for():
@@ -305,7 +314,7 @@ def test_late_requests_meet_the_whole_fleet(phase):
     watch.recall(BOUND_S)
     assert set(servers.inflight()) == set(REPLICAS) and planner.state("short") is State.SERVES
     assert not any(ray.get([r.server.sleeps.remote() for r in servers.replicas.values()]))
-    assert not spot.trains
+    assert spot.ready(), "no session runs"
     report = watch.finish(BOUND_S)
     assert report.error is None and len(report.sessions) == 1 and report.idle.trained_s > 0.0
 

@@ -114,6 +114,11 @@ class TLTActorWorker(DetachActorWorker):
             token_counts=counts,
         )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def tlt_stop(self) -> None:
+        """Capture nothing any more on this rank."""
+        self.actor.tap = self._tlt_capture = None
+
     # Changes verl: patches/README.md#what-policy-and-drafter-share-is-copied-while-weights-are-synced
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> object:

@@ -214,6 +214,10 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
     if (ranks := number(config, key, 1)) > 1:
         why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
         yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
+    key = f"{ROLLOUT}.checkpoint_engine.backend"
+    if (backend := select(config, key)) == "delta_sharded":
+        why = "it sends only what has changed of the weights, and the drafter's shared parts would stay as they were"
+        yield key, f"{key}={backend} is not supported: {why}."
     for key, why in NOT_WITH_DRAFTS.items():
         if value := select(config, key):
             yield key, f"{key}={value} {why}."

@@ -221,10 +221,14 @@ class DrafterMemory:
             tensor.data = place
 
 
+class NoRoomError(TLTError):
+    """A device has too little free memory for a session."""
+
+
 def check_room(needed: int, free: int, total: int) -> None:
-    """Raise a `TLTError` where a session that takes `needed` bytes does not fit into a device's free memory."""
+    """Raise a `NoRoomError` where a session that takes `needed` bytes does not fit into a device's free memory."""
     if needed > free - MARGIN * total:
-        raise TLTError(
+        raise NoRoomError(
             f"a session needs {needed / GIB:.1f} GiB of device memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB "
             "are free: have the actor offload its parameters and optimizer."
         )
@@ -292,7 +296,7 @@ class TrainingDevice:
     def resident(
         self, trainer: DrafterTrainer, rows: int, scored: int = 0, *, trains: bool = True
     ) -> AbstractContextManager[None]:
-        """The drafter on the device inside the block, and off it afterwards; a `TLTError` where it does not fit.
+        """The drafter on the device inside the block, and off it afterwards; a `NoRoomError` where it does not fit.
 
         `rows`, `scored`: of the largest batch trained and scored; unless it `trains`, nothing has to come back.
         """

@@ -169,6 +169,7 @@ class SessionResult:
     judged_s: float = 0.0  # the part of `seconds` that scoring took
     slowest_s: float = 0.0  # the longest micro-batch, which a stop may have to wait for
     verdict: Verdict | None = None  # on the candidate of the sessions before; None: it is not scored yet
+    error: str | None = None  # why it failed
 
 
 @dataclass(frozen=True)

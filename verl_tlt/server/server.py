@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +50,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
         self._tlt_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
+        self._tlt_wanted: DrafterFile | None = None  # the last that was to be staged
         self._tlt_staged: DrafterFile | None = None
+        self._tlt_writes = threading.Lock()
         self._tlt_served = DrafterStatus()
         self._tlt_left = self._tlt_keeps_weights = False
         self._tlt_moves = asyncio.Lock()  # the engine falls asleep or wakes up: one after the other
@@ -84,7 +87,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if not self.tlt.speculation.enable:
             return
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
-        self._tlt_write(ray.get(store.latest.remote(), timeout=STORE_S))
+        self._tlt_wanted = ray.get(store.first.remote(), timeout=STORE_S)
+        self._tlt_write(self._tlt_wanted)
         drafter = str(self._tlt_dir / "drafter")
         policy = read_model_config(self.model_config.local_path)
         kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, hybrid=is_hybrid(policy)))
@@ -212,12 +216,15 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         A file of gigabytes is written by a thread, while the server answers other calls.
         """
+        self._tlt_wanted = drafter
         async with self._tlt_file:
             await asyncio.to_thread(self._tlt_write, drafter)
 
     def _tlt_write(self, drafter: DrafterFile) -> None:
-        stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
-        self._tlt_staged = drafter
+        with self._tlt_writes:  # a call that was given up may still write here
+            stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
+            if drafter is self._tlt_wanted:
+                self._tlt_staged = drafter
 
     async def _tlt_reload(self) -> None:
         """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync.
@@ -225,11 +232,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         `EngineGone` where the engine died or hangs: the run ends with it, as stock verl's ends at a dead engine.
         """
         start = time.perf_counter()
-        staged = self._tlt_staged
-        if not self._tlt_has_scheduler or staged is None:
+        if not self._tlt_has_scheduler or self._tlt_staged is None:
             return
+        staged = self._tlt_staged
         try:
             async with self._tlt_file:
+                staged = self._tlt_staged
                 await self._tlt_serve(staged)
         except EngineGone as error:
             logger.error("replica %d cannot go on: %s", self.replica_rank, error)
@@ -240,7 +248,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             rank, trace = self.replica_rank, None if known else error
             logger.error("replica %d cannot use drafter v%d: %s", rank, staged.version, failure, exc_info=trace)
             self._tlt_served = replace(self._tlt_served, ok=False, error=failure)
-            await self._tlt_set_drafting(False, self._tlt_served.acceptance)
+            await self._tlt_set_drafting(False)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_serve(self, staged: DrafterFile) -> None:
@@ -255,8 +263,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if not without_drafter and not sent:
             await self._tlt_load(staged)
             self._tlt_served = replace(self._tlt_served, acceptance=staged.acceptance)
+        other = staged.version != self._tlt_served.version
         self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
-        await self._tlt_set_drafting(not self._tlt_drafting_disabled, self._tlt_served.acceptance)
+        expected = self._tlt_served.acceptance or (() if other else None)  # else what was learned while it drafted
+        await self._tlt_set_drafting(not self._tlt_drafting_disabled, expected)
 
     async def _tlt_load(self, staged: DrafterFile) -> None:
         """Have every rank load its node's file; a `DrafterError` if one of them refuses it.
@@ -271,13 +281,15 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if bad := next((reply for reply in replies if not reply.ok), None):
             raise DrafterError(bad.error or "load failed")
 
-    async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] = ()) -> None:
+    async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] | None = None) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.
+
+        `acceptance` is what `StepControl.control` takes.
 
         The scheduler asks for drafts only after every rank has been told to run the pass, and no longer before one is
         told to leave it out. So where a call fails, the engine drafts nothing.
         """
-        told = {"drafting": drafting, "force_k": None if drafting else 0, "acceptance": list(acceptance)}
+        told = {"drafting": drafting, "force_k": None if drafting else 0, "acceptance": None if acceptance is None else list(acceptance)}
         try:
             if not drafting:
                 await ask_scheduler(self.engine, "control", **told)

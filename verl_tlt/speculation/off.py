@@ -24,11 +24,14 @@ FIRST_WAIT, LONGEST_WAIT = 8, 64
 """Rollouts before one replica tries again, and between two tries at most; each wait is twice the one before it."""
 
 
-def saved_estimate_s(stats: Mapping[str, EngineStats]) -> float:
+def saved_estimate_s(stats: Mapping[str, EngineStats]) -> float | None:
     """Estimated seconds by which a rollout ended earlier than without drafts; 0 where nothing was drafted.
 
-    An engine decodes for `decode_s`, and would have for `undrafted_s` by its step costs. The slowest engine counts.
+    An engine decodes for `decode_s`, and would have for `undrafted_s` by its step costs. The slowest engine counts, so
+    it is None where one of them has no figures.
     """
+    if any(s.failure is not None for s in stats.values()):
+        return None
     if not any(s.num_drafts for s in stats.values()):
         return 0.0
     return max(s.undrafted_s for s in stats.values()) - max(s.decode_s for s in stats.values())
@@ -104,7 +107,11 @@ class OffDecision:
         if not self.cause:
             return self._replicas
         self.against = self.cause if self._left > 0 else ""
-        return [] if self._left > 0 else [self._replicas[self._tries % len(self._replicas)]]
+        return [] if self._left > 0 else [self._next_to_try]
+
+    @property
+    def _next_to_try(self) -> str:
+        return self._replicas[self._tries % len(self._replicas)]
 
     def _why_not(self, acceptance: Sequence[float]) -> str:
         """Why the table says OFF, with the figure; empty: it does not."""
@@ -124,7 +131,11 @@ class OffDecision:
         undrafted_s = sum(s.undrafted_s for s in ran)
         gain = 1.0 - sum(s.decode_s for s in ran) / undrafted_s if undrafted_s else 0.0
         if self.cause:
-            return self._after_wait(tried=self._left <= 0, gain=gain)
+            tried = self._left <= 0
+            if tried and not stats.get(self._next_to_try, EngineStats()).num_steps:  # it slept: another one will try
+                self._tries += 1
+                return None
+            return self._after_wait(tried, gain)
         if ran:
             self._slower = self._slower + 1 if gain < 0.0 else 0
         if self._slower < IN_A_ROW or self._always:

@@ -123,8 +123,8 @@ class StepControl:
         """Overrule or inform the policy; ValueError for an unknown setting or a value that cannot be.
 
         `force_k`: this K in every step, until None. `drafting`: False while the worker's drafter is off. `acceptance`:
-        conditional, per draft position, expected of a drafter just published; empty: nothing known. `points`: the
-        calibration, rows of `LatencyTable.to_list`.
+        conditional, per draft position, expected of the drafter that is served now; empty: nothing is known of it;
+        None: it is as before. `points`: the calibration, rows of `LatencyTable.to_list`.
         """
         unknown = set(settings) - {"force_k", "drafting", "acceptance", "points"}
         if unknown:
@@ -140,6 +140,6 @@ class StepControl:
         if settings.get("points"):
             self._sums.costs = LatencyTable.from_list(settings["points"])
             self.policy.set_costs(self._sums.costs)
-        if settings.get("acceptance"):
+        if settings.get("acceptance") is not None:
             self.policy.set_acceptance([float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}

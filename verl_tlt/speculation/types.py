@@ -57,7 +57,7 @@ class Policy(ABC):
         """Learn from one finished step."""
 
     def set_acceptance(self, conditional: Sequence[float]) -> None:  # noqa: B027
-        """Take a new drafter's expected acceptance: P(position i accepted | all before accepted)."""
+        """Take a drafter's expected acceptance: P(position i accepted | all before accepted); empty: unknown."""
 
     def set_costs(self, costs: LatencyTable) -> None:  # noqa: B027
         """Take the calibration's step costs."""

@@ -36,7 +36,7 @@ from verl_tlt.drafter import (
     to_drafter_file,
     train_until,
 )
-from verl_tlt.drafter.memory import TrainingDevice
+from verl_tlt.drafter.memory import NoRoomError, TrainingDevice
 from verl_tlt.errors import DrafterError
 from verl_tlt.files.disk import free_bytes
 from verl_tlt.messages.rollout import DrafterFile
@@ -104,6 +104,7 @@ class SpotTrainer:
         self._judged = True  # the candidate is, or it is the served drafter
         self._approved: Parameters | None = None  # what `export` publishes
         self._acceptance: tuple[float, ...] = ()  # of it
+        self._exported: DrafterFile | None = None  # the last one
         self._trained_tokens = 0  # since the candidate before this one was judged
         self._sessions = 0
         self.whole_head: torch.Tensor | None = None
@@ -155,21 +156,24 @@ class SpotTrainer:
         """One session on the GPU of this number: score the candidate if it was not, then train until told to stop.
 
         `should_stop` is asked before each micro-batch and each scored portion. It also ends when the epochs over the
-        buffer are used up. A `TLTError` where the device has too little free memory.
+        buffer are used up. It fails, and nothing is lost, where the device has too little free memory.
         """
         start = time.perf_counter()
         if not self._verifier_known or not self.buffer.ready(self.plan.min_tokens):
             return SessionResult("exhausted")
         self._sessions += 1
         self.buffer.begin_session(self.plan.max_epochs)
-        with self.place.at(device):
-            scored_rows = max(PORTION, self.plan.window)  # a scored sequence stays whole
-            rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored_rows)
-            with self.place.resident(self.trainer, rows, scored_rows):
-                judged = None if self._judged else self._judge(rows, should_stop)
-                judged_s = time.perf_counter() - start
-                epochs = [0.0]
-                done = train_until(self.trainer, self._batches(rows, epochs), should_stop)
+        try:
+            with self.place.at(device):
+                scored_rows = max(PORTION, self.plan.window)  # a scored sequence stays whole
+                rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored_rows)
+                with self.place.resident(self.trainer, rows, scored_rows):
+                    judged = None if self._judged else self._judge(rows, should_stop)
+                    judged_s = time.perf_counter() - start
+                    epochs = [0.0]
+                    done = train_until(self.trainer, self._batches(rows, epochs), should_stop)
+        except NoRoomError as error:
+            return SessionResult("failed", error=str(error))
         if done.steps:
             judged = self._new_candidate(done.tokens, judged)
         return SessionResult(
@@ -258,7 +262,8 @@ class SpotTrainer:
             return None
         self.served = approved
         self.version += 1
-        return DrafterFile(self.version, config, weights, self._acceptance)
+        self._exported = DrafterFile(self.version, config, weights, self._acceptance)
+        return self._exported
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -279,6 +284,8 @@ class SpotTrainer:
             leaves = tree_leaves([tensors, state])
             check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), keeps)
         facts = {**asdict(provenance), "steps": state["steps"]}
+        if self._exported is not None and self._exported.version > provenance.version:  # the RL trainer has yet to hear
+            facts |= {"version": self._exported.version, "acceptance": self._exported.acceptance}
         save_drafter(self.model, directory, facts, policy=self.plan.policy_dir, training_state=state, tensors=tensors)
 
     def _resume(self, directory: str) -> None:
@@ -314,8 +321,11 @@ class SpotTrainer:
         with self.place.at(0):
             scored = max(PORTION, self.plan.window)
             rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored)
-            with self.place.resident(self.trainer, rows, scored, trains=False):
-                self.trainer.rehearse(rows)
+            try:
+                with self.place.resident(self.trainer, rows, scored, trains=False):
+                    self.trainer.rehearse(rows)
+            except NoRoomError as error:
+                logger.warning("no kernel is tuned before the run: %s", error)
 
 
 def check_room(step: Path, needed: int, keeps: int) -> None:

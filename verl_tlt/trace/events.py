@@ -103,7 +103,6 @@ class Session(SessionResult):
     end: float
     stop_latency_s: float | None = None
     """Seconds from the stop request to the spot trainer's answer."""
-    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""The TLT trainers: verl's v1 trainers with early leave, spot training, merge, publication and metrics."""
+"""The TLT trainers: verl's v1 trainers with early leave, spot training, publication and metrics."""

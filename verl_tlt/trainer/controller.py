@@ -69,13 +69,13 @@ class Controller:
         self._verdict: Verdict | None = None  # of this step, not in the trace yet
         self._updated = 0  # the last RL step with an update of the policy
         self._watch: SamplingWatch | None = None
-        self._sessions: list[Session] = []  # of this step's rollout
         self._handed_over = 0  # RL steps whose hidden states went to the spot trainer
         self._tokens = start.tokens_trained
         self._tokens_to_choose = 0 if start.chosen else start.draft_vocab
         drafts = tlt.speculation.enable and tlt.speculation.policy != "off" and tlt.speculation.source != "ngram"
         # In `separate_async` engines decode all the time, so that there is nothing to stop.
         self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
+        self._captures = False  # the actor copies hidden states
         self._said_idle = False
 
     # ------------------------------------------------------------------ on_init_end: before and after the first sync
@@ -91,6 +91,7 @@ class Controller:
         self._count_failures()
 
     def _start_spot_training(self) -> None:
+        self._captures = True
         ranks = self.hidden_states.set_up(self.tlt, self._start.aux_layers, self._tokens_to_choose > 0)
         if refusal := next((rank.refusal for rank in ranks if rank.refusal), None):
             self.spot.off = refusal
@@ -158,8 +159,6 @@ class Controller:
                 off = self.speculation.off
                 saved_s = self.speculation.rollout_ended(stats)
                 self.log.speculated(step, saved_s, self.speculation.disabled, off)
-        if last:
-            self._sessions = []
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):
@@ -171,7 +170,6 @@ class Controller:
         self.guard.count("leaving", report.idle.failures)
         self.log.sampled(step, report)
         for session in report.sessions:
-            self._sessions.append(session)
             self._session_ended(session)
 
     def _session_ended(self, session: SessionResult) -> None:
@@ -216,6 +214,10 @@ class Controller:
     def log_probs_done(self, step: int) -> None:
         """Send the hidden states that the actor captured to the spot trainer; does not wait for the copies."""
         if self.spot.off:
+            if self._captures:
+                with self._charged("hidden states"):
+                    self._captures = False
+                    self.hidden_states.stop()
             return
         with self._charged("hidden states"):
             captured = self.hidden_states.take()
@@ -320,6 +322,8 @@ class Controller:
             self.guard.count(during, 1)
             self.log.spot_trainer_failed()
         self.spot.failures.clear()
+        left_out, self.spot.left_out = self.spot.left_out, 0
+        self.guard.count("hidden states", left_out)
 
     def _say_if_idle(self) -> None:
         """Log, once, where TLT does nothing for the run any more."""

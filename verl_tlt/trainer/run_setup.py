@@ -68,7 +68,6 @@ class RunFacts:
 
     rule: ModeRule
     requests: int
-    dtype: str  # the rollout's dtype, in which drafters are published
     checkpoints: Path  # `trainer.default_local_dir`
     prunes: bool  # whether verl removes the policies of old checkpoints there
     provenance: DrafterProvenance  # where this run's drafters come from; complete but for what training adds
@@ -138,7 +137,6 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
     return RunFacts(
         rule=rule,
         requests=data.train_batch_size * rollout.n,
-        dtype=dtype_name(rollout.dtype),
         checkpoints=Path(config.trainer.default_local_dir),
         prunes=bool(keeps or one),
         keeps=0 if last else keeps or 0,

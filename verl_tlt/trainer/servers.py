@@ -25,19 +25,16 @@ CALIBRATION_S = 1200.0
 
 
 class DrafterStore:
-    """The latest drafter, for rollout servers that start; a Ray actor under the job's `messages.rollout.store_name`.
+    """The run's first drafter, for its rollout servers; a Ray actor under the job's `messages.rollout.store_name`.
 
-    Servers that run are handed later versions directly (`Servers.stage`).
+    They are handed later versions directly (`Servers.stage`).
     """
 
     def __init__(self, drafter: DrafterFile) -> None:
         self._drafter = drafter
 
-    def latest(self) -> DrafterFile:
+    def first(self) -> DrafterFile:
         return self._drafter
-
-    def put(self, drafter: DrafterFile) -> None:
-        self._drafter = drafter
 
 
 @dataclass(frozen=True)
@@ -105,16 +102,15 @@ class Servers:
         ask([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
     def stage(self, drafter: ObjectRef) -> None:
-        """Hand a published drafter to every server on every node, and to servers that start later."""
+        """Hand a published drafter to every server on every node."""
         try:
             ask([server.tlt_stage.remote(drafter) for server in self._everywhere()], CALL_S)
         except CallFailed:
-            before = self.published or self.store.latest.remote()  # those that have taken it go back to that
+            before = self.published or self.store.first.remote()  # those that have taken it go back to that
             for server in self._everywhere():
                 server.tlt_stage.remote(before)
             raise
         self.published = drafter
-        self.store.put.remote(drafter)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
         return self._of_each("tlt_status")

@@ -48,8 +48,11 @@ class SpeculationControl:
         self.off = "" if drafting else self.disabled or self.decision.against
         return [name for name in self.replicas if name not in drafting]
 
-    def rollout_ended(self, stats: Mapping[str, EngineStats]) -> float:
-        """Estimated seconds that drafts saved in a rollout; `stats` are the engines' sums by replica."""
+    def rollout_ended(self, stats: Mapping[str, EngineStats]) -> float | None:
+        """Estimated seconds that drafts saved in a rollout; `stats` are the engines' sums by replica.
+
+        None where an engine has no figures.
+        """
         if notice := self.decision.rollout_ended(stats):
             logger.warning("%s", notice)
         return saved_estimate_s(stats)

@@ -4,8 +4,9 @@ TLT trains the drafter in idle time. The *spot trainer* (the paper's name) is on
 actor's first rank. It sees all of that node's GPUs and reserves none of them.
 
 Every call has a bound. A spot trainer that raises, dies or is late is killed, and another one takes its place: it goes
-on from the drafter that was published last. After `STRIKES` failures in a row nothing is trained in this run any more;
-the last one is still there to write the drafter into checkpoints.
+on from the drafter that was published last. One that finds too little memory for a session stays. After `STRIKES`
+failures in a row nothing is trained in this run any more; the last one is still there to write the drafter into
+checkpoints.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ class HiddenStates:
         taken: list[CapturedStates] = answer(self._actor.tlt_take(), CALL_S)
         return taken
 
+    def stop(self) -> None:
+        """Have no rank capture any more."""
+        answer(self._actor.tlt_stop(), CALL_S)
+
 
 class SpotTrainerHandle:
     """The run's spot trainer. Used by one thread at a time."""
@@ -102,9 +107,10 @@ class SpotTrainerHandle:
         self.last_failure = ""
         self.stats: BufferStats | None = None
         """What the buffer held when the last step's hidden states had arrived; None: nothing yet."""
+        self.left_out = 0
+        """Sequences that lacked a rank's part, since the RL trainer last counted."""
         self.published: ObjectRef | None = None
         """The drafter that was exported last; None: none in this run."""
-        self.replaced = 0
         self._clock = clock
         self._running = False
         self._strikes = 0
@@ -224,6 +230,7 @@ class SpotTrainerHandle:
         if arrived(self._add, self._add_by.left() if wait else 0.0):
             call, self._add = self._add, None
             self.stats = self._answer("hidden states", call, CALL_S)
+            self.left_out += self.stats.incomplete if self.stats is not None else 0
         elif wait or self._add_by.left() <= 0:
             self.failed("hidden states", f"no answer within {CALL_S:.0f} s")
 
@@ -233,10 +240,6 @@ class SpotTrainerHandle:
         """Begin a session on the first device of a colocated replica, or on the first one of all."""
         self._session = self._actor.train.remote(self.place.replicas.get(replica, 0))
 
-    @property
-    def trains(self) -> bool:
-        return self._session is not None
-
     def ended(self, timeout_s: float = 0.0) -> SessionResult | None:
         """The session's result if it ends within so many seconds; None: it runs on."""
         assert self._session is not None
@@ -245,8 +248,11 @@ class SpotTrainerHandle:
         call, self._session = self._session, None
         result: SessionResult | None = self._answer("session", call, CALL_S)
         if result is None:
-            return SessionResult("failed")
-        self._strikes = 0
+            return SessionResult("failed", error=self.last_failure)
+        if result.outcome == "failed":
+            self._strike("session", result.error or "")
+        else:
+            self._strikes = 0
         return result
 
     def stop(self, within_s: float) -> SessionResult:
@@ -255,7 +261,7 @@ class SpotTrainerHandle:
         result = self.ended(within_s)
         if result is None:
             self.failed("session", f"it did not stop within {within_s:g} s")
-            return SessionResult("failed")
+            return SessionResult("failed", error=self.last_failure)
         return result
 
     # ------------------------------------------------------------------ what leaves it
@@ -289,8 +295,9 @@ class SpotTrainerHandle:
         self._look_for_add(wait=True)
         directory.parent.mkdir(parents=True, exist_ok=True)
         arguments = (str(directory.absolute()), provenance, step and str(step.absolute()), keeps)
+        within_s = SAVE_S + (0.0 if self.started() else START_S)  # before the call: `started` may replace the actor
         try:
-            answer(self._actor.save.remote(*arguments), SAVE_S + (0.0 if self.started() else START_S))
+            answer(self._actor.save.remote(*arguments), within_s)
         except CallFailed as error:
             if not (error.died or error.late):
                 raise
@@ -316,19 +323,23 @@ class SpotTrainerHandle:
 
     def failed(self, during: str, error: str) -> None:
         """Put another spot trainer in the place of this one, which does not work; does not wait for the new one."""
-        self._strikes += 1
-        self.failures.append(during)
-        self.last_failure = error
-        logger.warning("the spot trainer failed (%s): %s; another one takes its place", during, error)
         pid, actor = self._pid, self._actor
         ray.kill(actor)
         if pid is not None and self.plan.device != "cpu":
             self._await_memory(pid)
+        self._strike(during, error)
+        logger.warning("another spot trainer takes its place")
+        self._begin()
+
+    def _strike(self, during: str, error: str) -> None:
+        """Count a failure; after `STRIKES` in a row nothing is trained any more."""
+        self._strikes += 1
+        self.failures.append(during)
+        self.last_failure = error
+        logger.warning("the spot trainer failed (%s): %s", during, error)
         if self._strikes >= STRIKES and not self.off:
             self.off = f"the spot trainer failed {STRIKES} times in a row, the last time in {during}: {error}"
             logger.error("the drafter is not trained in this run any more: %s", self.off)
-        self.replaced += 1
-        self._begin()
 
     def _await_memory(self, pid: int) -> None:
         """Wait until a process that was killed is gone, and with it its memory on the GPUs; bounded."""

@@ -87,6 +87,8 @@ class SamplingWatch:
 
     def _look(self) -> None:
         load = self._servers.inflight()
+        if self._over.is_set():  # the answer took so long that the trainer's thread may have gone on
+            return
         now = self._clock.monotonic()
         if load != self._load:
             self._trace.emit("load", step=self._step, inflight=load)
@@ -141,10 +143,9 @@ class SamplingWatch:
         self._session = None
         now = self._clock.monotonic()
         self._planner.ended(now, over=result.outcome != "stopped")
-        error = self._spot.last_failure if result.outcome == "failed" else None
         session = Session(
             **vars(result), t=now + self._unix, step=self._step, replica=replica, start=begun + self._unix,
-            end=now + self._unix, stop_latency_s=stop_s, error=error,
+            end=now + self._unix, stop_latency_s=stop_s,
         )  # fmt: skip
         self._report.sessions.append(session)
 

@@ -66,6 +66,8 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({"async_training": {"x": 1}}, "async_training", "experimental trainers"),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "works with vllm only"),
         ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation", "prefill and decode"),
+        ({f"{ROLLOUT}.checkpoint_engine": {"backend": "delta_sharded"}}, f"{ROLLOUT}.checkpoint_engine.backend",
+         "delta_sharded is not supported"),
         ({f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.data_parallel_size",
          "use more replicas"),
         ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p", "vLLM rejects it"),

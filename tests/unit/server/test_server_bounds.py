@@ -173,7 +173,7 @@ async def test_a_request_whose_admission_hangs_keeps_its_server(server, monkeypa
 
 def stand_in_for_ray(monkeypatch, get):
     """A store of drafters that answers by `get`."""
-    store = SimpleNamespace(latest=SimpleNamespace(remote=lambda: None))
+    store = SimpleNamespace(first=SimpleNamespace(remote=lambda: None))
     context = SimpleNamespace(get_job_id=lambda: "01000000")
     alike = SimpleNamespace(get_actor=lambda name: store, get=get, get_runtime_context=lambda: context)
     monkeypatch.setattr(module, "ray", alike)

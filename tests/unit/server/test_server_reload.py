@@ -1,5 +1,7 @@
 """What a server makes of its workers' answers about a drafter; in vLLM's place are answers made here."""
 
+import asyncio
+import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ from made_server import Engine, make_server
 
 from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
+from verl_tlt.server import server as module
 from verl_tlt.server.server import TLTvLLMHttpServer
 
 FINE = [asdict(LoadReply(ok=True))] * 2
@@ -52,7 +55,7 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
     assert not status.ok and status.reloads == 8
     assert (why if switched == (None, None) else "no such method") in status.error
     assert (status.version, status.acceptance) == (3, (0.5,)), "of what was served before"
-    assert told == [{"drafting": False, "force_k": 0, "acceptance": [0.5]}]
+    assert told == [{"drafting": False, "force_k": 0, "acceptance": None}]
     assert engine.asked[-1] == ("tlt_set_drafting", False) and not status.drafting
 
 
@@ -69,6 +72,35 @@ async def test_a_head_that_verl_trains_is_not_loaded_over_what_verl_sent(tmp_pat
     status, told = await reload(tmp_path, engine, settings={"drafter": {"method": method}})
     assert status.ok and status.drafting and status.version == 4 and told[-1]["drafting"] is True
     assert (("tlt_load_drafter",) in engine.asked) == (method == "eagle3" or not trains)
+
+
+@pytest.mark.parametrize(("version", "expected"), [(3, None), (4, [])])
+async def test_of_another_drafter_nothing_is_expected_and_of_the_same_one_what_was_learned(tmp_path, version, expected):
+    unknown = replace(NEW, version=version, acceptance=())
+    _, told = await reload(tmp_path, two_ranks(), unknown, before=replace(BEFORE, acceptance=()))
+    assert told == [{"drafting": True, "force_k": None, "acceptance": expected}]
+
+
+async def test_a_write_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
+    """Its thread goes on after the trainer has taken the drafter back, and ends first or last."""
+    slow, began, goes_on = replace(NEW, weights=b"slow"), threading.Event(), threading.Event()
+
+    def stage_slowly(config, weights, place):
+        if weights == b"slow":
+            began.set()
+            assert goes_on.wait(60)
+        stage(config, weights, place)
+
+    monkeypatch.setattr(module, "stage", stage_slowly)
+    server = make_server(_tlt_dir=tmp_path)
+    given_up = asyncio.create_task(server.tlt_stage(slow))
+    await asyncio.to_thread(began.wait, 60)
+    given_up.cancel()
+    back = asyncio.create_task(server.tlt_stage(replace(NEW, weights=b"before")))
+    await asyncio.sleep(0.1)
+    goes_on.set()
+    await back
+    assert server._tlt_staged.weights == (tmp_path / "drafter" / "model.safetensors").read_bytes() == b"before"
 
 
 @pytest.mark.parametrize(("accepted", "found"), [(False, b"whole"), (True, b"half")])

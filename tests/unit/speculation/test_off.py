@@ -26,7 +26,7 @@ def rollout(
     undrafted_s, decode_s=10.0, drafts=1000, tokens_by_batch=None, accepted=500, names=("a", "b"), k=3, steps=100
 ):
     stats = EngineStats(
-        steps_by_draft_length={k: steps},
+        num_steps=steps, steps_by_draft_length={k: steps},
         num_drafts=drafts, decode_s=decode_s, undrafted_s=undrafted_s, tokens_by_batch=tokens_by_batch or {1: 1000},
         num_accepted_tokens_per_pos=(accepted,), num_passes=100, mean_context=100.0,
     )  # fmt: skip
@@ -125,6 +125,17 @@ def test_a_replica_that_gains_switches_drafting_on_again():
     assert "switched on again" in said and made.drafting(GOOD) == REPLICAS
 
 
+def test_a_replica_that_slept_has_not_tried():
+    """In `separate_async` those beside the trainer may sleep all the time."""
+    made = decision()
+    slow(made)
+    while not (drafting := made.drafting(GOOD)):
+        made.rollout_ended(rollout(10.0, drafts=0, k=OFF))
+    others = [name for name in REPLICAS if name not in drafting]
+    made.rollout_ended(rollout(10.0, drafts=0, k=OFF, names=others))
+    assert made.drafting(GOOD) == others[:1], "the next one, at once"
+
+
 def test_a_better_drafter_is_tried_at_once_by_all():
     made = decision()
     slow(made)
@@ -141,3 +152,4 @@ def test_seconds_saved_are_those_of_the_slowest_engine_and_none_where_nothing_wa
     both = rollout(undrafted_s=14.0, decode_s=10.0, names=["a"]) | rollout(undrafted_s=13.0, decode_s=11.0, names=["b"])
     assert saved_estimate_s(both) == 3.0
     assert saved_estimate_s(rollout(undrafted_s=12.0, drafts=0)) == 0.0 == saved_estimate_s({})
+    assert saved_estimate_s(both | {"c": EngineStats(failure="it died")}) is None, "it may have been the slowest"

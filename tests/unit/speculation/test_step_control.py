@@ -100,8 +100,10 @@ def test_a_wrong_setting_is_refused_and_changes_nothing(control, settings, sente
 def test_estimates_reach_the_policy(control):
     control.control(acceptance=[0.8, 0.5], points=points({0: [(1, 0.1)], 3: [(1, 0.4)], OFF: [(1, 0.05)]}))
     assert control.policy.table.lengths() == (OFF, 0, 3)
-    control.control(acceptance=[])  # "nothing known" must not erase what is known
+    control.control(acceptance=None)
     assert control.policy.acceptance == [0.8, 0.5]
+    control.control(acceptance=[])
+    assert control.policy.acceptance == [], "another drafter, of which nothing is known"
 
 
 def test_sums_are_those_of_the_steps_and_reset(control):

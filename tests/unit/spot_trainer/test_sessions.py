@@ -7,8 +7,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from tiny_trainer import SAMPLING, make_trainer, same, session, stopped_after, texts, verifier_arrays
+from tiny_trainer import FACTS, SAMPLING, make_trainer, same, session, stopped_after, texts, verifier_arrays
 
+from verl_tlt.drafter.checkpoint import provenance
+from verl_tlt.drafter.memory import NoRoomError
 from verl_tlt.spot_trainer import gate, scoring
 from verl_tlt.spot_trainer import trainer as module
 from verl_tlt.spot_trainer.gate import Decision
@@ -62,6 +64,17 @@ def test_without_enough_tokens_no_session_begins(tmp_path):
     assert (result.outcome, result.steps, trainer.trainer.steps) == ("exhausted", 0, 0)
 
 
+def test_a_device_without_room_fails_the_session_and_keeps_the_rest(trainer, monkeypatch):
+    def crowded(*_sizes, **_more):
+        raise NoRoomError("a session needs 3.0 GiB")
+
+    monkeypatch.setattr(trainer.place, "resident", crowded)
+    failed = session(trainer)
+    assert (failed.outcome, failed.error, failed.steps) == ("failed", "a session needs 3.0 GiB", 0)
+    monkeypatch.undo()
+    assert session(trainer).steps > 0
+
+
 # ---------------------------------------------------------------- the verdict
 
 
@@ -87,6 +100,20 @@ def test_what_is_published_is_the_candidate_that_was_judged(trainer, decides):
     assert exported.version == trainer.version == 1 and exported.acceptance == found.acceptance
     assert same(trainer.served, candidate) and not same(trainer.candidate, candidate)
     assert not same(trainer.served, trainer.initial)
+
+
+def test_a_checkpoint_names_the_drafter_that_it_holds(trainer, decides, tmp_path):
+    """The RL trainer hears of an export after the step's checkpoint."""
+    decides("publish", "candidate")
+    known = replace(FACTS, version=0)
+    trainer.save(str(tmp_path / "before"), known)
+    session(trainer)
+    session(trainer)
+    exported = trainer.export()
+    trainer.save(str(tmp_path / "after"), known)
+    facts = [provenance(tmp_path / name) for name in ("before", "after")]
+    assert [one["version"] for one in facts] == [0, 1]
+    assert [tuple(one["acceptance"]) for one in facts] == [known.acceptance, exported.acceptance]
 
 
 @pytest.mark.parametrize("back", ["served", "initial"])

@@ -49,7 +49,7 @@ def run(tmp_path, clock):
         hidden_states, spot = FakeHiddenStates(clock), FakeSpot(servers, clock)
         if before is not None:
             before(servers, hidden_states, spot)
-        of_run = {"prunes": False, "gpus": 2, "requests": 8, "dtype": "bfloat16", "checkpoints": tmp_path / "ckpt"}
+        of_run = {"prunes": False, "gpus": 2, "requests": 8, "checkpoints": tmp_path / "ckpt"}
         provenance = DrafterProvenance("policy", "data", "hass", 1.0)
         run_facts = RunFacts(rule=MODE_RULES[mode], provenance=provenance, **of_run | (facts or {}))
         file = DrafterFile(0, "{}", b"", (0.0, 0.0, 0.0))

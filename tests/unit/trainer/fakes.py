@@ -107,6 +107,9 @@ class FakeHiddenStates(Fake):
         self._call("take")
         return [CapturedStates(None, None, seconds=0.0, errors=0, token_counts=found) for found in self.token_counts]
 
+    def stop(self):
+        self._call("stop")
+
 
 class FakeSpot(Fake):
     """A drafter in a file is its version."""
@@ -117,7 +120,7 @@ class FakeSpot(Fake):
         self.off, self.failures, self.last_failure, self.stats = "spot training has not started", [], "", None
         self.replicas, self.running, self.published, self.version = {}, False, None, 0
         self.verdict, self.late, self.exporting = None, False, False
-        self.saved = []
+        self.saved, self.left_out = [], 0
         self.ends_at = None
         self.session = None  # the replica on whose device a session runs
 

@@ -119,6 +119,12 @@ def test_where_hidden_states_cannot_be_captured_nothing_is_trained_and_speculati
     assert controller.guard.counts.total() == 0 and controller.spot.off == "veomni has no hidden-state capture."
 
 
+def test_sequences_that_lack_a_ranks_part_are_counted_once(filled):
+    controller = filled()
+    controller.spot.left_out = 3
+    assert [rl_step(controller, step)["tlt/errors_hidden_states"] for step in (2, 3)] == [3.0, 3.0]
+
+
 def test_the_first_rollout_chooses_the_tokens_that_are_drafted(filled):
     """Of all ranks' counts together, once; the tie of tokens that nobody said goes to the lowest ids."""
     controller = filled(start={"draft_vocab": 3, "chosen": False})
@@ -318,6 +324,7 @@ def test_a_run_for_which_tlt_does_nothing_any_more_says_so_once(filled, said, tm
     for step in (2, 3):
         assert rl_step(controller, step)["tlt/spot_off"] == 1.0
     assert controller.spot.called("train") == []
+    assert controller.hidden_states.called("stop") == [()], "nobody needs hidden states any more"
     controller.finish()
     assert controller.spot.saved[-1][0] == tmp_path / "drafter", "it is written all the same"
     assert said.text.count("TLT does nothing for this run any more: the spot trainer failed") == untrained

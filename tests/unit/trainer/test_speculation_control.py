@@ -32,6 +32,7 @@ def rollout(seconds, drafting):
     """A rollout of 400 tokens at batch 4 by each replica; those that draft take so many seconds, others one."""
     return {
         name: EngineStats(
+            num_steps=100,
             num_drafts=1000 if name in drafting else 0,
             num_accepted_tokens_per_pos=(800,),
             steps_by_draft_length={3 if name in drafting else OFF: 100},
