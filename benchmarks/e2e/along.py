@@ -2,11 +2,12 @@
 
     python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 25] [--seeds 0 1]
 
-Both arms start from the head after half of its warm-up (`benchmarks.real_policy.head`), with the same prompts in the
-same order for a seed. K is the same in every step, since a chosen one would change the accept length too, and the
-spot trainer has its defaults. The policy has had less fine-tuning than that of the other benchmarks, so that it still
-learns. The result has accept length and reward by step, and over windows of steps their means with 95 % intervals, of
-each arm and of the difference. The work folder keeps finished runs: a command that was killed goes on.
+Both arms start from a head that was warmed up with one pass over the responses to half of the warm-up's prompts
+(`benchmarks.real_policy.head`), with the same prompts in the same order for a seed. K is the same in every step, since
+a chosen one would change the accept length too, and the spot trainer has its defaults. The policy has had less
+fine-tuning than that of the other benchmarks, so that it still learns. The result has accept length and reward by step,
+and over windows of steps their means with 95 % intervals, of each arm and of the difference. The work folder keeps
+finished runs: a command that was killed goes on.
 """
 
 import argparse
@@ -36,8 +37,8 @@ from verl_tlt.errors import TLTError
 
 PLACE = ROOT / ".cache" / "along"
 """Keeps the policy and its head."""
-FINE_TUNING, K = 60, 5
-"""Steps of fine-tuning, and the draft length."""
+FINE_TUNING, K, LONGEST = 60, 5, 500
+"""Steps of fine-tuning, the draft length, and the most tokens of a response."""
 WINDOW = 4
 """Steps of a window, of all seeds together."""
 SHOWN = ("accept_length", "reward")
@@ -54,13 +55,13 @@ ARMS = (
 def subject(order: int) -> Subject:
     """The policy and its head, made unless they are there, and prompts in an order that this seed gives."""
     make_policy(PLACE, FINE_TUNING)
-    assets, head = real_assets(PLACE), half_head(PLACE)
-    shuffled = ("data.shuffle=True", f"data.seed={order}")
+    assets, head = real_assets(PLACE), half_head(PLACE, options=("--epochs", "1"))
+    besides = ("data.shuffle=True", f"data.seed={order}", f"data.max_response_length={LONGEST}")
     drafts = ("tlt.speculation.policy=fixed", f"tlt.speculation.fixed={K}", f"tlt.speculation.max_draft_length={K}")
     drafter = (f"tlt.drafter.vocab={DRAFT_VOCAB}", f"tlt.drafter.path={quoted(head)}")
     training = ("tlt.drafter.learning_rate=1e-3", "tlt.spot.max_epochs=3")  # the defaults; the demo's recipe has others
     ours = (*drafts, *drafter, *training)
-    return Subject(assets, Head(head, {}), (*toy_overrides(assets), *real_overrides(assets), *shuffled), ours, K)
+    return Subject(assets, Head(head, {}), (*toy_overrides(assets), *real_overrides(assets), *besides), ours, K)
 
 
 def by_window(runs: Runs) -> list[dict[str, Any]]:
