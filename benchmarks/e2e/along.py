@@ -2,8 +2,8 @@
 
     python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 25] [--seeds 0 1]
 
-Both arms start from a head that was warmed up with one pass over the responses to half of the warm-up's prompts
-(`benchmarks.real_policy.head`), with the same prompts in the same order for a seed. K is the same in every step, since
+Both arms start from a head of `verl-tlt warmup` that has seen little text, with the same prompts in the same order for
+a seed. K is the same in every step, since
 a chosen one would change the accept length too, and the spot trainer has its defaults. The policy has had less
 fine-tuning than that of the other benchmarks, so that it still learns. The result has accept length and reward by step,
 and over windows of steps their means with 95 % intervals, of each arm and of the difference. The work folder keeps
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.e2e.__main__ import ROOT, STALL_S, Subject, recipe_of
 from benchmarks.e2e.arms import LOADS
 from benchmarks.e2e.head import Head
-from benchmarks.real_policy.head import DRAFT_VOCAB, half_head
+from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far, train
 from benchmarks.real_policy.job import real_assets, real_overrides
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
@@ -39,6 +39,8 @@ PLACE = ROOT / ".cache" / "along"
 """Keeps the policy and its head."""
 FINE_TUNING, K, LONGEST = 60, 5, 500
 """Steps of fine-tuning, the draft length, and the most tokens of a response."""
+PROMPTS, EPOCHS = 245, 1
+"""Of the warm-up."""
 WINDOW = 4
 """Steps of a window, of all seeds together."""
 SHOWN = ("accept_length", "reward")
@@ -55,7 +57,9 @@ ARMS = (
 def subject(order: int) -> Subject:
     """The policy and its head, made unless they are there, and prompts in an order that this seed gives."""
     make_policy(PLACE, FINE_TUNING)
-    assets, head = real_assets(PLACE), half_head(PLACE, options=("--epochs", "1"))
+    if not made_so_far(PLACE):
+        train(PLACE, PROMPTS, ("--epochs", str(EPOCHS)))
+    assets, head = real_assets(PLACE), PLACE / "drafter"
     besides = ("data.shuffle=True", f"data.seed={order}", f"data.max_response_length={LONGEST}")
     drafts = ("tlt.speculation.policy=fixed", f"tlt.speculation.fixed={K}", f"tlt.speculation.max_draft_length={K}")
     drafter = (f"tlt.drafter.vocab={DRAFT_VOCAB}", f"tlt.drafter.path={quoted(head)}")

@@ -3,8 +3,8 @@
     python -m benchmarks.real_policy.head .cache/real --out benchmarks/results/real_policy.json
 
 It trains `EPOCHS` passes over the responses to half of the first `PROMPTS` prompts of the warm-up's side, and then as
-many over the responses to all of them: passes, not minutes, so that a slow machine makes the same head. The head after
-each half is kept. A call with more prompts continues from the last one. The accept length at each K of `LENGTHS` is
+many over the responses to all of them: passes, not minutes, so that a slow machine makes the same head. A call with more
+prompts continues from the last one. The accept length at each K of `LENGTHS` is
 measured on prompts of runs, which share no step of a chain with those of the warm-up.
 
 The head drafts 8,192 of 49,152 tokens. The policy uses far fewer, and each drafted token reads every row of the head:
@@ -41,8 +41,6 @@ COMMON = (
 RECORD = "made.json"
 """Beside the head: a row of `GROWTH` for each call that went on with it."""
 GROWTH = "growth"
-HALF = "half"
-"""Folder of the head after half of the prompts, which training along starts from."""
 
 
 def real_head(folder: Path) -> Head:
@@ -65,17 +63,6 @@ def made_so_far(folder: Path) -> list[dict[str, Any]]:
 def _digest(folder: Path) -> str:
     """Of the policy's weights."""
     return files_digest([make_policy(folder) / "model.safetensors"])
-
-
-def half_head(folder: Path, prompts: int = PROMPTS, options: Sequence[str] = ()) -> Path:
-    """The head of the responses to half of so many prompts, made unless it is there; it is not measured."""
-    half = folder / HALF
-    if not made_so_far(folder):
-        train(folder, prompts // 2, options)
-    if len(made_so_far(folder)) == 1:  # also where a call ended before this
-        shutil.rmtree(half, ignore_errors=True)
-        shutil.copytree(folder / "drafter", half)
-    return half
 
 
 def train(folder: Path, prompts: int, options: Sequence[str]) -> None:
@@ -137,7 +124,7 @@ def main() -> None:
     options, more = parser.parse_known_args()  # more: of the command
     os.environ.update(CPU_ENGINE)
     folder = options.folder.resolve()
-    half_head(folder, options.prompts, more)
+    train(folder, options.prompts // 2, more)
     measure(folder)
     train(folder, options.prompts, more)
     measure(folder)
