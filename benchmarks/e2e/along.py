@@ -3,11 +3,10 @@
     python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 25] [--seeds 0 1]
 
 Both arms start from a head of `verl-tlt warmup` that has seen little text, with the same prompts in the same order for
-a seed. K is the same in every step, since
-a chosen one would change the accept length too, and the spot trainer has its defaults. The policy has had less
-fine-tuning than that of the other benchmarks, so that it still learns. The result has accept length and reward by step,
-and over windows of steps their means with 95 % intervals, of each arm and of the difference. The work folder keeps
-finished runs: a command that was killed goes on.
+a seed. K is the same in every step, since a chosen one would change the accept length too, and the spot trainer has its
+defaults. The policy has had less fine-tuning than that of the other benchmarks, so that it still learns. The result has
+accept length and reward by step, and over windows of steps their means with 95 % intervals, of each arm and of the
+difference. The work folder keeps finished runs: a command that was killed goes on.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python -m benchmarks.real_policy.head .cache/real --out benchmarks/results/real_policy.json
 
 It trains `EPOCHS` passes over the responses to half of the first `PROMPTS` prompts of the warm-up's side, and then as
-many over the responses to all of them: passes, not minutes, so that a slow machine makes the same head. A call with more
-prompts continues from the last one. The accept length at each K of `LENGTHS` is
-measured on prompts of runs, which share no step of a chain with those of the warm-up.
+many over the responses to all of them: passes, not minutes, so that a slow machine makes the same head. A call with
+more prompts continues from the last one. The accept length at each K of `LENGTHS` is measured on prompts of runs, which
+share no step of a chain with those of the warm-up.
 
 The head drafts 8,192 of 49,152 tokens. The policy uses far fewer, and each drafted token reads every row of the head:
 for the whole vocabulary three times as much as the layer has.
