@@ -141,6 +141,14 @@ def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, sa
     assert said in str(error.value)
 
 
+def test_srun_is_named_where_nothing_answers(tmp_path, monkeypatch):
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(TLTConfigError, match=r"another node, which cannot answer: leave srun out"):
+        capture(["srun", "-N1", "bash", "recipe.sh"])
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [

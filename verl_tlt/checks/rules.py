@@ -81,7 +81,11 @@ def switched_on(config: DictConfig) -> Finding:
 
 def examine_packages() -> list[Finding]:
     """The releases of the packages that verl-tlt relies on."""
-    return [judge_version(s, installed(s.name)) for s in SUPPORTED]
+    found = [judge_version(s, installed(s.name)) for s in SUPPORTED]
+    if installed("verl") and not installed(queue := "transfer_queue"):  # verl has it in an extra alone
+        needs = "verl's v1 trainer imports it: pip install 'TransferQueue>=0.1.10'"
+        found.append(Finding("refuse", queue, f"{queue} is not installed here, and {needs}."))
+    return found
 
 
 def judge_version(supported: Supported, version: str | None) -> Finding:

@@ -204,7 +204,10 @@ def _refuse_training(tree: ProcessTree) -> None:
 def _no_answer(command: Sequence[str], code: int | None, log: Path) -> str:
     if "No module named 'verl_tlt'" in log.read_text(errors="replace"):
         return f"The Python that the command starts verl with does not have verl-tlt: install it there. {_printed(log)}"
-    return f"`{shlex.join(command)}` ended with exit status {code} and did not start {MAIN}. {_printed(log)}"
+    ended = f"`{shlex.join(command)}` ended with exit status {code} and did not start {MAIN}."
+    if "srun" in map(os.path.basename, command):
+        ended += " srun may start it on another node, which cannot answer: leave srun out, inside the job."
+    return f"{ended} {_printed(log)}"
 
 
 def _printed(log: Path) -> str:

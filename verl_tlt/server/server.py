@@ -289,7 +289,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         The scheduler asks for drafts only after every rank has been told to run the pass, and no longer before one is
         told to leave it out. So where a call fails, the engine drafts nothing.
         """
-        told = {"drafting": drafting, "force_k": None if drafting else 0, "acceptance": None if acceptance is None else list(acceptance)}
+        told = {
+            "drafting": drafting,
+            "force_k": None if drafting else 0,
+            "acceptance": None if acceptance is None else list(acceptance),
+        }
         try:
             if not drafting:
                 await ask_scheduler(self.engine, "control", **told)

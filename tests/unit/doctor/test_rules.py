@@ -10,7 +10,8 @@ from policy_config import POLICY, write_policy
 from safetensors.numpy import save_file
 
 from verl_tlt import activation
-from verl_tlt.checks.rules import UNTAPPED_LAYOUTS, examine, judge_version
+from verl_tlt.checks import rules
+from verl_tlt.checks.rules import UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
@@ -284,6 +285,13 @@ def test_a_release_that_was_not_tested_runs_with_one_warning_where_the_user_says
     monkeypatch.setenv("TLT_UNTESTED", "1")
     assert judge_version(vllm, "0.32.0").level == "warn"
     assert judge_version(vllm, None).level == "refuse", "what is not there cannot be tried"
+
+
+def test_what_verl_itself_lacks_is_named(monkeypatch):
+    assert [finding.what for finding in examine_packages()] == [s.name for s in SUPPORTED]
+    monkeypatch.setattr(rules, "installed", lambda name: None if name == "transfer_queue" else "0.9.1")
+    lacks = examine_packages()[-1]
+    assert lacks.level == "refuse" and "transfer_queue is not installed here" in lacks.sentence
 
 
 def test_a_distribution_without_its_module_is_not_installed(tmp_path, monkeypatch):
