@@ -129,12 +129,20 @@ def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> Rows:
     return [(torch.randint(VOCAB, (p + r,), generator=rng), p) for p, r in lengths]
 
 
-def make_batch(rows: Rows, max_tokens: int, padded: bool = False, axes: int = 0, **extra: Any) -> Any:
+def make_batch(
+    rows: Rows,
+    max_tokens: int,
+    padded: bool = False,
+    axes: int = 0,
+    masks: list[torch.Tensor] | None = None,
+    **extra: Any,
+) -> Any:
     """What verl's trainer sends for old log-probs: jagged ids, micro-batches of at most `max_tokens` tokens.
 
     `padded`: response mask as a padded tensor and no responses, verl's older form; else jagged responses. `axes`:
-    positions of a token, where a policy also has those of images; 0: one, without an axis of its own. `extra`: more
-    non-tensor fields.
+    positions of a token, where a policy also has those of images; 0: one, without an axis of its own. `masks`: which
+    tokens of each response the policy sampled; None: all, and the batch does not say so. `extra`: more non-tensor
+    fields.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -142,17 +150,19 @@ def make_batch(rows: Rows, max_tokens: int, padded: bool = False, axes: int = 0,
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
     tokens = [t for t, _ in rows]
-    masks = [torch.ones(len(t) - p, dtype=torch.int64) for t, p in rows]
+    of_all = [torch.ones(len(t) - p, dtype=torch.int64) for t, p in rows]
     prompts = [torch.zeros(p, dtype=torch.int64) for _, p in rows]
     tensors = {
         "input_ids": jagged(tokens),
         "position_ids": jagged([torch.arange(len(t)).expand(*[axes] * bool(axes), -1).clone() for t in tokens]),
-        "loss_mask": jagged([torch.cat(pair) for pair in zip(prompts, masks, strict=True)]),
+        "loss_mask": jagged([torch.cat(pair) for pair in zip(prompts, of_all, strict=True)]),
     }
     if padded:
-        tensors["response_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        tensors["response_mask"] = torch.nn.utils.rnn.pad_sequence(of_all, batch_first=True)
     else:
         tensors["responses"] = jagged([t[p:] for t, p in rows])
+    if masks is not None:
+        tensors["response_mask"] = jagged(masks)
     settings = {"temperature": 1.0, "use_dynamic_bsz": True, "calculate_entropy": False}
     return tu.get_tensordict(tensors, settings | {"max_token_len_per_gpu": max_tokens} | extra)
 

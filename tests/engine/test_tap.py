@@ -40,6 +40,25 @@ def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded, windo
     assert any(s.start > 0 for s in taken) == (window == 11)
 
 
+@pytest.mark.parametrize("window", [7, 10_000])
+def test_what_tools_answered_is_told_apart(actor, window):
+    def sampled(length):
+        mask = torch.ones(length, dtype=torch.int64)
+        mask[2:5] = mask[8:9] = 0
+        return mask
+
+    masks = [sampled(len(tokens) - prompt_len) for tokens, prompt_len in ROWS]
+    taken, _ = infer(actor, ROWS, 48, window, masks=masks)
+    assert len(taken) == len(ROWS)
+    for sequence, (tokens, prompt_len), mask in zip(taken, ROWS, masks, strict=True):
+        whole = torch.cat([torch.zeros(prompt_len, dtype=torch.int64), mask])
+        turns = torch.zeros(len(tokens), dtype=torch.int64)
+        for turn in sequence.turns:
+            turns[sequence.start + turn.start : sequence.start + turn.stop] = 1
+        stop = sequence.start + len(sequence)
+        assert torch.equal(turns[sequence.start : stop], whole[sequence.start : stop])
+
+
 @pytest.mark.parametrize("budget", [70, 20])
 def test_rows_beyond_the_budget_are_left_out(actor, policy, budget):
     """And those of one row, where the budget is smaller than a window."""

@@ -27,6 +27,7 @@ import torch
 
 from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
+from verl_tlt.drafter.data import within
 from verl_tlt.drafter.memory import LockedPool, page_locked, views
 from verl_tlt.drafter.verifier import policy_part
 from verl_tlt.messages.training import HiddenStateShard, VerifierArrays
@@ -76,6 +77,8 @@ class HiddenStateTap:
         if self.counts_tokens:
             ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
             tokens = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
+            if (sampled := _sampled(batch)) is not None:
+                tokens = tokens[sampled.values().bool()]
             self.token_counts = torch.bincount(tokens.long(), minlength=self.counts_tokens).cpu().numpy()
             self.counts_tokens = 0
 
@@ -157,6 +160,7 @@ class _MicroBatch:
         cuda = next((state.is_cuda for slices in self._slices.values() for state in slices.values()), False)
         begun = _mark() if cuda else None
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
+        foreign = foreign_stretches(self._batch)
         layers = tuple(sorted(self._slices))
         shards = []
         for i, spans in self._spans.items():
@@ -179,6 +183,7 @@ class _MicroBatch:
                     wanted=wanted,
                     layers=layers,
                     states=to_numpy16(kept),
+                    foreign=within([(prompt_len + a, prompt_len + b) for a, b in foreign[i]], start, stop),
                 )
             )
         return shards, (begun, _mark()) if begun else None
@@ -202,6 +207,25 @@ def response_lengths(micro_batch: TensorDict) -> list[int]:
     if value.is_nested:
         return value.offsets().diff().tolist()
     return micro_batch["response_mask"].sum(-1).long().tolist()
+
+
+def _sampled(micro_batch: TensorDict) -> torch.Tensor | None:
+    """Jagged [B, R_b]: which tokens of each response the policy sampled; None where the batch does not say."""
+    mask = micro_batch.get("response_mask", None)
+    return mask if mask is not None and mask.is_nested else None
+
+
+def foreign_stretches(micro_batch: TensorDict) -> list[list[tuple[int, int]]]:
+    """By sequence the tokens [begin, end) of its response that the policy did not sample: tools' answers, as a rule."""
+    if (sampled := _sampled(micro_batch)) is None:
+        return [[] for _ in range(len(micro_batch))]
+    mask, offsets = sampled.values().bool().cpu().numpy(), sampled.offsets().tolist()
+    found = []
+    for begin, end in itertools.pairwise(offsets):
+        around = np.concatenate([[True], mask[begin:end], [True]])
+        edges = np.flatnonzero(around[1:] != around[:-1]).tolist()
+        found.append(list(zip(edges[::2], edges[1::2], strict=True)))
+    return found
 
 
 def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Random, window: int) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -59,6 +59,8 @@ class TrainingSequence:
     start: int = 0  # position of `tokens[0]` in the whole sequence
     prompt: int | None = None
     """Number shared by all responses to one prompt, which are trained on or held out together; None: the only one."""
+    foreign: tuple[tuple[int, int], ...] = ()
+    """Stretches [begin, end) of the response that the policy did not sample, such as a tool's answer, ascending."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -79,21 +81,35 @@ class TrainingSequence:
     def nbytes(self) -> int:
         return self.tokens.nbytes + self.aux.nbytes + self.last.nbytes
 
-    def loss_rows(self, draft: int = 1) -> range:
-        """Rows with a loss: their input is a response token, and `draft` further tokens are recorded."""
-        first = max(self.prompt_len - 1, 0)
-        return range(first, max(first, self.rows - draft))
+    @property
+    def turns(self) -> list[range]:
+        """Stretches of tokens that the policy sampled, ascending; one without foreign text."""
+        bounds = [self.prompt_len, *chain.from_iterable(self.foreign), len(self)]
+        return [range(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
+
+    def loss_rows(self, draft: int = 1) -> list[range]:
+        """Rows with a loss, turn by turn: the policy sampled their input and the `draft` tokens after it."""
+        rows = [range(max(turn.start - 1, 0), turn.stop - 1 - draft) for turn in self.turns]
+        return [stretch for stretch in rows if stretch]
 
     def window(self, begin: int, end: int) -> TrainingSequence:
         """Tokens `begin:end` at their true positions; views, no copies."""
+        tokens = self.tokens[begin:end]
         return replace(
             self,
-            tokens=self.tokens[begin:end],
+            tokens=tokens,
             aux=self.aux[begin:end],
             last=self.last[begin:end],
-            prompt_len=min(max(self.prompt_len - begin, 0), len(self.tokens[begin:end])),
+            prompt_len=min(max(self.prompt_len - begin, 0), len(tokens)),
             start=self.start + begin,
+            foreign=within(self.foreign, begin, begin + len(tokens)),
         )
+
+
+def within(stretches: Iterable[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """The parts of stretches that lie in `begin:end`, counted from `begin`."""
+    cut = ((max(a, begin) - begin, min(b, end) - begin) for a, b in stretches)
+    return tuple((a, b) for a, b in cut if a < b)
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,7 @@ class Batch:
     """float [1, S, H]: y_{t+1} before the final norm; through norm and head it is the teacher of this row."""
     next_ids: torch.Tensor
     """int64 [1, S]: x_{t+2}, the token the rollout sampled where this row drafts; 0 past the end."""
-    loss_mask: torch.Tensor  # bool [1, S]: the policy's next token is a response token that is known
+    loss_mask: torch.Tensor  # bool [1, S]: the policy sampled the row's input and its next token
     position_ids: torch.Tensor  # int64 [1, S]: t, as vLLM counts (RoPE is relative, so only differences matter)
     document_ids: torch.Tensor  # int64 [1, S]: which sequence, from 0; -1 is padding
 
@@ -165,9 +181,9 @@ def align(sequence: TrainingSequence) -> Batch:
     rows = sequence.rows
     if rows < 1:
         raise DrafterError(f"A sequence of {len(sequence)} tokens has nothing to draft; at least 2 are needed.")
-    tokens, with_loss = sequence.tokens, sequence.loss_rows()
-    loss_mask = torch.zeros(1, rows, dtype=torch.bool)
-    loss_mask[:, with_loss.start : with_loss.stop] = True
+    tokens, loss_mask = sequence.tokens, torch.zeros(1, rows, dtype=torch.bool)
+    for stretch in sequence.loss_rows():
+        loss_mask[:, stretch.start : stretch.stop] = True
     return Batch(
         input_ids=tokens[1:][None],
         hidden_states=(sequence.aux if sequence.aux.shape[1] else sequence.last)[:-1][None],

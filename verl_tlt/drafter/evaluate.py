@@ -203,10 +203,12 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
 def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
     """Expected drafts and acceptances along one sequence, from its columns of `_Rates.both`."""
     max_draft = len(overlap)
-    starts = window.loss_rows(max_draft)
-    if not starts:
-        return combined_score((), max_draft)
-    first, stop = starts.start, starts.stop
+    return combined_score((_of_turn(rows, overlap, recorded) for rows in window.loss_rows(max_draft)), max_draft)
+
+
+def _of_turn(starts: range, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
+    """The same where drafts may start at these rows, and one starts at the first."""
+    max_draft, first, stop = len(overlap), starts.start, starts.stop
     # [K+1, rows]: the first k drafted tokens are the recorded ones
     reached = np.cumprod(np.vstack([np.ones(overlap.shape[1]), recorded]), axis=0)
     survival = reached[:-1] * overlap  # [K, rows]

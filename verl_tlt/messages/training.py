@@ -34,6 +34,8 @@ class HiddenStateShard:
     stands for the input of the final norm."""
     layers: tuple[int, ...]  # those of `wanted` that are here
     states: np.ndarray  # 16 bits [len(layers), n, H] (see `drafter.to_numpy16`)
+    foreign: tuple[tuple[int, int], ...] = ()
+    """Tokens [begin, end) of the window's response that the policy did not sample, such as a tool's answer."""
 
 
 @dataclass(frozen=True)

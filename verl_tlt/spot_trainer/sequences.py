@@ -44,4 +44,5 @@ def _join(shards: list[HiddenStateShard]) -> TrainingSequence | None:
         last=wide[:, -hidden:],
         start=head.start,
         prompt=head.prompt,
+        foreign=head.foreign,
     )

@@ -146,7 +146,8 @@ class SpotTrainer:
         stats = self.buffer.stats()
         if not self.model.use_draft_vocab or not sequences:
             return stats
-        responses = torch.cat([sequence.tokens[sequence.prompt_len :] for sequence in sequences])
+        turns = [sequence.tokens[turn.start : turn.stop] for sequence in sequences for turn in sequence.turns]
+        responses = torch.cat([*turns, torch.empty(0, dtype=torch.int64)])
         draftable = int(self.model.t2d.cpu()[responses].sum())
         return BufferStats(**{**vars(stats), "responses": len(responses), "draftable": draftable})
 

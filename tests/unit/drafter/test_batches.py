@@ -1,6 +1,7 @@
 """What the drafter is fed and scored on, against a naive reference; batches, and attention within documents."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from vllm_by_hand import Reference, passes
 
 from verl_tlt.drafter.build import BY_DOCUMENT, attend_by_document, drafter_config, instantiate
 from verl_tlt.drafter.data import align, batches, grouped, pack, windows
+from verl_tlt.drafter.evaluate import acceptance
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import refresh_verifier_weights
 
@@ -63,8 +65,26 @@ def test_a_window_keeps_true_positions_and_its_share_of_the_prompt(sequences):
     assert part.position_ids[0, 0] == 4
     assert torch.equal(part.input_ids[0], whole.input_ids[0, 4:19])
     assert torch.equal(part.loss_mask[0, :-1], whole.loss_mask[0, 4:18])
-    assert sequence.loss_rows(draft=3) == range(8, 21) and sequence.window(10, 13).loss_rows() == range(1)
+    assert sequence.loss_rows(draft=3) == [range(8, 21)] and sequence.window(10, 13).loss_rows() == [range(1)]
     assert not sequence.window(0, 10).loss_rows() and not sequence.window(0, 9).loss_rows()
+
+
+def test_what_the_policy_did_not_sample_is_neither_learned_nor_judged(drafter, policy, sequences):
+    """A tool's answer stands in the response, as verl records it; vLLM is given it as a part of the next prompt."""
+    sequence = replace(sequences[1], foreign=((13, 17), (23, 25)))  # 25 tokens, 9 of them prompt
+    sampled = [*range(9, 13), *range(17, 23)]
+    mask = align(sequence).loss_mask[0].tolist()
+    assert mask == [t + 1 in sampled and t + 2 in sampled for t in range(24)]
+    window = sequence.window(15, 24)
+    assert window.foreign == ((0, 2), (8, 9)) and window.turns == [range(2, 8)]
+    assert torch.equal(align(window).loss_mask[0, :-1], align(sequence).loss_mask[0, 15:22])
+    refresh_verifier_weights(drafter, verifier_weights(policy))
+    (score,) = acceptance(drafter, [sequence], max_draft=2)
+    turns = [replace(sequences[1], prompt_len=a).window(0, b) for a, b in ((9, 13), (17, 23))]  # with what is before
+    alone = acceptance(drafter, turns, max_draft=2)
+    assert score.positions == sum(one.positions for one in alone) == 2 + 4
+    assert score.drafts == pytest.approx(sum(one.drafts for one in alone))
+    assert score.accepted == pytest.approx(sum(one.accepted for one in alone))
 
 
 def test_packed_and_padded_equals_one_by_one_in_loss_and_gradient(drafter, sequences):
