@@ -29,6 +29,7 @@ def written(stock_tokens, tmp_path_factory):
 
 def test_the_account_is_vllms_own(engine_of, written):
     with engine_of("good", policy="policies:rand", **SHARED) as engine:
+        engine.scheduler.tlt.flush(60.0)
         earlier = len(written())
         before = engine.counters()
         outputs = engine.generate(8, TOKENS)
@@ -41,6 +42,7 @@ def test_the_account_is_vllms_own(engine_of, written):
         assert sum(stats.num_accepted_tokens_per_pos) == accepted
         assert sum(stats.num_draft_tokens_per_pos) == draft_tokens
         steps = engine.scheduler.tlt.policy.steps
+        engine.scheduler.tlt.flush(60.0)
     lines = written()[earlier:]
     assert len(lines) == len(steps) == stats.num_steps
     assert sum(line["produced"] for line in lines) == stats.num_decode_tokens

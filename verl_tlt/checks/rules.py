@@ -187,6 +187,10 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if prefixes and settings.speculation.enable and is_hybrid(policy_fields(config)):
         off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
         yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
+    if settings.speculation.enable and is_hybrid(policy_fields(config)):
+        key, longest = "tlt.speculation.max_draft_length", settings.speculation.longest
+        states = f"with {key}={longest} a request of this hybrid policy takes {1 + longest} recurrent states, not one"
+        yield Finding("warn", key, f"{states}: if too few requests fit, make it smaller.")
     key = f"{ROLLOUT}.full_determinism"
     if select(config, key, False) and settings.speculation.enable:
         other = "draft lengths follow measured times, so two runs draw other tokens of the same distribution"

@@ -34,7 +34,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.graph_rules import token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
+from verl_tlt.speculation.step_control import FLUSHED_S, Limits, StepControl, StepTrace, context_limit
 from verl_tlt.speculation.types import Policy
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class TLTScheduler(Scheduler):
     @_contained
     def _tlt_close(self) -> None:
         self._tlt_learn()
-        self.tlt.flush()
+        self.tlt.flush(FLUSHED_S)
 
 
 class TLTAsyncScheduler(TLTScheduler, AsyncScheduler):

@@ -141,6 +141,23 @@ def matching(path: str) -> list[str]:
     return sorted(glob.glob(os.path.expanduser(path)))
 
 
+def linked_as(folder: Path, name: str) -> Path:
+    """A link to `folder` whose path depends on `name` and on the user alone; `folder` itself where none can be made.
+
+    Of several processes that use one name the last one's folder is found there.
+    """
+    place = Path(tempfile.gettempdir()) / f"verl-tlt-links-{os.getuid()}"
+    draft = place / f".{name}.{secrets.token_hex(4)}"
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        if place.is_symlink() or place.stat().st_uid != os.getuid():  # another user's, who could lead us elsewhere
+            return folder
+        draft.symlink_to(folder)
+        return draft.replace(place / name)
+    except OSError:
+        return folder
+
+
 def make_private_dir(prefix: str) -> Path:
     """Make a temporary directory (0700) for this process, and remove those that killed processes left.
 

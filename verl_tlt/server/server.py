@@ -5,6 +5,7 @@ discards its weights, and verl sends only the policy's.
 """
 
 import asyncio
+import hashlib
 import logging
 import os
 import shutil
@@ -24,7 +25,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.errors import DrafterError, TLTError
-from verl_tlt.files.disk import make_private_dir
+from verl_tlt.files.disk import linked_as, make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, draft_once, loads_of
@@ -90,8 +91,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_wanted = ray.get(store.first.remote(), timeout=STORE_S)
         self._tlt_write(self._tlt_wanted)
         drafter = str(self._tlt_dir / "drafter")
+        # Part of vLLM's compile-cache key: the same in all runs with a drafter of this shape. The first weight sync
+        # loads the weights from the private folder.
+        shape = hashlib.sha256(self._tlt_wanted.config.encode()).hexdigest()[:16]
+        path = str(linked_as(self._tlt_dir / "drafter", shape))
         policy = read_model_config(self.model_config.local_path)
-        kwargs.update(engine_kwargs(self.tlt, drafter, self.config, kwargs, hybrid=is_hybrid(policy)))
+        kwargs.update(engine_kwargs(self.tlt, path, self.config, kwargs, hybrid=is_hybrid(policy)))
         end_at_stop_strings(OutputProcessor)
         for plugin in entry_points(group="vllm.logits_processors"):
             logger.warning("vLLM does not apply the installed logits processor %s where it speculates", plugin.value)

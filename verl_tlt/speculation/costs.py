@@ -15,6 +15,8 @@ from verl_tlt.errors import wrong_field
 from verl_tlt.messages import from_plain
 from verl_tlt.speculation.types import OFF, ControlError, Step
 
+CLOSE = 0.2
+"""Contexts are close to each other that differ by less than this share of the widest difference at any batch."""
 SHORT_CONTEXT = 32
 """Tokens of context of a request in the first measurement of each batch."""
 
@@ -54,8 +56,8 @@ class _Curve(NamedTuple):
 class LatencyTable:
     """Calibrated steps; seconds are linear between measured batches, and between the two contexts of a batch.
 
-    A larger batch continues the last slope. Where a batch was measured at one context only, a token of KV cache takes
-    as long as at the next smaller batch.
+    A larger batch continues the last slope. Where a batch was measured at one context only, or at two that are close to
+    each other, so that noise would make the difference, a token of KV cache takes as long as at the next smaller batch.
     """
 
     points: tuple[LatencyPoint, ...] = ()
@@ -69,6 +71,14 @@ class LatencyTable:
     def lengths(self) -> tuple[int, ...]:
         """Draft lengths with a point, ascending, OFF included."""
         return tuple(sorted(self._curves))
+
+    def usable(self, batch: float) -> list[int]:
+        """Draft lengths that were measured at so many requests or more, ascending; OFF, where it was measured, always.
+
+        A calibration measures each length at the batches that the engine's graphs hold for it.
+        """
+        most = self._curves[OFF].batches[-1] if OFF in self._curves else batch
+        return [k for k in self.lengths() if k == OFF or self._curves[k].batches[-1] >= min(batch, most)]
 
     def by_batch(self, draft_length: int) -> list[tuple[int, float]]:
         """(batch, seconds) at the shorter context of each batch, ascending."""
@@ -103,10 +113,10 @@ def _curve(points: Iterable[LatencyPoint]) -> _Curve:
     for p in points:
         by_batch.setdefault(p.batch, []).append((p.kv_tokens / p.batch, p.seconds))
     batches, contexts, seconds, per_token = [], [], [], []
-    of_kv_token = 0.0
+    of_kv_token, widest = 0.0, max(max(measured)[0] - min(measured)[0] for measured in by_batch.values())
     for batch, measured in sorted(by_batch.items()):
         (context, least), (longer, more) = min(measured), max(measured)
-        if longer > context:
+        if longer - context > CLOSE * widest:
             of_kv_token = max(0.0, more - least) / (longer - context) / batch
         batches.append(batch)
         contexts.append(context)

@@ -47,7 +47,8 @@ def has_full_graphs(mode: str) -> bool:
 def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: int, vocab: int, number: int) -> int:
     """Bytes on each GPU in which a runner keeps the drafter's logits, of `number` bytes each, through sleep too.
 
-    V2 allocates [max_num_seqs, K_max, vocab] outside the memory that sleep takes away; V1 has none between two steps.
+    V2 allocates [max_num_seqs, K_max, vocab] outside the memory that sleep takes away. V1 keeps the probabilities of
+    the last step's drafts, which are few at the end of a rollout.
     """
     return max_num_seqs * longest * vocab * number if runner == "V2" else 0
 

@@ -44,13 +44,13 @@ def expected_saving(
 
     `acceptance` is conditional, by draft position; `work`: tokens by batch; `context`: tokens of context of a request.
     """
-    lengths = [k for k in costs.lengths() if k >= 0]
-    tau = expected_accept_lengths(acceptance, lengths[-1])
+    tau = expected_accept_lengths(acceptance, costs.lengths()[-1])
     off_s = drafted_s = 0.0
     for batch, tokens in work.items():
         seconds = float(costs.seconds(OFF, batch, context))
         # A step with the drafter never takes less than one without: where it was measured so, that was noise.
-        best = min(max(seconds, float(costs.seconds(k, batch, context))) / tau[k] for k in lengths)
+        lengths = [k for k in costs.usable(batch) if k >= 0]
+        best = min((max(seconds, float(costs.seconds(k, batch, context))) / tau[k] for k in lengths), default=seconds)
         off_s += tokens / batch * seconds
         drafted_s += tokens / batch * best
     return 1.0 - drafted_s / off_s

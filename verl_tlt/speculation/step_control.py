@@ -4,6 +4,8 @@ vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one threa
 """
 
 import logging
+import queue
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
 """Seconds of engine steps between two writes of the trace."""
+UNWRITTEN = 120
+"""Most writes that wait for a slow disk; what comes then is left out."""
+FLUSHED_S = 2.0
+"""Most seconds that the end of an engine waits for the disk."""
 
 
 class Limits(NamedTuple):
@@ -43,11 +49,17 @@ def context_limit(positions: int, longest_draft: int, behind: int) -> int:
 
 
 class StepTrace:
-    """Appends one JSON line per engine step to a file, a buffer at a time; a disk that fails costs only the trace."""
+    """Appends one JSON line per engine step to a file, a buffer at a time and in a thread of its own.
+
+    A disk that fails or is slow costs only the trace: no engine step waits for it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failed: str | None = None
+        self._full = False
+        self._unwritten: queue.Queue[list[str]] = queue.Queue(UNWRITTEN)
+        threading.Thread(target=self._write, name="tlt-trace", daemon=True).start()
         self._lines: list[str] = []
         self._flushed_at = 0.0
 
@@ -64,17 +76,32 @@ class StepTrace:
             self._flushed_at = step.unix_s
             self.flush()
 
-    def flush(self) -> None:
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Have the thread write what is queued, and wait for it no longer than this."""
         lines, self._lines = self._lines, []
-        if not lines or self.failed:
-            return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.writelines(lines)
-        except OSError as error:
-            self.failed = str(error)
-            logger.warning("The engine trace %s stops here: %s", self.path, error)
+            if lines:
+                self._unwritten.put_nowait(lines)
+        except queue.Full:
+            if not self._full:
+                logger.warning("The disk is too slow for the engine trace %s, which lacks steps now.", self.path)
+            self._full = True
+        with self._unwritten.all_tasks_done:
+            self._unwritten.all_tasks_done.wait_for(lambda: not self._unwritten.unfinished_tasks, wait_s)
+
+    def _write(self) -> None:
+        while True:
+            lines = self._unwritten.get()
+            try:
+                if not self.failed:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    with self.path.open("a") as file:
+                        file.writelines(lines)
+            except OSError as error:
+                self.failed = str(error)
+                logger.warning("The engine trace %s stops here: %s", self.path, error)
+            finally:
+                self._unwritten.task_done()
 
 
 class StepControl:
@@ -109,9 +136,9 @@ class StepControl:
         self.failure = f"{type(error).__name__}: {error}"
         logger.error("verl-tlt failed in this engine, which decodes with K=0 from here on.", exc_info=error)
 
-    def flush(self) -> None:
+    def flush(self, wait_s: float = 0.0) -> None:
         if self.trace is not None:
-            self.trace.flush()
+            self.trace.flush(wait_s)
 
     def stats(self, reset: bool = False) -> EngineStats:
         if self.failure is not None:

@@ -67,7 +67,7 @@ def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable) -> float:
             continue
         octave = cell.batch.bit_length()
         pace = took[octave] / expected[octave] if expected[octave] else 1.0
-        off_s = min(float(costs.seconds(k, cell.batch, cell.context)) for k in costs.lengths())
+        off_s = min(float(costs.seconds(k, cell.batch, cell.context)) for k in costs.usable(cell.batch))
         total += cell.tokens / cell.batch * pace * off_s
     return total
 

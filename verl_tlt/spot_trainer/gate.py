@@ -93,7 +93,7 @@ def decide(scores: HeldOutScores, *, seed: int, min_positions: int = MIN_POSITIO
     if not np.isfinite(scores.candidate).all():
         return Decision("revert", best, "the candidate's scores are not finite")
     if positions < min_positions or prompts < MIN_PROMPTS:
-        if max(served, initial) < NOTHING_TO_LOSE:
+        if positions and max(served, initial) < NOTHING_TO_LOSE:
             return Decision(
                 "publish", "candidate", f"not judged: the {best} drafter is hardly ever accepted ({evidence})"
             )

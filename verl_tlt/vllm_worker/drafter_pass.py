@@ -1,8 +1,9 @@
 """The drafter's pass in a vLLM worker: left out of steps that draft nothing (OFF), and contained where it fails.
 
-A step without the pass costs what it costs in an engine that has no drafter, and the drafter's KV cache has a hole: so
-switch only an engine without requests, and reset its prefix cache before it drafts again. vLLM has two model runners:
-V1, and V2, which serves from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
+A step without the pass leaves a hole in the drafter's KV cache: so switch only an engine without requests, and reset
+its prefix cache before it drafts again. Such a step costs what it costs in an engine without a drafter, except under
+CUDA graphs of the V1 runner, whose FULL graphs are for the longest draft alone. vLLM has two model runners: V1, and V2,
+which serves from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
 """
 
 from __future__ import annotations

@@ -101,16 +101,17 @@ def measured(faster, rounds, seed=0):
 
 
 def test_the_verdict_is_faster_slower_no_difference_or_too_few_steps():
-    assert verdict("tlt", "stock", measured(1.5, 4)).startswith("tlt was faster than stock: 1.")
-    assert verdict("tlt", "stock", measured(0.6, 4)).startswith("tlt was slower than stock: 0.")
+    assert verdict("tlt", "stock", measured(1.5, 4), 2).startswith("tlt was faster than stock: 1.")
+    assert verdict("tlt", "stock", measured(0.6, 4), 2).startswith("tlt was slower than stock: 0.")
     few = measured(1.03, 2)
-    said = verdict("tlt", "stock", few)
+    said = verdict("tlt", "stock", few, 2)
     assert "No measurable difference" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
     assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
+    assert verdict("tlt", "stock", measured(1.5, 4), 1).startswith("Too few jobs to tell: one of each arm, and jobs")
     for steps in (1, 4):  # however far apart
         far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
         said = f"Too few steps to tell: {steps} of each arm count, 5 are needed"
-        assert verdict("tlt", "stock", far).startswith(said)
+        assert verdict("tlt", "stock", far, 2).startswith(said)
 
 
 def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():

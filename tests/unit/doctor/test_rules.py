@@ -209,11 +209,16 @@ def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_r
     changes = {"actor_rollout_ref.model.path": str(policy)}
     key = f"{ROLLOUT}.enable_prefix_caching"
     found = findings(changes | {key: True})
-    assert levels(found) == {key: "warn"} and f"{key} is turned off" in found[key].sentence
-    assert not findings(changes | {key: False})
+    longest = "tlt.speculation.max_draft_length"
+    assert levels(found) == {key: "warn", longest: "warn"} and f"{key} is turned off" in found[key].sentence
+    assert f"with {longest}=3 a request of this hybrid policy takes 4 recurrent states" in found[longest].sentence
+    assert levels(findings(changes | {key: False})) == {longest: "warn"}
     asked = f"{ROLLOUT}.engine_kwargs"
     found = findings(changes | {key: False, f"{asked}.vllm.async_scheduling": True})
-    assert levels(found) == {asked: "refuse"} and "not possible with a hybrid policy" in found[asked].sentence
+    assert (
+        levels(found) == {asked: "refuse", longest: "warn"}
+        and "not possible with a hybrid policy" in found[asked].sentence
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """What jobs and servers have of their own: directories, swept once their process is gone, and the store of drafters."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from verl_tlt.files.disk import make_private_dir
+from verl_tlt.files.disk import linked_as, make_private_dir
 
 OWNER = """
 import sys, tempfile
@@ -43,3 +44,17 @@ def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(
     process.wait()
     another = make_private_dir("tlt-")
     assert set(tmp.iterdir()) == {ours, another, tmp / "tlt-notes"}
+
+
+def test_one_name_is_one_path_and_leads_to_the_last_folder(tmp):
+    """vLLM compiles anew for each path of a drafter."""
+    first, second = tmp / "first", tmp / "second"
+    path = linked_as(first, "shape")
+    assert path.readlink() == first and linked_as(second, "shape") == path and path.readlink() == second
+    assert linked_as(first, "other") != path and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_of_somebody_else_is_not_followed(tmp):
+    linked_as(tmp / "drafter", "shape").parent.rename(tmp / "elsewhere")
+    (tmp / f"verl-tlt-links-{os.getuid()}").symlink_to(tmp / "elsewhere")
+    assert linked_as(tmp / "drafter", "shape") == tmp / "drafter"

@@ -187,7 +187,7 @@ def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stoc
     monkeypatch.setattr(OutputProcessor, "process_outputs", stock)
     for name in ("TLT_REPLICA", module.STAGE_DIR, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
-    stand_in_for_ray(monkeypatch, lambda *_, **__: None)
+    stand_in_for_ray(monkeypatch, lambda *_, **__: DrafterFile(0, "{}", b""))
     monkeypatch.setattr(module, "engine_kwargs", lambda *_, **__: {})
     monkeypatch.setattr(module, "read_model_config", lambda _: {})
     monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_write", lambda *_: None)

@@ -52,6 +52,19 @@ def test_a_longer_context_costs_what_it_was_measured_to_cost():
     )
 
 
+def test_two_contexts_that_are_close_to_each_other_say_nothing_about_the_context():
+    """A large batch has no room for a long context, so noise would be the difference."""
+    small = table_of(batches=(1, 8), contexts=(SHORT_CONTEXT, 4000)).points
+    noisy = [LatencyPoint(256, 256 * c, 0, true_s(256, 0, c) * off) for c, off in ((SHORT_CONTEXT, 1.0), (256, 1.05))]
+    assert float(LatencyTable((*small, *noisy)).seconds(0, 256, 3000)) == pytest.approx(true_s(256, 0, 3000))
+
+
+def test_a_draft_length_counts_up_to_the_batch_at_which_it_was_measured():
+    table = LatencyTable((*table_of((OFF, 0)).points, *table_of((3,), (1, 2, 4, 8)).points))
+    assert table.usable(8) == [OFF, 0, 3] and table.usable(9) == [OFF, 0]
+    assert table.usable(100) == [OFF, 0] and table_of().usable(100) == [OFF, 0, 1, 3]
+
+
 def test_a_table_goes_through_json_and_a_wrong_row_is_named():
     table = table_of()
     assert LatencyTable.from_list(json.loads(json.dumps(table.to_list()))) == table

@@ -7,6 +7,7 @@ import pytest
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.off import FIRST_WAIT, IN_A_ROW, LONGEST_WAIT, OffDecision, expected_saving, saved_estimate_s
+from verl_tlt.speculation.step_statistics import Decoded, undrafted_s
 from verl_tlt.speculation.types import OFF, ControlError
 
 REPLICAS = ["a", "b"]
@@ -65,6 +66,16 @@ def test_what_is_saved_is_that_of_the_best_draft_length_at_each_batch():
     both = expected_saving(COSTS, GOOD, {1: 100.0, 32: 3200.0}, 32)
     at_32 = min(0.022, 0.050 / tau)
     assert both == pytest.approx(1 - (0.014 / tau + at_32) / 0.030)
+
+
+def test_a_draft_length_without_a_graph_for_a_batch_saves_nothing_there():
+    """Its steps were measured up to smaller batches only, and what follows from them for this one is too fast."""
+    costs = LatencyTable.calibrated(
+        {OFF: [(1, 0.003), (512, 0.004), (1024, 0.010)], 0: [(1, 0.003), (1024, 0.0105)], 1: [(1, 0.003), (256, 0.004)]}
+    )
+    assert expected_saving(costs, (0.7,), {1024: 100.0}, 32) == pytest.approx(-0.05)
+    cell = Decoded(0, 1024, seconds=10.5, tokens=1_024_000, kv_tokens=32_768_000, steps=1000)
+    assert undrafted_s([cell], costs) == pytest.approx(10.0)
 
 
 def test_fixed_and_ngrams_draft_whatever_it_costs_and_off_never():

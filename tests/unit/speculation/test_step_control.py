@@ -1,6 +1,7 @@
 """Speculation control of one engine: who chooses K, what bounds it, and what is summed and written of each step."""
 
 import json
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.speculation import step_control
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
@@ -131,7 +133,7 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     trace = StepTrace(tmp_path / "deep" / "engine-0.jsonl")
     control = StepControl(Remembers(), LIMITS, trace)
     record(control, step(), step(drafted=OFF, **UNDRAFTED, clean=False))
-    control.flush()
+    control.flush(60.0)
     lines = [json.loads(line) for line in trace.path.read_text().splitlines()]
     assert [line.pop("t") > 1.6e9 for line in lines] == [True, True]
     assert lines[0] == {
@@ -141,11 +143,27 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
 
 
+def test_a_disk_that_hangs_holds_up_no_step_and_lacks_what_did_not_fit(tmp_path, monkeypatch, caplog):
+    goes_on, opened = threading.Event(), Path.open
+    monkeypatch.setattr(Path, "open", lambda *arguments: goes_on.wait(60) and opened(*arguments))
+    monkeypatch.setattr(step_control, "UNWRITTEN", 2)
+    control = StepControl(Remembers(), LIMITS, StepTrace(tmp_path / "engine-0.jsonl"))
+    begun = time.monotonic()
+    for n in range(9):
+        record(control, replace(step(), unix_s=1e9 + n))
+    control.flush(0.2)
+    assert time.monotonic() - begun < 5.0 and caplog.text.count("The disk is too slow for the engine trace") == 1
+    goes_on.set()
+    control.flush(60.0)
+    assert 2 <= len(control.trace.path.read_text().splitlines()) < 9
+
+
 def test_a_clock_that_is_set_back_holds_up_no_trace(tmp_path):
     control = StepControl(Remembers(), LIMITS, StepTrace(tmp_path / "engine-0.jsonl"))
     record(control, step())
     for n in range(3):
         record(control, replace(step(), unix_s=1e9 + n))
+    control.flush(60.0)
     assert len(control.trace.path.read_text().splitlines()) == 4
 
 
@@ -155,7 +173,7 @@ def test_a_trace_that_cannot_be_written_ends_alone(tmp_path, in_the_way):
     in_the_way(path)
     control = StepControl(Remembers(), LIMITS, StepTrace(path))
     record(control, step(), step())
-    control.flush()
+    control.flush(60.0)
     assert control.trace.failed
     assert control.stats().num_steps == 2
 

@@ -131,6 +131,9 @@ def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, 
     decision = decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), seed=0)
     assert (decision.action, decision.gain_low) == ("keep", None)
     assert f"{positions} positions of {sequences} held-out prompts" in decision.reason
+    nothing = np.zeros_like(n)  # responses that are no longer than a draft
+    unknown = decide(HeldOutScores(np.arange(len(n)), nothing, *[counts(nothing, np.ones(60))] * 3), seed=0)
+    assert unknown.action == "keep" and "0 positions of 0 held-out prompts" in unknown.reason
     useless = counts(n, np.full(60, 1.05))
     published = decide(HeldOutScores(np.arange(len(n)), n, useless, useless, useless), seed=0)
     assert published.action == "publish" and "hardly ever accepted" in published.reason

@@ -20,6 +20,8 @@ RATIOS = {"rollout_per_token": "rollout", "e2e_per_token": "step"}
 COVERED = 0.95
 FEWEST = 5
 """Fewest measurements for a verdict: with fewer, intervals hold the true value too seldom."""
+FEWEST_TURNS = 2
+"""Fewest turns for a verdict: the steps of one job do not show how much jobs differ."""
 Pairs = Sequence[tuple[Step, Step]]
 T = TypeVar("T")
 
@@ -31,7 +33,10 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
     compared.sort(key=lambda name: not name.startswith(TLT))  # TLT's arms first
     against = {name: ratios(stock, record.steps(name)) for name in compared}
-    sentences = [verdict(name, STOCK, against[name]["e2e_per_token"]) for name in compared]
+    sentences = [
+        verdict(name, STOCK, against[name]["e2e_per_token"], turns(pairs(stock, record.steps(name))))
+        for name in compared
+    ]
     sentences += _against_best(record, compared, against)
     sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in compared))
     for name in compared:
@@ -74,7 +79,7 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     if not both:
         return []
     per_token = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
-    return [verdict(TLT, f"{best}, the fastest of the others", per_token)]
+    return [verdict(TLT, f"{best}, the fastest of the others", per_token, turns(both))]
 
 
 # ---------------------------------------------------------------------- numbers
@@ -84,6 +89,11 @@ def pairs(stock: Sequence[Step], arm: Sequence[Step]) -> list[tuple[Step, Step]]
     """(stock's step, the arm's) for every turn and number that both have."""
     of_stock = {(step.turn, step.step): step for step in stock}
     return [(of_stock[step.turn, step.step], step) for step in arm if (step.turn, step.step) in of_stock]
+
+
+def turns(both: Pairs) -> int:
+    """In how many turns these pairs were measured."""
+    return len({ours.turn for _, ours in both})
 
 
 def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], seed: int = 0) -> list[float]:
@@ -143,13 +153,15 @@ def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
 # ---------------------------------------------------------------------- sentences
 
 
-def verdict(name: str, other: str, ratio: Mapping[str, Any]) -> str:
-    """A sentence on whether arm `name` was faster than `other`, by a pooled ratio."""
+def verdict(name: str, other: str, ratio: Mapping[str, Any], turns: int) -> str:
+    """A sentence on whether arm `name` was faster than `other`, by a pooled ratio of so many turns."""
     faster, low, high = ratio["pooled"], ratio["low"], ratio["high"]
     count, measured = len(ratio["each"]), f"{faster:.2f}x per token in a step (95 % interval {low:.2f} to {high:.2f})"
+    so_far = f"so far {name} against {other}: {faster:.2f}x"
     if count < FEWEST:
-        so_far = f"so far {name} against {other}: {faster:.2f}x"
         return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}). Take more rounds."
+    if turns < FEWEST_TURNS:
+        return f"Too few jobs to tell: one of each arm, and jobs differ too ({so_far}). Take more rounds."
     if low > 1:
         return f"{name} was faster than {other}: {measured}."
     if high < 1:
