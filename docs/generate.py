@@ -55,7 +55,8 @@ type, or two settings that contradict each other. `verl-tlt doctor` gives the sa
 NOTES = {
     "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written only if the drafter is trained.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
-    " to the longest one. [custom_policy.py](../examples/custom_policy.py) is an example of a policy of your own.",
+    " to the longest one. Every node must be able to import the module of a policy of your own"
+    " ([example](../examples/custom_policy.py)).",
     "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a drafter, nor with"
     " `trainer.v1.trainer_mode=separate_async`.",
     "buffer": "Up to eight RL steps are kept.",

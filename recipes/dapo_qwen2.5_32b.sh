@@ -4,8 +4,8 @@
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment, so no replica leaves before the batch
-#           is complete: tlt/idle_s counts the last round's tail only, and is smaller than under plain GRPO.
+# Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment. Replicas leave only after verl has all
+#           groups, so there is little idle time.
 #
 #   DATA=/data DRAFTER=/drafters/qwen2.5-32b recipes/dapo_qwen2.5_32b.sh [more verl overrides]
 set -euo pipefail

@@ -2,11 +2,12 @@
 # DAPO on Qwen2.5-32B with a Megatron actor: dynamic sampling, overlong shaping, decoupled clipping, token-mean loss.
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; the actor spans 16 (TP 8, PP 2), a rollout replica 4.
-#           Needs megatron-core and Megatron-Bridge, as verl's Megatron recipes do.
+#           Needs megatron-core and Megatron-Bridge, which needs Python 3.12. Tests loaded the policy with mbridge instead
+#           (megatron.vanilla_mbridge=True), which verl has deprecated: a fallback.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment, so no replica leaves before the batch
-#           is complete: tlt/idle_s counts the last round's tail only, and is smaller than under plain GRPO.
+# Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment. Replicas leave only after verl has all
+#           groups, so there is little idle time.
 #
 #   DATA=/data DRAFTER=/drafters/qwen2.5-32b recipes/dapo_qwen2.5_32b_megatron.sh [more verl overrides]
 set -euo pipefail

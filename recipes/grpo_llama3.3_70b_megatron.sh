@@ -2,11 +2,13 @@
 # GRPO on Llama-3.3-70B-Instruct with a Megatron actor (tensor, pipeline and sequence parallel).
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; the actor spans 32 GPUs (TP 8, PP 4); rollout replicas of 8
-#           GPUs, one on each node. Needs megatron-core and Megatron-Bridge, as verl's Megatron recipes do.
+#           GPUs, one on each node.
+#           Needs megatron-core and Megatron-Bridge, which needs Python 3.12. Tests loaded the policy with mbridge instead
+#           (megatron.vanilla_mbridge=True), which verl has deprecated: a fallback.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  yuhuili/EAGLE3-LLaMA3.3-Instruct-70B, or one of `verl-tlt warmup` (docs/drafter.md for both).
-# Watch:    what `verl-tlt doctor` says of the Megatron tap for this layout; where it has none, TLT speculates with
-#           the drafter it is given and trains nothing, so give it one.
+# Watch:    tlt/errors 0. Run `verl-tlt doctor`. If it says that this layout cannot capture hidden states, the drafter is
+#           not trained: give a trained one.
 #
 #   DATA=/data DRAFTER=/drafters/llama-3.3-70b recipes/grpo_llama3.3_70b_megatron.sh [more verl overrides]
 set -euo pipefail

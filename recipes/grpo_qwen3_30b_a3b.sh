@@ -4,8 +4,8 @@
 # Hardware: NNODES nodes (default 2) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0; tlt/draft_length_mean: every drafted token may wake other experts, so verifying costs more than
-#           in a dense policy and shorter drafts pay; the calibration measures that.
+# Watch:    tlt/errors 0; tlt/draft_length_mean. Draft tokens use more experts, so verification costs more than in a dense
+#           policy, and shorter drafts pay; the calibration measures that.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-30b-a3b recipes/grpo_qwen3_30b_a3b.sh [more verl overrides]
 set -euo pipefail

@@ -4,8 +4,8 @@
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most idle time one node can have.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0; tlt/idle_s against timing_s/gen times 8: the share of the fleet that waits. With one node there
-#           are more requests for each engine than in a cluster, so expect less than a cluster gains.
+# Watch:    tlt/errors 0; tlt/idle_s / (8 x timing_s/gen), the share of GPU time that is idle. With one node there are more
+#           requests for each engine than in a cluster, so expect less than a cluster gains.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-8b recipes/grpo_qwen3_8b.sh [more verl overrides]
 set -euo pipefail

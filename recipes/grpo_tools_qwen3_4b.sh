@@ -4,8 +4,8 @@
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU.
 # Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md); the chat template announces the tool.
 # Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
-# Watch:    tlt/errors 0; num_turns/mean above 2, or nobody calls the tool. While a tool runs its conversation has no request
-#           in any engine and will send one, so no replica leaves before every conversation is over.
+# Watch:    tlt/errors 0; num_turns/mean above 2, or nobody calls the tool. A conversation sends another request
+#           after each tool call. So replicas stay until all conversations end.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-4b recipes/grpo_tools_qwen3_4b.sh [more verl overrides]
 set -euo pipefail

@@ -28,7 +28,7 @@ METHODS = (
 """Of verl's engine, in which tensors are made or moved."""
 
 
-# Changes verl: patches/README.md#verls-megatron-engine-allocates-on-the-cpu
+# Changes verl: verl_cpu/README.md#verls-megatron-engine-allocates-on-the-cpu
 def engine_on_cpu(module: Any) -> None:
     """Let CUDA mean the CPU while the engine's own methods run, in a process that has such an engine."""
     engine = module.MegatronEngine
@@ -49,13 +49,13 @@ def engine_on_cpu(module: Any) -> None:
         setattr(engine, name, on_cpu(getattr(engine, name)))
 
 
-# Changes megatron-core: patches/README.md#megatrons-random-states-are-the-cpus
+# Changes megatron-core: verl_cpu/README.md#megatrons-random-states-are-the-cpus
 def random_state_of_cpu(module: Any) -> None:
     """Let Megatron's tracker of random states keep the CPU's: it calls torch's private functions for CUDA's."""
     module._get_cuda_rng_state, module._set_cuda_rng_state = rng_state, set_rng_state
 
 
-# Changes megatron-core: patches/README.md#megatrons-layers-need-no-transformer-engine
+# Changes megatron-core: verl_cpu/README.md#megatrons-layers-need-no-transformer-engine
 def layers_without_transformer_engine(module: Any) -> None:
     """Build layers from `megatron_layers` where Transformer Engine is not installed."""
     if module.HAVE_TE:
@@ -65,20 +65,20 @@ def layers_without_transformer_engine(module: Any) -> None:
     module.TESpecProvider, module.TENorm = megatron_layers.LayerProvider, megatron_layers.Norm
 
 
-# Changes megatron-core: patches/README.md#tokens-are-routed-to-experts-without-transformer-engine
+# Changes megatron-core: verl_cpu/README.md#tokens-are-routed-to-experts-without-transformer-engine
 def router_without_transformer_engine(module: Any) -> None:
     """Have the router find no matrix product of Transformer Engine's, instead of no such name."""
     if not hasattr(module, "te_general_gemm"):  # patches/megatron-core/0003 is not in
         module.te_general_gemm = None
 
 
-# Changes megatron-core: patches/README.md#the-token-dispatcher-gets-its-counts-as-numbers
+# Changes megatron-core: verl_cpu/README.md#the-token-dispatcher-gets-its-counts-as-numbers
 def splits_of_cpu(module: Any) -> None:
     """Let the token dispatcher have its counts as numbers, which it gets of tensors that it moves from a device."""
     module.maybe_move_tensor_to_cpu = as_on_host
 
 
-# Changes megatron-core: patches/README.md#float32-parameters-are-loaded-into-the-distributed-optimizer
+# Changes megatron-core: verl_cpu/README.md#float32-parameters-are-loaded-into-the-distributed-optimizer
 def load_without_gradients(module: Any) -> None:
     """Load a checkpoint of float32 parameters into the optimizer.
 
@@ -91,7 +91,7 @@ def load_without_gradients(module: Any) -> None:
         optimizer._set_main_param_and_optimizer_states = torch.no_grad()(original)
 
 
-# Changes megatron-core: patches/README.md#a-checkpoint-is-loaded-before-the-optimizers-first-step
+# Changes megatron-core: verl_cpu/README.md#a-checkpoint-is-loaded-before-the-optimizers-first-step
 def state_before_the_first_step(module: Any) -> None:
     """Let the distributed optimizer tell its state, which a checkpoint is loaded into, before it has taken a step.
 

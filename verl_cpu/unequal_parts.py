@@ -24,7 +24,7 @@ def reduce_scatter(whole: torch.Tensor, lengths: Sequence[int], group: Any) -> t
     return torch.split(total, list(lengths))[group.rank()]
 
 
-# Changes megatron-core: patches/README.md#ranks-exchange-parts-of-unequal-length-over-gloo
+# Changes megatron-core: verl_cpu/README.md#ranks-exchange-parts-of-unequal-length-over-gloo
 def mend(module: Any) -> None:
     """Let `megatron.core.tensor_parallel.mappings` exchange parts of any length."""
     for name, exchange in (("_gather_along_first_dim", gather), ("_reduce_scatter_along_first_dim", reduce_scatter)):

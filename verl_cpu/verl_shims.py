@@ -20,7 +20,7 @@ def dedupe_backend(backend: str) -> str:
     return ",".join(dict.fromkeys(backend.split(",")))
 
 
-# Changes verl: patches/README.md#the-process-group-backend-names-each-device-once
+# Changes verl: verl_cpu/README.md#the-process-group-backend-names-each-device-once
 def name_devices_once(module: Any) -> None:
     """Have `torch.distributed` start from a backend that names each device once."""
     original = module.init_process_group
@@ -34,7 +34,7 @@ def name_devices_once(module: Any) -> None:
     module.init_process_group = init_process_group
 
 
-# Changes verl: patches/README.md#received-weights-outlive-the-shared-memory-they-came-in
+# Changes verl: verl_cpu/README.md#received-weights-outlive-the-shared-memory-they-came-in
 def clone_buckets(module: Any) -> None:
     """Give the weight receiver copies of a bucket, not views of the shared memory it closes next.
 
@@ -55,7 +55,7 @@ def clone_buckets(module: Any) -> None:
     module.BucketedWeightReceiver.receive_weights = receive_weights
 
 
-# Changes verl: patches/README.md#offloaded-parameters-are-pinned-for-accelerators-only
+# Changes verl: verl_cpu/README.md#offloaded-parameters-are-pinned-for-accelerators-only
 def offload_unpinned(module: Any) -> None:
     """Offload FSDP2 parameters to ordinary memory: pages are pinned for an accelerator, and torch refuses without one.
 
@@ -67,7 +67,7 @@ def offload_unpinned(module: Any) -> None:
     module.CPUOffloadPolicy = lambda pin_memory=False: original(pin_memory=False)
 
 
-# Changes verl: patches/README.md#a-critic-is-loaded-with-the-attention-its-config-names
+# Changes verl: verl_cpu/README.md#a-critic-is-loaded-with-the-attention-its-config-names
 def critic_attention(module: Any) -> None:
     """Load a critic with the attention its config names; verl always asks for flash-attn, which needs a GPU."""
     original = module.load_valuehead_model
@@ -92,7 +92,7 @@ def critic_attention(module: Any) -> None:
     module.load_valuehead_model = load_valuehead_model
 
 
-# Changes verl: patches/README.md#a-megatron-engine-may-compute-in-float32
+# Changes verl: verl_cpu/README.md#a-megatron-engine-may-compute-in-float32
 def megatron_in_float32(module: Any) -> None:
     """Let a Megatron engine compute in float32; verl allows 16 bits only, in which few CPUs multiply fast."""
     original = module.McoreEngineConfig.__post_init__
@@ -110,7 +110,7 @@ def megatron_in_float32(module: Any) -> None:
     module.McoreEngineConfig.__post_init__ = __post_init__
 
 
-# Changes verl: patches/README.md#a-rank-runs-on-the-core-of-its-device
+# Changes verl: verl_cpu/README.md#a-rank-runs-on-the-core-of-its-device
 def place_ranks(module: Any) -> None:
     """Run a process with a device, an actor's or a critic's rank, on the core that is this device."""
     original = module.Worker.__init__

@@ -36,7 +36,7 @@ def _plain_linear(layer: Any, remove_weight: bool = False) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-# Changes vllm: patches/README.md#linear-weights-stay-as-they-were-loaded
+# Changes vllm: verl_cpu/README.md#linear-weights-stay-as-they-were-loaded
 def keep_linear_weights(module: Any) -> None:
     """Leave linear weights as they were loaded.
 
@@ -49,7 +49,7 @@ def keep_linear_weights(module: Any) -> None:
     module.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
-# Changes vllm: patches/README.md#experts-weights-stay-as-they-were-loaded
+# Changes vllm: verl_cpu/README.md#experts-weights-stay-as-they-were-loaded
 def keep_expert_weights(module: Any) -> None:
     """Leave experts' weights as they were loaded, and pack them when they are used.
 
@@ -95,7 +95,7 @@ def expand_batch_to_tokens(
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
-# Changes vllm: patches/README.md#per-token-sampling-parameters-are-filled-in-the-callers-dtype
+# Changes vllm: verl_cpu/README.md#per-token-sampling-parameters-are-filled-in-the-callers-dtype
 def fix_expand_batch(module: Any) -> None:
     """Give the rejection sampler per-token temperature, top-k and top-p that are set.
 
@@ -122,7 +122,7 @@ def _expands() -> bool:
     return output.item() == 0.5
 
 
-# Changes vllm: patches/README.md#a-message-queues-reader-sleeps-between-two-looks
+# Changes vllm: verl_cpu/README.md#a-message-queues-reader-sleeps-between-two-looks
 def sleep_between_looks(module: Any) -> None:
     """Let a process that waits for a message sleep a moment between two looks for it.
 
@@ -147,13 +147,13 @@ def sleep_between_looks(module: Any) -> None:
     module.SpinCondition.wait = wait
 
 
-# Changes vllm: patches/README.md#an-engine-may-be-started-with-sleep-mode
+# Changes vllm: verl_cpu/README.md#an-engine-may-be-started-with-sleep-mode
 def sleep_is_available(module: Any) -> None:
     """Let an engine on the CPU be started with sleep mode, as verl starts it by default."""
     module.CpuPlatform.is_sleep_mode_available = lambda self: True
 
 
-# Changes vllm: patches/README.md#sleep-takes-weights-and-kv-cache-away
+# Changes vllm: verl_cpu/README.md#sleep-takes-weights-and-kv-cache-away
 def sleep_as_on_a_gpu(module: Any) -> None:
     """Let the CPU's worker do what the GPU's does when it sleeps and wakes, in memory that can be taken away.
 
@@ -191,7 +191,7 @@ def sleep_as_on_a_gpu(module: Any) -> None:
     module.CPUWorker._maybe_get_memory_pool_context = memory_pool
 
 
-# Changes vllm: patches/README.md#an-engine-runs-on-the-core-of-its-replica
+# Changes vllm: verl_cpu/README.md#an-engine-runs-on-the-core-of-its-replica
 def place_workers(module: Any) -> None:
     """Run a worker of one of verl's engines on the core that is its device."""
     original = module.CPUWorker.init_device
@@ -204,7 +204,7 @@ def place_workers(module: Any) -> None:
     module.CPUWorker.init_device = init_device
 
 
-# Changes vllm: patches/README.md#linear-attention-verifies-drafts-of-any-length
+# Changes vllm: verl_cpu/README.md#linear-attention-verifies-drafts-of-any-length
 def convolve_any_draft(module: Any) -> None:
     """Let a layer of linear attention verify drafts of any length.
 

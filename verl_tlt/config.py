@@ -192,8 +192,8 @@ class BufferConfig:
     """The hidden states of recent rollouts, which the drafter is trained on."""
 
     max_mb: Count | None = None
-    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: 2048 on the CPU. On GPUs what
-    the rest of the spot trainer leaves of 15 % of the node's memory, and at least 2048."""
+    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: 2048 on the CPU. On GPUs 15 %
+    of the node's memory minus what the spot trainer needs otherwise; at least 2048."""
     keep_steps: Count = constant(8)
     """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)

@@ -28,20 +28,22 @@ ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").rglob("*.patch"))
 CAUSES_IN = {"verl": "0.9.1", "vllm": "0.28.0", "megatron-core": "0.16.1"}
 """The releases whose line numbers the causes name."""
-FACTS = ("Replaces", "Symptom", "Cause", "Upstream", "Applies to", "Goes with", "Made by")
-"""What each section of patches/README.md says."""
+FACTS = ("Replaces", "Symptom", "Cause", "Upstream", "Applies to", "Becomes unnecessary with", "Made by")
+"""What each section of the pages says."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A section of patches/README.md."""
+    """A section of a page."""
 
+    page: str
     title: str
     facts: dict[str, str]
 
     @property
     def anchor(self):
-        return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+        """The address of the section, as comments in the code give it."""
+        return f"{self.page}#" + re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
 
     @property
     def code(self):
@@ -55,12 +57,15 @@ class Change:
 
 
 def listed():
-    """(every change, the diffs that are offered without one) of patches/README.md."""
-    text, offered = (ROOT / "patches" / "README.md").read_text().split("## Diffs of what verl-tlt does without\n")
-    sections = re.split(r"^### ", re.sub(r"^## .*$", "", text, flags=re.MULTILINE), flags=re.MULTILINE)[1:]
-    found = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
-    changes = [Change(section.partition("\n")[0], dict(found.findall(section))) for section in sections]
-    return changes, re.findall(r"^\* \[(.+?)\]", offered, re.MULTILINE)
+    """(every change, the diffs that are offered without one) of the two pages."""
+    changes, offered = [], []
+    for page in ("patches/README.md", "verl_cpu/README.md"):
+        text, _, without = (ROOT / page).read_text().partition("## Diffs of what verl-tlt does without\n")
+        found = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
+        for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+            changes.append(Change(page, section.partition("\n")[0], dict(found.findall(section))))
+        offered += re.findall(r"^\* \[(.+?)\]", without, re.MULTILINE)
+    return changes, offered
 
 
 CHANGES, OFFERED = listed()
@@ -108,10 +113,10 @@ def test_code_and_page_name_each_other():
     """Directly below the comment that names a section is the function that the section names."""
     marked = {}
     for path in (*(ROOT / "verl_tlt").rglob("*.py"), *(ROOT / "verl_cpu").rglob("*.py")):
-        mark = re.compile(r"# Changes [\w-]+: patches/README\.md#(\S+)\n(?:\s*@.*\n)*\s*(?:async )?(?:def|class) (\w+)")
+        mark = re.compile(r"# Changes [\w-]+: (\w+/README\.md#\S+)\n(?:\s*@.*\n)*\s*(?:async )?(?:def|class) (\w+)")
         text = path.read_text()
         found = mark.findall(text)
-        assert text.count("patches/README.md#") == len(found), path
+        assert text.count("/README.md#") == len(found), path
         marked |= {anchor: (name, path) for anchor, name in found}
     assert marked == {change.anchor: change.code for change in CHANGES}
     assert all(set(FACTS) <= change.facts.keys() <= {*FACTS, "Diff"} for change in CHANGES)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "recipes/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted((ROOT / "recipes").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("**/*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]

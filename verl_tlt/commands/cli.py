@@ -72,7 +72,7 @@ def doctor(options: DoctorOptions) -> None:
     """Can TLT run here? Checks packages and your recipe.
 
     A command after -- is run until it starts verl, and ended there. Overrides and --config run nothing.
-    Exit status: 0 yes, 1 no, 3 yes on a machine that has what the recipe asks for.
+    Exit status: 0 yes; 1 no; 3: the recipe is fine, but this machine lacks GPUs or files, or the flag is not set.
 
     \b
     Examples:
@@ -141,7 +141,8 @@ def warmup(options: WarmupOptions) -> None:
 def evaluate(options: EvaluateOptions) -> None:
     """Measure a drafter's accept length in stock vLLM.
 
-    And compare it with what its text predicts. Exit status 1: they differ by more than 5 % plus chance.
+    Also compares it with the accept length computed without vLLM. Exit status 1: they differ by more than 5 % plus
+    chance.
 
     \b
     Example:

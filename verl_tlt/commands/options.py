@@ -49,7 +49,9 @@ class RunOptions:
     ] = None
     config: Annotated[Path | None, Option(help="verl's composed config (*.yaml), as `--cfg job` prints it.")] = None
     config_name: ConfigName = CONFIG
-    yes: Annotated[bool, Option("--yes", help="Run a command that also ends jobs, removes or installs.")] = False
+    yes: Annotated[
+        bool, Option("--yes", help="Run the script even if it ends jobs, deletes files or installs packages.")
+    ] = False
     command: tuple[str, ...] = ()
     """The words after `--`, which no option takes."""
 
@@ -101,7 +103,7 @@ def _read_recipe(
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(RunOptions):
     gpu: Annotated[bool, Option("--gpu", help="Start the recipe's engine here and measure it, for minutes.")] = False
-    seconds: Annotated[float, Option(min=1, max=86400, help="With --gpu: how long step times are measured.")] = 60.0
+    seconds: Annotated[float, Option(min=1, max=86400, help="With --gpu: seconds spent measuring step times.")] = 60.0
     out: Annotated[Path, Option(help="With --gpu: file of the report.")] = Path("tlt-doctor.json")
     all: Annotated[bool, Option("--all", help="List what is fine too.")] = False
 
@@ -122,7 +124,7 @@ class CompareOptions(RunOptions):
     steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
     drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K, a folder or a name on the hub.")] = None
-    metrics: Annotated[Path | None, Option(help="Metrics of an earlier run, by which the time is told.")] = None
+    metrics: Annotated[Path | None, Option(help="Metrics of an earlier run, to predict how long this takes.")] = None
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
 
 
@@ -131,7 +133,7 @@ class EngineOptions(RunOptions):
     """The policy, how it samples, and its engine."""
 
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")]
-    draft_length: Annotated[int, Option(min=1, max=16, help="Draft length K of the accept length.")] = 3
+    draft_length: Annotated[int, Option(min=1, max=16, help="Draft length at which the accept length is measured.")] = 3
     tensor_parallel: Annotated[int, Option(min=1, help="GPUs of vLLM's engine.")] = 1
     response_length: Annotated[int, Option(min=1, help="Longest response, in tokens.")] = 1024
     temperature: Annotated[float, Option(min=0, max=100, help="The rollout's temperature.")] = 1.0
@@ -169,7 +171,9 @@ class WarmupOptions(EngineOptions):
     method: Annotated[str, Option(help="eagle3: a new head; mtp: the policy's own MTP head.")] = "eagle3"
     drafter: Annotated[Path | None, Option(help="Directory or hub name of a drafter to continue from.")] = None
     aux_layers: Annotated[str | None, Option(help="Layers whose hidden states are read, such as 2,18,33.")] = None
-    intermediate_size: Annotated[int | None, Option(min=1, help="Width of its MLP; by default the policy's.")] = None
+    intermediate_size: Annotated[
+        int | None, Option(min=1, help="MLP width of the new drafter; default: the policy's.")
+    ] = None
     draft_vocab: Annotated[
         int | None, Option(min=2, help="Draft vocabulary; by default 32768, or all of up to 65536.")
     ] = None

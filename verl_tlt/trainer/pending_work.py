@@ -63,7 +63,7 @@ class BufferWatch:
     not derived from verl's nothing is known, so no replica may leave. One sampling takes `wanted` groups.
     """
 
-    # Changes verl: patches/README.md#tlt-knows-of-samples-that-verl-may-still-ask-for
+    # Changes verl: patches/README.md#tlt-sees-when-verl-may-request-more-samples
     def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
         self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
         try:
