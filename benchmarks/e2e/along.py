@@ -1,37 +1,40 @@
-"""Does training along keep a drafter up with its policy? GRPO of a language model, its drafter trained or frozen.
+"""Is a drafter that is trained along better for its policy than one that stays as it was? GRPO of a language model.
 
-    python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 25] [--seeds 0 1]
+    python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 17]
 
-Both arms start from a head of `verl-tlt warmup` that has seen little text, with the same prompts in the same order for
-a seed. K is the same in every step, since a chosen one would change the accept length too, and the spot trainer has its
-defaults. The policy has had less fine-tuning than that of the other benchmarks, so that it still learns. The result has
-accept length and reward by step, and over windows of steps their means with 95 % intervals, of each arm and of the
-difference. The work folder keeps finished runs: a command that was killed goes on.
+The run starts with a head of `verl-tlt warmup` that has seen little text, and trains it in idle time with the spot
+trainer's defaults. Then stock vLLM serves the policy before the run and the policy after it, each with the head of the
+start and with the head that was trained along, on prompts that nothing was trained on. The policy has had less
+fine-tuning than that of the other benchmarks, so that it still learns. K is the same in every step, since a chosen one
+would change the accept length too. The result also has accept length and reward by step. The work folder keeps what was
+measured: a command that was killed goes on.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.__main__ import ROOT, STALL_S, Subject, recipe_of
 from benchmarks.e2e.arms import LOADS
-from benchmarks.e2e.head import Head
+from benchmarks.e2e.head import Head, evaluated
 from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far, train
 from benchmarks.real_policy.job import real_assets, real_overrides
-from benchmarks.real_policy.policy import make_policy
+from benchmarks.real_policy.policy import fine_tuned, make_policy
 from benchmarks.stored import store
 from benchmarks.toy_job import toy_overrides
 from verl_cpu.dtype import find_dtype, say_dtype
-from verl_tlt.bootstrap import Floats
-from verl_tlt.checks.recipe import quoted
+from verl_cpu.environment import CPU_ENGINE
+from verl_tlt.checks.recipe import ROLLOUT, quoted
 from verl_tlt.commands.compare.command import take_turns
-from verl_tlt.commands.compare.plan import NO_SPOT, TLT, Arm, make_plan
-from verl_tlt.commands.compare.record import Record, Step
-from verl_tlt.commands.compare.result import pooled
+from verl_tlt.commands.compare.plan import TLT, Arm, make_plan
+from verl_tlt.commands.compare.record import STEP, Record
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.interrupts import interruptible
+from verl_tlt.drafter import provenance
 from verl_tlt.errors import TLTError
 
 PLACE = ROOT / ".cache" / "along"
@@ -40,26 +43,19 @@ FINE_TUNING, K, LONGEST = 60, 5, 500
 """Steps of fine-tuning, the draft length, and the most tokens of a response."""
 PROMPTS, EPOCHS = 245, 1
 """Of the warm-up."""
-WINDOW = 4
-"""Steps of a window, of all seeds together."""
-SHOWN = ("accept_length", "reward")
-Runs = Mapping[str, Sequence[Sequence[Step]]]
-"""By arm the steps of each seed."""
+ARM = Arm(TLT, "trained in idle time", True)
+BEFORE, AFTER = "before the run", "after the run"
+JUDGED = 64
+"""Prompts that are served."""
 
 
-ARMS = (
-    Arm(TLT, "trained in idle time", True),
-    Arm(NO_SPOT, "frozen", True, ("tlt.spot.enable=false",)),
-)
-
-
-def subject(order: int) -> Subject:
-    """The policy and its head, made unless they are there, and prompts in an order that this seed gives."""
+def subject() -> Subject:
+    """The policy and its head, made unless they are there."""
     make_policy(PLACE, FINE_TUNING)
     if not made_so_far(PLACE):
         train(PLACE, PROMPTS, ("--epochs", str(EPOCHS)))
     assets, head = real_assets(PLACE), PLACE / "drafter"
-    besides = ("data.shuffle=True", f"data.seed={order}", f"data.max_response_length={LONGEST}")
+    besides = ("data.shuffle=True", "data.seed=0", f"data.max_response_length={LONGEST}")
     drafts = ("tlt.speculation.policy=fixed", f"tlt.speculation.fixed={K}", f"tlt.speculation.max_draft_length={K}")
     drafter = (f"tlt.drafter.vocab={DRAFT_VOCAB}", f"tlt.drafter.path={quoted(head)}")
     training = ("tlt.drafter.learning_rate=1e-3", "tlt.spot.max_epochs=3")  # the defaults; the demo's recipe has others
@@ -67,64 +63,63 @@ def subject(order: int) -> Subject:
     return Subject(assets, Head(head, {}), (*toy_overrides(assets), *real_overrides(assets), *besides), ours, K)
 
 
-def by_window(runs: Runs) -> list[dict[str, Any]]:
-    """For each window of steps and each of `SHOWN`: [mean, low, high] of each arm, and of trained less frozen."""
-    last = min(step.step for of in runs.values() for steps in of for step in steps[-1:])
-    first = min(step.step for of in runs.values() for steps in of for step in steps)
-    found = []
-    for start in range(first, last - WINDOW + 2, WINDOW):
-        window: dict[str, Any] = {"steps": [start, start + WINDOW - 1]}
-        for name in SHOWN:
-            rows = {
-                arm: [_value(steps, at, name) for at in range(start, start + WINDOW) for steps in of]
-                for arm, of in runs.items()
-            }
-            window[name] = {arm: _mean([(value, 1.0) for value in values]) for arm, values in rows.items()}
-            both = zip(rows[TLT], rows[NO_SPOT], strict=True)
-            window[name]["difference"] = _mean([(trained - frozen, 1.0) for trained, frozen in both])
-        found.append(window)
-    return found
+def merged(checkpoint: Path, policy: Path) -> Path:
+    """The policy of a checkpoint as a directory of Hugging Face, made by verl's own command unless it is there."""
+    if not policy.exists():
+        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        places = ["--local_dir", str(checkpoint / "actor"), "--target_dir", str(draft := policy.with_suffix(".part"))]
+        subprocess.run([*command, *places], check=True)
+        draft.rename(policy)
+    return policy
 
 
-def _value(steps: Sequence[Step], number: int, name: str) -> float:
-    (step,) = (step for step in steps if step.step == number)
-    return float(getattr(step, name) or 0.0)
-
-
-def _mean(rows: Sequence[tuple[float, float]]) -> list[float]:
-    def figure(sums: Floats) -> Floats:
-        ratio: Floats = sums[:, 0] / sums[:, 1]
-        return ratio
-
-    return [round(value, 4) for value in pooled(rows, figure)]
+def served(policy: Path, head: Path, prompts: Path) -> dict[str, float]:
+    """What stock vLLM counts with this policy and head, and what the head's text predicts of it."""
+    engine = (
+        f"actor_rollout_ref.model.path={quoted(policy)}", f"{ROLLOUT}.dtype={find_dtype()}",
+        f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.max_num_seqs=32",
+        f"++{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
+    )  # fmt: skip
+    asked: dict[str, Any] = {"drafter": head, "prompts": [prompts], "limit": JUDGED, "draft_length": K}
+    found = evaluated(PLACE, policy, response_length=LONGEST, overrides=list(engine), **asked)
+    return {
+        "accept_length": round(found.served.accept_length, 4),
+        "two_errors": round(found.chance * found.served.accept_length, 4),
+        "simulated": round(found.simulated.accept_length, 4),
+        "tokens": found.tokens,
+    }
 
 
 @interruptible()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=25, help="of a run, of which the first does not count")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the order of prompts")
-    parser.add_argument("--work", type=Path, default=Path("demo-out/along"), help="folder that keeps the runs")
+    parser.add_argument("--steps", type=int, default=17, help="of GRPO, of which the first does not count")
+    parser.add_argument("--work", type=Path, default=Path("demo-out/along"), help="folder that keeps the run")
     parser.add_argument("--out", type=Path)
     options, console = parser.parse_args(), make_console()
-    work = options.work.resolve()
+    os.environ.update(CPU_ENGINE | {"OMP_NUM_THREADS": str(os.cpu_count())})  # of what is served here
+    work, run = options.work.resolve(), subject()
     say(console, say_dtype(find_dtype()))
-    runs: dict[str, list[list[Step]]] = {arm.name: [] for arm in ARMS}
-    for seed in options.seeds:
-        folder = work / f"seed-{seed}"
-        recipe = recipe_of(folder, subject(seed), LOADS["small"], forced=False)
-        plan = make_plan(recipe, options.steps, folder)
-        record = Record(folder, plan.asked(ARMS))
-        take_turns(plan, ARMS, 1, record, console, STALL_S, lambda: None)
-        for arm in ARMS:
-            runs[arm.name].append(record.steps(arm.name))
-    windows = by_window(runs)
-    for window in windows:
-        say(console, json.dumps(window))
+    plan = make_plan(recipe_of(work, run, LOADS["small"], forced=False), options.steps, work)
+    record = Record(work, plan.asked([ARM]))
+    take_turns(plan, [ARM], 1, record, console, STALL_S, lambda: None)
+    checkpoint = plan.folder / ARM.name / f"{STEP}{options.steps}"
+    policies = {BEFORE: run.assets.policy, AFTER: merged(checkpoint, work / "policy")}
+    heads = {BEFORE: run.warm.drafter, AFTER: checkpoint / "tlt_drafter"}
+    kept = work / "served.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    for policy in policies:
+        for head in heads:
+            if (name := f"policy {policy}, head {head}") not in found:
+                found[name] = served(policies[policy], heads[head], run.assets.val)
+                kept.write_text(json.dumps(found, indent=1))
+            say(console, f"{name}: {json.dumps(found[name])}")
     if options.out:
-        steps = {arm: [[{n: getattr(s, n) for n in ("step", *SHOWN)} for s in of] for of in runs[arm]] for arm in runs}
-        found = {"dtype": find_dtype(), "draft_length": K, "seeds": options.seeds, "windows": windows, "runs": steps}
-        store(options.out, found, {"CLONE": ROOT})
+        shown = ("step", "accept_length", "reward", "tokens")
+        steps = [{name: getattr(step, name) for name in shown} for step in record.steps(TLT)]
+        trained = provenance(heads[AFTER])["tokens_trained"]
+        facts = {"dtype": find_dtype(), "draft_length": K, "fine_tuning": fine_tuned(policies[BEFORE])}
+        store(options.out, {**facts, "tokens_trained": trained, "served": found, "steps": steps}, {"CLONE": ROOT})
 
 
 if __name__ == "__main__":
