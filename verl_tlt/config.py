@@ -316,7 +316,7 @@ def _check(c: TLTConfig) -> None:
             raise TLTConfigError(
                 f"tlt.speculation.arms goes up to {s.arms[-1]}, above tlt.speculation.max_draft_length={s.longest}."
             )
-    if s.fixed is not None and s.policy != "fixed":
+    if s.fixed is not None and s.policy != "fixed" and s.source != "ngram":
         raise TLTConfigError("tlt.speculation.fixed needs tlt.speculation.policy=fixed: set that too, or leave it out.")
     if s.fixed is not None and s.fixed > s.longest:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")

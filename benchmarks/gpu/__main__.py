@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.parts import device_memory
+from verl_tlt.commands.interrupts import interruptible
 
 STAGES = (
     {"numerics": "benchmarks.gpu.drafter", "stop": "benchmarks.gpu.drafter"},
@@ -34,8 +35,10 @@ STAGES = (
     {"race": "benchmarks.gpu.engine"},
 )
 """Parts by the module that has them; those of a stage run side by side on one device."""
-END_S = 15.0
-"""Seconds in which a part that was told to end is gone."""
+END_S = 40.0
+"""Seconds in which a part that was told to end is gone: its processes, and what its module imports at the start."""
+LOG_BYTES = 3 << 20
+"""Of each log, the end is kept."""
 
 
 def run(
@@ -43,19 +46,43 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Run all parts that can end before `until` (`time.monotonic`); what became of each. `out` has their reports."""
     for stage in stages:
-        started = {name: _start(name, module, out, scratch, until, tiny) for name, module in stage.items()}
-        for process in started.values():
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # what it started ends with it
-                process.wait()
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            started += (_start(name, module, out, scratch, until, tiny) for name, module in stage.items())
+            for process in started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, until - time.monotonic()))
+        finally:
+            for process in started:
+                _end(process)
     return {name: _report(out / f"{name}.json", name) for stage in stages for name in stage}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part that still runs, with all that it started: a later call on this machine needs the device."""
+    if process.poll() is not None:
+        return
+    with suppress(psutil.Error):
+        below = psutil.Process(process.pid).children(recursive=True)
+        for one in (*below, process):
+            with suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(below, timeout=5.0)
+    process.wait()
+
+
+def keep_logs(scratch: Path, out: Path) -> None:
+    """The ends of what the parts' processes printed, which explain a failure."""
+    for log in scratch.rglob("*.log"):
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_BYTES))
+            (out / "-".join(log.relative_to(scratch).parts)).write_bytes(file.read())
 
 
 def _start(name: str, module: str, out: Path, scratch: Path, until: float, tiny: bool) -> subprocess.Popen[bytes]:
     """The command of the part's module, for this part alone, with the time that is left as its budget."""
     budget = until - END_S - time.monotonic()
+    (out / f"{name}.json").unlink(missing_ok=True)  # of an earlier call
     places = ["--out", str(out / f"{name}.json"), "--scratch", str(scratch)]
     command = [sys.executable, "-m", module, "--parts", name, "--budget", f"{budget:.0f}", *places]
     return subprocess.Popen([*command, *(["--tiny"] if tiny else [])], start_new_session=True)
@@ -78,6 +105,7 @@ def table_of(reports: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
+@interruptible()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=12.0, help="all parts end before they are over")
@@ -95,6 +123,7 @@ def main() -> None:
     try:
         reports = run(stages, options.out, scratch, until, options.tiny)
     finally:
+        keep_logs(scratch, options.out)
         shutil.rmtree(scratch, ignore_errors=True)
     Console(width=150).print(table_of(reports))
 

@@ -91,7 +91,10 @@ def shaped_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]
     """A 7B policy's shape with made-up weights and a random drafter: what it costs is real, what it writes is noise."""
     policy = shape_of(bench, "7b").write(bench.directory.parent / "policy-7b")
     context, batch = (256, 4) if bench.tiny else (4096, 256)
-    setup = _setup(bench, policy, "live_table", None, context, batch, share=MOST, more={"load_format": "dummy"})
+    more: dict[str, Any] = {"load_format": "dummy"}
+    if bench.cuda:  # vLLM's own largest graph, of 512 tokens, would make K=7 a K=1 above 128 requests
+        more["compilation_config"] = {"cudagraph_capture_sizes": [1 << i for i in range(12)]}
+    setup = _setup(bench, policy, "live_table", None, context, batch, share=MOST, more=more)
     return start(setup, bench.directory)
 
 

@@ -70,7 +70,7 @@ def job(
     try:
         for _ in run.events(QUIET_S, poll_s=0.2):
             if bench.cuda and time.monotonic() > looked + 1.0:
-                memory.append(device_memory())
+                memory += filter(None, [device_memory()])  # one look may fail
                 looked = time.monotonic()
         if status := run.tree.process.returncode:
             raise RuntimeError(f"the job ended with {status}: " + "\n".join(run.said().splitlines()[-40:]))

@@ -38,7 +38,7 @@ NEEDS_CUDA = "needs CUDA"
 FINDINGS = "findings.json"
 TINY_SLOWER = 4.0
 """So many times as long as on a GPU a part may take at toy size, on a CPU that may have other work."""
-PACKAGES = ("verl-tlt", "torch", "triton", "transformers", "speculators", "vllm", "verl", "ray")
+PACKAGES = ("verl_tlt", "torch", "triton", "transformers", "speculators", "vllm", "verl", "ray")
 SHOWN_FLAGS = ("avx", "amx", "sve", "bf16")
 """Beginnings of the CPU's flags that matter to matrix products."""
 

@@ -52,6 +52,7 @@ async def race(bench: Bench) -> dict[str, Any]:
         if bench.left() > SLEEP_S:
             await hold(engine, None)
             found["sleep_7b"] = await slept(bench, engine)
+            bench.note(**found)
     return found
 
 

@@ -31,7 +31,7 @@ STEPS, RECORD = 150, "fine_tuning.json"
 
 
 def make_policy(folder: Path, steps: int = STEPS) -> Path:
-    """The policy directory below `folder`, made unless it is there: 270 MB, of bfloat16."""
+    """The policy directory below `folder`, made with so many steps unless there is one: 270 MB, of bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     policy = folder / "policy"
     ensure(policy, f"{SHA256} {READER} {END_OF_TURN} {_lesson()}", lambda target: _write(folder, target, steps))

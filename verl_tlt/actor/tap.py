@@ -93,6 +93,11 @@ class HiddenStateTap:
         self.chosen, self.taken, self._copies = {}, [], []
         return taken
 
+    def end(self) -> None:
+        """Record nothing any more, and let go of what was recorded and of its memory."""
+        self.take()
+        self._host = LockedPool()
+
     def _hook(self, index: int) -> Callable[..., None]:
         def keep(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
             if self._open is not None:

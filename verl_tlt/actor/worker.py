@@ -68,7 +68,7 @@ class TLTTrainingWorker(TrainingWorker):
 
 
 class TLTActorWorker(DetachActorWorker):
-    """Adds `tlt_setup`, `tlt_take` and the copying of verifier weights to verl's hybrid worker.
+    """Adds `tlt_setup`, `tlt_take`, `tlt_stop` and the copying of verifier weights to verl's hybrid worker.
 
     `DetachActorWorker` is that worker with methods to set the policy aside and take it back, for `separate_async`.
     """
@@ -117,6 +117,8 @@ class TLTActorWorker(DetachActorWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def tlt_stop(self) -> None:
         """Capture nothing any more on this rank."""
+        if self.actor.tap is not None:
+            self.actor.tap.end()
         self.actor.tap = self._tlt_capture = None
 
     # Changes verl: patches/README.md#what-policy-and-drafter-share-is-copied-while-weights-are-synced

@@ -161,6 +161,7 @@ class Library:
     def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
         """The sequences of the texts with these numbers, in this order."""
         found = {n: known[n] for n in numbers for known in (self._cached, self._last) if n in known}
+        self._last = {}
         missing = sorted(set(numbers) - found.keys(), key=lambda n: len(self.texts[n].tokens))
         for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):

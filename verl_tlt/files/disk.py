@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +19,7 @@ CONFIG = "config.json"
 """The file of a model's folder that is written last and removed first: a folder without it holds no model."""
 _OWNER = "owner.lock"
 _HELD: list[BinaryIO] = []
-"""Locks of this process's private folders, held until it ends."""
+"""Locks of this process's private folders and links, held until it ends."""
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EROFS)
 """What mounts answer that do not know `fsync`."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -142,20 +143,27 @@ def matching(path: str) -> list[str]:
 
 
 def linked_as(folder: Path, name: str) -> Path:
-    """A link to `folder` whose path depends on `name` and on the user alone; `folder` itself where none can be made.
+    """A link to `folder`, this process's own until it ends, at a path that another process with this `name` had before.
 
-    Of several processes that use one name the last one's folder is found there.
+    It is the first of `name-0`, `name-1`, ... that no living process has. `folder` itself where none can be made.
     """
     place = Path(tempfile.gettempdir()) / f"verl-tlt-links-{os.getuid()}"
-    draft = place / f".{name}.{secrets.token_hex(4)}"
     try:
         place.mkdir(mode=0o700, exist_ok=True)
         if place.is_symlink() or place.stat().st_uid != os.getuid():  # another user's, who could lead us elsewhere
             return folder
-        draft.symlink_to(folder)
-        return draft.replace(place / name)
+        for path in (place / f"{name}-{number}" for number in count()):
+            lock = path.with_suffix(".lock").open("ab")
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _HELD.append(lock)
+                path.unlink(missing_ok=True)
+                path.symlink_to(folder)
+                return path
+            lock.close()
     except OSError:
-        return folder
+        pass
+    return folder
 
 
 def make_private_dir(prefix: str) -> Path:

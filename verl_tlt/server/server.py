@@ -91,8 +91,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_wanted = ray.get(store.first.remote(), timeout=STORE_S)
         self._tlt_write(self._tlt_wanted)
         drafter = str(self._tlt_dir / "drafter")
-        # Part of vLLM's compile-cache key: the same in all runs with a drafter of this shape. The first weight sync
-        # loads the weights from the private folder.
+        # Part of vLLM's compile-cache key: the same in the next run with a drafter of this shape.
         shape = hashlib.sha256(self._tlt_wanted.config.encode()).hexdigest()[:16]
         path = str(linked_as(self._tlt_dir / "drafter", shape))
         policy = read_model_config(self.model_config.local_path)

@@ -73,12 +73,16 @@ class LatencyTable:
         return tuple(sorted(self._curves))
 
     def usable(self, batch: float) -> list[int]:
-        """Draft lengths that were measured at so many requests or more, ascending; OFF, where it was measured, always.
+        """Draft lengths that an engine can use for so many requests, ascending, OFF included.
 
-        A calibration measures each length at the batches that the engine's graphs hold for it.
+        A length without a graph is not measured. So it ends before the first batch at which OFF alone was measured.
         """
-        most = self._curves[OFF].batches[-1] if OFF in self._curves else batch
-        return [k for k in self.lengths() if k == OFF or self._curves[k].batches[-1] >= min(batch, most)]
+        off = self._curves[OFF].batches if OFF in self._curves else np.zeros(0)
+
+        def end(length: int) -> float:
+            return float(next((b for b in off if b > self._curves[length].batches[-1]), np.inf))
+
+        return [length for length in self.lengths() if batch < end(length)]
 
     def by_batch(self, draft_length: int) -> list[tuple[int, float]]:
         """(batch, seconds) at the shorter context of each batch, ascending."""

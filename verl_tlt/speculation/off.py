@@ -132,7 +132,8 @@ class OffDecision:
         gain = 1.0 - sum(s.decode_s for s in ran) / undrafted_s if undrafted_s else 0.0
         if self.cause:
             tried = self._left <= 0
-            if tried and not stats.get(self._next_to_try, EngineStats()).num_steps:  # it slept: another one will try
+            one = stats.get(self._next_to_try, EngineStats())
+            if tried and not (one.num_steps or one.failure):  # it slept: another one will try
                 self._tries += 1
                 return None
             return self._after_wait(tried, gain)

@@ -313,6 +313,7 @@ class SpotTrainer:
         self.served = {name: tensors[name].float().numpy() for name in self.initial}
         self._return_to(self.served)
         self._judged = True
+        self._exported = published
         self.version = published.version
 
     def rehearse(self) -> None:

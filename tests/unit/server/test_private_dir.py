@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,12 +47,25 @@ def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(
     assert set(tmp.iterdir()) == {ours, another, tmp / "tlt-notes"}
 
 
-def test_one_name_is_one_path_and_leads_to_the_last_folder(tmp):
+LINKED = """
+import pathlib, sys, tempfile
+from verl_tlt.files.disk import linked_as
+tempfile.tempdir = sys.argv[1]
+print(linked_as(pathlib.Path("theirs"), "shape"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_link_has_a_path_that_the_next_process_has_again(tmp):
     """vLLM compiles anew for each path of a drafter."""
-    first, second = tmp / "first", tmp / "second"
-    path = linked_as(first, "shape")
-    assert path.readlink() == first and linked_as(second, "shape") == path and path.readlink() == second
-    assert linked_as(first, "other") != path and path.parent.stat().st_mode & 0o777 == 0o700
+    command = [sys.executable, "-c", LINKED, str(tmp)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        theirs = Path(process.stdout.readline().strip())
+        ours = linked_as(tmp / "ours", "shape")
+        assert ours != theirs and ours.readlink() == tmp / "ours" and theirs.readlink() == Path("theirs")
+        assert linked_as(tmp / "ours", "other").name.startswith("other") and ours.parent.stat().st_mode & 0o777 == 0o700
+        process.kill()
+    assert linked_as(tmp / "next", "shape") == theirs and theirs.readlink() == tmp / "next"
 
 
 def test_a_link_of_somebody_else_is_not_followed(tmp):

@@ -145,6 +145,8 @@ def test_a_replica_that_slept_has_not_tried():
     others = [name for name in REPLICAS if name not in drafting]
     made.rollout_ended(rollout(10.0, drafts=0, k=OFF, names=others))
     assert made.drafting(GOOD) == others[:1], "the next one, at once"
+    made.rollout_ended(dict.fromkeys(REPLICAS, EngineStats(failure="no answer")))
+    assert made.drafting(GOOD) == [], "a try of which nothing is known has failed"
 
 
 def test_a_better_drafter_is_tried_at_once_by_all():

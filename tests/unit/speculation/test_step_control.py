@@ -145,7 +145,8 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
 
 def test_a_disk_that_hangs_holds_up_no_step_and_lacks_what_did_not_fit(tmp_path, monkeypatch, caplog):
     goes_on, opened = threading.Event(), Path.open
-    monkeypatch.setattr(Path, "open", lambda *arguments: goes_on.wait(60) and opened(*arguments))
+    monkeypatch.setattr(Path, "open", lambda *given, **more: goes_on.wait(60) and opened(*given, **more))
+    caplog.set_level("WARNING", "verl_tlt")
     monkeypatch.setattr(step_control, "UNWRITTEN", 2)
     control = StepControl(Remembers(), LIMITS, StepTrace(tmp_path / "engine-0.jsonl"))
     begun = time.monotonic()

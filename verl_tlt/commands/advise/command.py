@@ -60,7 +60,7 @@ def read_gains(options: AdviseOptions, run: RunShape) -> tuple[list[DraftingGain
         raise TLTError(
             f"--costs {options.costs} is not a report of verl-tlt doctor --gpu with measured step times: {error}"
         ) from error
-    context = max(SHORT_CONTEXT, (run.mean_length or 0.0) / 2)  # half of a response is written, on average
+    context = max(SHORT_CONTEXT, run.prompt + (run.mean_length or 0.0) / 2)  # half of a response, on average
     gains = drafting_gains(costs, facts["acceptance"], context)
     if not gains:
         raise TLTError(f"--costs {options.costs} has no batch with steps both with and without a drafter.")

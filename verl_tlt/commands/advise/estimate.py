@@ -16,7 +16,7 @@ from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyTable
 from verl_tlt.speculation.types import OFF
 
 ROLLOUT, STEP, CHECKPOINT = "timing_s/gen", "timing_s/step", "timing_s/save_checkpoint"
-MEAN_LENGTH, LONGEST = "response_length/mean", "response_length/max"
+MEAN_LENGTH, LONGEST, PROMPT = "response_length/mean", "response_length/max", "prompt_length/mean"
 TOOLS, GENERATION = "timing_s/agent_loop/tool_calls/mean", "timing_s/agent_loop/generate_sequences/mean"
 SPEEDUPS = (1.5, 2.0, 3.0)
 """How many times as fast the rollout is assumed to become; the paper's rollouts are at most 2.3 times as fast."""
@@ -43,6 +43,8 @@ class RunShape:
     """Tokens of a step's longest response; None: not logged."""
     tool_share: float
     """Part of a response's time in which it waits for tools: drafts do not shorten it."""
+    prompt: float = 0.0
+    """Tokens of a prompt, on average; 0: not logged."""
     only_first: bool = False
     """Whether every step is the first after a start, which is slow."""
 
@@ -112,6 +114,7 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
         share=min(1.0, median(rollout / step for rollout, step in seconds)),
         mean_length=usual(MEAN_LENGTH),
         longest=usual(LONGEST),
+        prompt=usual(PROMPT) or 0.0,
         tool_share=median(tools) if tools else 0.0,
         only_first=not later,
     )

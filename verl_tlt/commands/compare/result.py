@@ -38,7 +38,8 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
         for name in compared
     ]
     sentences += _against_best(record, compared, against)
-    sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in compared))
+    known = [name for name in compared if turns(pairs(stock, record.steps(name))) >= FEWEST_TURNS]
+    sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in known))
     for name in compared:
         if others := other_prompts(stock, record.steps(name)):
             sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")

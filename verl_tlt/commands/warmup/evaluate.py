@@ -22,7 +22,7 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
-from verl_tlt.commands.warmup.prompts import Prompt, files_digest, read_prompts
+from verl_tlt.commands.warmup.prompts import Prompt, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
@@ -109,18 +109,17 @@ def linked(policy: Model, directory: Path) -> Path:
 
 def choose_prompts(options: EvaluateOptions, images: Path) -> list[Prompt]:
     """The prompts to answer; of those that the drafter was warmed up with, only those held out."""
-    facts, files = provenance(options.drafter), [Path(file) for file in options.prompts]
-    of_these = all(map(Path.is_file, files)) and facts.get("prompts_sha256") == files_digest(files)
-    prompts = read_prompts(options, images, facts.get("prompts_limit") if of_these else options.limit, least=1)
-    chosen = list(prompts.all)
-    if facts.get("prompts_digest") == prompts.digest:
-        chosen = [chosen[i] for i in sorted(prompts.held_out)]
-    elif of_these:
-        raise DrafterError(
-            f"{options.drafter} was warmed up with these files, in the form that another run gives them: give the "
-            "command of that run after --, or other --prompts."
-        )
-    return chosen[: options.limit]
+    facts = provenance(options.drafter)
+    if known := facts.get("prompts_digest"):
+        own = read_prompts(options, images, facts.get("prompts_limit"), least=1)
+        if own.digest == known:
+            return [own.all[i] for i in sorted(own.held_out)][: options.limit]
+        if own.files_digest == facts.get("prompts_sha256"):
+            raise DrafterError(
+                f"{options.drafter} was warmed up with these files, in the form that another run gives them: give the "
+                "command of that run after --, or other --prompts."
+            )
+    return list(read_prompts(options, images, options.limit, least=1).all)
 
 
 def _load(options: EvaluateOptions, prompts: Sequence[Prompt], device: str = "cpu") -> Eagle3DraftModel:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 
 CHECKS = 10
 """Scorings of trained weights on the held-out responses, evenly spread over the run."""
-JUDGED_TOKENS, JUDGED_RESPONSES = 8_192, 16
-"""A check takes held-out responses of at most so many tokens, or so many responses if that is more."""
+JUDGED_TOKENS, JUDGED_RESPONSES, MOST_TOKENS = 8_192, 16, 65_536
+"""A check takes held-out responses of at most so many tokens, or so many responses if that is more, but no more than
+`MOST_TOKENS`; one at least."""
 SAVE_EVERY_S = 60.0
 OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of the text beside the images."""
@@ -195,9 +197,10 @@ class TrainingRun:
 
     def _check(self) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
-        p = self.progress
-        within = next(grouped(self.judged, lambda n: self.library.responses([n]), JUDGED_TOKENS), [])
-        chosen = self.judged[: max(len(within), JUDGED_RESPONSES)]
+        p, reached = self.progress, accumulate(self.library.responses([n]) for n in self.judged)
+        most = ((JUDGED_TOKENS, MOST_TOKENS)[i < JUDGED_RESPONSES] for i in count())
+        chosen = [n for n, tokens, bound in zip(self.judged, reached, most, strict=False) if tokens <= bound]
+        chosen = chosen or self.judged[:1]
 
         def tell(done: int, total: int) -> None:
             self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
