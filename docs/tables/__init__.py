@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tables.front import expectations, headlines
 from tables.page import FILES
-from tables.parts import lossless, oracles, race, resumptions
+from tables.parts import along, lossless, oracles, race, resumptions
 from tables.runs import arms, cold_start, end_to_end, savings
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,9 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(FILES.glob("*
 BLOCK = re.compile(r"<!-- table: (\w+) ?(\w*) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLES: dict[str, Callable[..., str]] = {
     table.__name__: table
-    for table in (arms, cold_start, end_to_end, expectations, headlines, lossless, oracles, race, resumptions, savings)
+    for table in (
+        along, arms, cold_start, end_to_end, expectations, headlines, lossless, oracles, race, resumptions, savings,
+    )
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def headlines() -> str:
             ("The same as verl runs vLLM's speculation", "runs.md#end-to-end", "", _speed(f"{FIXED}-lost")),
             ("A run without a drafter, 96 responses a step", cold, "cold_start", _cold("cold_start")),
             ("Seconds saved, by the estimate and measured", saved, "e2e_forced", _saved()),
+            ("Does training in idle time make a better drafter?", "drafter.md#training-along", "along", _along()),
             ("Is it lossless?", "robustness.md#is-it-lossless", "lossless_tlt", _lossless()),
             ("Jobs killed and resumed", "robustness.md#when-the-whole-job-is-killed", "resume", _resumed()),
         )
@@ -84,6 +85,13 @@ def _saved() -> str:
     saved = load("e2e_forced")["ratios"]["tlt"]["saved"]
     low, high = saved["measured_low_s"], saved["measured_high_s"]
     return f"estimated {saved['claimed_s']:.1f} s, measured {saved['measured_s']:.1f} s ({low:.1f} to {high:.1f})"
+
+
+def _along() -> str:
+    found = load("along")
+    policy = "policy after the run"
+    first, last = (found["served"][f"{policy}, head {when} the run"]["accept_length"] for when in ("before", "after"))
+    return f"accept length {first:.2f} to {last:.2f} in {len(found['steps']) + 1} steps, at K=5; SmolLM2-135M, one run"
 
 
 def _lossless() -> str:

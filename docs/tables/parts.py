@@ -79,6 +79,30 @@ def _raced(found: Mapping[str, Any]) -> str:
     )
 
 
+def along(file: str) -> str:
+    """What stock vLLM accepts with the policy before and after a run, of the head at its start and after it."""
+    found, when = load(file), ("before the run", "after the run")
+
+    def cell(policy: str, head: str) -> str:
+        one = found["served"][f"policy {policy}, head {head}"]
+        return f"{one['accept_length']:.2f} ± {one['two_errors']:.2f}"
+
+    body = [[f"head {head}", *(cell(policy, head) for policy in when)] for head in when]
+    table = rows(("accept length at K=5", *(f"policy {policy}" for policy in when)), body)
+    trained = f"In {len(found['steps']) + 1} steps idle time trained the head on {found['tokens_trained']:,} tokens.\n"
+    return f"{source(file)}{table}\n{trained}{_in_the_run(found)}"
+
+
+def _in_the_run(found: Mapping[str, Any]) -> str:
+    """Accept length and reward of the run's steps, means of four."""
+    steps = found["steps"]
+    parts = [steps[begin : begin + 4] for begin in range(0, len(steps), 4)]
+    head = ("in the run", *(f"steps {part[0]['step']} to {part[-1]['step']}" for part in parts))
+    means = {what: [mean(step[name] for step in part) for part in parts]
+             for what, name in (("accept length", "accept_length"), ("reward", "reward"))}  # fmt: skip
+    return "\n" + rows(head, [[what, *(f"{value:.2f}" for value in of)] for what, of in means.items()])
+
+
 def lossless() -> str:
     """Stock vLLM and verl-tlt, judged by Hugging Face."""
     shown = {
