@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -214,7 +214,7 @@ def response_lengths(micro_batch: TensorDict) -> list[int]:
     return micro_batch["response_mask"].sum(-1).long().tolist()
 
 
-def _sampled(micro_batch: TensorDict) -> torch.Tensor | None:
+def _sampled(micro_batch: TensorDict) -> Any:
     """Jagged [B, R_b]: which tokens of each response the policy sampled; None where the batch does not say."""
     mask = micro_batch.get("response_mask", None)
     return mask if mask is not None and mask.is_nested else None
