@@ -226,6 +226,7 @@ def test_too_little_memory_for_a_session_costs_the_session_and_nothing_else(spot
     failed = session(spot)
     assert (failed.outcome, failed.error) == ("failed", "no room") and spot.failures == ["session"]
     ray.get(spot._actor.be.remote(""))
+    of_worker(spot, set_epochs, SHORT)
     assert session(spot).steps > 0 and spot._pid == pid, "it has its hidden states still"
 
 
