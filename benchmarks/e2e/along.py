@@ -4,10 +4,11 @@
 
 The run starts with a head of `verl-tlt warmup` that has seen little text, and trains it in idle time with the spot
 trainer's defaults. Then stock vLLM serves the policy before the run and the policy after it, each with the head of the
-start and with the head that was trained along, on prompts that nothing was trained on. The policy has had less
-fine-tuning than that of the other benchmarks, so that it still learns. K is the same in every step, since a chosen one
-would change the accept length too. The result also has accept length and reward by step. The work folder keeps what was
-measured: a command that was killed goes on.
+start and with the head that was trained along. The prompts are of the warm-up's side: they share no step of a chain with
+the run's, but with those of the warm-up, which favours the head of the start. The policy has had less fine-tuning than
+that of the other benchmarks, so that it still learns. K is the same in every step, since a chosen one would change the
+accept length too. The result also has accept length and reward by step. The work folder keeps what was measured: a
+command that was killed goes on.
 """
 
 import argparse
@@ -106,12 +107,13 @@ def main() -> None:
     checkpoint = plan.folder / ARM.name / f"{STEP}{options.steps}"
     policies = {BEFORE: run.assets.policy, AFTER: merged(checkpoint, work / "policy")}
     heads = {BEFORE: run.warm.drafter, AFTER: checkpoint / "tlt_drafter"}
+    prompts = real_assets(PLACE, "warm-up").val
     kept = work / "served.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     for policy in policies:
         for head in heads:
             if (name := f"policy {policy}, head {head}") not in found:
-                found[name] = served(policies[policy], heads[head], run.assets.val)
+                found[name] = served(policies[policy], heads[head], prompts)
                 kept.write_text(json.dumps(found, indent=1))
             say(console, f"{name}: {json.dumps(found[name])}")
     if options.out:

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.engine
 ray = pytest.importorskip("ray")
 
 FACTS = DrafterProvenance("policy", "data", "hass", 1.0)
-BOUND_S = 60.0
-"""Seconds that the trainer waits for a stop, also beside other work."""
+BOUND_S = 5.0
+"""What the trainer waits for a stop, as it does by default: many micro-batches, also beside other work."""
 REPLICAS = ("long", "short")
 SHORT, EPOCHS, ENDLESS = 0.2, 2.5, 1e9
 
@@ -169,7 +169,7 @@ def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_publ
     spot.train("short")
     begun = time.monotonic()
     assert spot.stop(1.0).outcome == "failed"
-    assert time.monotonic() - begun < 20.0, "the trainer waits for its bound"
+    assert time.monotonic() - begun < 4.0, "the trainer waits for its bound"
     assert spot.failures == ["session"] and "did not stop within 1 s" in spot.last_failure
     assert is_gone(pid, 30.0)
     assert not spot.ready(), "its buffer is empty"
@@ -186,7 +186,7 @@ def test_one_that_is_killed_while_idle_holds_nobody_up(spot, recorded, tmp_path)
     begun = time.monotonic()
     spot.add(2, states)
     spot.ready()
-    assert time.monotonic() - begun < 20.0
+    assert time.monotonic() - begun < 2.0
     spot.save(tmp_path / "drafter", FACTS)
     assert (tmp_path / "drafter" / "model.safetensors").is_file() and len(spot.failures) == 1
 
@@ -200,7 +200,7 @@ def test_one_that_hangs_is_replaced_however_often_hidden_states_come(spot, recor
             os.kill(spot._pid, signal.SIGSTOP)
         begun = time.monotonic()
         spot.add(step, states)
-        assert time.monotonic() - begun < 20.0
+        assert time.monotonic() - begun < 2.0
         time.sleep(1.0)
     assert spot.failures == ["hidden states"]
     wait_for(spot.started)

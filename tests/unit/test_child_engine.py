@@ -86,13 +86,13 @@ def test_a_users_file_with_the_name_of_a_module_is_not_imported(tmp_path, monkey
         ("refuse", r"^No such policy\.$"),
         ("crash", r"ended early.*engine.log(?s:.*)MemoryError: no room for the weights"),
         ("vanish", "ended early"),
-        ("hang", "was not done after 15 s"),
+        ("hang", "was not done after 5 s"),
     ],
 )
 def test_what_gives_no_answer_is_a_sentence_and_an_earlier_answer_is_nobodys(tmp_path, job, said):
     (tmp_path / "answer.json").write_text("{}")
     with pytest.raises(ChildEngineError, match=said):
-        ask(tmp_path, timeout_s=15.0 if job == "hang" else 60.0, do=job)
+        ask(tmp_path, timeout_s=5.0 if job == "hang" else 60.0, do=job)
     assert has_ended(tmp_path)
 
 
