@@ -4,11 +4,11 @@
 
 The run starts with a head of `verl-tlt warmup` that has seen little text, and trains it in idle time with the spot
 trainer's defaults. Then stock vLLM serves the policy before the run and the policy after it, each with the head of the
-start and with the head that was trained along. The prompts are of the warm-up's side: they share no step of a chain with
-the run's, but with those of the warm-up, which favours the head of the start. The policy has had less fine-tuning than
-that of the other benchmarks, so that it still learns. K is the same in every step, since a chosen one would change the
-accept length too. The result also has accept length and reward by step. The work folder keeps what was measured: a
-command that was killed goes on.
+start and with the head that was trained along. The prompts are of the warm-up's side. They share no step of a chain
+with those of the run, but with those of the warm-up, which favours the head of the start. The policy has had less
+fine-tuning than that of the other benchmarks, so that it still learns. K is the same in every step, since a chosen one
+would change the accept length too. The result also has accept length and reward by step. The work folder keeps what was
+measured: a command that was killed goes on.
 """
 
 import argparse
