@@ -40,6 +40,13 @@ def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded, windo
     assert any(s.start > 0 for s in taken) == (window == 11)
 
 
+def test_a_tap_that_ended_holds_nothing(actor):
+    assert infer(actor, ROWS)[0]
+    actor.infer_batch(make_batch(ROWS, 60, compute_loss=False))
+    actor.tap.end()
+    assert not actor.tap.chosen and not actor.tap.take()
+
+
 @pytest.mark.parametrize("window", [7, 10_000])
 def test_what_tools_answered_is_told_apart(actor, window):
     def sampled(length):

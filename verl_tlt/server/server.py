@@ -225,9 +225,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await asyncio.to_thread(self._tlt_write, drafter)
 
     def _tlt_write(self, drafter: DrafterFile) -> None:
-        with self._tlt_writes:  # a call that was given up may still write here
-            stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
+        with self._tlt_writes:  # a call that was given up may write here still, or only now
             if drafter is self._tlt_wanted:
+                stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
                 self._tlt_staged = drafter
 
     async def _tlt_reload(self) -> None:

@@ -171,6 +171,16 @@ def test_a_step_in_which_nothing_was_written_is_not_compared(record, tmp_path):
     write_page(tmp_path / "page.html", comparison_page(ARMS, record, found))
 
 
+@pytest.mark.parametrize(("turns", "said"), [(1, False), (2, True)])
+def test_one_job_of_each_arm_does_not_tell_since_when_it_is_ahead(tmp_path, turns, said):
+    record = Record(tmp_path, {})
+    for turn in range(turns):
+        for name, seconds in (("stock", [10.0] * 6), ("tlt", [20.0, *[5.0] * 5])):
+            steps = [step(turn, 10 * turn + i, s) for i, s in enumerate(seconds)]
+            record.add(Turn(name, turn, steps, 120.0, 16.0, 4.0))
+    assert any("it is ahead" in sentence for sentence in found_of(ARMS, record)["sentences"]) == said
+
+
 def test_before_the_first_pair_there_is_nothing_to_say(tmp_path):
     found = found_of(ARMS, Record(tmp_path, {}))
     assert not found["ratios"] and not found["arms"] and not found["sentences"] and pairs([], []) == []

@@ -100,7 +100,10 @@ async def test_a_write_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     await asyncio.sleep(0.1)
     goes_on.set()
     await back
-    assert server._tlt_staged.weights == (tmp_path / "drafter" / "model.safetensors").read_bytes() == b"before"
+    file = tmp_path / "drafter" / "model.safetensors"
+    assert server._tlt_staged.weights == file.read_bytes() == b"before"
+    server._tlt_write(slow)  # a thread that comes to it only now
+    assert server._tlt_staged.weights == file.read_bytes() == b"before"
 
 
 @pytest.mark.parametrize(("accepted", "found"), [(False, b"whole"), (True, b"half")])

@@ -215,6 +215,19 @@ def test_a_hook_waits_for_a_look_that_hangs_no_longer_than_its_bound(filled, clo
     assert controller.guard.counts["recall" if hook == "more_prompts" else "watch"] == 1
 
 
+def test_a_load_that_is_told_after_the_phase_leads_to_nothing(filled, clock):
+    """The trainer's own thread asks the spot trainer by then."""
+    controller = filled()
+    told, load, asked = clock.event(), controller.servers.inflight, []
+    with sampling(controller, 2):
+        controller.servers.inflight = lambda: told.wait(3600.0) and load()
+        clock.sleep(1.0)
+    controller.spot.ready = lambda: asked.append("ready")
+    told.set()
+    clock.sleep(1.0)
+    assert asked == []
+
+
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 def test_one_that_does_not_say_whether_it_sleeps_gets_no_requests_before_the_weight_sync(filled, mode):
     controller = filled(mode=mode)
