@@ -82,7 +82,6 @@ MOST = 2**31 - 1
 """Largest number that a setting may be: nothing needs more, and clocks, random generators and engines overflow."""
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
 DraftLength = Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]

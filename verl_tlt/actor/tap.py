@@ -267,6 +267,11 @@ def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
     return np.minimum(1.0, factor[np.argmax(factor * size <= 1)] * size)
 
 
+def capture_turns(tokens: int, ranks: int, window: int) -> int:
+    """In how many batches a rank captures once, if `ranks` share `tokens` of each batch: its share then is a window."""
+    return max(1, -(-min(window, tokens) * ranks // max(1, tokens)))
+
+
 def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
     """At most `window` neighbouring tokens of one sequence: (start, stop), 0 <= start < stop <= length.
 

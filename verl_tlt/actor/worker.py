@@ -23,6 +23,7 @@ from verl_tlt.actor.tap import (
     Captured,
     HiddenStateTap,
     VerifierCapture,
+    capture_turns,
     choose_window,
     response_lengths,
     select_for_tap,
@@ -41,7 +42,9 @@ class TLTTrainingWorker(TrainingWorker):
 
     tap: HiddenStateTap | None = None
     tap_budget = 0
-    """Tokens to capture of each batch that this rank computes."""
+    """Tokens to capture of a batch that this rank computes, where it is its turn."""
+    tap_turns = 1
+    """Data-parallel ranks take turns: each captures from one of so many batches."""
     tap_window = 0
     batches_tapped = 0
 
@@ -57,9 +60,10 @@ class TLTTrainingWorker(TrainingWorker):
         """Record some rows of this batch, the same on every rank that computes it."""
         lengths = data["input_ids"].offsets().diff().tolist()
         rng = random.Random(self.batches_tapped)
+        turn = (self.batches_tapped + self.engine.get_data_parallel_rank()) % self.tap_turns == 0
         self.batches_tapped += 1
         window = min(self.tap_window, self.tap_budget)
-        rows = select_for_tap(lengths, self.tap_budget, rng, window)
+        rows = select_for_tap(lengths, self.tap_budget if turn else 0, rng, window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         tap.arm({row: choose_window(lengths[row], prompts[row], window, rng) for row in rows})
@@ -88,8 +92,9 @@ class TLTActorWorker(DetachActorWorker):
             return CaptureReady(group=0, refusal=str(why), **place)
         engine = self.actor.engine
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
-        self.actor.tap_budget = (config.buffer.tokens_per_step or 0) // engine.get_data_parallel_size()
-        self.actor.tap_window = config.buffer.window
+        tokens, ranks = config.buffer.tokens_per_step or 0, engine.get_data_parallel_size()
+        self.actor.tap_turns = turns = capture_turns(tokens, ranks, config.buffer.window)
+        self.actor.tap_budget, self.actor.tap_window = tokens * turns // ranks, config.buffer.window
         policy = policy_shape(engine.model_config.local_path)
         self.actor.tap.counts_tokens = policy.vocab_size if counts_tokens else 0
         if self.rank == 0:

@@ -7,7 +7,9 @@ and omegaconf and hydra only once there is a recipe: `verl-tlt doctor` has to wo
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
+import functools
 import math
 import os
 import re
@@ -63,6 +65,11 @@ class Recipe:
 
 def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
     """The verl config `config_name` with `overrides`; a relative folder in the name is one beside verl's `main_ppo`."""
+    return copy.deepcopy(_composed(tuple(overrides), config_name))
+
+
+@functools.lru_cache(maxsize=8)  # a command asks for the same one several times
+def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
     if (verl := location("verl")) is None:
         raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
     from hydra import compose as hydra_compose

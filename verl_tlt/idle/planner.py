@@ -295,7 +295,3 @@ class TrainerIdlePlanner(IdlePlanner):
         if not waits or not look.ready or self._sessions.over or self.state(self._device) is State.TRAINS:
             return []
         return [Command("train", self._device)]
-
-    def recall(self) -> str | None:
-        """Nothing: the device serves no requests."""
-        return None

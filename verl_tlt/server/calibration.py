@@ -62,6 +62,17 @@ def plan_loads(max_num_seqs: int, longest_context: int, cache_tokens: int) -> li
     return [*short[:2], *long[:1], *short[2:], *long[1:]]
 
 
+def affordable(load: CalibrationLoad, within_s: float, token_s: float) -> CalibrationLoad | None:
+    """A load with a context whose prompts are computed in time, at `token_s` seconds a token; None: too short a one.
+
+    They are computed twice, without and with the drafter.
+    """
+    if load.context == SHORT_CONTEXT or not token_s:
+        return load
+    context = min(load.context, int(max(0.0, within_s) / 2 / token_s) // load.batch)
+    return CalibrationLoad(load.batch, context) if context >= 2 * SHORT_CONTEXT else None
+
+
 def loads_of(engine: AsyncLLM, longest_draft: int) -> list[CalibrationLoad]:
     """`plan_loads` for a live engine."""
     config = engine.vllm_config
@@ -79,8 +90,9 @@ async def calibrate(
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    None but the first load is begun after `budget_s` seconds. A draft length without a clean step at a load has no
-    point there. `SchedulerCallError` where nobody answers.
+    None but the first load is begun after `budget_s` seconds, and contexts are shorter where their prompts would take
+    too much of them. A draft length without a clean step at a load has no point there. `SchedulerCallError` where
+    nobody answers.
     """
     measured = _Measurement(engine, vocab_size)
     deadline = time.monotonic() + budget_s
@@ -89,16 +101,17 @@ async def calibrate(
         # The first use of a draft length compiles, allocates, and finds the machine cold.
         for length in (OFF, *lengths):
             await measured.seconds(length, loads[0], 0.0)
-        remaining = len(loads) * (1 + len(lengths))
-        for n, load in enumerate(loads):
-            if n and time.monotonic() > deadline:
+        for n, planned in enumerate(loads):
+            left_s, left = deadline - time.monotonic(), len(loads) - n
+            if n and left_s < 0:
                 logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, n, len(loads))
                 break
-            for length in (OFF, *lengths):
-                share_s = (deadline - time.monotonic()) / remaining
+            if (load := affordable(planned, left_s / left, measured.token_s)) is None:
+                continue
+            for done, length in enumerate((OFF, *lengths)):
+                share_s = (deadline - time.monotonic()) / (left * (1 + len(lengths)) - done)
                 if (seconds := await measured.seconds(length, load, share_s)) is not None:
                     points.append(LatencyPoint(load.batch, load.kv_tokens, length, seconds))
-                remaining -= 1
     finally:
         await measured.release()
     return LatencyTable(tuple(points))
@@ -174,6 +187,8 @@ class _Measurement:
         self._rng = random.Random(0)
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
+        self.token_s = 0.0
+        """Seconds that the engine takes for a token of a long prompt; 0: not known yet."""
 
     async def seconds(self, length: int, load: CalibrationLoad, share_s: float) -> float | None:
         """Median seconds of `LEAST_STEPS` to `STEPS` clean steps at exactly this batch and length; None without one.
@@ -188,7 +203,9 @@ class _Measurement:
         # The first requests decode while the last prompts are computed, and must be there until enough steps were seen.
         most_steps = 2 + math.ceil(load.batch * context / config.max_num_batched_tokens) + STEPS
         if context > SHORT_CONTEXT:  # computed once and remembered, so that all requests begin to decode together
+            begun = time.monotonic()
             await self._decode(load, context, 1, ends)
+            self.token_s = self.token_s or (time.monotonic() - begun) / (load.batch * context)
         await ask_scheduler(self._engine, "stats", reset=True)
         await self._decode(load, context, most_steps * per_step, ends)
         stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))

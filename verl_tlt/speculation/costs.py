@@ -75,14 +75,11 @@ class LatencyTable:
     def usable(self, batch: float) -> list[int]:
         """Draft lengths that an engine can use for so many requests, ascending, OFF included.
 
-        A length without a graph is not measured. So it ends before the first batch at which OFF alone was measured.
+        A length without a graph is not measured, but OFF is. So the next smaller or larger batch of OFF's must have it.
         """
         off = self._curves[OFF].batches if OFF in self._curves else np.zeros(0)
-
-        def end(length: int) -> float:
-            return float(next((b for b in off if b > self._curves[length].batches[-1]), np.inf))
-
-        return [length for length in self.lengths() if batch < end(length)]
+        near = {*off[off <= batch][-1:], *off[off >= batch][:1]}
+        return [length for length in self.lengths() if not near or near & {*self._curves[length].batches}]
 
     def by_batch(self, draft_length: int) -> list[tuple[int, float]]:
         """(batch, seconds) at the shorter context of each batch, ascending."""

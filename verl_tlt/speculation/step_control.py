@@ -31,12 +31,10 @@ class Limits(NamedTuple):
     token_limit: int = 0  # tokens of the largest step with a CUDA graph; 0: no graphs, no limit
 
     def fitting(self, wanted: int, batch: int) -> int:
-        """`wanted`, or the longest K below it whose step still has a graph; 0 at least."""
+        """`wanted`, or the longest K below it whose step has a graph; `wanted` where the batch has none with any K."""
         wanted = max(0, min(wanted, self.lengths[-1]))
-        if not self.token_limit:
-            return wanted
         most = self.token_limit // max(batch, 1) - 1
-        return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
+        return wanted if wanted <= most or most < 0 else max(k for k in self.lengths if k <= most)
 
 
 def context_limit(positions: int, longest_draft: int, behind: int) -> int:

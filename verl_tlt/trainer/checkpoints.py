@@ -27,10 +27,10 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
     """
     if resume_from is None:
         return None
-    if _holds_drafter(resume_from):
+    if holds_drafter(resume_from):
         return resume_from / CHECKPOINT
     steps = {_number(p): p for p in resume_from.parent.glob("global_step_*")}
-    earlier = [n for n, p in steps.items() if n < _number(resume_from) and _holds_drafter(p)]
+    earlier = [n for n, p in steps.items() if n < _number(resume_from) and holds_drafter(p)]
     if not earlier:
         return None
     drafter = steps[max(earlier)] / CHECKPOINT
@@ -38,7 +38,7 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
     return drafter
 
 
-def _holds_drafter(step: Path) -> bool:
+def holds_drafter(step: Path) -> bool:
     """Whether a checkpoint holds a complete drafter: its config is written last, and removed first."""
     return (step / CHECKPOINT / CONFIG).is_file()
 

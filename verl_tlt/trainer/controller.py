@@ -12,11 +12,12 @@ from pathlib import Path
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import most_frequent
+from verl_tlt.files.disk import CONFIG
 from verl_tlt.idle.planner import IdlePlanner, TrainerIdlePlanner
 from verl_tlt.messages.training import DrafterProvenance, Exported, SessionResult, Verdict
 from verl_tlt.speculation.alarm import falls_short
 from verl_tlt.trace.events import TRAINER_DEVICE, Session
-from verl_tlt.trainer.checkpoints import CHECKPOINT, remove_halves, tidy
+from verl_tlt.trainer.checkpoints import CHECKPOINT, holds_drafter, remove_halves, tidy
 from verl_tlt.trainer.pending_work import AskPending
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.servers import Servers
@@ -141,7 +142,7 @@ class Controller:
 
     def more_prompts(self) -> None:
         """The sampler is about to send more groups: a replica that has left is called back to serve them, too."""
-        if self._watch is not None:
+        if self._watch is not None and self.facts.rule.recall:
             with self._charged("recall"):
                 self._watch.recall(self.tlt.spot.stop_timeout_s)
 
@@ -243,6 +244,11 @@ class Controller:
             except Exception:
                 remove_halves(directory)
                 raise
+            if not holds_drafter(directory):
+                logger.warning(
+                    "%s is on another node's disk, where a resumed run does not find it: put trainer.default_local_dir "
+                    "on a file system that all nodes share", directory / CHECKPOINT,
+                )  # fmt: skip
 
     def saved(self, step: int) -> None:
         """The checkpoint is complete, and verl has named its step."""
@@ -271,7 +277,8 @@ class Controller:
         verdict, self._verdict = self._verdict, None
         if self._to_publish is not None:
             assert self.spot.published is not None
-            self.servers.stage(self.spot.published)  # where this raises, the next step tries again
+            if self.tlt.speculation.enable:
+                self.servers.stage(self.spot.published)  # where this raises, the next step tries again
             exported, self._to_publish = self._to_publish, None
             self.served = replace(self.served, version=exported.version, acceptance=exported.acceptance)
         elif verdict is not None and verdict.publishes:
@@ -341,8 +348,10 @@ class Controller:
             if self._watch is not None:  # the run failed while it sampled: a session would hold up the drafter
                 self._watch.finish(self.tlt.spot.stop_timeout_s)
         with self.guard("final drafter"):
-            if self.spot.running:
-                self.spot.save(Path(str(self.tlt.drafter.save_dir)), self._provenance(self._updated))
+            directory = Path(str(self.tlt.drafter.save_dir))
+            trained = self._tokens > self._start.tokens_trained  # else what an earlier run left there is not worse
+            if self.spot.running and (trained or not (directory / CONFIG).is_file()):
+                self.spot.save(directory, self._provenance(self._updated))
         self._count_failures()
         with self.guard("end of the run"):
             self.spot.close()

@@ -58,7 +58,7 @@ class FirstDrafter:
     token_bytes: int = 0  # of one token's hidden states
     draft_vocab: int = 0
     chosen: bool = True  # which tokens the draft vocabulary has is settled; False: the first rollout is to choose them
-    untrained: bool = False  # the drafter is new: a random head
+    untrained: bool = False  # the drafter is a random head
     checkpoint: Path | None = None  # directory of the drafter's checkpoint that the run goes on from
 
 
@@ -84,14 +84,16 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
 
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     tlt = TLTConfig.from_dict(OmegaConf.to_container(rollout.custom.tlt, resolve=True))
-    tlt = replace(tlt, buffer=replace(tlt.buffer, tokens_per_step=tlt.buffer.tokens_per_step or TOKENS_PER_STEP))
+    tokens = tlt.buffer.tokens_per_step or TOKENS_PER_STEP
+    # verl may compute log-probabilities several times in an RL step; the actor captures its part each time.
+    batches = config.trainer.v1.get(base_mode, {}).get("parameter_sync_step", 1)
+    tlt = replace(tlt, buffer=replace(tlt.buffer, tokens_per_step=max(1, tokens // batches)))
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
     accelerator = config.trainer.device == "cuda"
     window = min(tlt.buffer.window, context)
-    tokens = int(tlt.buffer.tokens_per_step or TOKENS_PER_STEP)
     plan = SpotPlan(
         policy_dir=policy_dir,
         drafter=start.trainable,
@@ -187,7 +189,7 @@ def first_drafter(
         token_bytes=(len(model.target_layer_ids) + 1) * policy_width(model) * 2,
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
-        untrained=not resumed and trainable.untrained,
+        untrained=trainable.untrained,
         checkpoint=checkpoint,
     )
 

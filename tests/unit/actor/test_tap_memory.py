@@ -10,7 +10,7 @@ import torch
 from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.actor.adapters import TokenSpan
-from verl_tlt.actor.tap import ROW, HiddenStateTap, choose_window, select_for_tap
+from verl_tlt.actor.tap import ROW, HiddenStateTap, capture_turns, choose_window, select_for_tap
 
 WHOLE = 10**9
 """A window that cuts no sequence."""
@@ -27,6 +27,15 @@ def test_the_budget_holds_and_something_is_always_chosen(budget, window):
         chosen = select_for_tap(lengths, budget, rng, min(window, budget))
         assert chosen and chosen == sorted(set(chosen))
         assert sum(min(lengths[i], budget, window) for i in chosen) <= budget
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "turns"),
+    [(1, 65_536, 1), (16, 65_536, 1), (17, 65_536, 2), (64, 65_536, 4), (256, 65_536, 16), (8, 1000, 8), (8, 0, 1)],
+)
+def test_ranks_take_turns_so_that_each_captures_whole_windows(ranks, tokens, turns):
+    assert capture_turns(tokens, ranks, 4096) == turns
+    assert tokens * turns // ranks >= min(4096, tokens)
 
 
 def test_the_choice_repeats_with_its_seed_and_varies_without():

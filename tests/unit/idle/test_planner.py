@@ -215,7 +215,7 @@ def test_the_trainers_device_trains_once_the_wait_for_samples_has_settled():
     assert p.observe(Look(10.4, {})) == [] and p.observe(Look(10.6, {}, ready=False)) == []
     assert p.observe(Look(10.7, {"far": 3}, pending=4, more=True)) == [Command("train", "trainer")]
     p.training("trainer", 10.7)
-    assert p.observe(Look(11.0, {})) == [] and p.recall() is None
+    assert p.observe(Look(11.0, {})) == []
     p.end(12.0)
     p.ended(12.1, over=False)
     time = p.idle_time(12.1)

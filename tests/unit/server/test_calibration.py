@@ -61,7 +61,7 @@ class MadeEngine:
         return asdict(EngineStats(step_times=times))
 
 
-def run(engine, arms=(0, 1, 2, 3), max_batch=8, longest=1000, budget_s=60.0):
+def run(engine, arms=(0, 1, 2, 3), max_batch=8, longest=1000, budget_s=3600.0):
     return asyncio.run(calibrate(engine, arms, plan_loads(max_batch, longest, 100_000), 100, budget_s))
 
 
@@ -104,7 +104,7 @@ class EngineOfManySteps(MadeEngine):
 @pytest.mark.parametrize(("batch", "late"), [(1, 0), (8, 0), (8, 2)])
 def test_requests_end_when_enough_steps_of_the_whole_batch_were_seen(batch, late):
     engine = EngineOfManySteps(batch=batch, late=late)
-    asyncio.run(calibrate(engine, (0,), [CalibrationLoad(batch, SHORT_CONTEXT)], 100, 60.0))
+    asyncio.run(calibrate(engine, (0,), [CalibrationLoad(batch, SHORT_CONTEXT)], 100, 3600.0))
     of_last = engine.outputs[3 * batch - 1 :: batch]
     assert of_last == [2 + STEPS] * 2, "after the two of the first use"
     assert set(engine.outputs[2 * batch :]) <= {2 + STEPS + late, 3 + STEPS + late, 2 + STEPS}
@@ -117,6 +117,35 @@ def test_where_steps_are_slow_fewer_are_taken_and_every_load_is_reached(monkeypa
     assert {p.batch for p in table.points} == {1, 2, 4, 8}
     assert min(engine.outputs) < 2 + STEPS <= max(engine.outputs)
     assert min(engine.outputs) >= 2 + LEAST_STEPS
+
+
+class EngineWithSlowPrompts(MadeEngine):
+    """Its clock counts the tokens of long prompts, which it computes once while drafting stays on or off."""
+
+    computed, seconds_passed = 0, 0.0
+
+    def monotonic(self):
+        return self.seconds_passed
+
+    async def generate(self, prompt, params, request_id):
+        if params.max_tokens == 1 and self.computed < len(prompt["prompt_token_ids"]):
+            self.seconds_passed += 1e-3 * len(prompt["prompt_token_ids"])
+        async for output in super().generate(prompt, params, request_id):
+            yield output
+        if params.max_tokens > 1:
+            self.computed = len(prompt["prompt_token_ids"])
+
+    async def reset_prefix_cache(self):
+        self.computed = 0
+
+
+@pytest.mark.parametrize(("budget_s", "longest"), [(60.0, 1000), (10.0, 500), (4.0, 125)])
+def test_where_prompts_are_slow_contexts_are_as_long_as_the_time_allows(monkeypatch, budget_s, longest):
+    engine = EngineWithSlowPrompts()
+    monkeypatch.setattr(calibration, "time", engine)
+    table = run(engine, arms=(0, 1), budget_s=budget_s)
+    assert engine.seconds_passed <= budget_s
+    assert max(p.kv_tokens for p in table.points if p.batch == 8) == pytest.approx(8 * longest, rel=0.2)
 
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():

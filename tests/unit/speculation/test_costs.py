@@ -59,12 +59,14 @@ def test_two_contexts_that_are_close_to_each_other_say_nothing_about_the_context
     assert float(LatencyTable((*small, *noisy)).seconds(0, 256, 3000)) == pytest.approx(true_s(256, 0, 3000))
 
 
-def test_a_draft_length_counts_up_to_the_batch_at_which_it_was_measured():
+def test_a_draft_length_counts_near_the_batches_at_which_it_was_measured():
     table = LatencyTable((*table_of((OFF, 0)).points, *table_of((3,), (1, 2, 4, 8)).points))
     assert table.usable(8) == table.usable(15) == [OFF, 0, 3] and table.usable(16) == [OFF, 0]
     assert table.usable(100) == [OFF, 0] and table_of().usable(100) == [OFF, 0, 1, 3]
     cut_short = LatencyTable((*table_of((OFF, 0), (1, 512)).points, *table_of((3,), (1,)).points))
     assert cut_short.usable(100) == [OFF, 0, 3] and cut_short.usable(512) == [OFF, 0]
+    gap = LatencyTable((*table_of((OFF, 0), (1, 8, 16, 32, 64)).points, *table_of((3,), (1, 8, 64)).points))
+    assert gap.usable(16) == gap.usable(20) == [OFF, 0] and gap.usable(40) == [OFF, 0, 3], "no graph has 64 requests"
 
 
 def test_a_table_goes_through_json_and_a_wrong_row_is_named():

@@ -63,7 +63,7 @@ def control():
 
 @pytest.mark.parametrize(
     ("wanted", "batch", "chosen"),
-    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (9, 8, 3), (-1, 8, 0)],
+    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (3, 513, 3), (9, 8, 3), (-1, 8, 0)],
 )
 def test_no_draft_is_longer_than_the_engine_can_have(wanted, batch, chosen):
     policy = FixedPolicy(wanted)

@@ -60,6 +60,14 @@ def test_a_checkpoint_of_a_shorter_run_goes_on_in_a_longer_one(tmp_path):
     assert first.equal(longer), "positions that were trained keep their angles"
 
 
+def test_a_random_head_in_a_checkpoint_is_still_untrained(tmp_path):
+    policy, step = policy_with(tmp_path, rope_type="default"), tmp_path / "global_step_2"
+    facts = {"version": 0, "acceptance": [0.0, 0.0, 0.0]}
+    save_drafter(build_drafter(policy, max_position_embeddings=SHORT), step / CHECKPOINT, facts, policy=policy)
+    start = first_drafter(settings(3), str(policy), "bfloat16", SHORT, step)
+    assert start.untrained and start.checkpoint == step / CHECKPOINT
+
+
 @pytest.fixture
 def checkpoints(tmp_path):
     """Steps 8 and 9 with a drafter, 10 and 11 without: the run was killed while they were written."""

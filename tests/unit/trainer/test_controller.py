@@ -49,6 +49,12 @@ def test_an_idle_replica_trains_and_what_it_learned_is_served_after_the_sync(fil
     assert {name for name in metrics if name.startswith("tlt/")} <= written.keys()
 
 
+def test_a_drafter_with_which_no_engine_drafts_is_not_sent_to_them(filled):
+    controller = filled(enable=False)
+    trained_step(controller, 2)
+    assert controller.served.version == 1 and controller.servers.called("stage") == []
+
+
 def test_a_verdict_that_keeps_what_is_served_brings_its_newer_acceptance(filled):
     controller = filled()
     metrics = trained_step(controller, 2, KEEPS)
@@ -368,7 +374,8 @@ def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run
         controller.sample_begin(1)
         controller.servers.load["far"] = 4
         controller.servers.clock.sleep(LOOKS_S)
-        assert controller.spot.session == (colocated[0] if colocated else f"{TRAINER_DEVICE} 0")
+        controller.more_prompts()
+        assert controller.spot.session == (colocated[0] if colocated else f"{TRAINER_DEVICE} 0"), "it goes on"
         controller.spot.verdict = PUBLISHES if last else None
         controller.sample_end(1, last=last)
     assert len(controller.spot.called("train")) == 2 and controller.servers.called("leave") == []
@@ -396,6 +403,25 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
     assert directory == tmp_path / "drafter"
     assert (provenance.version, provenance.policy_step, provenance.tokens_trained) == (1, 2, 5000)
     assert tuple(provenance.acceptance) == (0.6, 0.6, 0.6)
+
+
+def test_the_end_of_a_run_that_trained_nothing_leaves_an_earlier_runs_drafter_alone(run, tmp_path):
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").touch()
+    controller = run(start={"tokens_trained": 900})
+    controller.finish()
+    assert controller.spot.saved == [] and controller.guard.counts.total() == 0
+
+
+def test_a_checkpoint_on_another_nodes_disk_is_told(run, said, tmp_path):
+    controller = run()
+    controller.save(1)
+    assert "trainer.default_local_dir" in said.text
+    step = tmp_path / "ckpt" / "global_step_2" / "tlt_drafter"
+    step.mkdir(parents=True)
+    (step / "config.json").touch()
+    controller.save(2)
+    assert said.text.count("trainer.default_local_dir") == 1
 
 
 def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):

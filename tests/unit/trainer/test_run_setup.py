@@ -139,6 +139,11 @@ def test_spot_training_takes_no_more_of_a_nodes_memory_than_the_docs_say(large):
     assert buffer_bytes(TLTConfig(), large, 64 * GIB, TOKENS_PER_STEP, accelerator=True) == LEAST_BUFFER
 
 
+def test_no_more_is_captured_where_verl_computes_log_probs_several_times_in_a_step(composed):
+    each = {mode: prepare(composed(), mode)[0].buffer.tokens_per_step for mode in ("sync", "separate_async")}
+    assert each == {"sync": TOKENS_PER_STEP, "separate_async": TOKENS_PER_STEP // 4}
+
+
 @pytest.mark.parametrize(
     ("prompts", "tokens", "window", "share"),
     [(6, 65_536, 4096, 0.25), (512, 65_536, 4096, 0.25), (512, 262_144, 4096, 0.1), (30, 262_144, 4096, 0.2),
