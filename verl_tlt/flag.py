@@ -65,13 +65,11 @@ def dotted(word: str) -> str:
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """The overrides of a command line, those of TLT as `++key=value`; unchanged where none sets the switch.
+    """The overrides of a command line, those of TLT as `++key=value`.
 
     verl's config has no `trainer.plugin` and no `tlt` node: without a plus Hydra would refuse these keys, and with one
     plus it would refuse them where a config of the user's own has them.
     """
-    if not any(_key(word) == SWITCH for word in words):
-        return list(words)
     return [f"++{word.lstrip('+')}" if OURS.match(word) else word for word in words]
 
 

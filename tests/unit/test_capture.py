@@ -128,8 +128,11 @@ def test_under_another_interpreter_the_command_goes_on_where_it_was(script, monk
             "starts verl with does not have verl-tlt: install it there.",
         ),
         (f"unset {MODULES}; export VERL_TLT_CAPTURE=; python3 -m verl.trainer.main_eval", "did not start verl.trainer"),
-        ("python3 -m verl.trainer.main_eval", "The command starts verl.trainer.main_eval; verl-tlt works with verl."),
-        ("python3 -c 'import verl, ray; ray.init()'", "The command starts python -c; verl-tlt works with verl"),
+        (
+            "python3 -m verl.trainer.main_eval",
+            "The command starts verl.trainer.main_eval, not verl.trainer.main_ppo.",
+        ),
+        ("python3 -c 'import verl, ray; ray.init()'", "The command starts python -c, not verl"),
         ("echo nothing to do here; exit 3", "ended with exit status 3 and did not start verl.trainer.main_ppo. Its"),
         (f'env -i PATH="$PATH" python3 -m {MAIN} a=1', f"starts {MAIN} without the variables VERL_TLT_CAPTURE and"),
     ],
@@ -201,6 +204,12 @@ def test_a_script_that_loses_the_flag(script):
         ("rm -rf $OUT", False, "recipe.sh: rm -rf. Allow it with --yes."),
         ("rm  -f -r $OUT", False, "recipe.sh: rm  -f -r. Allow it"),
         ("rm --force --recursive $OUT", False, "--recursive. Allow it"),
+        ("(ray stop)", False, "recipe.sh: ray stop. Allow it"),
+        ("X=$(ray stop)||true", False, "recipe.sh: ray stop. Allow it"),
+        ("{ uv sync;}", False, "recipe.sh: uv sync. Allow it"),
+        ("\\rm -rf $OUT>/dev/null", False, "recipe.sh: rm -rf. Allow it"),
+        ("pip3.11 install x", False, "pip3.11 install. Allow it"),
+        ("ray stopper; tee new.log; x > $LOG 2>&1 > /dev/null", False, None),
         ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
         ("  echo 'in the docker image' $X", False, None),
@@ -221,6 +230,21 @@ def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):
         assert said in str(error.value) and file in str(error.value)
     if not yes and said:
         check_words(["bash", file], yes=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "empties"),
+    [("x | tee old.log", True), ("x >old.log", True), ("nohup x &> 'old.log' &", True), ("x | tee -a old.log", False),
+     ("x >> old.log", False), ("x > none.log", False)],
+)  # fmt: skip
+def test_the_log_of_an_earlier_run_is_not_emptied(script, tmp_path, monkeypatch, line, empties):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.log").write_text("step:1")
+    (tmp_path / "none.log").touch()
+    if not empties:
+        return check_words(["bash", script(line)], yes=False)
+    with pytest.raises(TLTConfigError, match=r"line 1 of .*recipe\.sh: empty old\.log\. Allow it with --yes"):
+        check_words(["bash", script(line)], yes=False)
 
 
 def test_a_script_with_windows_line_ends_is_refused(script):

@@ -50,7 +50,7 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
     if "://" in path:
         return Finding("warn", POLICY, f"{key} is on another file system, so its family was not checked from here.")
     if _no_folder(path):
-        return Finding("if", POLICY, f"{key} is not a directory on this machine.")
+        return Finding("if", POLICY, f"{key} is not a directory on this machine{_read_as(path)}.")
     try:
         fields = read_model_config(path)
         family = str(fields.get("model_type"))
@@ -75,7 +75,7 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
             return own
     path, positions = settings.drafter.path, context + settings.speculation.longest
     if path is not None and _no_folder(path):
-        return Finding("if", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine.")
+        return Finding("if", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine{_read_as(path)}.")
     try:
         shape: PolicyShape | None = policy_shape(located(policy))
     except DrafterError:
@@ -138,6 +138,11 @@ def _has_weights(drafter: str) -> bool:
 
 def _no_folder(path: str) -> bool:
     return not is_name(path) and not os.path.isdir(absolute(path))
+
+
+def _read_as(path: str) -> str:
+    """Where a path that is not absolute leads, in brackets."""
+    return "" if os.path.isabs(path) else f" ({absolute(path)})"
 
 
 def located(path: str) -> str:

@@ -78,24 +78,48 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if empty := next((override for override in overrides if re.fullmatch(r"[^={}\[\]]+=", override)), None):
-        raise TLTConfigError(f"{empty} has no value; {empty}null and {empty}'' say so on purpose.")
-    if sentence := flag.mistake(flag.MAIN, overrides):
+    if sentence := next(filter(None, map(_misread, overrides)), None) or flag.mistake(flag.MAIN, overrides):
         raise TLTConfigError(sentence)
     folder, name = os.path.split(config_name)
     directory = os.path.join(verl, "trainer", folder or "config")
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
-            return hydra_compose(name, overrides=flag.joined(overrides))
+            config = hydra_compose(name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         unknown = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
         known = [word for word in overrides if unknown and word.partition("=")[0] != unknown[1]]
         if unknown and len(known) < len(overrides):
             reason = f"it has no {unknown[1]}.{likely_meant(unknown[1], compose(known, config_name))}"
-            if unknown[1].startswith(f"{flag.NAME}."):
-                reason = f"{unknown[1]} needs +{flag.SWITCH}={flag.NAME} beside it."
+        elif "Could not load 'ppo_" in reason:
+            reason += " A config of your own finds verl's by `hydra: {searchpath: [pkg://verl.trainer.config]}`."
         raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
+    if "actor_rollout_ref" not in config:
+        needs = "a config of your own begins with `defaults: [ppo_trainer, _self_]`"
+        raise TLTConfigError(f"{config_name} has no actor_rollout_ref, so it is no config of {flag.MAIN}: {needs}.")
+    return config
+
+
+def _misread(word: str) -> str | None:
+    """Why a word of a command line is no override that Hydra can read, and what to write instead; else None."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equals, value = word.partition("=")
+    if not word.strip():
+        return "An override is empty: look for a space behind a backslash at the end of a line."
+    if not equals and not word.startswith("~"):
+        return f"{word} is no override, KEY=VALUE. An option with several files is given once for each of them."
+    if not value and re.fullmatch(r"[^={}\[\]]+=", word):
+        return f"{word} has no value; {word}null and {word}'' say so on purpose."
+    if re.match(r"\+*(\w+\.)+\w+=", value):
+        return f"{word} has an override as its value: the script takes its first argument for {key} itself."
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        home = ", or $HOME in place of ~" if value.startswith("~") else ""
+        return f"Hydra cannot read {word}: put its value into quotes inside quotes, {key}='\"...\"'{home}."
+    return None
 
 
 def quoted(value: object) -> str:
@@ -168,6 +192,8 @@ def read_run_dir(config: DictConfig) -> str:
 
 def read_settings(config: DictConfig) -> TLTConfig:
     """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
+    if select(config, "trainer.tlt") is not None:
+        raise TLTConfigError("trainer.tlt is not read: move the tlt node to the top of the config.")
     node = read_mapping(config, "tlt")
     speculation = node.get("speculation", {})
     runner = engine_runner(config)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
-from verl_tlt.checks.models import METHOD, POLICY, Finding, check_policy, check_recipe_drafter
+from verl_tlt.checks.models import METHOD, POLICY, Finding, absolute, check_policy, check_recipe_drafter
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     context_tokens,
@@ -27,6 +27,8 @@ from verl_tlt.checks.recipe import (
     trainer_mode,
 )
 from verl_tlt.config import TLTConfig, TLTConfigError
+from verl_tlt.drafter.check import place_for
+from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import matching
 from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.server.engine_arguments import problems
@@ -260,6 +262,20 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     policy = str(select(config, POLICY, ""))
     yield check_policy(policy, settings.drafter.method)
     yield check_recipe_drafter(settings, policy, context_tokens(config))
+    yield from _places(config, settings)
+
+
+def _places(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """Folders of the user's choice that the run could not write to; at its end it would be too late to say so."""
+    key, trace = "tlt.trace.dir", settings.trace.dir
+    if trace and os.path.exists(absolute(trace)) and not os.path.isdir(absolute(trace)):
+        yield Finding("refuse", key, f"{key}={trace} is not a folder.")
+    if settings.spot.enable and settings.drafter.save_dir:
+        try:
+            key, others = "tlt.drafter.save_dir", (read_run_dir(config), trace)
+            place_for(settings.drafter.save_dir, key, replaces=True, others=others)
+        except TLTError as error:
+            yield Finding("refuse", key, str(error))
 
 
 def _absent_data(config: DictConfig) -> Iterator[Finding]:

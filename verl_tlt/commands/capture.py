@@ -34,18 +34,21 @@ GIVEN = "VERL_TLT_CAPTURED"
 """Variable with which a command goes on under the interpreter of the user's command: descriptor of a file that has the
 answer, and the environment in which the command was started."""
 POLL_S = 0.2
-_START = r"(?:^|[\s;&|(`'\"/])"
+_START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
 LEAVES = re.compile(
     rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
-    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit)(?=\s|$)"
+    rf"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit){_END}"
 )
 """Programs that start others without this environment, or elsewhere: the command would train there."""
 CHANGES = re.compile(
     rf"{_START}(ray stop|pkill|kill(?!\s+-0\b)|killall|fuser\s.*-\w*k|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)"
-    r"|find\s.*-delete|git (?:-C \S+ )?(?:clean|reset)|(?:pip3?|conda|mamba|apt|apt-get)(?: -\S+)* install"
-    r"|uv (?:add|sync))(?=\s|$)"
+    r"|find\s.*-delete|git (?:-C \S+ )?(?:clean|reset)"
+    r"|(?:pip[\d.]*|conda|conda env|mamba|micromamba|poetry|apt|apt-get)(?: -\S+)* (?:install|update)"
+    rf"|uv (?:add|sync)){_END}"
 )
 """What a script may do to other jobs, files and packages before it starts verl."""
+EMPTIES = re.compile(r"(?:\btee\s+|(?<!>)>\|?\s*)['\"]?([^\s;&|<>()'\"$-][^\s;&|<>()'\"$]*)")
+"""The file that a line writes its output to, in place of what is there."""
 SAYS = re.compile(r"\s*(#|(echo|printf)\b([^;&|<>`$]|\$(?!\())*$)")
 """A comment, or a line that only prints."""
 COMMENT = re.compile(r"\s#[^'\"]*$")
@@ -108,6 +111,13 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         for kind in (LEAVES, CHANGES)
         if not SAYS.match(text) and (match := kind.search(text))
     ]
+    told += [
+        (f"line {number} of {place}", f"empty {match[1]}", EMPTIES)
+        for place, texts in lines.items()
+        for number, text in enumerate(texts, start=1)
+        for match in EMPTIES.finditer(text)
+        if os.path.isfile(match[1]) and os.path.getsize(match[1])
+    ]
     if left := next((entry for entry in told if entry[2] is LEAVES), None):
         raise TLTConfigError(
             f"Nothing was run: {left[0]} has `{left[1]}`, which starts programs without the environment of this "
@@ -156,7 +166,8 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
         if answer is None:
             raise TLTConfigError(_no_answer(command, code, log))
     if "other" in answer:
-        raise TLTConfigError(f"The command starts {answer['other']}; verl-tlt works with {MAIN}. It was ended.")
+        remedy = "Of a program of your own check what it prints with --cfg job: verl-tlt doctor --config FILE"
+        raise TLTConfigError(f"The command starts {answer['other']}, not {MAIN}. It was ended. {remedy}.")
     return answer
 
 

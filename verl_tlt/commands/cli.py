@@ -38,7 +38,10 @@ class Commands(TyperGroup):
         except ModuleNotFoundError as error:  # also a package by which newer releases of typer read the command line
             raise SystemExit(needs(error)) from None
         except (TLTError, OSError) as error:
-            typer.secho(printable(str(error)), fg="red", err=True)
+            sentence = str(error)
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                sentence = f"{error.filename}: {error.strerror}."
+            typer.secho(printable(sentence), fg="red", err=True)
         raise SystemExit(1)
 
 

@@ -35,6 +35,8 @@ _PROGRAM = re.compile(
     rf"|[^=]*\.sh|{re.escape(MAIN)}"
 )
 """Words that begin a command of the user's own."""
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+"""The begin of a variable that a shell would set."""
 T = TypeVar("T")
 
 ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
@@ -208,10 +210,13 @@ class CommandAfterDashes(TyperCommand):
         """Take the words after `--` aside, before typer sees them."""
         end = args.index("--") if "--" in args else len(args)
         with_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
-        free = (i for i in range(end) if i == 0 or args[i - 1] not in with_value)
-        if (program := next((i for i in free if _PROGRAM.fullmatch(args[i])), None)) is not None:
-            words = shlex.join([*args[:program], "--", *args[program:]])
-            raise TLTError(f"A command of your own stands after two dashes: verl-tlt {ctx.info_name} {words}")
+        free = [i for i in range(end) if i == 0 or args[i - 1] not in with_value]
+        if any(_PROGRAM.fullmatch(args[i]) for i in free):
+            begin = next(i for i in free if not args[i].startswith("-") and "=" not in args[i])
+            variables = [word for word in args[:begin] if _VARIABLE.match(word)]
+            ours = [ctx.info_name, *(word for word in args[:begin] if word not in variables), "--"]
+            words = shlex.join([*variables, "verl-tlt", *ours, *args[begin:]])
+            raise TLTError(f"A command of your own stands after two dashes: {words}")
         if args[end:] == ["--"]:
             raise TLTError(f"No command stands after the dashes: verl-tlt {ctx.info_name} ... -- bash recipe.sh")
         ctx.meta[COMMAND] = tuple(args[end + 1 :])

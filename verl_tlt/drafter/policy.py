@@ -119,7 +119,7 @@ def is_name(model: Model) -> bool:
         given = f"not as a {type(model).__name__} (save_pretrained makes a folder of a model)"
         raise DrafterError(f"A model is given as a folder or as a name on the hub, {given}.")
     text = os.fspath(model)
-    return _NAME.fullmatch(text) is not None and not os.path.isdir(text)
+    return _NAME.fullmatch(text) is not None and not os.path.exists(text)
 
 
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
@@ -130,6 +130,7 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
     if not is_name(model):
         return Path(os.path.expanduser(model))
     from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     name, offline = os.fspath(model), "it is not in the local cache, and HF_HUB_OFFLINE is set"
     try:
@@ -142,6 +143,8 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
                             hf_hub_download(name, other, revision=commit)
                 return here
         snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
+    except RepositoryNotFoundError as error:
+        raise DrafterError(f"{name} is no folder here, and no model on the hub that you may read.") from error
     except (OSError, ValueError) as error:
         why = offline if constants.HF_HUB_OFFLINE else f"{type(error).__name__}, {first_line(error)}"
         raise NotHereError(f"{name} is no folder here and could not be fetched: {why}.") from error

@@ -32,6 +32,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")
 """Types of a drafter's weights."""
+_LFS = b"version https://git-lfs"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _MIMO = re.compile(r"^mtp_layers\.\d+\.(?:mtp_block\.)?")
 _STACKED = (
@@ -110,6 +111,8 @@ def _unreadable(file: Path, error: Exception) -> DrafterError:
         return DrafterError(f"{file} {_missing(file)}.")
     if isinstance(error, OSError):
         return DrafterError(f"{file} cannot be read: {error.strerror or error}.")
+    if file.open("rb").read(len(_LFS)) == _LFS:
+        return DrafterError(f"{file} is a pointer of Git LFS: run `git lfs pull` in its folder.")
     return DrafterError(f"{file} is not a complete safetensors file: {error}.")
 
 

@@ -246,7 +246,7 @@ class DrafterTrainer:
 
     def load_parameters(self, parameters: Mapping[str, np.ndarray]) -> None:
         """Take over weights, as their own average; the optimizer's moments stay."""
-        self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
+        self._copy_in(_tensors(parameters))
         for name, average in self.averages().items():
             average.copy_(self.parameters[name].detach())
 
@@ -254,7 +254,7 @@ class DrafterTrainer:
     def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
         """Give the drafter other weights inside the block; its own come back to the bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._copy_in({name: torch.from_numpy(np.array(value)) for name, value in parameters.items()})
+        self._copy_in(_tensors(parameters))
         try:
             yield
         finally:
@@ -348,6 +348,11 @@ def run_passes(
             loss_config=loss,
         )
     return total, metrics
+
+
+def _tensors(parameters: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """The same memory as tensors, but for what may not be written to, of which torch would warn."""
+    return {n: torch.from_numpy(value if value.flags.writeable else value.copy()) for n, value in parameters.items()}
 
 
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:

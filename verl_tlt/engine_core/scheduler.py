@@ -142,7 +142,9 @@ class TLTScheduler(Scheduler):
         # K is chosen by the contexts of two steps before; of three, where two steps are in flight.
         self._tlt_context_limit = context_limit(longest, self.num_spec_tokens, behind=3 if is_async else 2)
         policy = load_policy(settings, self.max_num_running_reqs)
-        self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config)), trace)
+        # For their logits vLLM leaves memory for two of each request (`GPUModelRunner._dummy_sampler_run`).
+        rows = 0 if config.device_config.device_type == "cpu" else 2 * self.max_num_running_reqs
+        self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config), rows), trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengths(self._tlt_choose)
         EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)

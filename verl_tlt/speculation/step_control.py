@@ -28,13 +28,16 @@ class Limits(NamedTuple):
     """What bounds the draft length of an engine, whatever is wanted."""
 
     lengths: tuple[int, ...]  # draft lengths, ascending from 0
-    token_limit: int = 0  # tokens of the largest step with a CUDA graph; 0: no graphs, no limit
+    token_limit: int = 0  # tokens of the largest step with a CUDA graph; 0: there are no graphs
+    rows: int = 0  # most tokens that a step of a larger batch may verify; 0: no limit
 
     def fitting(self, wanted: int, batch: int) -> int:
-        """`wanted`, or the longest K below it whose step has a graph; `wanted` where the batch has none with any K."""
+        """`wanted`, or the longest K below it whose step has a graph, or few enough rows where the batch has none."""
         wanted = max(0, min(wanted, self.lengths[-1]))
-        most = self.token_limit // max(batch, 1) - 1
-        return wanted if wanted <= most or most < 0 else max(k for k in self.lengths if k <= most)
+        if not (tokens := self.token_limit if batch <= self.token_limit else self.rows):
+            return wanted
+        most = tokens // max(batch, 1) - 1
+        return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
 
 
 def context_limit(positions: int, longest_draft: int, behind: int) -> int:

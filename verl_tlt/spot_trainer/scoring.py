@@ -22,7 +22,7 @@ PORTION = 1024
 """Most tokens scored at once, and between two looks at the stop flag, but at least one sequence."""
 KEPT_TOKENS = 8192
 """Tokens of a group, which all three drafters score before the next one. On an accelerator the weights of each drafter
-are moved there for each group, which takes a tenth of a second for a 7B policy's drafter."""
+are moved there for each group: gigabytes, which takes tenths of a second."""
 CPU_TOKENS = 256
 """`KEPT_TOKENS` and `PORTION` on a CPU, which takes seconds for so many tokens with a real vocabulary."""
 

@@ -73,6 +73,7 @@ def test_the_first_step_after_each_start_is_left_out(tmp_path):
     [
         ("a.jsonl", "", "has no step with timing_s/gen and timing_s/step"),
         ("a.jsonl", file_log([(1, {**STEP, "tlt/accept_length": 2.0})]), "is from a run with TLT"),
+        ("a.csv", "Step,a - timing_s/gen\n1,2", "has no timing_s/step: give the file with this metric too"),
         ("a.csv", "time,loss\n1,2", "has no column of RL steps"),
         ("a.csv", "Step,a - timing_s/gen,b - timing_s/gen\n1,2,3", "several columns of the same metric"),
         ("a.csv", "Step,a - timing_s/gen,a - timing_s/gen\n1,2,3", "several columns of the same metric"),

@@ -81,6 +81,15 @@ def test_rays_logs_of_a_failed_turn_are_kept(tmp_path, monkeypatch, end, stall_s
     assert (tmp_path / "stock" / "turn-1.ray" / "worker.err").read_text() == "why\n"
 
 
+def test_a_job_that_logs_elsewhere_lives_as_long_as_its_steps_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "LOOK_S", 0.1)
+    line = '{"step": %d, "data": {"timing_s/step": 1.0, "timing_s/gen": 0.5}}'
+    script = f"for i in 1 2 3 4; do sleep 1; printf '{line}\\n' $i >> \"$VERL_FILE_LOGGER_PATH\"; done"
+    plan = Plan(Recipe(()), None, 4, tmp_path, ("bash", "-c", f"{script}; exit 3"))
+    with pytest.raises(CompareError, match=r"(?s)failed with exit status 3.*none: does the command send its output"):
+        take_turn(plan, ARM, 0, 3.0, lambda _: None)
+
+
 def test_one_checkpoint_is_kept(tmp_path):
     for step in (4, 8, 12):
         (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)

@@ -121,6 +121,8 @@ def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
     (begin / "tlt_drafter" / "config.json").write_text("{}")
     assert first_drafter(plan, [TLT, "vllm-3"], None) == str(begin / "tlt_drafter")
     assert first_drafter(plan, ["vllm-3"], "/d") == "/d"
+    with pytest.raises(CompareError, match=r"--drafter is empty"):
+        first_drafter(plan, ["vllm-3"], "")
     with pytest.raises(CompareError, match=r"TLT goes on with the drafter in .*, not with --drafter /d: leave"):
         first_drafter(plan, ["vllm-3", TLT], "/d")
 

@@ -1,6 +1,7 @@
 """`verl-tlt doctor`, and the recipe it composes from verl's own files."""
 
 import copy
+import json
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.capture import capture, recipe_of
 from verl_tlt.commands.cli import app
 from verl_tlt.commands.compare.plan import make_plan
-from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus
+from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus, unread_keys
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.commands.warmup.run import decided_options
@@ -180,6 +181,8 @@ def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
         (["recipe.sh", "a=1"], "after two dashes: verl-tlt doctor -- recipe.sh a=1"),
         (["bash", "recipe.sh"], "after two dashes: verl-tlt doctor -- bash recipe.sh"),
         (["docker", "run", "x", "python"], "after two dashes: verl-tlt doctor -- docker run x python"),
+        (["poetry", "run", "python", "x.py"], "after two dashes: verl-tlt doctor -- poetry run python x.py"),
+        (["--all", "A=1", "timeout", "9", "bash", "r.sh"], "dashes: A=1 verl-tlt doctor --all -- timeout 9 bash r.sh"),
         (["kubectl", "exec", "x", "--", "python"], "dashes: verl-tlt doctor -- kubectl exec x -- python"),
         (["--all", "--"], "No command stands after the dashes: verl-tlt doctor ... -- bash recipe.sh"),
         (["--gpu"], "--gpu measures the engine of your recipe: give its command after --, or its overrides."),
@@ -296,7 +299,11 @@ def test_a_recipe_is_composed_from_verls_own_files():
         ("+trainer.x=", "+trainer.x= has no value"),
         ("no.such.key=1", "no.such.key"),
         ("trainer.n_gpus=1", "it has no trainer.n_gpus. Did you mean trainer.n_gpus_per_node?"),
-        ("tlt.spot.enable=false", "tlt.spot.enable needs +trainer.plugin=tlt beside it."),
+        (" ", "An override is empty: look for a space behind a backslash"),
+        ("val.parquet", "val.parquet is no override, KEY=VALUE. An option with several files is given once for each"),
+        ("tlt.drafter.path=~/x", "Hydra cannot read tlt.drafter.path=~/x: put its value into quotes inside quotes"),
+        ("data.train_files=/data/a=b/x.parquet", "Hydra cannot read data.train_files=/data/a=b/x.parquet: put"),
+        ("data.train_files=+trainer.plugin=tlt", "the script takes its first argument for data.train_files itself"),
         ("temperature=1", "it has no temperature. Did you mean actor_rollout_ref.rollout.temperature?"),
         ("+tlt=default", "tlt=default does not switch TLT on: write +trainer.plugin=tlt"),
     ],
@@ -313,6 +320,38 @@ def test_an_override_that_cannot_be_is_one_sentence(wrong, said):
 ])  # fmt: skip
 def test_the_switch_and_settings_are_taken_with_or_without_a_plus(switch):
     assert compose([FLAG[1], *switch], "ppo_trainer").trainer.plugin == "tlt"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("defaults: [ppo_trainer, _self_]\n", "finds verl's by `hydra: {searchpath: [pkg://verl.trainer.config]}`"),
+        ("trainer: {nnodes: 7}\n", "has no actor_rollout_ref, so it is no config of verl.trainer.main_ppo"),
+    ],
+)
+def test_a_config_of_ones_own_without_verls_is_one_sentence(tmp_path, text, said):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(TLTConfigError, match=re.escape(said)):
+        compose((), str(tmp_path / "mine"))
+
+
+def test_in_a_config_with_the_flag_a_setting_needs_no_plus(tmp_path):
+    own = {"defaults": ["ppo_trainer", "_self_"], "hydra": {"searchpath": ["pkg://verl.trainer.config"]}}
+    own |= {"trainer": {"plugin": "tlt"}, "tlt": {"drafter": {"path": "x"}}}
+    (tmp_path / "mine.yaml").write_text(json.dumps(own))
+    tlt = compose(["tlt.speculation.max_draft_length=7", "+tlt.drafter.path=y"], str(tmp_path / "mine")).tlt
+    assert (tlt.speculation.max_draft_length, tlt.drafter.path) == (7, "y")
+
+
+def test_settings_that_nobody_reads_are_told(recipe):
+    with open_dict(recipe):
+        recipe.drafter = {"path": "dr"}
+    (found,) = unread_keys(["+drafter.path=dr", "+trainer.plugin=tlt", "+tlt.spot.enable=false"], recipe)
+    assert found.level == "warn" and found.sentence.startswith("verl does not read drafter.path.")
+    with open_dict(recipe):
+        recipe.trainer.tlt = {"drafter": {"path": "dr"}}
+    with pytest.raises(TLTConfigError, match=r"trainer\.tlt is not read: move the tlt node to the top"):
+        read_settings(recipe)
 
 
 def test_another_folder_of_configs_is_searched(tmp_path):

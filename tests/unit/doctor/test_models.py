@@ -6,7 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 from rich.console import Console
 
 from verl_tlt.checks.models import check_policy, check_recipe_drafter
@@ -52,6 +54,24 @@ def test_a_name_is_resolved_or_that_it_cannot_be_is_said_and_no_refusal(cached, 
         "set, so the family of actor_rollout_ref.model.path was not checked."
     )
     assert "another file system" in check_policy("hdfs://cluster/policy").sentence
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused(monkeypatch):
+    def absent(name, **_):
+        raise RepositoryNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    found = check_policy("Org/absent")
+    assert found.level == "refuse"
+    assert "Org/absent is no folder here, and no model on the hub that you may read." in found.sentence
+
+
+def test_a_file_or_a_relative_folder_that_is_not_there_is_no_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dr").mkdir()
+    (tmp_path / "dr" / "model.safetensors").touch()
+    assert "is not a directory" in check_policy("dr/model.safetensors").sentence
+    assert f"({tmp_path}/my/own/policy)" in check_policy("my/own/policy").sentence
 
 
 MLA = "latent attention (MLA) does not start on vLLM's CPU backend"
@@ -168,4 +188,4 @@ def test_a_name_with_codes_of_a_terminal_is_quoted(policy):
     for finding in (check_policy(name), judged(policy, name)):
         say(console, finding.sentence)
     shown = console.file.getvalue()
-    assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b[31mred\x07") == 2
+    assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b[31mred\x07") == 4

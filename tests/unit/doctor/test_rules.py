@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from verl_tlt import activation
 from verl_tlt.checks import rules
 from verl_tlt.checks.rules import UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
-from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError
+from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError, TraceConfig
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.idle.planner import MODE_RULES
@@ -257,6 +257,19 @@ def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings):
     found = findings({}, TLTConfig(drafter=DrafterConfig(path="/nowhere/drafter")))["tlt.drafter.path"]
     said = "tlt.drafter.path=/nowhere/drafter is not a directory on this machine."
     assert (found.level, found.sentence) == ("if", said)
+
+
+def test_folders_that_could_not_be_written_at_the_end_are_known_at_the_start(findings, tmp_path):
+    (tmp_path / "mine.txt").touch()
+    said = {}
+    for key, settings in {
+        "tlt.drafter.save_dir": TLTConfig(drafter=DrafterConfig(save_dir=str(tmp_path))),
+        "tlt.trace.dir": TLTConfig(trace=TraceConfig(dir=str(tmp_path / "mine.txt"))),
+    }.items():
+        said[key] = findings({}, settings)[key]
+        assert said[key].level == "refuse" and key in said[key].sentence
+    assert "mine.txt is not a folder" in said["tlt.trace.dir"].sentence
+    assert not findings({}, TLTConfig(drafter=DrafterConfig(save_dir=str(tmp_path / "new"))))
 
 
 @pytest.mark.parametrize("key", [f"{ROLLOUT}.name", "trainer.default_local_dir"])

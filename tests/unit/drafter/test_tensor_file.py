@@ -39,6 +39,12 @@ def test_a_file_that_is_not_whole_is_one_sentence(model, content):
         assert "\n" not in str(error.value)
 
 
+def test_a_pointer_of_git_lfs_is_named(model):
+    (model / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    with pytest.raises(DrafterError, match=r"is a pointer of Git LFS: run `git lfs pull`"):
+        read_headers(model / WEIGHTS)
+
+
 def test_a_file_that_cannot_be_read_says_why(model):
     for read in (read_file, read_headers):
         with pytest.raises(DrafterError, match=f"^{model} cannot be read: Is a directory"):

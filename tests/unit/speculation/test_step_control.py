@@ -17,7 +17,7 @@ from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, co
 from verl_tlt.speculation.types import OFF, Policy, Step
 
 LIMITS = Limits((0, 1, 2, 3))
-GRAPHS = Limits((0, 1, 3), token_limit=512)
+GRAPHS = Limits((0, 1, 3), token_limit=512, rows=2048)
 UNDRAFTED = dict(verified=0, num_drafts=0, num_accepted_tokens_per_pos=())
 
 
@@ -63,7 +63,7 @@ def control():
 
 @pytest.mark.parametrize(
     ("wanted", "batch", "chosen"),
-    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (3, 513, 3), (9, 8, 3), (-1, 8, 0)],
+    [(3, 128, 3), (3, 129, 1), (3, 257, 0), (1, 300, 0), (0, 600, 0), (3, 513, 1), (3, 1024, 1), (9, 8, 3), (-1, 8, 0)],
 )
 def test_no_draft_is_longer_than_the_engine_can_have(wanted, batch, chosen):
     policy = FixedPolicy(wanted)

@@ -133,6 +133,8 @@ def test_equal_prompts_count_once_and_a_limit_holds(options, prompts_file, tmp_p
     first = [line for line in prompts_file.read_text().splitlines()[:20] for _ in range(2)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(first))
     assert len(read_prompts(options(prompts=[tmp_path / "pairs.jsonl"]), tmp_path, limit=17).all) == 17
+    with pytest.raises(DrafterError, match=r"at least 16 are needed; --limit 8 takes no more\."):
+        read_prompts(options(prompts=[prompts_file]), tmp_path, limit=8)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,9 @@ def test_equal_prompts_count_once_and_a_limit_holds(options, prompts_file, tmp_p
         ("p.jsonl", '{"prompt": [{"role": "user", "content": "w1"}]}', "holds 1 different usable prompts, but at"),
         ("p.csv", "w1", "cannot be read by verl's dataset: Unsupported file format"),
         ("p.jsonl", '{"prompt": "w1"}\n{', "cannot be read by verl's dataset: "),
-        ("p.jsonl", '{"text": "w1"}', "has no `prompt`, which verl reads by data.prompt_key."),
-        ("p.jsonl", '{"prompt": "w1"}', "prompt 1 is no list of messages with `role` and `content`."),
+        ("p.jsonl", '{"text": "w1"}', "has no `prompt` (its columns: text): add data.prompt_key=NAME"),
+        ("p.jsonl", '{"prompt": "w1"}', "prompt 1 is no list of messages with `role` and `content`, such as"),
+        ("p.jsonl", "", "p.jsonl is empty."),
         ("p.jsonl", '{"prompt": [{"role": "none", "content": "w1"}]}', "prompt 1 is refused by verl's single_turn"),
         ("p.jsonl", '{"prompt": [{"role": "empty", "content": ""}]}', "; 1 are empty in the policy's chat template."),
         ("p.parquet", "not parquet", "cannot be read by verl's dataset: "),

@@ -94,6 +94,9 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
             f"{source} has no step whose {STEP} is above its {ROLLOUT} and {CHECKPOINT}: they are of different runs."
         )
     if not finished:
+        absent = [name for name in (ROLLOUT, STEP) if not any(name in m for m in run.steps.values())]
+        if len(absent) == 1:
+            raise TLTError(f"{source} has no {absent[0]}: give the file with this metric too.")
         logged = "its file logger, its console, or W&B's CSV"
         raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give what verl logged in a run ({logged}).")
     if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):

@@ -40,7 +40,12 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     command, env = plan.job(arm, turn, {FILE_LOGGER: str(metrics)})
     folder = Path("." if plan.command else plan.recipe.directory or ".")
     began = time.monotonic()
-    code = watched(arm.name, command, with_cluster(env), log, folder, stall_s, lambda: tell(len(read_rows(metrics))))
+
+    def finished() -> int:
+        tell(steps := len(read_rows(metrics)))
+        return steps
+
+    code = watched(arm.name, command, with_cluster(env), log, folder, stall_s, finished)
     seconds, rows = time.monotonic() - began, read_rows(metrics)
     if code or len(rows) != plan.steps:
         what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
@@ -59,21 +64,21 @@ def watched(
     log: Path,
     folder: Path,
     stall_s: float,
-    look: Callable[[], None],
+    look: Callable[[], object],
 ) -> int:
     """Run a command in `folder`, its output in `log`, to its end, and return its exit status; its whole tree is ended.
 
-    `look` is called once a second. A CompareError says that nothing was written for `stall_s` seconds.
+    `look` is called once a second. A CompareError says that for `stall_s` seconds nothing was written, and `look`
+    returned the same.
     """
     with running(command, env=env, log=log, cwd=folder) as tree:
-        size, changed = 0, time.monotonic()
+        seen, changed = None, time.monotonic()
         while (code := tree.status(MAIN)) is None:
-            if log.stat().st_size != size:
-                size, changed = log.stat().st_size, time.monotonic()
+            if (now := (log.stat().st_size, look())) != seen:
+                seen, changed = now, time.monotonic()
             if time.monotonic() - changed > stall_s:
                 keep_ray_logs(tree.folder, log)
                 raise CompareError(failure(f"{name} has written nothing for {stall_s:.0f} s.", log))
-            look()
             time.sleep(LOOK_S)
         keep_ray_logs(tree.folder, log)
         return code
@@ -132,4 +137,5 @@ def failure(what: str, log: Path) -> str:
     """A message on a job that failed: what happened, the last error that its log names, and where to read on."""
     errors = [match[1].strip() for line in lines_of(log) if (match := ERROR.search(line))]  # without Ray's prefix
     rays = f" Ray's logs are in {ray_logs_of(log)}." if ray_logs_of(log).is_dir() else ""
-    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}{rays}\nThe last lines of {log}:\n{last_lines(log)}"
+    last = last_lines(log) or "    none: does the command send its output to another file?"
+    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}{rays}\nThe last lines of {log}:\n{last}"

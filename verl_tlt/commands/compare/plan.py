@@ -193,6 +193,8 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
 
     That of the checkpoint, with which TLT goes on whatever is `given`; else the given one, or the recipe's.
     """
+    if given is not None and not given.strip():
+        raise CompareError("--drafter is empty: give a folder or a name on the hub, or leave it out.")
     config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
     if own and given and {TLT, NO_SPOT} & {*arms}:

@@ -22,11 +22,13 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     Recipe,
+    compose,
     device_of,
     devices,
     likely_meant,
     number,
     read_settings,
+    select,
     trainer_mode,
 )
 from verl_tlt.commands.console import say
@@ -34,7 +36,7 @@ from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import check_writable, replacing
-from verl_tlt.flag import SWITCH
+from verl_tlt.flag import CONFIG, NAME, SWITCH
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -133,9 +135,10 @@ def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
 
 
 def unread_keys(overrides: Sequence[str], config: DictConfig) -> Iterator[Finding]:
-    """A warning for each value that was added at the top of the config, as by a key without its path."""
+    """A warning for each value that was added outside of verl's nodes, as by a key without its path."""
+    known = {*compose((), CONFIG), NAME}
     for key in (word.lstrip("+").partition("=")[0] for word in overrides if word.startswith("+")):
-        if "." not in key and isinstance(config.get(key), int | float | str):
+        if key.partition(".")[0] not in known and isinstance(select(config, key), int | float | str):
             yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
 

@@ -76,6 +76,8 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     named = "--prompts " + " ".join(map(str, files))
     if missing := next((file for file in files if not file.is_file()), None):
         raise DrafterError(f"--prompts {missing} {'is not a file' if missing.exists() else 'does not exist'}.")
+    if without := next((file for file in files if _is_empty(file)), None):
+        raise DrafterError(f"--prompts {without} is empty.")
     positions = policy_shape(options.model).max_position_embeddings
     if (longest := positions - options.response_length) < 1:
         room = f"no room for a prompt in the policy's max_position_embeddings={positions}"
@@ -92,9 +94,20 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
         if empty := sum(not r.tokens for r in asked):
             why += f"; {empty} are empty in the policy's chat template"
         why += f"; {with_media} have videos or sound, which a warm-up leaves out" if with_media else ""
+        why += f"; --limit {limit} takes no more" if limit and len(asked) == limit else ""
         usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
         raise DrafterError(f"{named} holds {usable}{why}.")
     return Prompts(tuple(kept), files_digest(files), _held_out(kept), with_media)
+
+
+def _is_empty(file: Path) -> bool:
+    """Whether a file has no bytes, or no rows of parquet; verl's dataset fails on either."""
+    import pyarrow.parquet as pq
+    from pyarrow.lib import ArrowException
+
+    with contextlib.suppress(ArrowException):  # verl's dataset says what is wrong with it
+        return file.stat().st_size == 0 or (file.suffix == ".parquet" and not pq.ParquetFile(file).metadata.num_rows)
+    return False
 
 
 def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> dict[str, Any]:
@@ -189,7 +202,8 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
         raise DrafterError(f"{named} is empty, or all its prompts are longer than data.max_prompt_length.")
     columns = getattr(getattr(data, "dataframe", None), "column_names", None)
     if columns is not None and (key := config.data.get("prompt_key", "prompt")) not in columns:
-        raise DrafterError(f"{named} has no `{key}`, which verl reads by data.prompt_key.")
+        others = f"its columns: {', '.join(columns)}"
+        raise DrafterError(f"{named} has no `{key}` ({others}): add data.prompt_key=NAME for the one with the prompts.")
     requests, with_media = dict[Prompt, None](), 0
     for i in range(len(data)):
         request = await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}")
@@ -208,7 +222,8 @@ async def _first_request(worker: Any, config: DictConfig, data: Any, number: int
     loop = row.pop("agent_name", None) or config.actor_rollout_ref.rollout.agent.default_agent_loop
     row.pop("dummy_tensor", None)
     if not _is_chat(row.get("raw_prompt")):
-        raise DrafterError(f"{where} is no list of messages with `role` and `content`.")
+        example = '[{"role": "user", "content": "..."}]'
+        raise DrafterError(f"{where} is no list of messages with `role` and `content`, such as {example}.")
     trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     try:
