@@ -116,7 +116,10 @@ def _misread(word: str) -> str | None:
         return f"{word} has an override as its value: the script takes its first argument for {key} itself."
     try:
         OverridesParser.create().parse_override(word)
-    except HydraException:
+    except HydraException as error:
+        if value.startswith(("{", "[")) or not re.fullmatch(r"\+*[\w.]+", key):
+            quotes = " The keys of a mapping take no quotes." if value.startswith('{"') else ""
+            return f"Hydra cannot read {word}: {first_line(error)}.{quotes}"
         home = ", or $HOME in place of ~" if value.startswith("~") else ""
         return f"Hydra cannot read {word}: put its value into quotes inside quotes, {key}='\"...\"'{home}."
     return None

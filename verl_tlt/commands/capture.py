@@ -2,7 +2,7 @@
 
 Nothing of it is interpreted. `verl_tlt.capture`, which verl imports in the command's processes, reports the arguments.
 Whatever the command does before it starts `main_ppo` really happens, so commands that would leave this environment
-are refused, and those that end or remove something need `--yes`.
+are refused, and those that end, remove or overwrite something need `--yes`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLL_S = 0.2
 _START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
 LEAVES = re.compile(
     rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
-    rf"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit){_END}"
+    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit)(?=\s|$)"
 )
 """Programs that start others without this environment, or elsewhere: the command would train there."""
 CHANGES = re.compile(
@@ -115,7 +115,7 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         (f"line {number} of {place}", f"empty {match[1]}", EMPTIES)
         for place, texts in lines.items()
         for number, text in enumerate(texts, start=1)
-        for match in EMPTIES.finditer(text)
+        for match in EMPTIES.finditer(_done(text))
         if os.path.isfile(match[1]) and os.path.getsize(match[1])
     ]
     if left := next((entry for entry in told if entry[2] is LEAVES), None):
@@ -126,6 +126,13 @@ def check_words(command: Sequence[str], yes: bool) -> None:
     if told and not yes:
         listed = "; ".join(f"{place}: {word}" for place, word, _ in told)
         raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
+
+
+def _done(line: str) -> str:
+    """A line without what it only prints, or says in a comment."""
+    if re.match(r"\s*(echo|printf)\b", line):
+        return re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
+    return "" if line.lstrip().startswith("#") else line
 
 
 def _is_shell_script(file: str, words_before: Sequence[str]) -> bool:

@@ -35,7 +35,7 @@ _PROGRAM = re.compile(
     rf"|[^=]*\.sh|{re.escape(MAIN)}"
 )
 """Words that begin a command of the user's own."""
-_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 """The begin of a variable that a shell would set."""
 T = TypeVar("T")
 
@@ -52,7 +52,8 @@ class RunOptions:
     config: Annotated[Path | None, Option(help="verl's composed config (*.yaml), as `--cfg job` prints it.")] = None
     config_name: ConfigName = CONFIG
     yes: Annotated[
-        bool, Option("--yes", help="Run the script even if it ends jobs, deletes files or installs packages.")
+        bool,
+        Option("--yes", help="Run the script even if it ends jobs, changes files or installs packages."),
     ] = False
     command: tuple[str, ...] = ()
     """The words after `--`, which no option takes."""
@@ -211,8 +212,8 @@ class CommandAfterDashes(TyperCommand):
         end = args.index("--") if "--" in args else len(args)
         with_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
         free = [i for i in range(end) if i == 0 or args[i - 1] not in with_value]
-        if any(_PROGRAM.fullmatch(args[i]) for i in free):
-            begin = next(i for i in free if not args[i].startswith("-") and "=" not in args[i])
+        if (program := next((i for i in free if _PROGRAM.fullmatch(args[i])), None)) is not None:
+            begin = next((i for i in free if not args[i].startswith("-") and "=" not in args[i]), program)
             variables = [word for word in args[:begin] if _VARIABLE.match(word)]
             ours = [ctx.info_name, *(word for word in args[:begin] if word not in variables), "--"]
             words = shlex.join([*variables, "verl-tlt", *ours, *args[begin:]])

@@ -176,8 +176,6 @@ def instantiate(config: Eagle3SpeculatorConfig | MTPSpeculatorConfig, attention:
 
     AttentionInterface.register(BY_DOCUMENT, attend_by_document)
     config.transformer_layer_config._attn_implementation = attention
-    if attention == "sdpa":  # cuDNN would make a plan for each number of rows, for about a second, on each device
-        torch.backends.cuda.enable_cudnn_sdp(False)
     model = _model_class(config.speculators_model_type)(config).float()
     # Where CUDA is, `speculators` compiles the forward: anew for other row counts and for scoring, for as long as that
     # takes, while a stop waits. Its time is in a few large matrix products, for which there is nothing to compile.

@@ -144,7 +144,7 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
                 return here
         snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except RepositoryNotFoundError as error:
-        raise DrafterError(f"{name} is no folder here, and no model on the hub that you may read.") from error
+        raise NotHereError(f"{name} is no folder here, and no model on the hub that you may read.") from error
     except (OSError, ValueError) as error:
         why = offline if constants.HF_HUB_OFFLINE else f"{type(error).__name__}, {first_line(error)}"
         raise NotHereError(f"{name} is no folder here and could not be fetched: {why}.") from error

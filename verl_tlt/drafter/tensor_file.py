@@ -111,8 +111,9 @@ def _unreadable(file: Path, error: Exception) -> DrafterError:
         return DrafterError(f"{file} {_missing(file)}.")
     if isinstance(error, OSError):
         return DrafterError(f"{file} cannot be read: {error.strerror or error}.")
-    if file.open("rb").read(len(_LFS)) == _LFS:
-        return DrafterError(f"{file} is a pointer of Git LFS: run `git lfs pull` in its folder.")
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS)) == _LFS:
+            return DrafterError(f"{file} is a pointer of Git LFS: run `git lfs pull` in its folder.")
     return DrafterError(f"{file} is not a complete safetensors file: {error}.")
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -355,9 +356,17 @@ def _tensors(parameters: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {n: torch.from_numpy(value if value.flags.writeable else value.copy()) for n, value in parameters.items()}
 
 
-def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+@contextmanager
+def mixed_precision(device: torch.device) -> Iterator[None]:
+    """bfloat16 matrix products on CUDA over float32 master weights; plain float32 elsewhere.
+
+    Attention is not cuDNN's, which would make a plan for each number of rows, for about a second, on each device.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.autocast("cuda", torch.bfloat16), sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
 
 
 class NoWaiting(TorchFunctionMode):

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+FEW_ROWS = 512
+"""Tokens that a step may verify on a GPU in any case: their logits take a gigabyte or two."""
 MAX_NGRAM_BYTES = 256 << 20
 """Largest n-gram index of an engine: some two million tokens of responses."""
 
@@ -143,7 +145,7 @@ class TLTScheduler(Scheduler):
         self._tlt_context_limit = context_limit(longest, self.num_spec_tokens, behind=3 if is_async else 2)
         policy = load_policy(settings, self.max_num_running_reqs)
         # For their logits vLLM leaves memory for two of each request (`GPUModelRunner._dummy_sampler_run`).
-        rows = 0 if config.device_config.device_type == "cpu" else 2 * self.max_num_running_reqs
+        rows = 0 if config.device_config.device_type == "cpu" else max(2 * self.max_num_running_reqs, FEW_ROWS)
         self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config), rows), trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengths(self._tlt_choose)

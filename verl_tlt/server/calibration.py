@@ -196,7 +196,7 @@ class _Measurement:
         No more than the fewest are taken once `share_s` seconds are over.
         """
         ends = time.monotonic() + share_s
-        await self._hold(length)
+        computes = await self._hold(length)
         per_step = max(length, 0) + 1  # tokens that a request may gain
         context = max(1, load.context - STEPS * per_step // 2 - 1)
         config = self._engine.vllm_config.scheduler_config
@@ -205,7 +205,9 @@ class _Measurement:
         if context > SHORT_CONTEXT:  # computed once and remembered, so that all requests begin to decode together
             begun = time.monotonic()
             await self._decode(load, context, 1, ends)
-            self.token_s = self.token_s or (time.monotonic() - begun) / (load.batch * context)
+            if computes:
+                token_s = (time.monotonic() - begun) / (load.batch * context)
+                self.token_s = min(self.token_s or token_s, token_s)  # the first ones may find the engine cold
         await ask_scheduler(self._engine, "stats", reset=True)
         await self._decode(load, context, most_steps * per_step, ends)
         stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))
@@ -215,12 +217,14 @@ class _Measurement:
         await self._set_drafting(True)
         await ask_scheduler(self._engine, "control", drafting=True, force_k=None)
 
-    async def _hold(self, length: int) -> None:
+    async def _hold(self, length: int) -> bool:
+        """Hold the draft length; returns whether that has emptied the prefix cache."""
         drafting = length != OFF
-        if drafting != self._drafting:
+        if emptied := drafting != self._drafting:
             await self._set_drafting(drafting)
             self._drafting = drafting
         await ask_scheduler(self._engine, "control", drafting=drafting, force_k=max(length, 0))
+        return emptied
 
     async def _set_drafting(self, enabled: bool) -> None:
         """Switch the drafter's own pass on or off."""

@@ -349,8 +349,10 @@ class Controller:
                 self._watch.finish(self.tlt.spot.stop_timeout_s)
         with self.guard("final drafter"):
             directory = Path(str(self.tlt.drafter.save_dir))
-            trained = self._tokens > self._start.tokens_trained  # else what an earlier run left there is not worse
-            if self.spot.running and (trained or not (directory / CONFIG).is_file()):
+            nothing_new = self._tokens == 0 and self._start.checkpoint is None
+            if nothing_new and (directory / CONFIG).is_file():
+                logger.warning("nothing was trained, so %s keeps the drafter of an earlier run", directory)
+            elif self.spot.running:
                 self.spot.save(directory, self._provenance(self._updated))
         self._count_failures()
         with self.guard("end of the run"):

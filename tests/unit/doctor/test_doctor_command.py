@@ -303,6 +303,7 @@ def test_a_recipe_is_composed_from_verls_own_files():
         ("val.parquet", "val.parquet is no override, KEY=VALUE. An option with several files is given once for each"),
         ("tlt.drafter.path=~/x", "Hydra cannot read tlt.drafter.path=~/x: put its value into quotes inside quotes"),
         ("data.train_files=/data/a=b/x.parquet", "Hydra cannot read data.train_files=/data/a=b/x.parquet: put"),
+        ("a={'b'", "Hydra cannot read a={'b': "),
         ("data.train_files=+trainer.plugin=tlt", "the script takes its first argument for data.train_files itself"),
         ("temperature=1", "it has no temperature. Did you mean actor_rollout_ref.rollout.temperature?"),
         ("+tlt=default", "tlt=default does not switch TLT on: write +trainer.plugin=tlt"),
@@ -346,7 +347,7 @@ def test_in_a_config_with_the_flag_a_setting_needs_no_plus(tmp_path):
 def test_settings_that_nobody_reads_are_told(recipe):
     with open_dict(recipe):
         recipe.drafter = {"path": "dr"}
-    (found,) = unread_keys(["+drafter.path=dr", "+trainer.plugin=tlt", "+tlt.spot.enable=false"], recipe)
+    (found,) = unread_keys(Recipe(("+drafter.path=dr", "+trainer.plugin=tlt", "+tlt.spot.enable=false")), recipe)
     assert found.level == "warn" and found.sentence.startswith("verl does not read drafter.path.")
     with open_dict(recipe):
         recipe.trainer.tlt = {"drafter": {"path": "dr"}}

@@ -408,9 +408,10 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
 def test_the_end_of_a_run_that_trained_nothing_leaves_an_earlier_runs_drafter_alone(run, tmp_path):
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "config.json").touch()
-    controller = run(start={"tokens_trained": 900})
-    controller.finish()
-    assert controller.spot.saved == [] and controller.guard.counts.total() == 0
+    for start, saves in (({}, 0), ({"checkpoint": tmp_path / "global_step_9" / "tlt_drafter"}, 1)):
+        controller = run(start=start)
+        controller.finish()
+        assert len(controller.spot.saved) == saves and controller.guard.counts.total() == 0
 
 
 def test_a_checkpoint_on_another_nodes_disk_is_told(run, said, tmp_path):

@@ -36,7 +36,7 @@ from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import check_writable, replacing
-from verl_tlt.flag import CONFIG, NAME, SWITCH
+from verl_tlt.flag import NAME, SWITCH
 from verl_tlt.upstream.versions import installed, location
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def diagnose(recipe: Recipe | None) -> list[Finding]:
             with recipe.composed() as config:
                 findings.insert(0, rules.switched_on(config))
                 findings += rules.examine(config, read_settings(config))
-                findings += [*unread_keys(recipe.overrides, config), *examine_gpus(config)]
+                findings += [*unread_keys(recipe, config), *examine_gpus(config)]
                 if not is_refused(findings):
                     findings.append(build_dataclasses(config))
         except TLTConfigError as error:
@@ -134,10 +134,11 @@ def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
     return f"verl-tlt compare {words}" if options.gpu else f"verl-tlt doctor --gpu {words}"
 
 
-def unread_keys(overrides: Sequence[str], config: DictConfig) -> Iterator[Finding]:
-    """A warning for each value that was added outside of verl's nodes, as by a key without its path."""
-    known = {*compose((), CONFIG), NAME}
-    for key in (word.lstrip("+").partition("=")[0] for word in overrides if word.startswith("+")):
+def unread_keys(recipe: Recipe, config: DictConfig) -> Iterator[Finding]:
+    """A warning for each value that was added outside of the config's own nodes, as by a key without its path."""
+    added = [word for word in recipe.overrides if word.startswith("+")]
+    known = {*compose([word for word in recipe.overrides if word not in added], recipe.config), NAME}
+    for key in (word.lstrip("+").partition("=")[0] for word in added):
         if key.partition(".")[0] not in known and isinstance(select(config, key), int | float | str):
             yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
