@@ -62,7 +62,8 @@ def test_speed_counts_rollouts_whose_savings_are_known():
 def test_what_idle_time_taught_the_drafter(made_run, tmp_path):
     trace = read_trace(made_run.directory)
     first, last = made_run.accept_length[1], made_run.accept_length[6]
-    assert learned(trace).endswith(f"published 5 times: accept length {first:.2f} in step 1, {last:.2f} in step 6.")
+    assert f"published 5 times: accept length {first:.2f} in step 1, {last:.2f} in step 6; on held" in learned(trace)
+    assert learned(trace).endswith("1.25 before that and 2.50 after it.")
     assert new_drafters(rows_of_trace(trace)) == [3, 4, 5, 6], "version 1 is loaded at the end of step 2"
     TraceWriter(tmp_path, "trainer").emit("step", step=1, metrics={"tlt/accept_length": 1.6})
     assert learned(read_trace(tmp_path)) == ""

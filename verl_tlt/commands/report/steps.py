@@ -127,13 +127,20 @@ def speed(rows: pd.DataFrame) -> str:
 def learned(trace: RunTrace) -> str:
     """A sentence on the accept length before and after idle time trained the drafter; empty if it published none."""
     lengths = rows_of_trace(trace).accept_length.dropna()
-    published = sum(p.decision == "published" for p in trace.publishes)
+    published = [p for p in trace.publishes if p.decision == "published"]
     if not published or lengths.empty:
         return ""
-    times = "once" if published == 1 else f"{published} times"
+    times = "once" if len(published) == 1 else f"{len(published)} times"
+    held_out = [p.tau for p in published if {"served", "candidate"} <= p.tau.keys()]
+    judged = (
+        f"; on held-out text, with the longest drafts, {held_out[0]['served']:.2f} before that and "
+        f"{held_out[-1]['candidate']:.2f} after it"
+        if held_out
+        else ""
+    )
     return (
         f"A drafter trained in idle time was published {times}: accept length {lengths.iloc[0]:.2f} in step "
-        f"{lengths.index[0]}, {lengths.iloc[-1]:.2f} in step {lengths.index[-1]}."
+        f"{lengths.index[0]}, {lengths.iloc[-1]:.2f} in step {lengths.index[-1]}{judged}."
     )
 
 
