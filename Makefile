@@ -21,7 +21,7 @@ help:
 	@echo "make test-vision    policies whose code imports torchvision: Qwen3.5, vision-language models (downloads 8 MB)"
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 1.2 GB)"
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
-	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about a quarter of an hour)"
+	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about half an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
 	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; an hour, the policy's fine-tuning included)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, ten arms in turns (some three hours)"

@@ -53,12 +53,12 @@ type, or two settings that contradict each other. `verl-tlt doctor` gives the sa
 """
 
 NOTES = {
-    "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written only if the drafter is trained.",
+    "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written if the drafter may be trained.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
     " to the longest one. Every node must be able to import the module of a policy of your own"
     " ([example](../examples/custom_policy.py)).",
-    "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a drafter, nor with"
-    " `trainer.v1.trainer_mode=separate_async`.",
+    "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a trained drafter, nor"
+    " with `trainer.v1.trainer_mode=separate_async`.",
     "buffer": "Up to eight RL steps are kept.",
     "gate": "[The test](how-it-works.md#test-and-publication) compares drafters on prompts that were not trained on.",
     "trace": "[What the files hold](metrics-and-troubleshooting.md#the-trace).",

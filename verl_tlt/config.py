@@ -191,8 +191,8 @@ class BufferConfig:
     """The hidden states of recent rollouts, which the drafter is trained on."""
 
     max_mb: Count | None = None
-    """MiB of host memory for hidden states; the oldest RL step is dropped first. Null: 2048 on the CPU. On GPUs 15 %
-    of the node's memory minus what the spot trainer needs otherwise; at least 2048."""
+    """MiB of host memory for hidden states; the oldest sequences are dropped first. Null: 2048 on the CPU. On GPUs 15 %
+    of the memory that Ray may use on a node, minus what the spot trainer needs otherwise; at least 2048."""
     keep_steps: Count = constant(8)
     """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)

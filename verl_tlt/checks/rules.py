@@ -229,7 +229,7 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
         why = "it sends only what has changed of the weights, and the drafter's shared parts would stay as they were"
         yield key, f"{key}={backend} is not supported: {why}."
     for key, why in NOT_WITH_DRAFTS.items():
-        if value := select(config, key):
+        if (value := select(config, key)) and (settings.speculation.enable or why != _REJECTED):
             yield key, f"{key}={value} {why}."
     if settings.speculation.enable:
         yield from _with_a_drafter(config, settings)

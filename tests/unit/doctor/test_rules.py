@@ -123,6 +123,10 @@ def test_what_works_in_part_is_a_warning_unless_the_other_part_is_not_wanted(fin
     assert levels(findings({}, settings)) == {}
 
 
+def test_what_vllm_rejects_with_drafts_goes_without(findings):
+    assert findings({f"{ROLLOUT}.min_p": 0.05}, NO_DRAFTS) == {}
+
+
 def test_a_drafter_that_is_neither_given_nor_trained_is_a_warning(findings):
     found = findings({}, TLTConfig(spot=SpotConfig(enable=False)))
     assert levels(found) == {"tlt.spot.enable": "warn"} and "random" in found["tlt.spot.enable"].sentence
