@@ -145,7 +145,7 @@ def test_experts_that_a_kernel_has_reordered_are_refused(start, models, family):
         experts = next(m for m in engine.runner.drafter.model.modules() if hasattr(m, "w13_weight"))
         engine.patch.setattr(experts.quant_method, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS)
         answer = engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))
-        assert not answer["ok"] and "set rollout.engine_kwargs.vllm.moe_backend=triton" in answer["error"], answer
+        assert not answer["ok"] and "rollout.engine_kwargs.vllm.moe_backend=triton" in answer["error"], answer
         assert live_fingerprint(engine) == before
 
 
