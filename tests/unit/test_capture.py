@@ -205,6 +205,8 @@ def test_a_script_that_loses_the_flag(script):
         ("rm  -f -r $OUT", False, "recipe.sh: rm  -f -r. Allow it"),
         ("rm --force --recursive $OUT", False, "--recursive. Allow it"),
         ('if [ "$RUNNER" = "docker" ]; then x; fi; case $RUNNER in docker) x;; esac', False, None),
+        ('echo "docker is not installed: pip install x" >&2; { echo "see ray stop" >&2; exit 1; }', False, None),
+        ("sbatch<<EOF", True, "recipe.sh has `sbatch`"),
         ("(ray stop)", False, "recipe.sh: ray stop. Allow it"),
         ("X=$(ray stop)||true", False, "recipe.sh: ray stop. Allow it"),
         ("{ uv sync;}", False, "recipe.sh: uv sync. Allow it"),
@@ -236,7 +238,8 @@ def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):
 @pytest.mark.parametrize(
     ("line", "empties"),
     [("x | tee old.log", True), ("x >old.log", True), ("nohup x &> 'old.log' &", True), ("x | tee -a old.log", False),
-     ("x >> old.log", False), ("x > none.log", False), ("# x > old.log", False), ("echo 'x > old.log'", False)],
+     ("x >> old.log", False), ("x > none.log", False), ("# x > old.log", False), ("echo 'x > old.log'", False),
+     ('echo "x" > "old.log"', True), ('echo "x" | tee "old.log"', True)],
 )  # fmt: skip
 def test_the_log_of_an_earlier_run_is_not_emptied(script, tmp_path, monkeypatch, line, empties):
     monkeypatch.chdir(tmp_path)

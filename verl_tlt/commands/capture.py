@@ -37,7 +37,7 @@ POLL_S = 0.2
 _START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
 LEAVES = re.compile(
     rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
-    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit)(?=\s|$)"
+    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit)(?=[\s<>;&]|$)"
 )
 """Programs that start others without this environment, or elsewhere: the command would train there."""
 CHANGES = re.compile(
@@ -49,8 +49,6 @@ CHANGES = re.compile(
 """What a script may do to other jobs, files and packages before it starts verl."""
 EMPTIES = re.compile(r"(?:\btee\s+|(?<!>)>\|?\s*)['\"]?([^\s;&|<>()'\"$-][^\s;&|<>()'\"$]*)")
 """The file that a line writes its output to, in place of what is there."""
-SAYS = re.compile(r"\s*(#|(echo|printf)\b([^;&|<>`$]|\$(?!\())*$)")
-"""A comment, or a line that only prints."""
 COMMENT = re.compile(r"\s#[^'\"]*$")
 """A comment after a command, unless it may be a part of a quoted text."""
 SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
@@ -109,7 +107,7 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         for place, texts in lines.items()
         for number, text in enumerate(texts, start=1)
         for kind in (LEAVES, CHANGES)
-        if not SAYS.match(text) and (match := kind.search(text))
+        if (match := kind.search(_done(text)))
     ]
     told += [
         (f"line {number} of {place}", f"empty {match[1]}", EMPTIES)
@@ -129,10 +127,11 @@ def check_words(command: Sequence[str], yes: bool) -> None:
 
 
 def _done(line: str) -> str:
-    """A line without what it only prints, or says in a comment."""
-    if re.match(r"\s*(echo|printf)\b", line):
-        return re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
-    return "" if line.lstrip().startswith("#") else line
+    """A line without comments, and without the quoted text that an echo or printf in it prints."""
+    if line.lstrip().startswith("#") or not re.search(r"(^|[;&|{(])\s*(echo|printf)\b", line):
+        return "" if line.lstrip().startswith("#") else line
+    quoted = r"((?:>\|?|\btee)\s*)?('[^']*'|\"[^\"`$]*\")"
+    return re.sub(quoted, lambda match: match[0] if match[1] else "", line)
 
 
 def _is_shell_script(file: str, words_before: Sequence[str]) -> bool:

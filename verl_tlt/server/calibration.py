@@ -63,13 +63,10 @@ def plan_loads(max_num_seqs: int, longest_context: int, cache_tokens: int) -> li
 
 
 def affordable(load: CalibrationLoad, within_s: float, token_s: float) -> CalibrationLoad | None:
-    """A load with a context whose prompts are computed in time, at `token_s` seconds a token; None: too short a one.
-
-    They are computed twice, without and with the drafter.
-    """
+    """A load with a context whose prompts are computed in time, at `token_s` seconds a token; None: too short a one."""
     if load.context == SHORT_CONTEXT or not token_s:
         return load
-    context = min(load.context, int(max(0.0, within_s) / 2 / token_s) // load.batch)
+    context = min(load.context, int(max(0.0, within_s) / token_s) // load.batch)
     return CalibrationLoad(load.batch, context) if context >= 2 * SHORT_CONTEXT else None
 
 
@@ -106,7 +103,8 @@ async def calibrate(
             if n and left_s < 0:
                 logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, n, len(loads))
                 break
-            if (load := affordable(planned, left_s / left, measured.token_s)) is None:
+            times = 2 if measured.remembers else 2 * (1 + len(lengths))
+            if (load := affordable(planned, left_s / left / times, measured.token_s)) is None:
                 continue
             for done, length in enumerate((OFF, *lengths)):
                 share_s = (deadline - time.monotonic()) / (left * (1 + len(lengths)) - done)
@@ -187,6 +185,8 @@ class _Measurement:
         self._rng = random.Random(0)
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
+        self.remembers = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+        """Whether prompts are computed once without the drafter and once with it; else twice for each draft length."""
         self.token_s = 0.0
         """Seconds that the engine takes for a token of a long prompt; 0: not known yet."""
 

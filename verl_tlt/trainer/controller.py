@@ -350,7 +350,7 @@ class Controller:
         with self.guard("final drafter"):
             directory = Path(str(self.tlt.drafter.save_dir))
             nothing_new = self._tokens == 0 and self._start.checkpoint is None
-            if nothing_new and (directory / CONFIG).is_file():
+            if self.spot.running and nothing_new and (directory / CONFIG).is_file():
                 logger.warning("nothing was trained, so %s keeps the drafter of an earlier run", directory)
             elif self.spot.running:
                 self.spot.save(directory, self._provenance(self._updated))

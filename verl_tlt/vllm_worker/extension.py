@@ -157,7 +157,7 @@ class LiveDrafter:
         if (kernel := experts_kernel(self.model)) not in (None, *_AS_LOADED):
             raise DrafterError(
                 f"vLLM's {kernel} kernel reorders the head's experts once they are loaded, so no others can follow; "
-                "set actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton."
+                "set ++actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton."
             )
         rows: dict[str, int] = {}
         columns: dict[str, tuple[int, ...]] = {}

@@ -349,6 +349,7 @@ def test_settings_that_nobody_reads_are_told(recipe):
         recipe.drafter = {"path": "dr"}
     (found,) = unread_keys(Recipe(("+drafter.path=dr", "+trainer.plugin=tlt", "+tlt.spot.enable=false")), recipe)
     assert found.level == "warn" and found.sentence.startswith("verl does not read drafter.path.")
+    assert not [*unread_keys(Recipe(("+trainer.foo=1", "trainer.foo=2")), recipe)], "it builds on what was added"
     with open_dict(recipe):
         recipe.trainer.tlt = {"drafter": {"path": "dr"}}
     with pytest.raises(TLTConfigError, match=r"trainer\.tlt is not read: move the tlt node to the top"):

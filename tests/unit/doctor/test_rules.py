@@ -123,6 +123,13 @@ def test_what_works_in_part_is_a_warning_unless_the_other_part_is_not_wanted(fin
     assert levels(findings({}, settings)) == {}
 
 
+def test_a_policy_of_ones_own_that_cannot_be_imported_is_told(findings):
+    key = "tlt.speculation.policy"
+    found = findings({}, TLTConfig(speculation=SpeculationConfig(policy="no_such.module:Policy")))
+    assert levels(found) == {key: "warn"} and "there is no module no_such here" in found[key].sentence
+    assert findings({}, TLTConfig(speculation=SpeculationConfig(policy="textwrap:TextWrapper"))) == {}
+
+
 def test_what_vllm_rejects_with_drafts_goes_without(findings):
     assert findings({f"{ROLLOUT}.min_p": 0.05}, NO_DRAFTS) == {}
 

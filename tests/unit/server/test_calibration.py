@@ -27,7 +27,8 @@ class MadeEngine:
     def __init__(self):
         self.engine_core, self.errored = self, False
         self.scheduler_config = SimpleNamespace(max_num_batched_tokens=128)
-        self.vllm_config = SimpleNamespace(scheduler_config=self.scheduler_config)
+        cache = SimpleNamespace(enable_prefix_caching=True)
+        self.vllm_config = SimpleNamespace(scheduler_config=self.scheduler_config, cache_config=cache)
         self.drafting, self.force_k = True, None
         self.latency, self.tokens, self.prompts, self.running = {}, 0, [], 0
 

@@ -136,9 +136,9 @@ def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
 
 def unread_keys(recipe: Recipe, config: DictConfig) -> Iterator[Finding]:
     """A warning for each value that was added outside of the config's own nodes, as by a key without its path."""
-    added = [word for word in recipe.overrides if word.startswith("+")]
-    known = {*compose([word for word in recipe.overrides if word not in added], recipe.config), NAME}
-    for key in (word.lstrip("+").partition("=")[0] for word in added):
+    own = [word for word in recipe.overrides if word.startswith("hydra.")]  # where the config finds others
+    known = {*compose(own, recipe.config), NAME}
+    for key in (word.lstrip("+").partition("=")[0] for word in recipe.overrides if word.startswith("+")):
         if key.partition(".")[0] not in known and isinstance(select(config, key), int | float | str):
             yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
