@@ -53,8 +53,8 @@ type, or two settings that contradict each other. `verl-tlt doctor` gives the sa
 """
 
 NOTES = {
-    "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written if the drafter may be trained; what is"
-    " there stays if nothing was.",
+    "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written if the drafter may be trained. A drafter"
+    " that is there stays if a new run trained nothing.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
     " to the longest one. Every node must be able to import the module of a policy of your own"
     " ([example](../examples/custom_policy.py)).",

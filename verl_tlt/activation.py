@@ -68,8 +68,8 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
     calibrate = settings.speculation.calibrate and not ngrams_alone
     speculation = replace(settings.speculation, calibrate=calibrate)
-    untrained = ngrams_alone or rules.untapped(config) or config.trainer.get("val_only")
-    trains = settings.spot.enable and not (untrained or rules.verl_trains_the_head(config, settings))
+    without = ngrams_alone or rules.untapped(config) or config.trainer.get("val_only")
+    trains = settings.spot.enable and not (without or rules.verl_trains_the_head(config, settings))
     spot = replace(settings.spot, enable=trains)
     return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)
 

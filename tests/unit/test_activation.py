@@ -41,6 +41,12 @@ def test_a_drafter_s_name_on_the_hub_stays_a_name_and_a_folder_becomes_absolute(
     assert activation.resolve(recipe, settings).drafter.path == str(tmp_path / "Org" / "drafter")
 
 
+def test_a_run_that_only_validates_trains_no_drafter(recipe):
+    assert activation.resolve(recipe, TLTConfig()).spot.enable
+    OmegaConf.update(recipe, "trainer.val_only", True, force_add=True)
+    assert not activation.resolve(recipe, TLTConfig()).spot.enable
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

@@ -272,6 +272,11 @@ def capture_turns(tokens: int, ranks: int, window: int) -> int:
     return max(1, -(-min(window, tokens) * ranks // max(1, tokens)))
 
 
+def turn_budget(budget: int, turns: int, batch: int, rank: int) -> int:
+    """Tokens that a rank captures of batch number `batch`: `budget` in one of `turns` batches, else none."""
+    return budget if (batch + rank) % turns == 0 else 0
+
+
 def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
     """At most `window` neighbouring tokens of one sequence: (start, stop), 0 <= start < stop <= length.
 

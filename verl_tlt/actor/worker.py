@@ -27,6 +27,7 @@ from verl_tlt.actor.tap import (
     choose_window,
     response_lengths,
     select_for_tap,
+    turn_budget,
 )
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import policy_shape
@@ -60,10 +61,11 @@ class TLTTrainingWorker(TrainingWorker):
         """Record some rows of this batch, the same on every rank that computes it."""
         lengths = data["input_ids"].offsets().diff().tolist()
         rng = random.Random(self.batches_tapped)
-        turn = (self.batches_tapped + self.engine.get_data_parallel_rank()) % self.tap_turns == 0
+        rank = self.engine.get_data_parallel_rank()
+        budget = turn_budget(self.tap_budget, self.tap_turns, self.batches_tapped, rank)
         self.batches_tapped += 1
         window = min(self.tap_window, self.tap_budget)
-        rows = select_for_tap(lengths, self.tap_budget if turn else 0, rng, window)
+        rows = select_for_tap(lengths, budget, rng, window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
         tap.arm({row: choose_window(lengths[row], prompts[row], window, rng) for row in rows})

@@ -102,20 +102,13 @@ def check_words(command: Sequence[str], yes: bool) -> None:
                     f"with `sed -i 's/\\r$//' {shlex.quote(word)}`."
                 )
             lines[word] = [COMMENT.sub("", line) for line in script.decode(errors="replace").splitlines()]
-    told = [
-        (f"line {number} of {place}" if place != "the command" else place, match[1], kind)
-        for place, texts in lines.items()
-        for number, text in enumerate(texts, start=1)
-        for kind in (LEAVES, CHANGES)
-        if (match := kind.search(_done(text)))
-    ]
-    told += [
-        (f"line {number} of {place}", f"empty {match[1]}", EMPTIES)
-        for place, texts in lines.items()
-        for number, text in enumerate(texts, start=1)
-        for match in EMPTIES.finditer(_done(text))
-        if os.path.isfile(match[1]) and os.path.getsize(match[1])
-    ]
+    told = []
+    for source, texts in lines.items():
+        for number, text in enumerate(map(_done, texts), start=1):
+            where = source if source == "the command" else f"line {number} of {source}"
+            told += [(where, match[1], kind) for kind in (LEAVES, CHANGES) if (match := kind.search(text))]
+            files = [file for file in EMPTIES.findall(text) if os.path.isfile(file) and os.path.getsize(file)]
+            told += [(where, f"empty {file}", EMPTIES) for file in files]
     if left := next((entry for entry in told if entry[2] is LEAVES), None):
         raise TLTConfigError(
             f"Nothing was run: {left[0]} has `{left[1]}`, which starts programs without the environment of this "
@@ -128,8 +121,10 @@ def check_words(command: Sequence[str], yes: bool) -> None:
 
 def _done(line: str) -> str:
     """A line without comments, and without the quoted text that an echo or printf in it prints."""
-    if line.lstrip().startswith("#") or not re.search(r"(^|[;&|{(])\s*(echo|printf)\b", line):
-        return "" if line.lstrip().startswith("#") else line
+    if line.lstrip().startswith("#"):
+        return ""
+    if not re.search(r"(^|[;&|{(])\s*(echo|printf)\b", line):
+        return line
     quoted = r"((?:>\|?|\btee)\s*)?('[^']*'|\"[^\"`$]*\")"
     return re.sub(quoted, lambda match: match[0] if match[1] else "", line)
 

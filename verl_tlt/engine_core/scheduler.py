@@ -31,7 +31,7 @@ from vllm.v1.request import RequestStatus
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.graph_rules import token_limit
+from verl_tlt.speculation.graph_rules import row_limit, token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
 from verl_tlt.speculation.step_control import FLUSHED_S, Limits, StepControl, StepTrace, context_limit
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FEW_ROWS = 512
-"""Tokens that a step may verify on a GPU in any case: their logits take a gigabyte or two."""
 MAX_NGRAM_BYTES = 256 << 20
 """Largest n-gram index of an engine: some two million tokens of responses."""
 
@@ -144,8 +142,7 @@ class TLTScheduler(Scheduler):
         # K is chosen by the contexts of two steps before; of three, where two steps are in flight.
         self._tlt_context_limit = context_limit(longest, self.num_spec_tokens, behind=3 if is_async else 2)
         policy = load_policy(settings, self.max_num_running_reqs)
-        # For their logits vLLM leaves memory for two of each request (`GPUModelRunner._dummy_sampler_run`).
-        rows = 0 if config.device_config.device_type == "cpu" else max(2 * self.max_num_running_reqs, FEW_ROWS)
+        rows = row_limit(config.device_config.device_type == "cpu", self.max_num_running_reqs)
         self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config), rows), trace)
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengths(self._tlt_choose)

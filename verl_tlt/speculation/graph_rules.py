@@ -21,6 +21,8 @@ LONGEST = 7
 """K_max by default where every draft length has a FULL graph."""
 LONGEST_WITHOUT_GRAPHS = 3
 """K_max by default elsewhere: with a longer one vLLM pads the steps of shorter drafts to more tokens."""
+FEW_ROWS = 512
+"""Tokens that a step may verify on a GPU in any case: their logits take a gigabyte or two."""
 DRAFT_LOGITS_LIMIT = 2**30
 """Most bytes of draft logits (`draft_logits_bytes`) on each GPU by default: 1.3 % of 80 GB. An engine keeps them while
 it sleeps, so the trainer goes without them."""
@@ -89,3 +91,11 @@ def token_limit(vllm_config: VllmConfig) -> int:
     if vllm_config.model_config.enforce_eager or mode == "NONE":
         return 0
     return int(compilation.max_cudagraph_capture_size or 0) // width * width
+
+
+def row_limit(on_cpu: bool, max_num_seqs: int) -> int:
+    """Most tokens that a step without a graph may verify; 0: no limit.
+
+    For their logits vLLM leaves memory for two of each request (`GPUModelRunner._dummy_sampler_run`).
+    """
+    return 0 if on_cpu else max(2 * max_num_seqs, FEW_ROWS)

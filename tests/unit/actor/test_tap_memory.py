@@ -10,7 +10,7 @@ import torch
 from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.actor.adapters import TokenSpan
-from verl_tlt.actor.tap import ROW, HiddenStateTap, capture_turns, choose_window, select_for_tap
+from verl_tlt.actor.tap import ROW, HiddenStateTap, capture_turns, choose_window, select_for_tap, turn_budget
 
 WHOLE = 10**9
 """A window that cuts no sequence."""
@@ -35,7 +35,11 @@ def test_the_budget_holds_and_something_is_always_chosen(budget, window):
 )
 def test_ranks_take_turns_so_that_each_captures_whole_windows(ranks, tokens, turns):
     assert capture_turns(tokens, ranks, 4096) == turns
-    assert tokens * turns // ranks >= min(4096, tokens)
+    budget = tokens * turns // ranks
+    assert budget >= min(4096, tokens)
+    for rank in range(ranks):
+        by_batch = [turn_budget(budget, turns, batch, rank) for batch in range(turns)]
+        assert sorted(by_batch) == [0] * (turns - 1) + [budget], "each rank captures once in so many batches"
 
 
 def test_the_choice_repeats_with_its_seed_and_varies_without():

@@ -129,7 +129,8 @@ class EngineWithSlowPrompts(MadeEngine):
         return self.seconds_passed
 
     async def generate(self, prompt, params, request_id):
-        if params.max_tokens == 1 and self.computed < len(prompt["prompt_token_ids"]):
+        remembers = self.vllm_config.cache_config.enable_prefix_caching
+        if not remembers or (params.max_tokens == 1 and self.computed < len(prompt["prompt_token_ids"])):
             self.seconds_passed += 1e-3 * len(prompt["prompt_token_ids"])
         async for output in super().generate(prompt, params, request_id):
             yield output
@@ -147,6 +148,14 @@ def test_where_prompts_are_slow_contexts_are_as_long_as_the_time_allows(monkeypa
     table = run(engine, arms=(0, 1), budget_s=budget_s)
     assert engine.seconds_passed <= budget_s
     assert max(p.kv_tokens for p in table.points if p.batch == 8) == pytest.approx(8 * longest, rel=0.2)
+
+
+def test_prompts_that_are_not_remembered_keep_the_time_too(monkeypatch):
+    engine = EngineWithSlowPrompts()
+    engine.vllm_config.cache_config.enable_prefix_caching = False
+    monkeypatch.setattr(calibration, "time", engine)
+    table = run(engine, arms=(0, 1), budget_s=20.0)
+    assert {p.batch for p in table.points} == {1, 2, 4, 8} and engine.seconds_passed <= 20.0
 
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():

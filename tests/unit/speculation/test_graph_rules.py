@@ -58,6 +58,11 @@ def test_the_table_holds_every_arm_that_there_are_batches_for(most):
     assert graph_rules.draft_length_table((2,), most) == [[1, most, 2]]
 
 
+def test_a_step_without_a_graph_verifies_what_vllm_has_memory_for():
+    assert [graph_rules.row_limit(False, n) for n in (16, 256, 1024)] == [512, 512, 2048]
+    assert graph_rules.row_limit(True, 1024) == 0
+
+
 def test_the_limit_is_that_of_the_resolved_config():
     def limit(eager=False, mode="FULL_AND_PIECEWISE", largest=510):
         compilation = SimpleNamespace(max_cudagraph_capture_size=largest, cudagraph_mode=SimpleNamespace(name=mode))
