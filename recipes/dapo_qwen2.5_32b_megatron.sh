@@ -12,7 +12,6 @@
 #   DATA=/data DRAFTER=/drafters/qwen2.5-32b recipes/dapo_qwen2.5_32b_megatron.sh [more verl overrides]
 set -euo pipefail
 DATA=${DATA:-$HOME/data}
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 exec python -m verl.trainer.main_ppo model_engine=megatron \
   algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.filter_groups.enable=True \

@@ -13,7 +13,6 @@
 #   DATA=/data DRAFTER=/drafters/llama-3.3-70b recipes/grpo_llama3.3_70b_megatron.sh [more verl overrides]
 set -euo pipefail
 DATA=${DATA:-$HOME/data}
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 exec python -m verl.trainer.main_ppo model_engine=megatron \
   algorithm.adv_estimator=grpo \

@@ -6,7 +6,6 @@ which may be on another node, then either finds TLT or stops. Settings travel in
 `actor_rollout_ref.rollout.custom.tlt`, because verl hands workers and servers that node and nothing of `trainer`.
 """
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +16,8 @@ from omegaconf import DictConfig, open_dict
 import verl_tlt
 from verl_tlt import MODE_PREFIX
 from verl_tlt.checks import rules
-from verl_tlt.checks.models import absolute, located
-from verl_tlt.checks.recipe import engine_dtype, read_mapping, read_run_dir, read_settings
+from verl_tlt.checks.models import located
+from verl_tlt.checks.recipe import engine_dtype, ray_address, read_mapping, read_settings, save_dir, trace_dir
 from verl_tlt.config import TLTConfig, TLTConfigError
 from verl_tlt.errors import printable
 
@@ -33,11 +32,13 @@ def check(config: DictConfig) -> TLTConfig:
         findings = [*rules.examine_packages(), *rules.examine(config, settings)]
     except TLTConfigError as error:
         raise SystemExit(f"verl-tlt: {error}") from None
+    # Unless the driver joins a cluster, whose other machines may have it, what this machine lacks is missing.
+    told = {"warn", "if"} if ray_address(config) else {"warn"}
     for finding in findings:
-        if finding.level == "warn":
+        if finding.level in told:
             print(printable(f"verl-tlt: {finding.sentence}"), file=sys.stderr, flush=True)
-    # This is the machine that the job runs on, so what it lacks is missing.
-    refusals = [f"verl-tlt: {finding.sentence}" for finding in findings if finding.level in ("if", "refuse")]
+    wrong = {"refuse", "if"} - told
+    refusals = [f"verl-tlt: {finding.sentence}" for finding in findings if finding.level in wrong]
     if refusals:
         raise SystemExit(printable("\n".join(refusals)))
     return settings
@@ -60,10 +61,8 @@ def apply(config: DictConfig, settings: TLTConfig) -> None:
 def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     """Settings as the workers need them: absolute paths, and spot training only if it is fed and its drafter served."""
     # Ray workers start in another directory.
-    run_dir, path = read_run_dir(config), settings.drafter.path
-    trace = replace(settings.trace, dir=absolute(settings.trace.dir or os.path.join(run_dir, "tlt_trace")))
-    save_dir = absolute(settings.drafter.save_dir or os.path.join(run_dir, "tlt_drafter"))
-    drafter = replace(settings.drafter, path=located(path) if path else None, save_dir=save_dir)
+    path, trace = settings.drafter.path, replace(settings.trace, dir=trace_dir(config, settings))
+    drafter = replace(settings.drafter, path=located(path) if path else None, save_dir=save_dir(config, settings))
     # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
     ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
     calibrate = settings.speculation.calibrate and not ngrams_alone

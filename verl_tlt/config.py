@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -119,25 +119,10 @@ class DrafterConfig:
     for all. Null: all, or 32,768 if the policy has more than 65,536 tokens. A drafter from `path` keeps its own."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Learning rate with which the drafter is trained (AdamW)."""
-    objective: str = constant("hass")
-    """How many draft positions a training step unrolls in the end, by the method that trains so (`OBJECTIVES`)."""
-    loss: str = constant("kl_div")
-    """Loss of `speculators.losses`."""
     warmup_steps: Index = constant(20)
     """Optimizer steps over which the learning rate rises linearly: AdamW's moments are of few steps before."""
     batch_tokens: Count | None = constant(None)
     """Tokens in one packed micro-batch, which is also the longest that a stop request waits."""
-    seed: Index = constant(0)
-    """Seeds the random head and the order of training sequences."""
-
-    @property
-    def passes(self) -> int:
-        return OBJECTIVES[self.objective]
-
-    @property
-    def rows(self) -> int:
-        """`batch_tokens`, or what it is where nothing is known of policy and device."""
-        return self.batch_tokens or BATCH_TOKENS
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -154,8 +139,6 @@ class SpeculationConfig:
     is 3 or 1 where the draft logits would take more than 1 GiB of each GPU."""
     fixed: DraftLength | None = None
     """K of `policy=fixed`. Null: the longest draft."""
-    arms: Annotated[tuple[DraftLength, ...], Strict(False)] | None = constant(None)
-    """Draft lengths that the policy may use; null: all that the engine can serve."""
     calibrate: bool = constant(True)
     """Measure step latency by batch and K at start."""
     source: Literal["eagle", "ngram"] = "eagle"
@@ -193,8 +176,6 @@ class BufferConfig:
     max_mb: Count | None = None
     """MiB of host memory for hidden states; the oldest sequences are dropped first. Null: 2048 on the CPU. On GPUs 15 %
     of the memory that Ray may use on a node, minus what the spot trainer needs otherwise; at least 2048."""
-    keep_steps: Count = constant(8)
-    """RL steps a sequence stays: older ones are of another policy."""
     min_tokens: Index = constant(2000)
     """Tokens below which no session starts: a replica does not leave for less than a few optimizer steps."""
     tokens_per_step: Count | None = None
@@ -254,7 +235,7 @@ class TLTConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: survives OmegaConf, JSON and Ray."""
-        return typing.cast(dict[str, Any], _plain(dataclasses.asdict(self)))
+        return dataclasses.asdict(self)
 
 
 T = TypeVar("T")
@@ -272,7 +253,7 @@ def _build(cls: type[T], node: object, where: str) -> T:
             instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."
             raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead}")
         section = dataclasses.is_dataclass(hints[key])
-        plain = None if value == "None" else _plain(value)  # Python's spelling of Hydra's null
+        plain = None if value == "None" else value  # Python's spelling of Hydra's null
         values[key] = _build(hints[key], value, f"{where}.{key}") if section else plain
     try:
         return cls(**values)
@@ -294,27 +275,13 @@ def _wrong(error: ValidationError) -> str:
     return f"{key} {' or '.join([allowed, *kinds])}{comma}{given}"
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if hasattr(value, "__iter__") and not isinstance(value, str | bytes) else value
-
-
 def _check(c: TLTConfig) -> None:
     """Raise a `TLTConfigError` where a number is beyond all use, or settings contradict each other."""
     for section, settings in c.to_dict().items():
         for key, value in settings.items():
-            numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int | float)]
-            if any(MOST < n < math.inf for n in numbers):
+            if isinstance(value, int | float) and MOST < value < math.inf:
                 raise TLTConfigError(f"tlt.{section}.{key} must be at most {MOST:,}, not {value}.")
     s = c.speculation
-    if s.arms is not None:
-        if list(s.arms) != sorted(set(s.arms)) or not s.arms or s.arms[0] != 0:
-            raise TLTConfigError(f"tlt.speculation.arms must be ascending and start with 0, not {list(s.arms)}.")
-        if s.arms[-1] > s.longest:
-            raise TLTConfigError(
-                f"tlt.speculation.arms goes up to {s.arms[-1]}, above tlt.speculation.max_draft_length={s.longest}."
-            )
     if s.fixed is not None and s.policy != "fixed" and s.source != "ngram":
         raise TLTConfigError("tlt.speculation.fixed needs tlt.speculation.policy=fixed: set that too, or leave it out.")
     if s.fixed is not None and s.fixed > s.longest:

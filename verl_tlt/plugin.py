@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt import MODE_PREFIX, capture, flag  # noqa: F401 (`capture` acts where a command of ours captures)
 
@@ -29,10 +30,20 @@ TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 logger = logging.getLogger(__name__)
 
 
+def _unhooked(module: ModuleType, name: str) -> Callable[..., Any] | None:
+    """A function of verl that is to be hooked; None where it is hooked already, or where this verl has none."""
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:
+        sentence = f"verl-tlt: this verl has no {module.__name__}.{name}, so it cannot run with TLT."
+        if any(word.lstrip("+") == f"{flag.SWITCH}={flag.NAME}" for word in sys.argv):
+            raise SystemExit(sentence)
+        logger.warning(sentence)
+    return None if getattr(function, "_verl_tlt", False) else function
+
+
 def _wrap_validate_config(module: ModuleType) -> None:
     """Check and rewrite a TLT run's config around verl's own validation; other runs go straight through."""
-    original = module.validate_config
-    if getattr(original, "_verl_tlt", False):
+    if (original := _unhooked(module, "validate_config")) is None:
         return
 
     @functools.wraps(original)
@@ -73,8 +84,7 @@ def _is_tlt_run(config: DictConfig) -> bool:
 
 def _wrap_get_trainer_cls(module: ModuleType) -> None:
     """Register the TLT trainers when one is asked for, in the process that will build it (Ray's TaskRunner)."""
-    original = module.get_trainer_cls
-    if getattr(original, "_verl_tlt", False):
+    if (original := _unhooked(module, "get_trainer_cls")) is None:
         return
 
     @functools.wraps(original)

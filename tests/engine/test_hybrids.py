@@ -18,7 +18,7 @@ from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir
 pytestmark = pytest.mark.engine
 
 K_MAX = 7
-LONGEST = {"max_draft_length": K_MAX, "arms": [0, 1, 3, 7]}
+LONGEST = {"max_draft_length": K_MAX}
 TIGHT = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 256}
 """So few tokens a step that rows go without drafts and requests sit out steps."""
 STATE, SENSITIVE = 45.0, 400.0

@@ -23,7 +23,7 @@ from benchmarks.lossless.tiny_policy import SMALL, V
 pytestmark = pytest.mark.engine
 
 K_MAX = 7
-LONGEST = {"max_draft_length": K_MAX, "arms": [0, 1, 3, 7]}
+LONGEST = {"max_draft_length": K_MAX}
 STATE, SENSITIVE = 30.0, 400.0
 """How much recurrent states count, if there are any: in log-probabilities, and in draws from 16 tokens."""
 FAMILIES = ["mimo", *(pytest.param(family, marks=pytest.mark.heavy) for family in ("qwen3_5_text", "qwen3_5_moe"))]

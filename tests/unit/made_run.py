@@ -51,7 +51,6 @@ def make_run(directory: Path) -> MadeRun:
             clock.now = now
             load = {busy: BATCH, idle: BATCH if now < idle_from else 0}
             driver.emit("load", step=step, inflight=load)
-        driver.emit("idle", step=step, replica=idle, start=idle_from)
         clock.now = end + 0.06
         driver.emit("phase", step=step, name="rollout", start=start, end=clock.now)
         version = step - 1  # nothing is trained on in the first step

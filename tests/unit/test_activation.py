@@ -87,6 +87,13 @@ def test_an_engine_without_a_drafter_has_nothing_to_train_and_nothing_to_calibra
     assert not settings.spot.enable and not settings.speculation.calibrate
 
 
+def test_what_a_driver_that_joins_a_cluster_lacks_may_be_on_its_other_machines(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    recipe.data.train_files = "/nowhere/train.parquet"
+    activate(recipe)
+    assert "verl-tlt: data.train_files=/nowhere/train.parquet does not exist" in capsys.readouterr().err
+
+
 def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):
     recipe.data.train_files = "/nowhere/train.parquet"
     recipe.actor_rollout_ref.rollout.name = "sglang"

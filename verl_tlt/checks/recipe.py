@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_tlt import MODE_PREFIX, flag
-from verl_tlt.checks.models import POLICY
+from verl_tlt.checks.models import POLICY, absolute
 from verl_tlt.config import MOST, TLTConfig, TLTConfigError, dtype_name
 from verl_tlt.drafter.policy import first_line, read_model_config
 from verl_tlt.errors import DrafterError
@@ -191,6 +191,20 @@ def read_run_dir(config: DictConfig) -> str:
     if not isinstance(directory := select(config, key), str):
         raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
     return directory
+
+
+def ray_address(config: DictConfig) -> str:
+    """Of the cluster that the driver joins, as far as it is told; empty: it finds one on its machine, or starts one."""
+    address = str(select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", ""))
+    return "" if address == "local" else address
+
+
+def trace_dir(config: DictConfig, settings: TLTConfig) -> str:
+    return absolute(settings.trace.dir or os.path.join(read_run_dir(config), "tlt_trace"))
+
+
+def save_dir(config: DictConfig, settings: TLTConfig) -> str:
+    return absolute(settings.drafter.save_dir or os.path.join(read_run_dir(config), "tlt_drafter"))
 
 
 def read_settings(config: DictConfig) -> TLTConfig:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_tlt import flag
-from verl_tlt.checks.models import METHOD, POLICY, Finding, absolute, check_policy, check_recipe_drafter
+from verl_tlt.checks.models import METHOD, POLICY, Finding, check_policy, check_recipe_drafter
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     context_tokens,
@@ -21,10 +21,13 @@ from verl_tlt.checks.recipe import (
     engine_setting,
     number,
     policy_fields,
+    ray_address,
     read_mapping,
     read_run_dir,
     replicas_on,
+    save_dir,
     select,
+    trace_dir,
     trainer_mode,
 )
 from verl_tlt.config import TLTConfig, TLTConfigError
@@ -257,8 +260,7 @@ def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[s
 def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The run's folder must be named, and policy, drafter and data be there before workers start."""
     read_run_dir(config)
-    address = select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "")
-    if str(address).startswith("ray://"):  # the driver's disk is not the cluster's
+    if ray_address(config).startswith("ray://"):  # the driver's disk is not the cluster's
         unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
         yield Finding("warn", "ray_init.address", unchecked)
         return
@@ -272,13 +274,13 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
 
 def _places(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """Folders of the user's choice that the run could not write to; at its end it would be too late to say so."""
-    key, trace = "tlt.trace.dir", settings.trace.dir
-    if trace and os.path.exists(absolute(trace)) and not os.path.isdir(absolute(trace)):
+    key, trace = "tlt.trace.dir", trace_dir(config, settings)
+    if os.path.exists(trace) and not os.path.isdir(trace):
         yield Finding("refuse", key, f"{key}={trace} is not a folder.")
-    if settings.spot.enable and settings.drafter.save_dir:
+    if settings.spot.enable:
         try:
             key, others = "tlt.drafter.save_dir", (read_run_dir(config), trace)
-            place_for(settings.drafter.save_dir, key, replaces=True, others=others)
+            place_for(save_dir(config, settings), key, replaces=True, others=others)
         except TLTError as error:
             yield Finding("refuse", key, str(error))
 

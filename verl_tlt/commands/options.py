@@ -181,7 +181,7 @@ class WarmupOptions(EngineOptions):
         int | None, Option(min=2, help="Draft vocabulary; by default 32768, or all of up to 65536.")
     ] = None
     samples: Annotated[int, Option(min=1, help="Responses per prompt.")] = 1
-    limit: Annotated[int | None, Option(min=1, help="Use the first N prompts only.")] = None
+    limit: Annotated[int, Option(min=1, help="Most prompts.")] = 4096
     objective: Annotated[str, Option(help="eagle, hass or eagle3: train 1, 3 or 7 draft positions.")] = "hass"
     epochs: Annotated[float, Option(min=LEAST, help="Most passes over the responses.")] = 4.0
     max_steps: Annotated[float, Option(min=1, help="Most optimizer steps.")] = UNLIMITED

@@ -47,11 +47,10 @@ def read_runs(paths: Sequence[Path]) -> LoggedRun:
 def read_run(path: Path) -> LoggedRun:
     """Read one file. Lines without metrics are skipped; a resumed run repeats steps, of which the last ones count."""
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        with path.open(encoding="utf-8-sig", errors="replace") as lines:
+            return put_together(_csv_rows(path, lines) if path.suffix.lower() == ".csv" else _log_rows(lines))
     except OSError as error:
         raise TLTError(f"{path} cannot be read: {error.strerror or error}.") from error
-    try:
-        return put_together(_csv_rows(path, text) if path.suffix.lower() == ".csv" else _log_rows(text))
     except csv.Error as error:
         raise TLTError(f"{path} cannot be read as CSV: {error}.") from error
 
@@ -76,8 +75,8 @@ def put_together(rows: Iterable[Row]) -> LoggedRun:
     return run
 
 
-def _log_rows(text: str) -> Iterator[Row]:
-    for line in without_colours(text).split("\n"):
+def _log_rows(lines: Iterable[str]) -> Iterator[Row]:
+    for line in map(without_colours, lines):
         if line.startswith("{"):
             try:
                 record = json.loads(line)
@@ -88,8 +87,8 @@ def _log_rows(text: str) -> Iterator[Row]:
             yield int(match[1]), {name: float(value) for name, value in _ENTRY.findall(match[2])}
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[Row]:
-    table = csv.DictReader(text.splitlines())
+def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[Row]:
+    table = csv.DictReader(lines)
     columns = [name for name in table.fieldnames or () if name and not name.endswith(WANDB_LIMITS)]
     by = next((name for name in STEP_COLUMNS if name in columns), None)
     if by is None:

@@ -40,6 +40,8 @@ STATE = (*_MOMENTS, AVERAGE)
 AVERAGED_STEPS = 50
 """Most optimizer steps that the moving average reaches back. At first it reaches back a ninth of those taken: a new
 head's weights of twenty steps ago are worth little."""
+LOSS = "kl_div"
+"""Of `speculators.losses`."""
 CLIP = 1.0
 """Largest gradient norm."""
 _REACHED, _DECAY = 0.5, 0.9
@@ -78,23 +80,12 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def check_loss(loss: str) -> None:
-    """Raise a `DrafterError` where `loss` is none that `speculators.losses` knows."""
-    from speculators.losses import resolve_loss_config
-
-    try:
-        resolve_loss_config(loss, "eager")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DrafterError(f"loss={loss!r} is no loss of speculators: {str(error).rstrip('.')}.") from error
-
-
 class DrafterTrainer:
     """Trains a drafter whose verifier weights are filled: the model, its optimizer, its place in the warm-up.
 
     `learning_rate` holds after a linear warm-up over all sessions. `ttt_steps`: most passes per step. Training begins
     with one, and the next position is unrolled when drafts reach it, for until then a step costs less and teaches as
-    much. `loss`: a name of `speculators.losses`, or a JSON object of names and weights; a `DrafterError` for another.
-    `trained`: the drafter has learned before, so the average reaches back `AVERAGED_STEPS` from the start.
+    much. `trained`: the drafter has learned before, so the average reaches back `AVERAGED_STEPS` from the start.
     """
 
     def __init__(
@@ -104,10 +95,8 @@ class DrafterTrainer:
         learning_rate: float = 1e-3,
         warmup_steps: int = 20,
         ttt_steps: int = 3,
-        loss: str = "kl_div",
         trained: bool = False,
     ) -> None:
-        check_loss(loss)
         self.model, self._trained = model, trained
         self.learning_rate, self.warmup_steps, self.ttt_steps = learning_rate, warmup_steps, ttt_steps
         self.parameters = trainable_parameters(model)
@@ -122,7 +111,6 @@ class DrafterTrainer:
         self.passes = 1  # draft positions that the next step unrolls
         self._accuracy = 0.0  # moving average, at the last of these positions
         self.steps = self.skipped = 0  # optimizer steps taken and micro-batches left out, over all sessions
-        self._loss = loss
         model.train()
 
     @property
@@ -275,7 +263,7 @@ class DrafterTrainer:
         from speculators.losses import resolve_loss_config
 
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
-        return run_passes(self.model, batch, passes or self.ttt_steps, resolve_loss_config(self._loss, kind))
+        return run_passes(self.model, batch, passes or self.ttt_steps, resolve_loss_config(LOSS, kind))
 
     def _check(self, values: Mapping[str, torch.Tensor]) -> None:
         """Raise a `DrafterError` where these are not tensors of the parameters' names and shapes."""

@@ -169,7 +169,7 @@ def linked_as(folder: Path, name: str) -> Path:
 def make_private_dir(prefix: str) -> Path:
     """Make a temporary directory (0700) for this process, and remove those that killed processes left.
 
-    A process that lives holds a lock on a file in its directory.
+    A process that lives holds a lock on a file in its directory. Where the file system has no locks, nobody removes it.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
         with suppress(OSError), owner.open("rb+") as lock:  # another user's, or in use
@@ -177,7 +177,8 @@ def make_private_dir(prefix: str) -> Path:
             shutil.rmtree(owner.parent)
     path = Path(tempfile.mkdtemp(prefix=prefix))
     held = (path / f".{_OWNER}").open("wb")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    os.rename(path / f".{_OWNER}", path / _OWNER)  # nobody ever finds it unlocked
     _HELD.append(held)
+    with suppress(OSError):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.rename(path / f".{_OWNER}", path / _OWNER)  # nobody ever finds it unlocked
     return path

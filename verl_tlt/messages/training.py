@@ -96,14 +96,10 @@ class SpotPlan:
     # training
     learning_rate: float = 1e-3
     warmup_steps: int = 20
-    passes: int = 3
-    loss: str = "kl_div"
-    seed: int = 0
     batch_tokens: int = 1024
     max_epochs: float = 3.0
     # buffer
     buffer_bytes: int = 2 << 30
-    keep_steps: int = 8
     min_tokens: int = 2000
     held_out: float = 0.1  # share of prompts
     window: int = 4096

@@ -65,8 +65,6 @@ def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def engine_lengths(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
     """The draft lengths the policy may choose from, ascending from 0: with FULL graphs only lengths that have them."""
     s = tlt.speculation
-    if s.arms is not None:
-        return s.arms
     offered = graph_rules.GRAPH_LENGTHS if graph_rules.has_full_graphs(mode) else range(s.longest + 1)
     return tuple(k for k in offered if k <= s.longest)
 

@@ -4,6 +4,7 @@ vLLM's scheduler (`engine_core/scheduler.py`) calls everything here on one threa
 """
 
 import logging
+import os
 import queue
 import threading
 from pathlib import Path
@@ -20,6 +21,10 @@ FLUSH_S = 0.5
 """Seconds of engine steps between two writes of the trace."""
 UNWRITTEN = 120
 """Most writes that wait for a slow disk; what comes then is left out."""
+MOST_BYTES = 64 << 20
+"""Size of a trace at which a new file begins: some hours of engine steps. Of the older files one stays."""
+OLDER = ".old"
+"""What is added to the name of the older file."""
 FLUSHED_S = 2.0
 """Most seconds that the end of an engine waits for the disk."""
 
@@ -98,6 +103,9 @@ class StepTrace:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     with self.path.open("a") as file:
                         file.writelines(lines)
+                        full = file.tell() > MOST_BYTES
+                    if full:
+                        os.replace(self.path, f"{self.path}{OLDER}")
             except OSError as error:
                 self.failed = str(error)
                 logger.warning("The engine trace %s stops here: %s", self.path, error)

@@ -3,7 +3,6 @@
 Hidden states take 28 to 64 KB a token for 7B to 70B policies, so bytes are capped and the oldest sequence goes first.
 """
 
-import bisect
 import hashlib
 import math
 import random
@@ -13,6 +12,8 @@ from verl_tlt.drafter import TrainingSequence
 from verl_tlt.drafter.data import grouped, windows
 from verl_tlt.messages.training import BufferStats
 
+KEPT_STEPS = 8
+"""RL steps a sequence stays: older ones are of another policy."""
 OPEN_BATCHES = 32
 """Micro-batches kept open while packing (`drafter.data.grouped`)."""
 
@@ -20,52 +21,47 @@ OPEN_BATCHES = 32
 @dataclass(frozen=True, eq=False)
 class _Item:
     step: int
-    prompt: str
+    prompt: int  # a digest
     held_out: bool
     sequence: TrainingSequence
 
 
 class Buffer:
-    """The sequences of recent RL steps. Each is either trained on or held out for the publish gate, for good.
+    """The sequences of the last RL steps, of at most `max_bytes`. Each is trained on or held out for the publish gate.
 
-    `max_bytes` caps them; with `keep_steps` of 1 only the newest RL step's stay. `held_out` is a share of prompts that
-    a hash chooses: all responses to a prompt are held out together, for they resemble each other.
+    `held_out` is a share of prompts that a hash chooses: all responses to a prompt are held out together, for they
+    resemble each other.
     """
 
-    def __init__(self, *, max_bytes: int, keep_steps: int, held_out: float) -> None:
-        self._max_bytes, self._keep_steps, self._held_out = max_bytes, keep_steps, held_out
+    def __init__(self, *, max_bytes: int, held_out: float) -> None:
+        self._max_bytes, self._held_out = max_bytes, held_out
         self._items: list[_Item] = []  # oldest first
         self._nbytes = self._train_tokens = 0
         self._queue: list[list[TrainingSequence]] = []  # micro-batches left of the present pass
-        self._queued_for = 0  # rows of a micro-batch in it
         self._pass_rows = 0  # of the present pass
         self.epochs = 0.0
         """Passes over what is trained on in this session."""
         self._max_epochs = math.inf
 
-    def add(self, step: int, index: int, sequence: TrainingSequence) -> bool:
-        """Add a sequence of an RL step, or a window of it; then drop the oldest until the caps hold.
+    def add(self, step: int, sequence: TrainingSequence) -> None:
+        """Add a sequence of the newest RL step, or a window of it; then drop the oldest until the caps hold.
 
-        `index`, its number in that step, stands for its prompt where that is unknown. False: it is not added, because
-        it alone exceeds the cap, or is older than what the buffer keeps.
+        One that alone exceeds the cap is left out.
         """
-        if sequence.nbytes > self._max_bytes or (self._items and step <= self._items[-1].step - self._keep_steps):
-            return False
-        prompt = f"{step}:{index}" if sequence.prompt is None else f"{sequence.prompt}"
-        digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-        held_out = int.from_bytes(digest, "big") < self._held_out * 2.0**64
-        item = _Item(step, prompt, held_out, sequence)
-        bisect.insort_right(self._items, item, key=lambda i: i.step)  # arrival order within a step
-        self._count(item, 1)
-        while self._nbytes > self._max_bytes or self._items[0].step <= self._items[-1].step - self._keep_steps:
+        if sequence.nbytes > self._max_bytes:
+            return
+        text = sequence.tokens.numpy().tobytes() if sequence.prompt is None else f"{sequence.prompt}".encode()
+        prompt = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+        self._items.append(_Item(step, prompt, prompt < self._held_out * 2.0**64, sequence))
+        self._count(self._items[-1], 1)
+        while self._nbytes > self._max_bytes or self._items[0].step <= step - KEPT_STEPS:
             self._count(self._items.pop(0), -1)
         self._queue = []  # a new pass begins
-        return True
 
     def held_out(self, max_tokens: float = math.inf, fewest: int = 0) -> list[TrainingSequence]:
         """The gate's sequences, newest first, up to `max_tokens`, and older ones up to `fewest` prompts."""
         chosen: list[TrainingSequence] = []
-        prompts: set[str] = set()
+        prompts: set[int] = set()
         total = 0
         for item in reversed(self._items):
             if not item.held_out or len(item.sequence) < 2:  # of one token nothing can be judged
@@ -93,13 +89,13 @@ class Buffer:
         A pass has every row once, but for windows of prompt alone. It is packed as a whole and its micro-batches come
         in random order, so that a session that stops early has drawn each sequence in proportion to its length.
         """
-        if not self._queue or self._queued_for != budget:
+        if not self._queue:
             trained = (i.sequence for i in self._items if not i.held_out)
             pieces = [piece for sequence in trained for piece in windows(sequence, budget) if piece.loss_rows()]
             rng.shuffle(pieces)
             self._queue = list(grouped(pieces, lambda piece: piece.rows, budget, open_groups=OPEN_BATCHES))
             rng.shuffle(self._queue)
-            self._queued_for, self._pass_rows = budget, sum(piece.rows for piece in pieces)
+            self._pass_rows = sum(piece.rows for piece in pieces)
         if not self._queue:
             return []
         batch = self._queue.pop()

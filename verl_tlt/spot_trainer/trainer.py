@@ -88,13 +88,9 @@ class SpotTrainer:
             self.model,
             learning_rate=plan.learning_rate,
             warmup_steps=plan.warmup_steps,
-            ttt_steps=plan.passes,
-            loss=plan.loss,
             trained=published is not None or not plan.drafter.untrained,
         )
-        self.buffer = Buffer(
-            max_bytes=plan.buffer_bytes, keep_steps=plan.keep_steps, held_out=plan.held_out if plan.gate else 0.0
-        )
+        self.buffer = Buffer(max_bytes=plan.buffer_bytes, held_out=plan.held_out if plan.gate else 0.0)
         self.initial: Parameters = self.trainer.parameters_numpy()
         self.served: Parameters = self.initial
         self.candidate: Parameters = self.served
@@ -132,8 +128,8 @@ class SpotTrainer:
             self._take_over(VerifierWeights(**{part: from_numpy16(array) for part, array in arrays}))
         elif not self._verifier_known or chosen:  # under LoRA no weight sync brings them, and they never change
             self._take_over(VerifierWeights.from_policy_dir(self.plan.policy_dir))
-        for index, sequence in enumerate(sequences):
-            self.buffer.add(step, index, sequence)
+        for sequence in sequences:
+            self.buffer.add(step, sequence)
         return self._stats(sequences)
 
     def _take_over(self, weights: VerifierWeights) -> None:
@@ -192,7 +188,7 @@ class SpotTrainer:
 
     def _batches(self, rows: int, epochs: list[float]) -> Iterator[Batch]:
         """A session's micro-batches, drawn ahead of the step in a thread; `epochs` gets what each completes."""
-        rng = random.Random(f"{self.plan.seed}-{self._sessions}")
+        rng = random.Random(self._sessions)
         while not self.buffer.exhausted() and (drawn := self.buffer.sample_batch(rng, rows)):
             epochs.append(self.buffer.epochs)
             yield self.place.packed(drawn)

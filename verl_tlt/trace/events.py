@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 ENGINE_PREFIX = "engine-"
 """Files whose names begin with this hold engine steps; the rest of the name is the replica."""
 
-Kind = Literal["run", "phase", "load", "idle", "session", "publish", "reload", "stopped", "step"]
+Kind = Literal["run", "phase", "load", "session", "publish", "reload", "stopped", "step"]
 
 TRAINER_DEVICE = "trainer's device"
 """Beginning of the name of a trainer's device, which stands for a replica where none is colocated."""
@@ -72,23 +72,12 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSample:
-    """Requests in flight by replica from `t` on, written when they change, at most about 20 times a second."""
+    """Requests in flight by replica from `t` on, written once a second and when a replica becomes idle."""
 
     kind: ClassVar[str] = "load"
     t: float
     step: int
     inflight: Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Idle:
-    """Idle time: the replica had nothing to decode from `start` until the rollout ended."""
-
-    kind: ClassVar[str] = "idle"
-    t: float
-    step: int
-    replica: str
-    start: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +140,7 @@ class Step:
     """Why no replica drafted in its rollout; empty: one did."""
 
 
-Event = RunStarted | Phase | LoadSample | Idle | Session | Publish | Reload | Stopped | Step
+Event = RunStarted | Phase | LoadSample | Session | Publish | Reload | Stopped | Step
 EVENT_TYPES: dict[str, type[Event]] = {cls.kind: cls for cls in get_args(Event)}
 
 

@@ -34,6 +34,8 @@ LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
 TOKENS_PER_STEP = 65_536
 """Default of `tlt.buffer.tokens_per_step`. Three passes over eight steps of them take an H100 about 10 s per billion
 operations of a row (40 s for the head of an 8B policy), which is as much as the idle time of most steps."""
+OBJECTIVE = "hass"
+"""How the drafter is trained: `DrafterTrainer` unrolls three draft positions unless it is told otherwise."""
 MEMORY_SHARE = 0.15
 """Part of a node's memory that spot training takes together: drafter and optimizer, the buffer, and the copies of a
 step's hidden states that are on their way to it."""
@@ -103,13 +105,9 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
         checkpoint=str(start.checkpoint) if start.checkpoint else None,
         learning_rate=tlt.drafter.learning_rate,
         warmup_steps=tlt.drafter.warmup_steps,
-        passes=tlt.drafter.passes,
-        loss=tlt.drafter.loss,
-        seed=tlt.drafter.seed,
         batch_tokens=tlt.drafter.batch_tokens or batch_tokens(start.draft_vocab, accelerator),
         max_epochs=tlt.spot.max_epochs,
         buffer_bytes=buffer_bytes(tlt, start, node_bytes(), tokens, accelerator),
-        keep_steps=tlt.buffer.keep_steps,
         min_tokens=tlt.buffer.min_tokens,
         held_out=tlt.buffer.held_out or held_out_share(config.data.train_batch_size, tokens, window),
         window=window,
@@ -133,7 +131,7 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
-        objective=tlt.drafter.objective,
+        objective=OBJECTIVE,
         temperature=rollout.temperature,
     )
     return RunFacts(
@@ -222,7 +220,6 @@ def _random_head(config: TLTConfig, policy_dir: str, context: int) -> Eagle3Draf
         shape,
         # The policy's own range, not this run's: a resumed run may be longer.
         max_position_embeddings=max(context, shape.max_position_embeddings + LONGEST_DRAFT),
-        seed=config.drafter.seed,
         draft_ids=None if size == shape.vocab_size else size,  # the first rollout chooses which
     )
 

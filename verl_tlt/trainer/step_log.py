@@ -128,9 +128,6 @@ class StepLog:
         observed.trained_s = (observed.trained_s or 0.0) + idle.trained_s
         start = report.first_dispatch or report.end
         self.trace.emit("phase", step=step, name="rollout", start=start, end=report.end)
-        for replica, seconds in idle.idle_s.items():
-            if seconds > 0:
-                self.trace.emit("idle", step=step, replica=replica, start=report.end - seconds)
         self.trained(step, report.sessions)
 
     def trained(self, step: int, sessions: Sequence[Session]) -> None:

@@ -26,6 +26,8 @@ POLL_S = 0.1
 """Seconds between two looks at the load: each is a call to the load balancer, which also serves the agent loops."""
 SETTLE_S = 0.1
 """Seconds for which a replica must have been empty, or the trainer have waited for samples, before it trains."""
+LOAD_S = 1.0
+"""Seconds between two loads in the trace, unless a replica becomes idle or busy."""
 LOOK_S = 60.0
 """Bound in seconds of a look at the fleet, which takes milliseconds; the end of sampling may wait for it."""
 
@@ -69,7 +71,8 @@ class SamplingWatch:
         self._unix = clock.time() - clock.monotonic()  # decisions take the monotonic clock, the trace unix seconds
         self._report = PhaseReport(planner.idle_time(clock.monotonic()))
         self._session: tuple[str, float] | None = None  # replica on which a session runs, and its begin
-        self._load: dict[str, int] = {}
+        self._load: dict[str, int] = {}  # the last one in the trace
+        self._told_at = 0.0
         self._over = clock.event()
         self._turn = clock.lock()  # a recall comes from the trainer's thread, while this one looks
         self._thread = clock.start(self._watch, "tlt-sampling-watch")
@@ -90,9 +93,10 @@ class SamplingWatch:
         if self._over.is_set():  # the answer took so long that the trainer's thread may have gone on
             return
         now = self._clock.monotonic()
-        if load != self._load:
+        turned = any(bool(count) != bool(self._load.get(name)) for name, count in load.items())
+        if turned or (load != self._load and now - self._told_at >= LOAD_S):
             self._trace.emit("load", step=self._step, inflight=load)
-            self._load = load
+            self._load, self._told_at = load, now
         if self._report.first_dispatch is None and any(load.values()):
             self._report.first_dispatch = now + self._unix
         if self._session is not None and (result := self._spot.ended()) is not None:

@@ -66,6 +66,8 @@ def test_a_recipe_may_be_a_config_without_overrides(tmp_path):
 def test_every_turn_goes_on_from_the_one_before(tmp_path):
     plan, arm = plan_of(tmp_path), arm_of(TLT)
     assert {"trainer.resume_mode=disable", "trainer.total_training_steps=4"} <= set(plan.overrides(arm, 0))
+    real_runs = {"trainer.rollout_data_dir=null", "trainer.checkpoint_callback_class=null"}
+    assert real_runs <= set(plan.overrides(arm, 0)), "its files are left alone, and nobody is told of a checkpoint"
     second = composed(plan, arm, 1).trainer
     assert (second.resume_mode, second.total_training_steps) == ("resume_path", 8)
     assert second.resume_from_path == str(tmp_path / "tlt" / "global_step_4")

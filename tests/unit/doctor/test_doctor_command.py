@@ -253,6 +253,9 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, m
     words = [*FLAG, *eight[1:], *rollout, "trainer.v1.trainer_mode=separate_async"]
     (own,) = examine_gpus(compose(words, "ppo_trainer"))
     assert own.level == "if" and own.sentence.startswith("16 GPUs needed"), "of which rollouts have their own"
+    reward = [f"reward.reward_model.{word}" for word in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
+    (pooled,) = examine_gpus(compose([*FLAG, *eight[1:], *reward], "ppo_trainer"))
+    assert pooled.sentence.startswith("10 GPUs needed"), "of which the reward model has its own"
     code, output = call("doctor", "--gpu", *overrides, *eight)
     assert code == 1 and "There is no GPU on this machine, and the recipe has trainer.device=cuda." in output
     code, output = call("doctor", "--gpu", "--all", *overrides, *eight, "tlt.speculation.enable=false")

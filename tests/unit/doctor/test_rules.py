@@ -281,6 +281,10 @@ def test_folders_that_could_not_be_written_at_the_end_are_known_at_the_start(fin
         assert said[key].level == "refuse" and key in said[key].sentence
     assert "mine.txt is not a folder" in said["tlt.trace.dir"].sentence
     assert not findings({}, TLTConfig(drafter=DrafterConfig(save_dir=str(tmp_path / "new"))))
+    (tmp_path / "tlt_drafter").mkdir()
+    (tmp_path / "tlt_drafter" / "LICENSE").touch()
+    found = findings({"trainer.default_local_dir": str(tmp_path)})
+    assert found["tlt.drafter.save_dir"].level == "refuse", "the default one"
 
 
 @pytest.mark.parametrize("key", [f"{ROLLOUT}.name", "trainer.default_local_dir"])

@@ -38,7 +38,6 @@ def vllm_is(monkeypatch):
         ({}, "FULL_AND_PIECEWISE", (0, 1, 3)),
         ({"max_draft_length": 7}, "FULL_DECODE_ONLY", (0, 1, 3, 7)),
         ({"max_draft_length": 5}, "FULL", (0, 1, 3)),
-        ({"arms": [0, 2]}, "FULL_AND_PIECEWISE", (0, 2)),
     ],
 )
 def test_arms_are_those_that_have_graphs(speculation, mode, arms):

@@ -47,6 +47,14 @@ def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(
     assert set(tmp.iterdir()) == {ours, another, tmp / "tlt-notes"}
 
 
+def test_where_files_cannot_be_locked_a_directory_is_made_and_none_is_removed(tmp, monkeypatch):
+    def refused(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    assert {make_private_dir("tlt-"), make_private_dir("tlt-")} == {*tmp.iterdir()} and len([*tmp.iterdir()]) == 2
+
+
 LINKED = """
 import pathlib, sys, tempfile
 from verl_tlt.files.disk import linked_as

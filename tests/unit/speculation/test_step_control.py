@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation import step_control
@@ -141,6 +142,15 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
         "latency_s": 0.02, "clean": True,
     }  # fmt: skip
     assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
+
+
+def test_a_full_trace_begins_anew_and_the_report_reads_the_file_before_it_too(tmp_path, monkeypatch):
+    trace = StepTrace(tmp_path / "engine-0.jsonl")
+    for n in range(3):
+        monkeypatch.setattr(step_control, "MOST_BYTES", 1 if n < 2 else 1 << 20)
+        trace.add(replace(step(), unix_s=1e9 + n, drafted=n))
+        trace.flush(60.0)
+    assert read_trace(tmp_path).engines["0"].k.tolist() == [1, 2], "of the older files one stays"
 
 
 def test_a_disk_that_hangs_holds_up_no_step_and_lacks_what_did_not_fit(tmp_path, monkeypatch, caplog):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.drafter import TrainingSequence
-from verl_tlt.spot_trainer.buffer import Buffer
+from verl_tlt.spot_trainer.buffer import KEPT_STEPS, Buffer
 from verl_tlt.spot_trainer.gate import MIN_PROMPTS
 from verl_tlt.trainer.run_setup import held_out_share
 
@@ -31,9 +31,9 @@ def names(sequences):
 
 def filled(lengths, *, step=1, held_out=0.0, prompt_len=0, **caps):
     """The i-th sequence is named i."""
-    buffer = Buffer(**({"max_bytes": 10**12, "keep_steps": 8, "held_out": held_out} | caps))
+    buffer = Buffer(**({"max_bytes": 10**12, "held_out": held_out} | caps))
     for i, length in enumerate(lengths):
-        buffer.add(step, i, named(i, length, prompt_len))
+        buffer.add(step, named(i, length, prompt_len))
     return buffer
 
 
@@ -44,27 +44,24 @@ def passes(buffer, epochs, budget, rng):
         yield buffer.sample_batch(rng, budget)
 
 
-LATE = [(1, 1, 5), (2, 2, 5), (3, 3, 5), (1, 4, 5)]
-TWO_STEPS = [(step, 10 * step + i, 15) for step in range(1, 6) for i in range(2)]
+TWO_EACH = [(step, 10 * step + i, 15) for step in range(1, 11) for i in range(2)]
 
 
 @pytest.mark.parametrize(
     ("caps", "arrivals", "kept"),
     [
-        ({"max_bytes": 6 * 15 * BYTES + 1}, TWO_STEPS, {30, 31, 40, 41, 50, 51}),
-        ({"keep_steps": 2}, LATE, {2, 3}),
-        ({"max_bytes": 10 * BYTES}, [(5, 1, 5), (4, 0, 5), (5, 2, 5)], {1, 2}),  # late, and in its step's place
+        ({"max_bytes": 6 * 15 * BYTES + 1}, TWO_EACH, {80, 81, 90, 91, 100, 101}),
+        ({}, TWO_EACH, {name for _, name, _ in TWO_EACH[-2 * KEPT_STEPS :]}),
         ({"max_bytes": 50 * BYTES}, [(1, 0, 10), (1, 1, 20), (2, 2, 51)], {0, 1}),  # alone above the cap
     ],
 )
-def test_full_buffers_drop_the_oldest_step_whenever_it_arrived(caps, arrivals, kept):
+def test_full_buffers_drop_the_oldest_step(caps, arrivals, kept):
     """Arrivals are (step, name, tokens)."""
     buffer = filled([], **caps)
     for step, name, length in arrivals:
-        added = buffer.add(step, name, named(name, length))
+        buffer.add(step, named(name, length))
         assert buffer.stats().bytes <= caps.get("max_bytes", 10**12)
     assert set(names(buffer.sample_batch(random.Random(0), 1000))) == kept and buffer.stats().sequences == len(kept)
-    assert added is (name in kept)
 
 
 def test_ready_counts_training_tokens_only():
@@ -100,12 +97,12 @@ def test_no_response_that_is_held_out_has_a_sibling_that_is_trained_on(run):
     """
     rng, (prompts, n) = random.Random(run["seed"]), run["layout"]
     share = held_out_share(prompts, 65_536, 4096)
-    buffer = Buffer(max_bytes=run["room"] * BYTES, keep_steps=3, held_out=share)
+    buffer = Buffer(max_bytes=run["room"] * BYTES, held_out=share)
     held, trained = set(), set()
     for step in range(run["steps"]):
         responses = [rng.randrange(run["known"]) for _ in range(prompts)] * n
-        for i, prompt in enumerate(rng.sample(responses, min(len(responses), run["captured"]))):
-            buffer.add(step, i, replace(named(prompt, 3), prompt=prompt))
+        for prompt in rng.sample(responses, min(len(responses), run["captured"])):
+            buffer.add(step, replace(named(prompt, 3), prompt=prompt))
         held |= set(names(buffer.held_out()))
         trained |= set(names(buffer.sample_batch(rng, 10**6)))
     assert not held & trained
@@ -117,11 +114,11 @@ def test_two_steps_hold_out_enough_for_the_gate_and_leave_something_to_train_on(
     (prompts, n), rng, held, fed = layout, random.Random(0), [], []
     share = held_out_share(prompts, 65_536, 4096)
     for _ in range(40):
-        buffer = Buffer(max_bytes=10**9, keep_steps=8, held_out=share)
+        buffer = Buffer(max_bytes=10**9, held_out=share)
         for step in range(2):
             responses = [rng.getrandbits(40) for _ in range(prompts)] * n
-            for i, prompt in enumerate(rng.sample(responses, min(len(responses), 16))):
-                buffer.add(step, i, replace(named(prompt, 2), prompt=prompt))
+            for prompt in rng.sample(responses, min(len(responses), 16)):
+                buffer.add(step, replace(named(prompt, 2), prompt=prompt))
         fed.append(buffer.ready(2))
         held.append(len(set(names(buffer.held_out()))))
     assert np.mean(fed) > 0.99 and np.mean(held) > min(0.2 * 2 * min(prompts, 14), MIN_PROMPTS - 1.5)
@@ -130,7 +127,7 @@ def test_two_steps_hold_out_enough_for_the_gate_and_leave_something_to_train_on(
 def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
     buffer = filled([], held_out=0.999999)
     for i in range(32):
-        buffer.add(1, i, replace(named(i // 8, 40, 3), prompt=i // 8))
+        buffer.add(1, replace(named(i // 8, 40, 3), prompt=i // 8))
     chosen = names(buffer.held_out(max_tokens=200, fewest=3))
     assert sorted(set(chosen)) == [1, 2, 3] and len(chosen) == 5 + 2
 
@@ -139,8 +136,8 @@ def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_o
     """Scores of a newest few would otherwise be of short responses."""
     buffer = filled([], held_out=0.999999)
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
-        buffer.add(step, 0, named(step, length, prompt_len=3))
-    buffer.add(5, 0, named(5, 1))  # of one token there is nothing to judge
+        buffer.add(step, named(step, length, prompt_len=3))
+    buffer.add(5, named(5, 1))  # of one token there is nothing to judge
     assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()][:2] == [(0, 40, 3)] * 2
     assert [names(buffer.held_out(tokens)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
     assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
@@ -150,7 +147,7 @@ def test_a_pass_draws_every_row_once_at_its_true_position():
     buffer, rng = filled([]), random.Random(5)
     lengths = long_tailed(60, rng, sigma=1.5)
     for i, length in enumerate(lengths):
-        buffer.add(1, i, named(i, length, start=10 * i))
+        buffer.add(1, named(i, length, start=10 * i))
     seen = {i: np.zeros(n - 1, dtype=int) for i, n in enumerate(lengths)}
     for batch in passes(buffer, 1.0, 256, rng):
         assert 0 < sum(window.rows for window in batch) <= 256

@@ -91,6 +91,20 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     assert trace.engines["a"].batch.tolist() == [1, 2, 33]
 
 
+def test_the_replicas_of_a_resumed_run_are_those_of_the_run_before_it(tmp_path):
+    """Their addresses are new, and their engines append to the same files."""
+    driver = TraceWriter(tmp_path, "trainer")
+    for step, ports in ((1, (1, 2)), (2, (2, 7))):
+        names = [f"10.0.0.1:{port}" for port in ports]
+        driver.emit("run", step0=step, replicas=names)
+        driver.emit("load", step=step, inflight={names[0]: 1, names[1]: 2})
+        driver.emit("reload", step=step, replica=names[1], version=0)
+    trace = read_trace(tmp_path)
+    assert trace.replicas == ["10.0.0.1:2", "10.0.0.1:7"]
+    assert [[load.inflight[name] for name in trace.replicas] for load in trace.loads] == [[1, 2], [1, 2]]
+    assert [trace.label(reload.replica) for reload in trace.reloads] == ["replica 1", "replica 1"]
+
+
 def test_numpy_values_and_nan_are_written_as_json_and_what_is_no_number_is_left_out(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     metrics = {"a": np.float32(1.5), "b": None, "c": "x", "d": float("nan"), "e": np.arange(2)}

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -442,3 +443,18 @@ def test_validation_is_not_the_next_rollouts(filled):
     asked = len(controller.servers.called("engine_stats"))
     controller.validated(1, colocated_asleep=False)
     assert len(controller.servers.called("engine_stats")) == asked + 1
+
+
+def test_the_trace_has_a_load_a_second_and_those_at_which_a_replica_turns_idle(filled):
+    controller = filled()
+    clock, servers = controller.servers.clock, controller.servers
+    controller.sample_begin(2)
+    for requests in range(40, 10, -1):
+        servers.load = {"a": requests, "b": requests}
+        clock.sleep(watch.POLL_S)
+    servers.load = {"a": 4, "b": 0}
+    clock.sleep(2 * watch.POLL_S)
+    controller.sample_end(2, last=True)
+    *steady, last = [load for load in read_trace(controller.log.trace.path.parent).loads if load.step == 2]
+    assert {"a": 4, "b": 0} == last.inflight and 3 <= len(steady) <= 4
+    assert all(b.t - a.t >= watch.LOAD_S for a, b in itertools.pairwise(steady))

@@ -149,6 +149,7 @@ class Plan:
             "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=[console,file]",
             "trainer.project_name=verl-tlt-compare", f"trainer.experiment_name={arm.name}",
             "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False",
+            "trainer.rollout_data_dir=null", "trainer.checkpoint_callback_class=null",  # both are the real run's
             *(f"{ENV_VARS}.{name}={quoted(value)}" for name, value in variables.items()),
         ]  # fmt: skip
 

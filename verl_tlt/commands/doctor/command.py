@@ -166,7 +166,12 @@ def examine_gpus(config: DictConfig) -> list[Finding]:
         return [Finding("if", what, f"trainer.device={device}: such devices were not looked for.")]
     import torch
 
-    nodes = ["trainer", *([ROLLOUT] if trainer_mode(config) == "separate_async" else [])]
+    own = {  # pools of devices beside the trainer's
+        ROLLOUT: trainer_mode(config) == "separate_async",
+        "reward.reward_model": select(config, "reward.reward_model.enable_resource_pool"),
+        "distillation": select(config, "distillation.enabled"),
+    }
+    nodes = ["trainer", *(node for node in own if own[node])]
     asked, seen = sum(devices(config, node) for node in nodes), torch.cuda.device_count()
     if asked <= seen:
         return [Finding("ok", what, f"{seen} GPUs found")]

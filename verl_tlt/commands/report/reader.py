@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from verl_tlt.errors import TLTError
+from verl_tlt.speculation.step_control import OLDER
 from verl_tlt.trace import events
 from verl_tlt.trace.events import Event, RunStarted
 
@@ -60,7 +61,6 @@ class RunTrace:
     """RL step -> why no replica drafted in it."""
     phases: list[events.Phase] = field(default_factory=list)
     loads: list[events.LoadSample] = field(default_factory=list)
-    idles: list[events.Idle] = field(default_factory=list)
     sessions: list[events.Session] = field(default_factory=list)
     publishes: list[events.Publish] = field(default_factory=list)
     reloads: list[events.Reload] = field(default_factory=list)
@@ -93,27 +93,28 @@ class RunTrace:
 
 
 def read_trace(directory: str | Path) -> RunTrace:
-    """Read every `*.jsonl` file of a trace directory; a `TraceError` says that there is none with an event."""
+    """Read the files of a trace directory; a `TraceError` says that there is none with an event."""
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{path} is not a directory: give the trace directory of a run (tlt.trace.dir).")
     parsed: list[Event] = []
     engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     skipped = 0
-    for file in sorted(path.glob("*.jsonl")):
+    for file in sorted([*path.glob("*.jsonl"), *path.glob(f"*.jsonl{OLDER}")]):
         of_engine = file.name.startswith(events.ENGINE_PREFIX)
         with file.open("rb") as lines:
             for line in lines:
                 record = record_of(line)
                 if of_engine and (numbers := _engine_step(record)):
-                    engines[file.stem.removeprefix(events.ENGINE_PREFIX)].extend(numbers)
+                    replica = file.name.removeprefix(events.ENGINE_PREFIX).rpartition(".jsonl")[0]
+                    engines[replica].extend(numbers)
                 elif not of_engine and (event := parse_event(record)) is not None:
                     parsed.append(event)
                 else:
                     skipped += bool(line.strip())
     if not parsed and not engines:
         raise TraceError(f"{path} holds no trace: give the trace directory of a run (tlt.trace.dir).")
-    parsed, repeated = _without_repeated(sorted(parsed, key=lambda e: e.t))
+    parsed, repeated = _without_repeated(_renamed(sorted(parsed, key=lambda e: e.t)))
     of: defaultdict[type[Event], list[Any]] = defaultdict(list)
     for event in parsed:
         of[type(event)].append(event)
@@ -125,7 +126,6 @@ def read_trace(directory: str | Path) -> RunTrace:
         off={number: step.off for number, step in steps.items() if step.off},
         phases=of[events.Phase],
         loads=of[events.LoadSample],
-        idles=of[events.Idle],
         sessions=of[events.Session],
         publishes=of[events.Publish],
         reloads=of[events.Reload],
@@ -159,6 +159,25 @@ def record_of(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _renamed(parsed: list[Event]) -> list[Event]:
+    """The events with each replica under the name that the last run gave to the replica of that number.
+
+    A resumed run's replicas have other addresses.
+    """
+    last = next((event.replicas for event in reversed(parsed) if isinstance(event, RunStarted)), ())
+    names: dict[str, str] = {}
+    renamed: list[Event] = []
+    for event in parsed:
+        if isinstance(event, RunStarted):
+            names = dict(zip(event.replicas, last, strict=False))
+        elif isinstance(event, events.LoadSample):
+            event = replace(event, inflight={names.get(name, name): n for name, n in event.inflight.items()})
+        elif isinstance(event, events.Session | events.Reload):
+            event = replace(event, replica=names.get(event.replica, event.replica))
+        renamed.append(event)
+    return renamed
 
 
 def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
