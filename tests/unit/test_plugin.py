@@ -1,7 +1,7 @@
 """The entry point: light, silent without the flag, and in the way with it; what asks for TLT."""
 
-import re
 import contextlib
+import re
 import subprocess
 import sys
 import types
@@ -121,7 +121,7 @@ def test_a_plugin_that_cannot_install_its_hooks_says_so():
 @pytest.mark.parametrize("switched_on", [False, True])
 def test_a_verl_without_a_hooked_function_runs_stock_and_refuses_the_flag(monkeypatch, caplog, switched_on):
     monkeypatch.setattr(sys, "argv", ["main_ppo", *["+trainer.plugin=tlt"] * switched_on])
-    with pytest.raises(SystemExit, match="no other.validate_config") if switched_on else contextlib.nullcontext():
+    with pytest.raises(SystemExit, match=r"no other\.validate_config") if switched_on else contextlib.nullcontext():
         plugin._wrap_validate_config(types.ModuleType("other"))
     assert switched_on or "this verl has no other.validate_config" in caplog.text
 

@@ -456,5 +456,5 @@ def test_the_trace_has_a_load_a_second_and_those_at_which_a_replica_turns_idle(f
     clock.sleep(2 * watch.POLL_S)
     controller.sample_end(2, last=True)
     *steady, last = [load for load in read_trace(controller.log.trace.path.parent).loads if load.step == 2]
-    assert {"a": 4, "b": 0} == last.inflight and 3 <= len(steady) <= 4
+    assert last.inflight == {"a": 4, "b": 0} and 3 <= len(steady) <= 4
     assert all(b.t - a.t >= watch.LOAD_S for a, b in itertools.pairwise(steady))
