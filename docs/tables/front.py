@@ -39,7 +39,7 @@ def headlines() -> str:
     cold = "runs.md#what-a-cold-start-costs-and-when-it-has-paid"
     saved = "runs.md#is-tltsaved_estimate_s-right"
     best = _best("e2e", FIXED).removeprefix("vllm-")
-    fixed = f"The same with vLLM's speculation at K={best}, the fixed K with the fastest step, in engines that never sleep"
+    fixed = f"The same with vLLM at K={best}, the fixed K with the fastest step, in engines that never sleep"
     body = [
         [f"[{what}](../benchmarks/results/{page}){_age(file)}", found]
         for what, page, file, found in (
