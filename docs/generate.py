@@ -27,12 +27,7 @@ INTRO = """# Settings
 
 <!-- Written by docs/generate.py from verl_tlt/config.py: edit those. -->
 
-`+trainer.plugin=tlt` switches TLT on. Every setting has a default, and most runs set `tlt.drafter.path` alone:
-
-```bash
-python -m verl.trainer.main_ppo <your overrides> +trainer.plugin=tlt \\
-    tlt.drafter.path=/models/my-drafter
-```
+`+trainer.plugin=tlt` switches TLT on. Every setting has a default, and most runs set `tlt.drafter.path` alone.
 
 | To do this | Set |
 |---|---|
@@ -50,8 +45,8 @@ wrong setting stops the run before Ray starts, with a message that names the key
 """
 
 NOTES = {
-    "drafter": "`vocab` is refused with `method=mtp`. A new run that trained nothing does not overwrite a drafter already"
-    " in `save_dir`.",
+    "drafter": "`vocab` is refused with `method=mtp`. A new run that trained nothing does not overwrite a drafter"
+    " already in `save_dir`.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
     " to the longest one. Every node must be able to import the module of `module:Class`"
     " ([example](../examples/custom_policy.py)).",
