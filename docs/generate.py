@@ -27,42 +27,33 @@ INTRO = """# Settings
 
 <!-- Written by docs/generate.py from verl_tlt/config.py: edit those. -->
 
-`+trainer.plugin=tlt` switches TLT on. Every setting has a default, and most runs set `tlt.drafter.path` alone:
-
-```bash
-python -m verl.trainer.main_ppo <your overrides> +trainer.plugin=tlt \\
-    tlt.drafter.path=/models/my-drafter
-```
+`+trainer.plugin=tlt` switches TLT on. Every setting has a default, and most runs set `tlt.drafter.path` alone.
 
 | To do this | Set |
 |---|---|
 | start with a trained drafter | `tlt.drafter.path=DIR` |
 | draft with the policy's own MTP head | `tlt.drafter.method=mtp` |
-| allow longer drafts, or only shorter ones | `tlt.speculation.max_draft_length=7` |
-| use less host memory | `tlt.buffer.max_mb=1024` |
+| allow longer or only shorter drafts | `tlt.speculation.max_draft_length=7` |
+| use less host memory | `tlt.buffer.max_mb=4096`, which is two RL steps of a 7B policy |
 | never pause RL to train a first drafter | `tlt.spot.cold_start_s=0` |
 | draft with a drafter that is never trained | `tlt.spot.enable=false` |
 | train a drafter and decode as stock verl does | `tlt.speculation.enable=false` |
-| run stock verl with the same command line | `++trainer.plugin=null` at its end |
+| run stock verl with the same command | `++trainer.plugin=null` at its end, with verl-tlt still installed |
 
-A plus in front of a setting is allowed and changes nothing. You can also put settings into [a YAML file of your
-own](quickstart.md#your-own-yaml-file).
-
-A wrong setting stops the run before Ray starts, with a message that names the key: an unknown key, a value of the wrong
-type, or two settings that contradict each other. `verl-tlt doctor` gives the same message without a run.
+A plus in front of a setting changes nothing. Settings can also be in [a YAML file](quickstart.md#your-own-yaml-file). A
+wrong setting stops the run before Ray starts, with a message that names the key.
 """
 
 NOTES = {
-    "drafter": "`vocab` is refused with `method=mtp`. `save_dir` is written if the drafter may be trained. A drafter"
-    " that is there stays if a new run trained nothing.",
+    "drafter": "`vocab` is refused with `method=mtp`. A new run that trained nothing does not overwrite a drafter"
+    " already in `save_dir`.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
-    " to the longest one. Every node must be able to import the module of a policy of your own"
+    " to the longest one. Every node must be able to import the module of `module:Class`"
     " ([example](../examples/custom_policy.py)).",
-    "spot": "There is no [cold start](how-it-works.md#a-cold-start) in a run that resumes with a trained drafter, nor"
-    " with `trainer.v1.trainer_mode=separate_async`.",
+    "spot": "[What a cold start is](how-it-works.md#a-cold-start).",
     "buffer": "Up to eight RL steps are kept.",
-    "gate": "[The test](how-it-works.md#test-and-publication) compares drafters on prompts that were not trained on.",
-    "trace": "[What the files hold](metrics-and-troubleshooting.md#the-trace).",
+    "gate": "[How drafters are compared](how-it-works.md#test-and-publication).",
+    "trace": "[Content and size](metrics-and-troubleshooting.md#the-trace). No setting turns the trace off.",
 }
 """What concerns several keys of a section, below its table."""
 

@@ -133,7 +133,7 @@ class SpeculationConfig:
     """False: engines start without a drafter, as in stock verl. The drafter can still be trained."""
     policy: Policy = "live_table"
     """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
-    step; `off`, engines have a drafter and never use it; or `module:Class`, a policy of your own."""
+    step; `off`, engines have a drafter and never use it; or `module:Class`, your own rule for choosing K."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
     """Longest draft. Null: 7 where vLLM has FULL CUDA graphs for every draft length (0.32 and later), otherwise 3. It
     is 3 or 1 where the draft logits would take more than 1 GiB of each GPU."""
@@ -143,7 +143,7 @@ class SpeculationConfig:
     """Measure step latency by batch and K at start."""
     source: Literal["eagle", "ngram"] = "eagle"
     """`eagle`: the drafter proposes tokens. `ngram`: drafts are copied from other responses to the same prompt, without
-    a drafter; vLLM's async scheduling is then off."""
+    a drafter and without vLLM's async scheduling. Whether this saves time was not measured."""
 
     @property
     def longest(self) -> int:
@@ -160,10 +160,10 @@ class SpotConfig:
     enable: bool = True
     """False: the drafter is not trained and stays as it was loaded."""
     stop_timeout_s: Positive = 5.0
-    """Seconds that RL waits for a training session to stop. Then the spot trainer, the process that trains, is killed
+    """Seconds that RL waits for a training session to stop. Then the spot trainer (the process that trains) is killed
     and replaced."""
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 3.0
-    """Most passes over the buffered tokens in one training session. With more, the drafter overfits to them."""
+    """Maximum number of passes over the buffered tokens per session. More passes overfit."""
     cold_start_s: NotNegative | None = None
     """Seconds that a run without a drafter pauses once, in its third step, to train one; 0: never. Null: 30 on GPUs,
     0 on the CPU."""

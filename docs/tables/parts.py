@@ -129,4 +129,5 @@ def resumptions() -> str:
         kills.append(KILLED.get(link["killed_in"], ""))
     body = [[killed, len(equal), sum(equal)] for killed, equal in found.items()]
     every = [one for equal in found.values() for one in equal]
-    return rows(("killed", "resumed", "all of one step"), [*body, ["**together**", len(every), f"**{sum(every)}**"]])
+    total = ["**together**", len(every), f"**{sum(every)}**"]
+    return rows(("killed", "resumed", "all of the same step"), [*body, total])

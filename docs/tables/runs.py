@@ -76,8 +76,8 @@ def savings(file: str) -> str:
             f"{error:.1f} s ({saved['error_low_s']:.1f} to {saved['error_high_s']:.1f})",
             _share_of_tlt(_steps(found, name)),
         ])  # fmt: skip
-    head = ("", "accept length", "rollout", "step", "`tlt/saved_estimate_s` claimed", "shorter than stock's by",
-            "claimed too much", "`tlt/overhead_s` of the step")  # fmt: skip
+    head = ("", "accept length", "rollout", "step", "estimated (`tlt/saved_estimate_s`)", "measured",
+            "estimate minus measured", "`tlt/overhead_s` of the step")  # fmt: skip
     return source(file) + rows(head, body)
 
 
