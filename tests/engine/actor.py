@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
-from verl_tlt.actor.tap import digest_of
 from verl_tlt.drafter import TrainingSequence
+from verl_tlt.drafter.held_out import digest_of
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_trainer import sequences
 

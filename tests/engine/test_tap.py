@@ -8,7 +8,8 @@ import torch
 from actor import build_actor, check_states, free_port, infer, make_batch, make_rows, plain_policy
 
 from verl_tlt.actor.adapters import adapt
-from verl_tlt.actor.tap import ROW, digest_of
+from verl_tlt.actor.tap import ROW
+from verl_tlt.drafter.held_out import digest_of
 from verl_tlt.errors import DrafterError
 
 pytestmark = pytest.mark.engine

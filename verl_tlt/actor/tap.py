@@ -11,7 +11,6 @@ into the object store during the next rollout. A failure costs the drafter its n
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import random
@@ -28,6 +27,7 @@ import torch
 from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
 from verl_tlt.drafter.data import within
+from verl_tlt.drafter.held_out import digest_of
 from verl_tlt.drafter.memory import LockedPool, page_locked, views
 from verl_tlt.drafter.verifier import policy_part
 from verl_tlt.messages.training import HiddenStateShard, VerifierArrays
@@ -182,7 +182,7 @@ class _MicroBatch:
                     row=row,
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
                     prompt_len=max(0, prompt_len - start),
-                    prompt=digest_of(ids[begin : begin + prompt_len]),
+                    prompt=digest_of(ids[begin : begin + prompt_len].tolist(), images_of(self._batch, i)),
                     start=start,
                     stretches=tuple((s.start - start, s.stop - start) for s in spans),
                     wanted=wanted,
@@ -194,9 +194,12 @@ class _MicroBatch:
         return shards, (begun, _mark()) if begun else None
 
 
-def digest_of(prompt: torch.Tensor) -> int:
-    """A number for a prompt's tokens, int64 [P]: the same for all its responses."""
-    return int.from_bytes(hashlib.blake2b(prompt.cpu().long().numpy().tobytes(), digest_size=8).digest(), "big")
+def images_of(micro_batch: TensorDict, row: int) -> list[torch.Tensor]:
+    """The tensors of a row's images, as verl hands them to the policy; none for a prompt of text."""
+    rows = micro_batch.get("multi_modal_inputs", None)
+    inputs = None if rows is None else rows[row]
+    inputs = getattr(inputs, "data", inputs)  # tensordict's wrapper
+    return [value for _, value in sorted((inputs or {}).items()) if isinstance(value, torch.Tensor)]
 
 
 def _mark() -> torch.cuda.Event:

@@ -59,6 +59,8 @@ TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state capture; the others can speculate, but not train the drafter."""
 ROUTES_NEED_V2 = (0, 31, 0)
 """From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
+ROUTES_OF_POLICY = (0, 28, 0)
+"""From this vLLM on it is known that routes are the policy's alone (vLLM PR 48622)."""
 UNTAPPED_LAYOUTS = {
     "dynamic_context_parallel": "moves sequences between ranks in every step, which hidden-state capture cannot follow",
     "use_megatron_fsdp": "shards layers in a way that the hidden-state capture was never tried with",
@@ -255,6 +257,9 @@ def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[s
         if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2]) == "V1":
             why = f"vLLM {installed('vllm')} returns routes of experts from its V2 runner alone, and drafts on V1 here"
             yield key, f"{key}=True: {why}; set tlt.speculation.enable=False, or take vLLM 0.30."
+        if vllm < ROUTES_OF_POLICY and settings.drafter.method == "mtp":
+            why = f"vLLM {installed('vllm')} may return the routes of the MTP head's experts as the policy's"
+            yield key, f"{key}=True with tlt.drafter.method=mtp: {why}; take vLLM 0.28 to 0.30."
 
 
 def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ from verl_tlt.drafter.head_config import config_of
 from verl_tlt.drafter.mtp_tensors import read_head
 from verl_tlt.drafter.policy import CONFIG, MTP, Fields, Model, PolicyLike, policy_shape, read_json
 from verl_tlt.drafter.tensor_file import WEIGHTS, Header, check_finite, not_finite, opened, read_file
-from verl_tlt.drafter.verifier import is_trained_head
+from verl_tlt.drafter.verifier import is_trained
 from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.disk import expanded, replacing, replacing_folder
 
@@ -187,8 +187,14 @@ def load_drafter(
     # What verl-tlt saves says itself whose its head is: rows of the policy's may be those of an earlier RL step.
     says = "own_head" in checked.config or "verl_tlt" in provenance(directory).get("versions", {})
     if "lm_head.weight" in tensors and not says and isinstance(policy, str | os.PathLike):
-        config.own_head = is_trained_head(tensors["lm_head.weight"], drafted, policy)
-    return _filled(config, tensors, attention or default_attention(device)).to(device)
+        config.own_head = is_trained(tensors["lm_head.weight"], drafted, policy, "lm_head")
+    model = _filled(config, tensors, attention or default_attention(device)).to(device)
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is None or has_own_embedding(model) or not isinstance(policy, str | os.PathLike):
+        return model
+    if is_trained(embedding, torch.arange(len(embedding)), policy, "embed"):
+        logger.warning("%s has an embedding of its own, but is served with the policy's: it may draft worse", directory)
+    return model
 
 
 def _read_checked(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:

@@ -177,11 +177,14 @@ class DrafterTrainer:
         self.steps = 0  # warm up again
 
     def state(self) -> Fields:
-        """Everything a bit-exact resume needs, on the host: weights, their average, optimizer, counters."""
-        optimizer = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), self.optimizer.state_dict())
+        """Everything a bit-exact resume needs, on the host: weights, their average, optimizer, counters.
+
+        What lies on the host is not copied, so the next step changes it.
+        """
+        optimizer = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), self.optimizer.state_dict())
         averages = [values.pop(AVERAGE) for values in optimizer["state"].values()]
         return {
-            "parameters": {name: p.detach().cpu().clone() for name, p in self.parameters.items()},
+            "parameters": {name: p.detach().cpu() for name, p in self.parameters.items()},
             AVERAGE: dict(zip(self.parameters, averages, strict=True)),
             "optimizer": optimizer,
             "steps": self.steps,

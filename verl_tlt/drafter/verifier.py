@@ -105,10 +105,13 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
     return {part: tensors[name] for part, name in names.items()}
 
 
-def is_trained_head(rows: torch.Tensor, tokens: torch.Tensor, policy: Model) -> bool:
-    """Whether a drafter's head, [DV, H], is no copy of the policy's rows for these tokens, int64 [DV], in 16 bits."""
+def is_trained(rows: torch.Tensor, tokens: torch.Tensor, policy: Model, part: str) -> bool:
+    """Whether a drafter's rows, [n, H], are no copy of the policy's for these tokens, int64 [n], in 16 bits.
+
+    `part`: "lm_head" or "embed".
+    """
     parts = locate_parts(policy)
-    header = parts.get("lm_head", parts["embed"])
+    header = parts.get(part, parts["embed"])
     with opened(header.file) as reader:
         policys = reader.get_tensor(header.name)[tokens].float()
     return bool((rows.float() - policys).norm() > 0.01 * policys.norm())  # a cast makes 0.002, training far more

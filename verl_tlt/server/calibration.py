@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
@@ -22,6 +23,7 @@ from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF
 
 if TYPE_CHECKING:
+    from verl.workers.config import RolloutConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -78,20 +80,32 @@ def loads_of(engine: AsyncLLM, longest_draft: int) -> list[CalibrationLoad]:
     return plan_loads(config.scheduler_config.max_num_seqs, longest, cache_tokens)
 
 
+def sampling_of(rollout: RolloutConfig) -> dict[str, Any]:
+    """Fields of vLLM's `SamplingParams` with which a rollout samples: they are part of what a step costs.
+
+    With `logprobs` vLLM computes those of every verified token, and with `top_p` or `top_k` it sorts the vocabulary.
+    """
+    logprobs = 0 if rollout.calculate_log_probs else None
+    return {
+        "temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k, "logprobs": logprobs,
+    }  # fmt: skip
+
+
 async def calibrate(
     engine: AsyncLLM,
     lengths: Sequence[int],
     loads: Sequence[CalibrationLoad],
     vocab_size: int,
     budget_s: float = BUDGET_S,
+    sampling: Mapping[str, Any] = MappingProxyType({"temperature": 1.0}),
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    None but the first load is begun after `budget_s` seconds, and contexts are shorter where their prompts would take
-    too much of them. A draft length without a clean step at a load has no point there. `SchedulerCallError` where
-    nobody answers.
+    Requests are sampled with `sampling`. None but the first load is begun after `budget_s` seconds, and contexts are
+    shorter where their prompts would take too much of them. A draft length without a clean step at a load has no point
+    there. `SchedulerCallError` where nobody answers.
     """
-    measured = _Measurement(engine, vocab_size)
+    measured = _Measurement(engine, vocab_size, sampling)
     deadline = time.monotonic() + budget_s
     points: list[LatencyPoint] = []
     try:
@@ -120,7 +134,7 @@ async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
 
     `engine` and `vocab_size` are as for `calibrate`, which leaves the engine in the same state.
     """
-    measured = _Measurement(engine, vocab_size)
+    measured = _Measurement(engine, vocab_size, {})
     try:
         await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), math.inf)
     finally:
@@ -179,9 +193,10 @@ class _Steps:
 class _Measurement:
     """Holds an engine at one draft length and reads its step times."""
 
-    def __init__(self, engine: AsyncLLM, vocab_size: int) -> None:
+    def __init__(self, engine: AsyncLLM, vocab_size: int, sampling: Mapping[str, Any]) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
+        self._sampling = dict(sampling)
         self._rng = random.Random(0)
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
@@ -239,6 +254,6 @@ class _Measurement:
             self._prompts = {load: of_load}
         prompts = [prompt[:context] for prompt in self._prompts[load]]
         steps = _Steps(load.batch, ends)
-        sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+        sampling = self._sampling | {"max_tokens": tokens, "ignore_eos": True}
         asked = (decode(self._engine, p, enough=steps.of_request(), **sampling) for p in prompts)
         await answered(self._engine, "decode", asyncio.gather(*asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from verl_tlt.config import TLTConfig, TLTConfigError
@@ -174,6 +175,11 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
     for key, why in WITHOUT_A_DRAFTER.items():
         if user.get(key):
             yield f"{WHERE}.{key} {why}; remove it, or set tlt.speculation.enable=false."
+    for plugin in entry_points(group="vllm.logits_processors"):
+        yield (
+            f"vLLM does not apply the installed logits processor {plugin.value} where it speculates: uninstall it, or "
+            "set tlt.speculation.enable=false."
+        )
     if user.get("kv_transfer_config"):
         yield f"{WHERE}.kv_transfer_config (disaggregated prefill) is not supported with a drafter by verl-tlt."
     if user.get("async_scheduling") and tlt.speculation.source == "ngram":

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import ray
@@ -28,7 +27,7 @@ from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.disk import linked_as, make_private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
-from verl_tlt.server.calibration import calibrate, draft_once, loads_of
+from verl_tlt.server.calibration import calibrate, draft_once, loads_of, sampling_of
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
@@ -40,6 +39,11 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 STORE_S = 120.0
 """Bound in seconds of the wait for the run's first drafter, while the servers start."""
+REFUSED = {
+    "thinking_token_budget": "vLLM forces other tokens for it where it speculates",
+    "prompt_logprobs": "the drafter's CUDA graphs may overwrite the hidden states that vLLM computes them from",
+}
+"""Sampling parameters that do not go with a drafter, also in steps without drafts, and why (vLLM issue 53488)."""
 ADMISSION_TIMEOUT_S = 2.0
 """Seconds to wait for admissions, which take milliseconds; one that is stuck means "busy"."""
 
@@ -97,8 +101,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         policy = read_model_config(self.model_config.local_path)
         kwargs.update(engine_kwargs(self.tlt, path, self.config, kwargs, hybrid=is_hybrid(policy)))
         end_at_stop_strings(OutputProcessor)
-        for plugin in entry_points(group="vllm.logits_processors"):
-            logger.warning("vLLM does not apply the installed logits processor %s where it speculates", plugin.value)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
         own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
@@ -114,15 +116,10 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
     ) -> TokenOutput:
-        """As verl's; a `TLTError` where a request has a `thinking_token_budget`.
-
-        An engine that speculates forces other tokens for it than stock vLLM, also in steps without drafts.
-        """
-        if self.tlt.speculation.enable and sampling_params.get("thinking_token_budget") is not None:
-            raise TLTError(
-                "A request has a thinking_token_budget, for which vLLM forces other tokens where it speculates; "
-                "leave it out, or set tlt.speculation.enable=false."
-            )
+        """As verl's; a `TLTError` where a request asks for something that vLLM answers wrongly if it speculates."""
+        for name, why in REFUSED.items() if self.tlt.speculation.enable else ():
+            if sampling_params.get(name) is not None:
+                raise TLTError(f"A request has {name}: {why}; leave it out, or set tlt.speculation.enable=false.")
         return await super().generate(prompt_ids, sampling_params, *args, **kwargs)
 
     async def clear_kv_cache(self) -> None:
@@ -349,7 +346,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await draft_once(self.engine, lengths[-1], vocab_size)
             costs = known
         else:
-            costs = await calibrate(self.engine, lengths, loads_of(self.engine, lengths[-1]), vocab_size)
+            loads = loads_of(self.engine, lengths[-1])
+            costs = await calibrate(self.engine, lengths, loads, vocab_size, sampling=sampling_of(self.config))
         await ask_scheduler(self.engine, "control", points=costs.to_list())
         await ask_scheduler(self.engine, "stats", reset=True)
         return costs

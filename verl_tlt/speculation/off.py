@@ -76,6 +76,7 @@ class OffDecision:
         """Why no replica drafts in the coming rollout; empty: one does."""
         self._replicas = list(replicas)
         self._always = policy == "fixed" or source != "eagle"
+        self._by_costs = policy == "live_table" and source == "eagle"
         self._costs: LatencyTable | None = None
         self._work: Mapping[int, float] = {}  # tokens by batch, in the last rollout
         self._context = 0.0  # tokens of context of a request, in the last rollout
@@ -88,7 +89,8 @@ class OffDecision:
     def calibrated(self, costs: LatencyTable) -> None:
         """Take note of measured step costs; without a figure for OFF they say nothing."""
         self._costs = costs if OFF in costs.lengths() else None
-        if self._costs and costs.lengths()[-1] <= 0 and not self._always:
+        unknown = not costs.lengths() and self._by_costs
+        if unknown or (self._costs and costs.lengths()[-1] <= 0 and not self._always):
             self.never = self.never or "no step with a draft was measured at start"
         batches = sorted({p.batch for p in costs.points})
         self._work = {batch: batch / float(costs.seconds(OFF, batch, 0.0)) for batch in batches} if self._costs else {}

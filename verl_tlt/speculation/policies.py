@@ -21,8 +21,8 @@ POLICIES = ("live_table", "fixed", "off")
 HYSTERESIS = 0.01
 """Relative speed that another K must promise over the one in the list: a change of K costs about a step."""
 PROBE_AFTER = 400
-"""Steps at K=0 before a short draft is tried again: 0.5 % of the steps try, and a drafter that has improved is noticed
-within some seconds."""
+"""Steps with drafts, or without, before two of the other kind are taken. A drafter that has improved is noticed within
+some seconds, and it stays known what a step without drafts takes, for half a per cent of the steps."""
 
 
 class FixedPolicy(Policy):
@@ -48,13 +48,13 @@ class LiveTablePolicy(Policy):
         self._lengths = list(lengths)
         self._costs: LiveCosts | None = None
         self._steps = 0  # since the last rebuild
-        self._undrafted = 0  # steps at K=0 in a row
-        self._probing = 0  # steps left of a trial
+        self._drafts = False  # whether the last step drafted
+        self._alike = 0  # steps in a row that did as it
+        self._probing: list[int] = []  # K of the steps of a trial that are left
 
     def choose(self, batch: int) -> int:
-        if self._probing > 0 and self._costs is not None:
-            self._probing -= 1
-            return self._costs.lengths[:2][-1]
+        if self._probing:
+            return self._probing.pop()
         return self.table[min(batch, len(self.table) - 1)]
 
     def observe(self, step: Step) -> None:
@@ -63,10 +63,12 @@ class LiveTablePolicy(Policy):
             return
         if step.batch:
             self._costs.observe(step)
-        self._undrafted = self._undrafted + 1 if step.drafted == 0 else 0
-        if self._undrafted >= PROBE_AFTER:
-            self._undrafted = 0
-            self._probing = 2  # one drafts, the next one verifies
+        self._alike = self._alike + 1 if (step.drafted > 0) == self._drafts else 1
+        self._drafts = step.drafted > 0
+        if self._alike >= PROBE_AFTER:
+            self._alike = 0
+            # Of two steps the second one verifies what the first one drafted, or nothing: its time tells.
+            self._probing = 2 * [0 if self._drafts else self._costs.lengths[:2][-1]]
         self._steps += 1
         if self._steps >= REBUILD_STEPS:
             self._rebuild()

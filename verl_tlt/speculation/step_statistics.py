@@ -11,6 +11,8 @@ from verl_tlt.speculation.types import OFF, Step
 
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
+FEWEST_UNDRAFTED = 8
+"""Clean steps without drafts from which on they alone tell a machine's pace: what drafts cost is what is looked for."""
 SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
 """Fields that `Step` and `EngineStats` both have."""
 
@@ -47,26 +49,33 @@ def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable) -> float:
     """Estimated seconds that the same tokens take without drafts.
 
     By the calibrated cost of a step without the drafter, times the pace of the batch's octave: how many times as long
-    as calibrated its clean steps took, whatever their draft length. A step with the drafter never takes less than one
-    without: where it was calibrated so, that was noise, and its cost counts. Steps that were OFF count as they are; so
-    do all where OFF was not calibrated.
+    as calibrated its clean steps without drafts took, or all its clean steps where those are few. A step with the
+    drafter never takes less than one without: where it was calibrated so, that was noise, and its cost counts. Steps
+    that were OFF count as they are; so do all where OFF was not calibrated.
     """
     cells = list(decoded)
     if OFF not in costs.lengths():
         return sum(cell.seconds for cell in cells)
-    took: defaultdict[int, float] = defaultdict(float)  # by octave of the batch
-    expected: defaultdict[int, float] = defaultdict(float)
+    took: defaultdict[tuple[int, bool], float] = defaultdict(float)  # by octave of the batch, and whether with drafts
+    expected: defaultdict[tuple[int, bool], float] = defaultdict(float)
+    steps: Counter[tuple[int, bool]] = Counter()
     for cell in (c for c in cells if c.clean_steps and c.draft_length in costs.lengths()):
-        octave = cell.batch.bit_length()
-        took[octave] += cell.clean_seconds
-        expected[octave] += cell.clean_steps * float(costs.seconds(cell.draft_length, cell.batch, cell.context))
+        kind = (cell.batch.bit_length(), cell.draft_length > 0)
+        took[kind] += cell.clean_seconds
+        expected[kind] += cell.clean_steps * float(costs.seconds(cell.draft_length, cell.batch, cell.context))
+        steps[kind] += cell.clean_steps
+
+    def pace_at(octave: int) -> float:
+        kinds = [(octave, False)] if steps[octave, False] >= FEWEST_UNDRAFTED else [(octave, False), (octave, True)]
+        calibrated = sum(expected[kind] for kind in kinds)
+        return sum(took[kind] for kind in kinds) / calibrated if calibrated else 1.0
+
     total = 0.0
     for cell in cells:
         if cell.draft_length == OFF:
             total += cell.seconds
             continue
-        octave = cell.batch.bit_length()
-        pace = took[octave] / expected[octave] if expected[octave] else 1.0
+        pace = pace_at(cell.batch.bit_length())
         off_s = min(float(costs.seconds(k, cell.batch, cell.context)) for k in costs.usable(cell.batch))
         total += cell.tokens / cell.batch * pace * off_s
     return total

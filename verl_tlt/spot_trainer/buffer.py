@@ -3,13 +3,13 @@
 Hidden states take 28 to 64 KB a token for 7B to 70B policies, so bytes are capped and the oldest sequence goes first.
 """
 
-import hashlib
 import math
 import random
 from dataclasses import dataclass
 
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.drafter.data import grouped, windows
+from verl_tlt.drafter.held_out import digest_of, mark_of
 from verl_tlt.messages.training import BufferStats
 
 KEPT_STEPS = 8
@@ -36,6 +36,7 @@ class Buffer:
     def __init__(self, *, max_bytes: int, held_out: float) -> None:
         self._max_bytes, self._held_out = max_bytes, held_out
         self._items: list[_Item] = []  # oldest first
+        self._trained: int | None = None  # the first prompt, which is trained on: there may be no other
         self._nbytes = self._train_tokens = 0
         self._queue: list[list[TrainingSequence]] = []  # micro-batches left of the present pass
         self._pass_rows = 0  # of the present pass
@@ -50,9 +51,10 @@ class Buffer:
         """
         if sequence.nbytes > self._max_bytes:
             return
-        text = sequence.tokens.numpy().tobytes() if sequence.prompt is None else f"{sequence.prompt}".encode()
-        prompt = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-        self._items.append(_Item(step, prompt, prompt < self._held_out * 2.0**64, sequence))
+        prompt = digest_of(sequence.tokens.tolist()) if sequence.prompt is None else sequence.prompt
+        self._trained = prompt if self._trained is None else self._trained
+        held_out = prompt != self._trained and mark_of(prompt) < self._held_out
+        self._items.append(_Item(step, prompt, held_out, sequence))
         self._count(self._items[-1], 1)
         while self._nbytes > self._max_bytes or self._items[0].step <= step - KEPT_STEPS:
             self._count(self._items.pop(0), -1)

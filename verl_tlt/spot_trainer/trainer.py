@@ -200,12 +200,7 @@ class SpotTrainer:
             return judged
         self._judged = False
         self.candidate = {name: average.numpy().copy() for name, average in self.trainer.averages().items()}
-        if self.plan.gate:
-            return judged
-        self._judged = True
-        self._approved = self.candidate
-        self._acceptance = ()
-        return Verdict(decision="published", reason="the gate is off", publishes=True)
+        return judged if self.plan.gate else self._publish_unjudged("the gate is off")
 
     # ------------------------------------------------------------------ judging and publishing
 
@@ -215,6 +210,8 @@ class SpotTrainer:
             most = min(HELD_OUT_TOKENS, self._trained_tokens // TRAINED_PER_SCORED)
             sequences = self.buffer.held_out(most, HELD_OUT_PROMPTS)
             if not sequences:
+                if self.plan.drafter.untrained and self.version == 0:
+                    return self._publish_unjudged("not judged: the served drafter is a random head")
                 return Verdict(reason="no held-out sequences yet")
             versions = {"candidate": self.candidate, "served": self.served, "initial": self.initial}
             self._scoring = Scoring(versions, self.plan.sampling, self.plan.max_draft, sequences)  # type: ignore[arg-type]
@@ -235,6 +232,12 @@ class SpotTrainer:
             self._approved = self.candidate
             self._acceptance = found.acceptance
         return found
+
+    def _publish_unjudged(self, reason: str) -> Verdict:
+        self._judged = True
+        self._approved = self.candidate
+        self._acceptance = ()
+        return Verdict(decision="published", reason=reason, publishes=True)
 
     def _return_to(self, parameters: Parameters) -> None:
         """Give the candidate up, and what was trained on top of it."""
@@ -300,7 +303,7 @@ class SpotTrainer:
             self.initial = {name: value.float().numpy() for name, value in state[INITIAL].items()}
         self.candidate = {name: average.numpy().copy() for name, average in self.trainer.averages().items()}
         self._judged = all(np.array_equal(value, self.served[name]) for name, value in self.candidate.items())
-        self._trained_tokens = HELD_OUT_TOKENS  # unknown; a full verdict
+        self._trained_tokens = HELD_OUT_TOKENS * TRAINED_PER_SCORED  # unknown; a full verdict
         logger.info("the spot trainer goes on from %s after %d optimizer steps", directory, self.trainer.steps)
 
     def _go_on_from(self, published: DrafterFile) -> None:

@@ -16,6 +16,7 @@ from verl_tlt.files.disk import CONFIG
 from verl_tlt.idle.planner import IdlePlanner, TrainerIdlePlanner
 from verl_tlt.messages.training import DrafterProvenance, Exported, SessionResult, Verdict
 from verl_tlt.speculation.alarm import falls_short
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.trace.events import TRAINER_DEVICE, Session
 from verl_tlt.trainer.checkpoints import CHECKPOINT, holds_drafter, remove_halves, tidy
 from verl_tlt.trainer.pending_work import AskPending
@@ -105,9 +106,11 @@ class Controller:
     def after_first_sync(self, step: int) -> None:
         """Engines hold weights: learn what their steps cost."""
         if self.tlt.speculation.enable:
+            costs = LatencyTable()
             with self.guard("calibration"):
                 self.spot.wait_until_started()  # its imports would be measured, too
-                self.speculation.calibrated(self.servers.calibrate())
+                costs = self.servers.calibrate()
+            self.speculation.calibrated(costs)
             self._choose_who_drafts(step + 1, at_once=True)
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
 

@@ -4,9 +4,9 @@ TLT trains the drafter in idle time. The *spot trainer* (the paper's name) is on
 actor's first rank. It sees all of that node's GPUs and reserves none of them.
 
 Every call has a bound. A spot trainer that raises, dies or is late is killed, and another one takes its place: it goes
-on from the drafter that was published last. One that finds too little memory for a session stays. After `STRIKES`
-failures in a row nothing is trained in this run any more; the last one is still there to write the drafter into
-checkpoints.
+on from the drafter that was published last. One that finds too little memory for a session stays, and is asked again.
+After `STRIKES` other failures in a row nothing is trained in this run any more; the last one is still there to write
+the drafter into checkpoints.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class SpotTrainerHandle:
         self._clock = clock
         self._running = False
         self._strikes = 0
+        self._said_memory = False
         self._draft_ids: ObjectRef | None = None
         self._groups: list[list[int]] = []
         self._pid: int | None = None
@@ -249,10 +250,12 @@ class SpotTrainerHandle:
         result: SessionResult | None = self._answer("session", call, CALL_S)
         if result is None:
             return SessionResult("failed", error=self.last_failure)
-        if result.outcome == "failed":
-            self._strike("session", result.error or "")
-        else:
-            self._strikes = 0
+        self._strikes = 0
+        if result.outcome == "failed":  # too little memory, which the next session may find
+            self.failures.append("session")
+            if not self._said_memory:
+                logger.warning("%s Later sessions are only counted (tlt/errors_session).", result.error)
+            self._said_memory = True
         return result
 
     def stop(self, within_s: float) -> SessionResult:

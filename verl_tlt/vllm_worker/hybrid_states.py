@@ -2,7 +2,8 @@
 
 Such a layer keeps a state instead of a KV cache: one after each token of a row's last draft, of which the next step
 reads the one after the last token accepted. vLLM (V1 model runner, 0.24 to 0.31) reads the right one only if every row
-has drafts in every step. On the CPU backend verl_cpu makes a third change.
+has drafts in every step, and no step that computes a prompt has the shape of one that verifies drafts. On the CPU
+backend verl_cpu makes a further change.
 
 An exception in these changes is not contained: without them a row reads the state of another token, and its tokens are
 wrong. It ends the engine, and with it the run, as an error of vLLM's own there does.
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
-    """Make both changes in the runner of a hybrid policy; a `TLTError` where they would not be enough.
+    """Make these changes in the runner of a hybrid policy; a `TLTError` where they would not be enough.
 
     Nothing is changed for other policies, nor without a drafter: vLLM leaves an extension in its worker's class, so
     an engine that is started without one in the same process has it too. Call it between model load and graph capture.
@@ -46,6 +47,7 @@ def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
         raise TLTError("A hybrid policy is not drafted for with this vLLM, which tells rows with drafts otherwise.")
     count_rows_without_drafts(runner, Builder.build)
     remember_accepted(runner)
+    tell_prompts_by_more_than_their_shape(runner)
 
 
 # Changes vllm: patches/README.md#a-row-without-drafts-reads-the-recurrent-state-of-its-last-accepted-token
@@ -102,4 +104,27 @@ def remember_accepted(runner: GPUModelRunner) -> bool:
         return result
 
     runner._update_states = update_states
+    return True
+
+
+# Changes vllm: patches/README.md#a-step-that-computes-a-prompt-is-none-that-verifies-drafts
+def tell_prompts_by_more_than_their_shape(runner: GPUModelRunner) -> bool:
+    """Have a step with a row of a prompt run without a FULL CUDA graph; returns whether vLLM needs it.
+
+    vLLM takes any step with `1 + K` tokens in each row for one that verifies drafts, also a prompt of so many tokens or
+    the last part of one. Its graph would then read the states and counts of an earlier step.
+    """
+    if "num_tokens == max_num_scheduled_tokens * num_reqs" not in inspect.getsource(runner._is_uniform_decode):
+        return False
+    determine = runner._determine_batch_execution_and_padding
+
+    def determine_batch_execution(*args: object, **kwargs: Any) -> object:
+        if "force_uniform_decode" not in kwargs:  # else a dummy run
+            batch, rows = runner.input_batch, kwargs["num_reqs"]
+            missing = batch.num_tokens_no_spec[:rows] - batch.num_computed_tokens_cpu[:rows]
+            if (missing > 1).any():  # a row that decodes lacks the token that was sampled last
+                kwargs["force_uniform_decode"] = False
+        return determine(*args, **kwargs)
+
+    runner._determine_batch_execution_and_padding = determine_batch_execution
     return True

@@ -212,6 +212,17 @@ def test_routes_of_experts_are_refused_where_vllm_has_them_on_the_other_runner(f
     assert not findings({}, NO_DRAFTS)
 
 
+@pytest.mark.parametrize("vllm", ["0.24.0", "0.28.0"])
+def test_routes_beside_an_mtp_head_are_refused_where_vllm_may_take_the_heads(findings, monkeypatch, vllm):
+    monkeypatch.setattr("verl_tlt.checks.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
+    key, mtp = f"{ROLLOUT}.enable_rollout_routing_replay", TLTConfig(drafter=DrafterConfig(method="mtp"))
+    assert (
+        (findings({key: True}, mtp)[key].level == "refuse")
+        if vllm == "0.24.0"
+        else key not in findings({key: True}, mtp)
+    )
+
+
 def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_refused(findings, tmp_path):
     from transformers import Qwen3NextConfig
 

@@ -1,3 +1,4 @@
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,14 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
 def test_what_cannot_run_with_a_drafter_is_refused_by_its_key(user, sentence):
     with pytest.raises(TLTConfigError, match=sentence):
         kwargs(user=user)
+
+
+def test_an_installed_logits_processor_is_refused(monkeypatch):
+    """vLLM loads those of no package where it speculates, and samples otherwise than without drafts."""
+    plugin = EntryPoint("mine", "mine.processors:Mine", "vllm.logits_processors")
+    monkeypatch.setattr(engine_arguments, "entry_points", lambda group: [plugin] if group == plugin.group else [])
+    with pytest.raises(TLTConfigError, match=r"installed logits processor mine\.processors:Mine .*: uninstall it"):
+        kwargs()
 
 
 def test_a_reasoning_parser_goes_with_a_drafter():

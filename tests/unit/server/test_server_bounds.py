@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from made_server import Engine, make_server
+from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_tlt.config import TLTConfig
@@ -65,16 +66,17 @@ async def test_other_calls_are_answered_while_a_drafter_is_written(server, monke
     await staging
 
 
-async def test_a_request_with_a_thinking_budget_is_refused_where_the_engine_speculates(monkeypatch):
+@pytest.mark.parametrize("asked", [{"thinking_token_budget": 9}, {"prompt_logprobs": 0}])
+async def test_a_request_that_a_speculating_engine_answers_wrongly_is_refused(monkeypatch, asked):
     async def generate(_, prompt_ids, sampling_params, request_id):
         return request_id
 
     monkeypatch.setattr(vLLMHttpServer, "generate", generate)
-    budget, stock = {"thinking_token_budget": 9}, make_server(settings={"speculation": {"enable": False}})
-    assert await stock.generate([1], budget, request_id="a") == "a"
+    stock = make_server(settings={"speculation": {"enable": False}})
+    assert await stock.generate([1], asked, request_id="a") == "a"
     assert await make_server().generate([1], {"temperature": 1.0}, "a") == "a"
-    with pytest.raises(TLTError, match=r"thinking_token_budget.*tlt\.speculation\.enable=false"):
-        await make_server().generate([1], budget, "a")
+    with pytest.raises(TLTError, match=rf"{next(iter(asked))}.*tlt\.speculation\.enable=false"):
+        await make_server().generate([1], asked, "a")
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -115,10 +117,12 @@ def measured(server):
 
 
 async def test_a_replica_measures_and_the_others_use_what_it_measured(server, measured, monkeypatch):
+    server.config = RolloutConfig(name="vllm", temperature=0.7, top_p=0.9, calculate_log_probs=True)
     costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
-    async def calibrate(engine, lengths, loads, vocab_size):
+    async def calibrate(engine, lengths, loads, vocab_size, sampling):
         assert vocab_size == 3, "tokens that only the tokenizer knows would end the engine"
+        assert sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "logprobs": 0}, "as in the rollout"
         asked.append((lengths, {load.batch for load in loads}))
         return costs
 

@@ -90,6 +90,7 @@ def test_without_a_measured_draft_nothing_is_drafted_and_without_off_it_is_tried
     assert undrafted.drafting(BETTER) == [] and "no step with a draft" in undrafted.never
     unknown = decision(costs=LatencyTable.calibrated({0: [(1, 0.011)], 3: [(1, 0.018)]}))
     assert unknown.drafting(RANDOM) == REPLICAS
+    assert decision(costs=LatencyTable()).drafting(BETTER) == [], "K would be 0 in every step, and the drafter runs"
 
 
 def test_three_slow_rollouts_in_a_row_switch_drafting_off_and_fewer_do_not():

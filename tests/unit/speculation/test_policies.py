@@ -1,8 +1,11 @@
 """The policies: which K they choose at which batch, and what they learn while the run goes on."""
 
+import math
+
 import numpy as np
 import pytest
 
+from verl_tlt.speculation import policies
 from verl_tlt.speculation.costs import REBUILD_STEPS, LatencyPoint, LatencyTable
 from verl_tlt.speculation.policies import POLICIES, PROBE_AFTER, FixedPolicy, LiveTablePolicy, make_policy
 from verl_tlt.speculation.types import OFF, ControlError, Step
@@ -71,9 +74,22 @@ def test_after_long_at_k_0_it_tries_and_goes_back_where_nothing_is_accepted():
     assert {chosen[i] for i in tried} == {1} and 2 <= len(tried) <= 6 and tried[0] >= PROBE_AFTER - 1
 
 
+def test_a_k_that_is_used_all_the_time_is_still_compared_with_no_drafts(monkeypatch):
+    """Of one K alone nothing tells whether it or the machine became slower."""
+
+    def true(batch, k, context):
+        return step_s(batch, k, context) * {0: 1.0, 1: 1.67}.get(k, 3.0)
+
+    acceptance = [0.7, 0.6, *[0.5] * 5]
+    chosen = run(live_table(acceptance), 40 * PROBE_AFTER, 16, acceptance, true)
+    assert chosen[0] == 1 and chosen[-1] == 0 and chosen[: 8 * PROBE_AFTER].count(0) <= 16
+    monkeypatch.setattr(policies, "PROBE_AFTER", math.inf)
+    assert run(live_table(acceptance), 40 * PROBE_AFTER, 16, acceptance, true)[-1] == 1, "else it tests nothing"
+
+
 def test_lengths_that_were_not_measured_are_not_used():
     policy = live_table(GOOD, lengths=(OFF, 0, 3))
-    assert set(policy.table) <= {0, 3} and set(run(policy, 500, 2, GOOD)) == {3}
+    assert set(policy.table) <= {0, 3} and set(run(policy, PROBE_AFTER, 2, GOOD)) == {3}
     nothing = live_table(GOOD, lengths=(OFF, 0))
     assert set(run(nothing, 2 * PROBE_AFTER, 2, GOOD)) == {0}
     assert set(live_table(GOOD, lengths=(OFF,)).table) == {0}

@@ -15,6 +15,7 @@ from verl_tlt.speculation import step_control
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.policies import FixedPolicy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
+from verl_tlt.speculation.step_statistics import FEWEST_UNDRAFTED
 from verl_tlt.speculation.types import OFF, Policy, Step
 
 LIMITS = Limits((0, 1, 2, 3))
@@ -218,6 +219,15 @@ def test_a_slower_machine_would_have_been_slower_without_drafts_too(control):
     record(control, *[step(latency_s=0.030)] * 10, step(latency_s=0.030, clean=False))
     stats = control.stats()
     assert stats.undrafted_s == pytest.approx(22 * 2 * 0.010), "by the pace of the clean steps"
+
+
+def test_drafts_that_cost_more_than_calibrated_save_less(control):
+    """Steps without drafts, which are as fast as calibrated, say that it is not the machine."""
+    control.control(points=points(COSTS))
+    undrafted = step(drafted=0, **UNDRAFTED, num_decode_tokens=4, latency_s=0.011)
+    record(control, *[step(latency_s=0.030)] * 10, *[undrafted] * FEWEST_UNDRAFTED)
+    stats = control.stats()
+    assert stats.undrafted_s == pytest.approx((20 + FEWEST_UNDRAFTED) * 0.010) < stats.decode_s
 
 
 def test_steps_that_were_off_count_as_they_are_and_without_a_calibration_all_do(control):

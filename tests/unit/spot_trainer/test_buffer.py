@@ -134,7 +134,8 @@ def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
 
 def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_older_one_in():
     """Scores of a newest few would otherwise be of short responses."""
-    buffer = filled([], held_out=0.999999)
+    buffer = filled([7], held_out=0.999999)  # the first prompt of all is trained on: it may stay the only one
+    assert buffer.ready(7)
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
         buffer.add(step, named(step, length, prompt_len=3))
     buffer.add(5, named(5, 1))  # of one token there is nothing to judge

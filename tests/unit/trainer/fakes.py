@@ -35,7 +35,7 @@ class FakeServers(Fake):
     def __init__(self, names, clock, standalone=()):
         super().__init__(clock)
         self.replicas = {name: Replica(name, [] if name in standalone else [0], None, []) for name in names}
-        self.stats, self.costs = {}, LatencyTable()
+        self.stats, self.costs = {}, LatencyTable.calibrated({k: [(1, 0.01)] for k in (0, 3)})
         self.load, self.loaded = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self.balancer, self.disabled, self.asleep, self.staged = set(names), set(), {}, []
 

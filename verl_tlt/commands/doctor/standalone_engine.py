@@ -131,7 +131,8 @@ class StandaloneEngine:
         """Seconds per engine step by draft length (OFF included) and batch, as the trainer measures them at start."""
         lengths = engine_arguments.started_lengths(self.llm)
         loads = calibration.loads_of(self.llm, lengths[-1])
-        return await calibration.calibrate(self.llm, lengths, loads, self.vocab_size, budget_s)
+        sampling = calibration.sampling_of(self.setup.rollout)
+        return await calibration.calibrate(self.llm, lengths, loads, self.vocab_size, budget_s, sampling)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.recipe import ROLLOUT, number
 from verl_tlt.commands.warmup.run import composed, longest_context
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
+from verl_tlt.drafter.held_out import digest_of, mark_of
 from verl_tlt.files.disk import replacing
 
 if TYPE_CHECKING:
@@ -123,11 +124,9 @@ def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> d
 
 
 def _held_out(prompts: Sequence[Prompt]) -> frozenset[int]:
-    """Numbers of the prompts that are for judging: a tenth, chosen by a hash of a prompt's content alone."""
-    marks = []  # in [0, 1)
-    for prompt in prompts:
-        name = ",".join(map(str, prompt.content)).encode()
-        marks.append(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2.0**64)
+    """Numbers of the prompts that are for judging: a tenth, chosen as a run chooses, but for prompts with images."""
+    images = ([int(Path(file).stem[:15], 16) for file in prompt.images] for prompt in prompts)  # named by their content
+    marks = [mark_of(digest_of([*prompt.tokens, *named])) for prompt, named in zip(prompts, images, strict=True)]
     return frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
 
 
