@@ -1,5 +1,6 @@
 """Training: it learns, stops when told, resumes to the bit, and a bad step changes nothing."""
 
+import copy
 import itertools
 import math
 
@@ -91,7 +92,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(drafter, seque
         bad.aux[7] = torch.nan
     else:
         hook = drafter.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
-    before = trainer.state()
+    before = copy.deepcopy(trainer.state())
     result = trainer.step(pack([bad]))
     assert result.skipped and (trainer.skipped, trainer.steps) == (1, 1)
     assert math.isfinite(result.loss) == (poison == "gradient")
@@ -147,7 +148,7 @@ def test_parameters_travel_as_numpy(policy, drafter, sequences):
 def test_what_is_no_state_of_this_drafter_is_refused_and_nothing_changes(drafter, sequences, key, value, said):
     trainer = DrafterTrainer(drafter)
     trainer.step(pack(sequences))
-    before = trainer.state()
+    before = copy.deepcopy(trainer.state())
     changed = before[key] | value if isinstance(value, dict) else value
     with pytest.raises(DrafterError, match=said):
         trainer.load_state({**before, key: changed})

@@ -50,7 +50,6 @@ def captured(policy, *texts):
 
 
 MISTAKES = {
-    "loss='kl' is no loss": lambda policy, drafter: DrafterTrainer(drafter, loss="kl"),
     "prompt_len=4 must be 0..3": lambda policy, drafter: sequence([1, 2, 3], 4),
     "3 tokens came with 2 aux": lambda *_: TrainingSequence(torch.arange(3), 0, torch.zeros(2, 96), torch.zeros(3, 32)),
     "prompt_len=3 must be 0..2": lambda policy, drafter: captured(policy, ((1, 2), 3)),
