@@ -3,9 +3,9 @@
 The "device" is other memory of the host, which shows all but speed.
 """
 
-import copy
 import gc
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(policy, sequences):
         for some in (sequences[:2], sequences[2:], sequences):
             with memory.on(AWAY) if away else nullcontext():
                 trainer.step(pack(some))
-        return trainer, copy.deepcopy(trainer.state())
+        return trainer, deepcopy(trainer.state())
 
     (away, state), (_, expected) = trained(True), trained(False)
     assert same_state(state, expected)
@@ -113,7 +113,7 @@ def test_sessions_away_are_sessions_at_home_to_the_bit(policy, sequences):
 @pytest.mark.parametrize("where", ["inside", "on the way back"])
 def test_a_session_that_fails_leaves_nothing_on_the_device(in_16_bits, monkeypatch, trainer, sequences, where):
     memory = DrafterMemory(trainer)
-    at_home, before = homes(trainer), copy.deepcopy(trainer.state()["parameters"])
+    at_home, before = homes(trainer), deepcopy(trainer.state()["parameters"])
 
     def copy(target, source):
         if where == "on the way back" and target.data_ptr() == memory.block.data_ptr() + memory.changing:

@@ -213,3 +213,15 @@ def test_a_candidate_that_is_not_finite_is_given_up(tmp_path, temperature):
     assert result.verdict.decision == "reverted" and "not finite" in result.verdict.reason
     assert result.verdict.gain is None and not result.verdict.publishes
     assert all(np.isfinite(value).all() for value in trainer.candidate.values())
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_without_text_to_judge_by_only_a_random_head_is_replaced(tmp_path, random):
+    """As where all rollouts answer one prompt."""
+    trainer = make_trainer(tmp_path / "policy", 60, held_out=0.0)
+    acceptance = () if not random else (0.0, 0.0, 0.0)
+    trainer.plan = replace(trainer.plan, drafter=replace(trainer.plan.drafter, acceptance=acceptance))
+    session(trainer)
+    judged = session(trainer).verdict
+    assert judged.publishes == random and judged.reason.startswith("not judged" if random else "no held-out sequences")
+    assert (trainer.export() is not None) if random else trainer.version == 0
