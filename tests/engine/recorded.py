@@ -119,11 +119,6 @@ def set_epochs(worker: SpotTrainerWorker, epochs: float) -> None:
     worker.trainer.plan = dataclasses.replace(worker.trainer.plan, max_epochs=epochs)
 
 
-def steps_taken(worker: SpotTrainerWorker) -> int:
-    """Optimizer steps so far, also during a session."""
-    return worker.trainer.trainer.steps
-
-
 def served_version(worker: SpotTrainerWorker) -> int:
     """Of the drafter that the engines have."""
     return worker.trainer.version

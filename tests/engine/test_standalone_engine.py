@@ -33,7 +33,9 @@ def overrides(models, tmp_path_factory):
         f"actor_rollout_ref.model.path={policy}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
         "trainer.device=cpu", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{rollout}.enforce_eager=True",
         "data.max_prompt_length=64", "data.max_response_length=192",
-        f"{rollout}.max_num_seqs=2", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
+        # What the user tells vLLM is what an engine decodes at once.
+        f"{rollout}.max_num_seqs=64", f"++{rollout}.engine_kwargs.vllm.max_num_seqs=2",
+        f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip
@@ -66,6 +68,7 @@ def test_the_doctor_measures_on_this_machine(doctor):
     (answer,) = answers
     (beside,) = (found.sentence for found in answer.findings if found.what == "drafter off against stock")
     assert re.search(r"batch 1: [\d.]+ against [\d.]+ and [\d.]+ ms", beside), "stock is read twice"
+    assert re.findall(r"batch (\d+)", beside) == ["1"], "of 1 and 4, what the engine decodes at once"
     assert list(report.parent.iterdir()) == [report], "nothing is stored beside the report"
     points = json.loads(report.read_text())["points"]
     assert {point["draft_length"] for point in points} == {OFF, 0, 1, 2}
