@@ -7,7 +7,8 @@ import dataclasses
 import os
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def end_ray() -> None:
 
     if ray.is_initialized():
         ray.shutdown()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
+    """Until something has become so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
 
 
 def record(count: int, seed: int) -> tuple[list[TrainingSequence], VerifierArrays]:

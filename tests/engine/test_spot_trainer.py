@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from recorded import Odd, as_shards, plan_of, ray_cluster, record, served_version, set_epochs
+from recorded import Odd, as_shards, plan_of, ray_cluster, record, served_version, set_epochs, wait_for
 
 from verl_tlt.drafter import load_drafter
 from verl_tlt.messages.training import CapturedStates, CaptureReady, DrafterProvenance
@@ -75,13 +75,6 @@ def captured(recorded):
 def feed(spot, recorded, step=1):
     spot.add(step, captured(recorded))
     wait_for(spot.ready)
-
-
-def wait_for(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def of_worker(spot, function, *arguments):

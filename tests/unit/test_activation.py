@@ -85,14 +85,3 @@ def test_an_engine_without_a_drafter_has_nothing_to_train_and_nothing_to_calibra
         recipe.tlt = {"speculation": {"source": "ngram"}}
     settings = TLTConfig.from_dict(activate(recipe)["tlt"])
     assert not settings.spot.enable and not settings.speculation.calibrate
-
-
-def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):
-    recipe.data.train_files = "/nowhere/train.parquet"
-    recipe.actor_rollout_ref.rollout.name = "sglang"
-    with pytest.raises(SystemExit) as stop:
-        activate(recipe)
-    lines = str(stop.value).splitlines()
-    assert len(lines) == 2 and all(line.startswith("verl-tlt: ") and line.endswith(".") for line in lines)
-    assert "actor_rollout_ref.rollout.name=sglang" in lines[0] and "/nowhere/train.parquet" in lines[1]
-    assert recipe.trainer.v1.trainer_mode == "sync"

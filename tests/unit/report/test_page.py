@@ -8,9 +8,8 @@ from html.parser import HTMLParser
 from itertools import count
 
 import pytest
-from typer.testing import CliRunner
+from cli import cli
 
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.page import write_page
 from verl_tlt.commands.report.page import how_to_serve, run_page
 from verl_tlt.commands.report.reader import read_trace
@@ -124,19 +123,14 @@ def test_the_command_that_serves_the_drafter(tmp_path, writer):
     assert how_to_serve(read_trace(tmp_path)) == ""
 
 
-def report(*words):
-    done = CliRunner().invoke(app, ["report", *map(str, words)])
-    return done.exit_code, done.output
-
-
 def test_the_command_writes_the_page_to_a_file_or_a_folder(made_run, tmp_path):
     for out, page in ((tmp_path / "a" / "mine.html", "mine.html"), (tmp_path / "b", "report.html")):
-        code, said = report(made_run.directory, "--out", out)
+        code, said = cli("report", made_run.directory, "--out", out)
         assert code == 0, said
         path = out if out.suffix else out / page
         assert said.startswith("TLT saved an estimated") and str(path) in said and path.stat().st_size > 30_000
     (tmp_path / "file").touch()
-    code, said = report(made_run.directory, "--out", tmp_path / "file")
+    code, said = cli("report", made_run.directory, "--out", tmp_path / "file")
     assert code == 1 and f"--out {tmp_path / 'file'} is a file: name a folder" in said
 
 
