@@ -5,6 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl_tlt.drafter import VerifierWeights, load_own_head, refresh_verifier_weights
 from verl_tlt.drafter.mtp_tensors import LAYOUTS, head_shapes
 from verl_tlt.drafter.policy import policy_shape
 
@@ -81,6 +82,13 @@ def make_mtp_policy(path, family="mimo", dtype=torch.float32, **changes):
     tensors = load_file(path / "model.safetensors") | random_head(path)
     tensors = {name: t if name.endswith("A_log") else t.to(dtype) for name, t in tensors.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def head_of(policy, **arguments):
+    """The head in a policy's folder as a drafter, with the policy's embedding, output head and norm."""
+    model = load_own_head(policy, policy, **arguments)
+    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy))
     return model
 
 

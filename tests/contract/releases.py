@@ -84,10 +84,6 @@ class Release:
         kinds = ast.FunctionDef | ast.ClassDef
         return {n.name: n for n in ast.walk(self.tree(path)) if isinstance(n, kinds) and n.name in names}
 
-    def source(self, path, name):
-        node, lines = self.definitions(path, name)[name], self.text(path).split("\n")
-        return "\n".join(lines[min(n.lineno for n in (node, *node.decorator_list)) - 1 : node.end_lineno])
-
     def run(self, path, *names, around):
         """What these names are, compiled among the names of `around`."""
         module, found = ast.Module([*self.definitions(path, *names).values()], []), dict(around)

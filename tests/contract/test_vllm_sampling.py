@@ -1,4 +1,4 @@
-"""What of vLLM's scheduling, sampling and loading our precautions are for, and what they rely on.
+"""What of vLLM's scheduling and sampling our precautions are for, and what they rely on.
 
 `min_tokens`: vLLM hides stop tokens while it verifies drafts, and miscounts at the boundary. Tests here fail once it
 counts along the whole draft: then `engine_core.scheduler.verified_inexactly` need not ask for it.
@@ -8,8 +8,6 @@ from inspect import getsource
 
 import pytest
 import torch
-from vllm.model_executor.model_loader import reload
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
@@ -55,20 +53,3 @@ def test_the_draft_length_is_looked_up_once_per_step_and_admitted_requests_stand
     source = getsource(Scheduler.schedule)
     assert source.count("self.dynamic_sd_lookup[") == 1
     assert source.count("self.running.append(request)") == 1 and "self.running.insert" not in source
-
-
-@pytest.mark.parametrize("syncs", [1, 3])
-def test_a_drafter_that_shares_the_policys_tensors_sees_what_is_reloaded(syncs):
-    """Layer by layer with vLLM's functions, as verl's open pull request 7987 does in a weight sync."""
-    policy = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
-    policy.requires_grad_(False)
-    reload.record_metadata_for_reloading(policy)
-    module, tensor = policy["head"], policy["embed"].weight  # it shares a module, or holds the tensor itself
-    for sync in range(syncs):
-        new = {name: torch.full_like(value, 1.0 + sync) for name, value in policy.state_dict().items()}
-        reload.initialize_layerwise_reload(policy)
-        for name, parameter in list(policy.named_parameters()):
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, new[name])
-        reload.finalize_layerwise_reload(policy, None)
-        assert policy["head"] is module and torch.equal(module.weight, new["head.weight"])
-        assert policy["embed"].weight is tensor and torch.equal(tensor, new["embed.weight"])

@@ -21,6 +21,7 @@ import verl_tlt
 
 ROOT = Path(verl_tlt.__file__).parents[1]
 LARGEST = 1_000_000
+REPOSITORY = "https://example.org/x"
 
 
 def shell(*command, more=(), **kwargs):
@@ -41,9 +42,9 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(checkout):
-    """As `make wheel` builds it."""
+    """As `make wheel` builds it for a repository."""
     build = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", checkout.parent, checkout)
-    shell(sys.executable, "-m", "pip", *build)
+    shell(sys.executable, "-m", "pip", *build, more={"VERL_TLT_REPOSITORY": REPOSITORY})
     (built,) = checkout.parent.glob("*.whl")
     return built
 
@@ -65,7 +66,7 @@ def installed(checkout, tmp_path_factory):
         about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (site / f"{name}-{version}.dist-info" / "METADATA").write_text(about)
     (line,) = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # its 0 is "no isolation"
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "VERL_TLT_REPOSITORY": ""}  # 0 is "no isolation"
     said = shell(place / "bin" / "python", "-m", "pip", *shlex.split(line, comments=True), cwd=checkout, more=offline)
     assert re.findall(r"Successfully installed (.*)", said) == [f"verl-tlt-{verl_tlt.__version__}"], "it moved others"
     return place / "bin"
@@ -93,6 +94,19 @@ def test_what_it_says_of_itself(wheel):
     assert sum(line.startswith("speculators") for line in needed) == 1
     assert not [line for line in needed if line.startswith(("torch", "vllm", "verl", "ray", "matplotlib"))]
     assert said["Version"] == verl_tlt.__version__ and "report" in said.get_all("Provides-Extra")
+
+
+def test_links_in_its_readme_work_outside_the_repository(wheel, installed):
+    archive = zipfile.ZipFile(wheel)
+    (inside,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    (unpacked,) = installed.parent.glob("lib/python*/site-packages/verl_tlt-*.dist-info/METADATA")
+    of_repository, without = archive.read(inside).decode(), unpacked.read_text()
+    for text in (of_repository, without):
+        links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("#")]
+        assert links and all(link.startswith("https://") for link in links)
+    paths = re.findall(rf"\]\({REPOSITORY}/\w+/main/([^)#\s]+)", of_repository)
+    assert paths and all((ROOT / path).exists() for path in paths)
+    assert f"Project-URL: Repository, {REPOSITORY}" in of_repository and REPOSITORY not in without
 
 
 def test_it_works_where_verl_and_vllm_are(installed, tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from grpo_run import TLT, grpo
-from mtp_policy import make_mtp_policy
+from mtp_policy import head_of, make_mtp_policy
 from safetensors.torch import load_file, save_file
 
 from tests.toy.assets import build_assets
@@ -13,14 +13,11 @@ from verl_tlt.drafter import (
     DrafterTrainer,
     PolicyStates,
     Text,
-    VerifierWeights,
     accept_length,
     acceptance,
     batches,
     check_drafter,
-    load_own_head,
     load_policy,
-    refresh_verifier_weights,
     save_drafter,
     train_until,
     write_back,
@@ -40,12 +37,6 @@ def states_of(policy_dir, seed, count=24):
     prompts = torch.randint(3, VOCAB, (count, 4))
     texts = policy.generate(prompts, do_sample=True, top_k=0, max_new_tokens=80, min_new_tokens=80)
     return PolicyStates(policy, ())([Text(tuple(text), 4) for text in texts.tolist()])
-
-
-def head_of(policy_dir):
-    model = load_own_head(policy_dir, policy_dir)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy_dir))
-    return model
 
 
 def move_on(policy_dir):

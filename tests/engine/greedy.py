@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from policies import Scripted
@@ -10,6 +11,7 @@ from tiny_engine import Engine, prompts, sampled
 
 from benchmarks.lossless.exact import Exact
 
+K_MAX = 7
 WIDER = 1.5
 """So much farther off than the engine without speculation log-probabilities may be; faults are tenfold."""
 Off = tuple[float, float]
@@ -48,3 +50,30 @@ def choose(engine: Engine, *arms: int) -> None:
 def flip(engine: Engine, step: int, longest: int) -> None:
     """The longest draft up to a step, then none."""
     engine.scheduler.tlt.policy = Scripted(lambda n, _: longest if n < step else 0)
+
+
+def stays_the_same(engine: Engine, exact: Exact, reference: Off, other: Path) -> tuple[list[list[int]], int]:
+    """(tokens, drafts accepted with K = 3), once neither draft lengths, OFF nor the `other` drafter change a token.
+
+    The log-probabilities told are as good as `reference`.
+    """
+    choose(engine, 3)
+    first, off = decode(engine, exact)
+    accepted = sum(engine.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos)
+    assert near(off, reference), (off, reference)
+    for arms in ((K_MAX,), (1, 3, 7), (0, 1, 3, 7), (0,)):
+        choose(engine, *arms)
+        tokens, off = decode(engine, exact)
+        assert tokens == first, arms
+        assert near(off, reference), (arms, off)
+    flip(engine, 12, K_MAX)
+    assert decode(engine, exact)[0] == first
+    engine.rpc("tlt_set_drafting", False)  # OFF
+    choose(engine, 0)
+    assert decode(engine, exact)[0] == first
+    engine.rpc("tlt_set_drafting", True)
+    assert engine.rpc("tlt_load_drafter", str(other / "model.safetensors"))["ok"]
+    choose(engine, 0, 1, 3, 7)
+    assert decode(engine, exact)[0] == first
+    assert engine.scheduler.tlt.stats().failure is None
+    return first, accepted

@@ -7,7 +7,8 @@ import dataclasses
 import os
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ def end_ray() -> None:
         ray.shutdown()
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
+    """Until something has become so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
 def record(count: int, seed: int) -> tuple[list[TrainingSequence], VerifierArrays]:
     """Demonstrations as a spot worker gets them: (sequences, verifier weights)."""
     from transformers import AutoModelForCausalLM
@@ -117,11 +126,6 @@ def plan_of(resume_from: Path | None = None, config: TLTConfig = CONFIG, **chang
 def set_epochs(worker: SpotTrainerWorker, epochs: float) -> None:
     """How long a session lasts where nobody stops it."""
     worker.trainer.plan = dataclasses.replace(worker.trainer.plan, max_epochs=epochs)
-
-
-def steps_taken(worker: SpotTrainerWorker) -> int:
-    """Optimizer steps so far, also during a session."""
-    return worker.trainer.trainer.steps
 
 
 def served_version(worker: SpotTrainerWorker) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from verl_tlt.checks.recipe import compose
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterFile, store_name
 from verl_tlt.trainer.run_setup import first_drafter
@@ -29,28 +30,17 @@ class ServedPolicy:
     @cached_property
     def config(self) -> Any:
         """verl's whole config."""
-        from hydra import compose, initialize_config_module
         from omegaconf import open_dict
 
         rollout = "actor_rollout_ref.rollout"
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose(
-                "ppo_trainer",
-                overrides=[
-                    f"actor_rollout_ref.model.path={self.policy}",
-                    f"{rollout}.name=vllm",
-                    f"{rollout}.tensor_model_parallel_size=1",
-                    f"{rollout}.dtype=float32",
-                    f"{rollout}.load_format=auto",
-                    f"{rollout}.enforce_eager=True",
-                    f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
-                    f"{rollout}.max_model_len=256",
-                    f"{rollout}.max_num_seqs=16",
-                    f"{rollout}.max_num_batched_tokens=512",
-                    "data.max_prompt_length=64",
-                    "data.max_response_length=128",
-                ],
-            )
+        overrides = [
+            f"actor_rollout_ref.model.path={self.policy}", f"{rollout}.name=vllm",
+            f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.dtype=float32", f"{rollout}.load_format=auto",
+            f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+            f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=16", f"{rollout}.max_num_batched_tokens=512",
+            "data.max_prompt_length=64", "data.max_response_length=128",
+        ]  # fmt: skip
+        config = compose(overrides, "ppo_trainer")
         with open_dict(config):
             config.actor_rollout_ref.rollout.custom = {"tlt": self.tlt.to_dict()}
         return config

@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from recorded import ray_cluster
+from recorded import ray_cluster, wait_for
 
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.trainer import servers
@@ -40,14 +40,6 @@ class Slow:
             self.notes.append("ended")
 
 
-def wait_for(condition, seconds=60):
-    """Until something has become so."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 class Stages:
     """A rollout server as far as publication goes; a picky one refuses one version."""
 
@@ -73,13 +65,13 @@ def cluster():
 def test_a_call_that_is_late_fails_after_its_bound_and_ends_where_it_waits():
     actor = ray.remote(Slow).options(num_cpus=0).remote()
     begun = actor.act.remote()
-    wait_for(lambda: "began" in ray.get(actor.said.remote()))
+    wait_for(lambda: "began" in ray.get(actor.said.remote()), 60)
     begin = time.monotonic()
     with pytest.raises(CallFailed, match="no answer within 1 s") as failure:
         ask([begun], BOUND_S)
     assert 0.9 * BOUND_S <= time.monotonic() - begin < BOUND_S + LATE_S
     assert failure.value.late and not failure.value.died
-    wait_for(lambda: ray.get(actor.said.remote()) == ["began", "ended"])
+    wait_for(lambda: ray.get(actor.said.remote()) == ["began", "ended"], 60)
     ray.kill(actor)
 
 
@@ -101,4 +93,4 @@ def test_every_server_of_every_node_stages_what_is_published_and_all_go_back_whe
     assert staged() == [second] * 3
     with pytest.raises(CallFailed):
         fleet.stage(ray.put(third))
-    wait_for(lambda: staged() == [second] * 3)
+    wait_for(lambda: staged() == [second] * 3, 60)

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from mtp_policy import make_mtp_policy, without_head
+from mtp_policy import head_of, make_mtp_policy, without_head
 from test_serve_drafter import GREEDY, PROMPT, K, decode
 from tiny_engine import sampled
 from vllm_by_hand import passes
@@ -19,14 +19,11 @@ from verl_tlt.drafter import (
     DrafterTrainer,
     PolicyStates,
     Text,
-    VerifierWeights,
     accept_length,
     acceptance,
     batches,
-    load_own_head,
     load_policy,
     pack,
-    refresh_verifier_weights,
     save_drafter,
     train_until,
     write_back,
@@ -40,12 +37,6 @@ RECURRENT = dict(head_dim=32, linear_key_head_dim=64, linear_value_head_dim=64)
 EXPERTS = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts_per_tok=4)
 """Every token passes through all four: rounded to 16 bits, a router would now and then choose others."""
 MTP = {"method": "mtp", "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}
-
-
-def head_of(policy):
-    model = load_own_head(policy, policy)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy))
-    return model
 
 
 def watch_drafts(engine):

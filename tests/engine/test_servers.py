@@ -10,6 +10,7 @@ import contextlib
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from recorded import ray_cluster
@@ -17,6 +18,8 @@ from rollout_servers import ServedPolicy
 
 from benchmarks.faults.plan import ENGINE_KILLED, FAULTS
 from benchmarks.faults.run import arm, fired
+from verl_tlt.trainer.servers import Servers
+from verl_tlt.trainer.waits import CallFailed, ask
 
 pytestmark = pytest.mark.engine
 
@@ -112,6 +115,20 @@ def test_no_request_is_lost_or_truncated_while_replicas_leave_and_return(fleet):
     assert set(answers) == {True, False}
 
 
+def ends_at_stop_strings(_server):
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    stock_does = hasattr(OutputProcessor, "_trim_surplus_tokens")  # vLLM 0.32
+    return stock_does or hasattr(OutputProcessor.process_outputs, "__wrapped__")
+
+
+def test_responses_end_at_stop_strings(fleet):
+    """How, test_lossless_stops.py has."""
+    import ray
+
+    assert ray.get(fleet[0]["server-0"].__ray_call__.remote(ends_at_stop_strings), timeout=60)
+
+
 def test_stock_client_would_have_lost_requests(fleet):
     """The same gate with verl's own client: a rejected request comes back empty, which is why ours exists."""
     from verl.workers.rollout.llm_server import LLMServerClient
@@ -136,16 +153,18 @@ def test_stock_client_would_have_lost_requests(fleet):
 def test_a_recalled_server_has_compared_its_drafter_and_one_without_weights_stays_away(fleet):
     import ray
 
-    servers, _, _ = fleet
+    servers, balancer, _ = fleet
     server = servers["server-0"]
+    replica = SimpleNamespace(_server_address="server-0", _server_handle=server, servers=[server])
+    called = Servers(SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=balancer), None, 1, None)
     before = ray.get(server.tlt_status.remote())
-    assert ray.get(server.tlt_try_sleep.remote(True))
-    ray.get(server.tlt_recall.remote(), timeout=300)
+    assert called.try_sleep("server-0", keep_weights=True)
+    called.wake_up("server-0")
     after = ray.get(server.tlt_status.remote())
     assert after.ok and after.reloads == before.reloads + 1, (before, after)
-    assert ray.get(server.tlt_try_sleep.remote(False))
-    with pytest.raises(RuntimeError, match="without its weights"):
-        ray.get(server.tlt_recall.remote(), timeout=300)
+    assert called.try_sleep("server-0", keep_weights=False)
+    with pytest.raises(CallFailed, match="without its weights"):
+        called.wake_up("server-0")
     asyncio.run(synced(server))
 
 
@@ -158,8 +177,6 @@ def block(server):
 def test_a_server_whose_answer_is_given_up_serves_again_after_the_weight_sync(fleet, blocked):
     """Where it had not begun, it begins before what the weight sync calls."""
     import ray
-
-    from verl_tlt.trainer.waits import CallFailed, ask
 
     servers, _, _ = fleet
     server = servers["server-0"]

@@ -6,11 +6,10 @@ import re
 import shutil
 
 import pytest
+from cli import cli
 from one_row import one_row
-from typer.testing import CliRunner
 from word_tokenizer import save_tokenizer
 
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor import engine_check
 from verl_tlt.commands.doctor.engine_check import run_job
 from verl_tlt.speculation.types import OFF
@@ -33,7 +32,9 @@ def overrides(models, tmp_path_factory):
         f"actor_rollout_ref.model.path={policy}", f"{rollout}.name=vllm", f"{rollout}.dtype=float32",
         "trainer.device=cpu", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{rollout}.enforce_eager=True",
         "data.max_prompt_length=64", "data.max_response_length=192",
-        f"{rollout}.max_num_seqs=2", f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
+        # What the user tells vLLM is what an engine decodes at once.
+        f"{rollout}.max_num_seqs=64", f"++{rollout}.engine_kwargs.vllm.max_num_seqs=2",
+        f"{rollout}.max_num_batched_tokens=512", f"{rollout}.tensor_model_parallel_size=1",
         f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
         "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2", f"tlt.drafter.path={models['good']}",
     ]  # fmt: skip
@@ -49,23 +50,19 @@ def doctor(overrides, tmp_path_factory):
         patch.setenv("VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm")))
         patch.setenv("HOME", str(home))
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and `uni`: an engine's worker is not one more process
-        done = CliRunner().invoke(
-            app,
-            ["doctor", *overrides, "--gpu", "--all", "--out", str(home / "r.json")],
-            env={"COLUMNS": "200"},
-        )
+        done = cli("doctor", *overrides, "--gpu", "--all", "--out", home / "r.json")
     return done, answers, home / "r.json"
 
 
 def test_the_doctor_measures_on_this_machine(doctor):
-    done, answers, report = doctor
-    assert done.exit_code == 0, done.output
-    said = ("it was loaded again after sleep", "times stock's step", "K=2 against off")
-    for text in (*said, f"Wrote {report}."):
-        assert text in done.output
+    (code, said), answers, report = doctor
+    assert code == 0, said
+    for text in ("it was loaded again after sleep", "times stock's step", "K=2 against off", f"Wrote {report}."):
+        assert text in said
     (answer,) = answers
     (beside,) = (found.sentence for found in answer.findings if found.what == "drafter off against stock")
     assert re.search(r"batch 1: [\d.]+ against [\d.]+ and [\d.]+ ms", beside), "stock is read twice"
+    assert re.findall(r"batch (\d+)", beside) == ["1"], "of 1 and 4, what the engine decodes at once"
     assert list(report.parent.iterdir()) == [report], "nothing is stored beside the report"
     points = json.loads(report.read_text())["points"]
     assert {point["draft_length"] for point in points} == {OFF, 0, 1, 2}

@@ -8,24 +8,20 @@ few positions. vLLM's own count proves conversion, index maps and head.
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from cli import cli
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import read_prompts
 from verl_tlt.drafter import VerifierWeights, build_drafter, provenance
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "drafter"))  # tiny_policy.py
 
 pytestmark = pytest.mark.engine
 
@@ -107,10 +103,8 @@ def answers(monkeypatch):
 
 
 def run(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "160"})
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, re.sub(r"\s+", " ", result.output)
+    code, said = cli(*words)
+    return code, re.sub(r"\s+", " ", said)
 
 
 def test_from_prompts_to_an_accept_length_that_vllm_confirms(policy, overrides, specforge, answers, tmp_path):

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from cli import cli
 from PIL import Image
 from rich.console import Console
-from typer.testing import CliRunner
 
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import read_prompts
@@ -119,11 +118,9 @@ def test_a_warmup_goes_on_from_these_responses_and_its_drafter_drafts_as_is_pred
     script, options, _, _ = answered
 
     def run(*words):
-        result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "160"})
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code == 0, result.output
-        return result.output
+        code, said = cli(*words)
+        assert code == 0, said
+        return said
 
     training = ("--epochs", 20, "--batch-tokens", 512, "--learning-rate", 3e-3, "--objective", "eagle")
     with monkeypatch.context() as patch:

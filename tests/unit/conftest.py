@@ -68,6 +68,25 @@ def recipe(tmp_path):
     return config
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Puts a folder into a Hugging Face cache, as a download would leave it; no hub can be reached."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+    def put(name, files):
+        model = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text("abc")
+        (model / "snapshots").mkdir()
+        (model / "snapshots" / "abc").symlink_to(files)
+        return name
+
+    return put
+
+
 @pytest.fixture(scope="session")
 def made_run(tmp_path_factory) -> MadeRun:
     """A finished run of six RL steps; do not write into its directory."""

@@ -51,12 +51,11 @@ def test_a_number_is_a_number_within_bounds(name, option):
         assert option.opts[0] in caught.value.format_message()
 
 
-@pytest.mark.parametrize("package", ["typer", "pydantic", "rich"])
-def test_a_package_that_is_missing_is_named_with_what_to_install(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from verl_tlt.commands.cli import app; app(['doctor', 'a=1'])"
+def test_a_package_that_is_missing_is_named_with_what_to_install():
+    code = "import sys; sys.modules['rich'] = None; from verl_tlt.commands.cli import app; app(['doctor', 'a=1'])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert f"verl-tlt needs {package}, which is not installed here: pip install {package}" in ended.stderr
+    assert "verl-tlt needs rich, which is not installed here: pip install rich" in ended.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -61,9 +61,7 @@ def seen(**changes):
         ({"ended": False}, "survived"),
         ({"same_weights": False}, "policy_updates_equal"),
         ({"stock": {**STOCK, 3: {**STOCK[3], "actor/grad_norm": 0.30000001}}}, "policy_updates_equal"),
-        ({"steps": {1: STOCK[1], 2: STOCK[2]}}, "policy_updates_equal"),
         ({"steps": STOCK}, "tlt/spot_failures did not count it"),
-        ({"trace": RunTrace(ROOT, sessions=[session(2), session(3, steps=0)])}, "recovered"),
         ({"log": ""}, "no line of the log says 'out of luck'"),
     ],
 )

@@ -166,7 +166,6 @@ def test_the_tap_holds_the_chosen_tokens_and_nothing_else():
     for layer in range(LAYERS + 1):
         copied = sum(index <= layer for index in (*AUX, LAYERS))
         assert measured[layer] - measured[0] <= copied * 100 * token, f"before layer {layer}"  # first: the batch's ids
-    assert 100 * token * 10 < sum(LENGTHS) * HIDDEN * 4, "far below a whole layer's"
     first, second = tap.take()
     assert (first.row, second.row, tap.errors) == (10, 11, 0)
     for shard, begin in ((first, 0), (second, LENGTHS[0] + LENGTHS[1])):

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from cli import cli
 
 from verl_tlt.commands.advise.estimate import RunShape, drafting_gains, shape_of, steps_to_repay, verdict
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.errors import TLTError
 from verl_tlt.speculation.costs import LatencyTable
@@ -145,33 +144,28 @@ def files(tmp_path):
     return tmp_path
 
 
-def advise(*words):
-    done = CliRunner().invoke(app, ["advise", *map(str, words)], env={"COLUMNS": "200"})
-    return done.exit_code, done.output
-
-
 def test_the_command(files):
-    code, said = advise(files / "metrics.jsonl")
+    code, said = cli("advise", files / "metrics.jsonl")
     assert code == 0 and "80.0 s of 100.0 s (80%)" in said and "3,600 tokens, 4.0 times the mean" in said
     drafter = ("--drafter", files / "drafter", "--costs", files / "costs.json")
-    code, said = advise(files / "metrics.jsonl", *drafter)
+    code, said = cli("advise", files / "metrics.jsonl", *drafter)
     assert code == 1 and "has no measured acceptance" in said
     facts = {"acceptance": [0.8, 0.75, 0.7], "training_seconds": 1200.0}
     (files / "drafter" / "provenance.json").write_text(json.dumps(facts))
-    code, said = advise(files / "metrics.jsonl", *drafter)
+    code, said = cli("advise", files / "metrics.jsonl", *drafter)
     assert code == 0 and "training of 20 min repaid after" in said and "never" in said, said
     (files / "drafter" / "provenance.json").write_text(json.dumps({"acceptance": facts["acceptance"]}))
-    code, said = advise(files / "metrics.jsonl", *drafter)  # a drafter that a run trained has no warm-up
+    code, said = cli("advise", files / "metrics.jsonl", *drafter)  # a drafter that a run trained has no warm-up
     assert code == 0 and "break-even" in said and "repaid" not in said, said
-    assert advise(files / "metrics.jsonl", *drafter[:2])[0] == 1
+    assert cli("advise", files / "metrics.jsonl", *drafter[:2])[0] == 1
     (files / "costs.json").write_text("{}")
-    code, said = advise(files / "metrics.jsonl", *drafter)
+    code, said = cli("advise", files / "metrics.jsonl", *drafter)
     assert code == 1 and "is not a report of verl-tlt doctor --gpu" in said
 
 
 def test_a_single_step_is_said_to_be_a_first_one(files):
     (files / "metrics.jsonl").write_text(file_log(STEPS[:1]))
-    code, said = advise(files / "metrics.jsonl")
+    code, said = cli("advise", files / "metrics.jsonl")
     assert code == 0 and "1 step of stock verl, the first after a start, and slow" in said, said
 
 
@@ -181,5 +175,5 @@ def test_step_times_that_are_none_are_refused(files):
     for seconds in ("0", "NaN"):
         point = f'{{"batch": 1, "kv_tokens": 32, "draft_length": -1, "seconds": {seconds}}}'
         (files / "costs.json").write_text(f'{{"points": [{point}]}}')
-        code, said = advise(files / "metrics.jsonl", *drafter)
+        code, said = cli("advise", files / "metrics.jsonl", *drafter)
         assert code == 1 and "is not a report of verl-tlt doctor --gpu with measured step times" in said, said

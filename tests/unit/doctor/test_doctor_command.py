@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+from cli import cli
 from omegaconf import OmegaConf, open_dict
-from typer.testing import CliRunner
 
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.capture import capture, recipe_of
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.compare.plan import make_plan
 from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus, unread_keys
 from verl_tlt.commands.doctor.standalone_engine import set_up
@@ -70,12 +69,6 @@ def policy(recipe):
     return str(recipe.actor_rollout_ref.model.path)
 
 
-def call(*words):
-    """What a command says: exit status, and all lines."""
-    done = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "400"})
-    return done.exit_code, done.output
-
-
 # ---------------------------------------------------------------------- the commands
 
 
@@ -86,7 +79,6 @@ def call(*words):
         ([], 3, "OK, but TLT is off: this recipe trains with stock verl until"),
         (["+trainer.plugin=tlt2"], 1, "No: TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
         (["+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "tlt.spot.typo"),
-        (["+trainer.plugins=tlt"], 1, "trainer.plugin"),
         (["+trainer.plugin=tlt", "tensor_parallel_size=2"], 1, "Did you mean actor_rollout_ref.rollout.tensor_model"),
         (
             ["+trainer.plugin=tlt", "+tensor_parallel_size=2"],
@@ -97,13 +89,13 @@ def call(*words):
     ],
 )
 def test_the_doctor_answers_in_its_last_lines(overrides, words, status, said):
-    code, output = call("doctor", *overrides, *words)
+    code, output = cli("doctor", *overrides, *words)
     assert code == status and said in output.partition("--all lists them")[2], output
     assert "is a qwen3 model" not in output and "checks OK" in output, "what is fine is one line"
 
 
 def test_all_lists_what_is_fine_too(overrides):
-    code, output = call("doctor", "--all", *overrides, "+trainer.plugin=tlt")
+    code, output = cli("doctor", "--all", *overrides, "+trainer.plugin=tlt")
     assert code == 0 and "ok      actor_rollout_ref.model.path is a qwen3 model" in output
 
 
@@ -114,7 +106,7 @@ def test_a_command_is_judged_where_it_starts_verl(script, recipe, policy, tmp_pa
     (there / "policy").symlink_to(policy)
     monkeypatch.setenv("FILES", "data.parquet")
     script.write_text(SCRIPT.replace("MODEL=", f"cd {there}\nMODEL=", 1))
-    code, output = call("doctor", "--", "bash", script, "policy", "+trainer.plugin=tlt")
+    code, output = cli("doctor", "--", "bash", script, "policy", "+trainer.plugin=tlt")
     assert code == 0 and f"Next: verl-tlt doctor --gpu -- bash {script} policy +trainer.plugin=tlt" in output, output
     found = Recipe((*FLAG, "actor_rollout_ref.model.path=policy"), directory=str(there))
     assert set_up(found).model.path == str(there / "policy")
@@ -125,7 +117,7 @@ def test_a_command_is_judged_where_it_starts_verl(script, recipe, policy, tmp_pa
 def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
     file = tmp_path / "composed.yaml"
     OmegaConf.save(compose(overrides, "ppo_trainer"), file)
-    code, output = call("doctor", "--config", file, "+trainer.plugin=tlt")
+    code, output = cli("doctor", "--config", file, "+trainer.plugin=tlt")
     assert code == 0 and "OK: TLT can run here." in output, output
 
 
@@ -150,7 +142,7 @@ def test_a_recipe_is_read_with_the_variables_of_its_command(recipe, policy, tmp_
 
 
 def test_the_next_command_names_the_same_run(overrides):
-    code, output = call("doctor", "--config-name", "ppo_trainer.yaml", *overrides, "+trainer.plugin=tlt")
+    code, output = cli("doctor", "--config-name", "ppo_trainer.yaml", *overrides, "+trainer.plugin=tlt")
     assert code == 0 and output.endswith("+trainer.plugin=tlt --config-name ppo_trainer.yaml\n"), output
     options = DoctorOptions(config=Path("a.yaml"), yes=True)
     assert options.words() == ["--config", "a.yaml", "--yes"]
@@ -159,9 +151,9 @@ def test_the_next_command_names_the_same_run(overrides):
 
 def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
     (file := tmp_path / "composed.yaml").write_text("WARNING: a: b\ntrainer: {}\n")
-    code, output = call("doctor", "--config", file)
+    code, output = cli("doctor", "--config", file)
     file.write_bytes(b"\xff\xfe")
-    assert call("doctor", "--config", file)[1].count("No: Hydra cannot compose") == 1
+    assert cli("doctor", "--config", file)[1].count("No: Hydra cannot compose") == 1
     assert code == 1 and "No: Hydra cannot compose" in output and f'"{file}", line 1' in output, output
 
 
@@ -179,8 +171,6 @@ def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
             "after two dashes: verl-tlt doctor --gpu -- python3 -m verl.trainer.main_ppo a=1",
         ),
         (["recipe.sh", "a=1"], "after two dashes: verl-tlt doctor -- recipe.sh a=1"),
-        (["bash", "recipe.sh"], "after two dashes: verl-tlt doctor -- bash recipe.sh"),
-        (["docker", "run", "x", "python"], "after two dashes: verl-tlt doctor -- docker run x python"),
         (["poetry", "run", "python", "x.py"], "after two dashes: verl-tlt doctor -- poetry run python x.py"),
         (["--all", "A=1", "timeout", "9", "bash", "r.sh"], "dashes: A=1 verl-tlt doctor --all -- timeout 9 bash r.sh"),
         (["kubectl", "exec", "x", "--", "python"], "dashes: verl-tlt doctor -- kubectl exec x -- python"),
@@ -189,12 +179,12 @@ def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):
     ],
 )
 def test_a_wrong_way_to_name_the_run_is_one_sentence(words, said):
-    code, output = call("doctor", *words)
+    code, output = cli("doctor", *words)
     assert code == 1 and said in output
 
 
 def test_the_value_of_an_option_is_no_command():
-    code, output = call("doctor", "--out", "results/ray", "--seconds", "x")
+    code, output = cli("doctor", "--out", "results/ray", "--seconds", "x")
     assert code == 2 and "Invalid value for '--seconds'" in output
 
 
@@ -245,7 +235,7 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, m
     """On a node without a GPU, where others may have them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     eight = ["+trainer.plugin=tlt", "trainer.device=cuda", "trainer.n_gpus_per_node=8"]
-    code, output = call("doctor", *overrides, *eight)
+    code, output = cli("doctor", *overrides, *eight)
     assert code == 3, output
     needed = "8 GPUs needed (trainer.nnodes=1 and trainer.n_gpus_per_node=8), 0 found."
     assert f"\nOK, except on this machine: {needed}\n" in output
@@ -256,14 +246,14 @@ def test_without_the_gpus_that_a_recipe_asks_for_it_is_ok_elsewhere(overrides, m
     reward = [f"reward.reward_model.{word}" for word in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
     (pooled,) = examine_gpus(compose([*FLAG, *eight[1:], *reward], "ppo_trainer"))
     assert pooled.sentence.startswith("10 GPUs needed"), "of which the reward model has its own"
-    code, output = call("doctor", "--gpu", *overrides, *eight)
+    code, output = cli("doctor", "--gpu", *overrides, *eight)
     assert code == 1 and "There is no GPU on this machine, and the recipe has trainer.device=cuda." in output
-    code, output = call("doctor", "--gpu", "--all", *overrides, *eight, "tlt.speculation.enable=false")
+    code, output = cli("doctor", "--gpu", "--all", *overrides, *eight, "tlt.speculation.enable=false")
     assert code == 3 and "its engines are stock vLLM's, so nothing was measured" in output
 
 
 def test_a_command_without_overrides_is_a_recipe():
-    _, output = call("doctor", "--", sys.executable, "-m", "verl.trainer.main_ppo")
+    _, output = cli("doctor", "--", sys.executable, "-m", "verl.trainer.main_ppo")
     assert "TLT is off: this recipe trains with stock verl" in output, output
 
 
@@ -277,7 +267,7 @@ def test_a_clone_where_the_run_starts_hides_the_installed_verl(overrides, tmp_pa
     (clone / "version").mkdir()
     (clone / "version" / "version").write_text("0.8.0\n")
     try:
-        code, output = call("doctor", *overrides, "+trainer.plugin=tlt")
+        code, output = cli("doctor", *overrides, "+trainer.plugin=tlt")
     finally:
         look_first_in([])
     assert code == 1 and "verl 0.8.0 is installed, and verl-tlt was tested with verl 0.9.1" in output

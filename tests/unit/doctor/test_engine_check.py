@@ -14,7 +14,6 @@ from verl_tlt.commands import child_engine
 from verl_tlt.commands.doctor import engine_check
 from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import (
-    BATCHES,
     Answer,
     EngineJob,
     check,
@@ -22,12 +21,10 @@ from verl_tlt.commands.doctor.engine_check import (
     judge_costs,
     run_job,
 )
-from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import LoadReply
-from verl_tlt.server import calibration
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
@@ -80,32 +77,6 @@ def test_a_long_measurement_has_its_time_and_what_is_not_here_is_one_sentence(re
         run_job(EngineJob(Recipe((policy,))))
     with pytest.raises(TLTConfigError, match=rf"{key}=/nowhere/policy is not a directory on this machine"):
         run_job(EngineJob(Recipe((f"{key}=/nowhere/policy", "+trainer.plugin=tlt", "trainer.device=cpu"))))
-
-
-async def test_it_measures_what_the_engine_decodes_at_once_whoever_said_so(monkeypatch):
-    """The recipe says 64 and the user told vLLM 8."""
-    limit, settings = SimpleNamespace(max_num_seqs=8), {"tlt": {"arms": [0, 1]}}
-    config = SimpleNamespace(
-        scheduler_config=limit,
-        additional_config=settings,
-        model_config=SimpleNamespace(max_model_len=1024),
-        cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=16),
-    )
-    llm = SimpleNamespace(vllm_config=config, model_config=SimpleNamespace(get_vocab_size=lambda: 10))
-    setup = SimpleNamespace(rollout=SimpleNamespace(max_num_seqs=64))
-    engine, asked = StandaloneEngine(llm, None, setup), []
-
-    async def step_seconds(batch):
-        return 0.01 * batch
-
-    async def calibrate(llm, lengths, loads, vocab_size, budget_s):
-        asked.extend(loads)
-
-    engine.step_seconds = step_seconds
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
-    assert (await engine.wall_seconds(BATCHES)).keys() == {1, 4}
-    await engine.measure_costs(1.0)
-    assert {load.batch for load in asked} == {1, 2, 4, 8}
 
 
 class Sleeper(SimpleNamespace):

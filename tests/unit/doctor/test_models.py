@@ -28,19 +28,15 @@ def judged(policy, path, **settings):
 
 
 @pytest.fixture
-def cached(policy, tmp_path, monkeypatch):
-    """Puts the policy's config, changed, into the Hugging Face cache under a name."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+def cached(policy, cache, tmp_path):
+    """Puts the policy's config, changed, into the Hugging Face cache under a name, from a folder of that name."""
     config = json.loads(Path(policy, "config.json").read_text())
 
     def put(name, **changes):
-        place = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
-        for file, text in {"refs/main": "abc", "snapshots/abc/config.json": json.dumps(config | changes)}.items():
-            (place / file).parent.mkdir(parents=True)
-            (place / file).write_text(text)
-        return name
+        place = tmp_path / "cached" / name
+        place.mkdir(parents=True)
+        (place / "config.json").write_text(json.dumps(config | changes))
+        return cache(name, place)
 
     return put
 
@@ -123,7 +119,7 @@ def drafter_at(path, policy, **changes):
 
 def test_a_drafter_on_the_hub_is_judged_by_its_config_until_its_weights_are_here(cached, policy, tmp_path):
     cached("Org/drafter")
-    place = drafter_at(tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc", policy)
+    place = drafter_at(tmp_path / "cached" / "Org" / "drafter", policy)
     found = judged(policy, "Org/drafter")
     later = "fits by its config; its weights are fetched when the run starts, and were not checked."
     assert (found.level, found.sentence) == ("warn", f"tlt.drafter.path=Org/drafter {later}")
@@ -171,7 +167,7 @@ def test_a_drafter_for_another_method_is_refused_wherever_its_config_can_be_read
     path, levels = str(heads / kind), {}
     if there == "no weights":
         path = cached("Org/drafter")
-        shutil.copy(heads / kind / "config.json", tmp_path / "hub" / "models--Org--drafter" / "snapshots" / "abc")
+        shutil.copy(heads / kind / "config.json", tmp_path / "cached" / "Org" / "drafter")
     for method in ("eagle3", "mtp"):
         found = judged(policy, path, method=method)
         levels[method] = found.level

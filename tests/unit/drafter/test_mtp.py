@@ -8,7 +8,7 @@ import pytest
 import torch
 from drafter_bits import fingerprint
 from drafter_folders import refusal, sharded
-from mtp_policy import SHAPE, make_mtp_policy, one_by_one, random_head, without_head
+from mtp_policy import SHAPE, head_of, make_mtp_policy, one_by_one, random_head, without_head
 from safetensors.torch import load, load_file, save_file
 from tiny_policy import same_state
 from vllm_by_hand import passes
@@ -32,7 +32,6 @@ from verl_tlt.drafter import (
     pack,
     policy_shape,
     provenance,
-    refresh_verifier_weights,
     save_drafter,
     serving_tensors,
     to_drafter_file,
@@ -66,13 +65,6 @@ def sequences(policy_dir):
     rng = torch.Generator().manual_seed(1)
     texts = [Text(tuple(torch.randint(VOCAB, (n,), generator=rng).tolist()), p) for n, p in ((18, 5), (25, 9), (11, 0))]
     return PolicyStates(load_policy(policy_dir, "cpu"), ())(texts)
-
-
-def head_of(policy, **arguments):
-    """The head in a policy's folder as a drafter, with the policy's embedding, output head and norm."""
-    model = load_own_head(policy, policy, **arguments)
-    refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy))
-    return model
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli import cli
 from drafter_folders import DV, WEIGHTS, H, refusal, run_start, tensors_of, written
 from safetensors.torch import load_file
 from tiny_policy import VOCAB, verifier_weights
-from typer.testing import CliRunner
 from vllm_by_hand import passes
 
-from verl_tlt.commands.cli import app
 from verl_tlt.drafter import (
     DrafterError,
     check_drafter,
@@ -152,17 +151,16 @@ def test_no_pickle_is_read(theirs, policy_dir, monkeypatch):
 
 def test_convert_writes_it_or_says_what_is_wrong(theirs, policy_dir, tmp_path):
     def convert(out):
-        words = ["convert", theirs, "--model", policy_dir, "--out", out]
-        return CliRunner().invoke(app, [str(word) for word in words])
+        return cli("convert", theirs, "--model", policy_dir, "--out", out)
 
-    assert convert(tmp_path / "ours").exit_code == 0
+    assert convert(tmp_path / "ours")[0] == 0
     check_drafter(tmp_path / "ours", policy_dir)
     assert provenance(tmp_path / "ours")["converted from"] == str(theirs)
-    assert "exists" in convert(tmp_path / "ours").output
+    assert "exists" in convert(tmp_path / "ours")[1]
     for place in (Path("/proc/tlt/drafter"), theirs / "config.json" / "drafter"):
-        refused = convert(place)
-        assert refused.exit_code == 1 and "cannot be written to" in refused.output and "--out" in refused.output
+        code, said = convert(place)
+        assert code == 1 and "cannot be written to" in said and "--out" in said
     written(theirs, hidden_size=64)
-    refused = convert(tmp_path / "none")
-    assert refused.exit_code == 1 and "hidden_size=64" in refused.output
+    code, said = convert(tmp_path / "none")
+    assert code == 1 and "hidden_size=64" in said
     assert not (tmp_path / "none").exists()

@@ -55,7 +55,6 @@ def test_what_the_doctor_accepts_is_built_filled_and_trained(tmp_path, name):
 
 
 def test_a_tied_policy_that_does_not_say_so_is_tied(tmp_path):
-    assert "tie_word_embeddings" not in PUBLISHED["ERNIE-4.5-0.3B"]
     assert policy_shape(published(tmp_path, "ERNIE-4.5-0.3B")).tied
 
 
@@ -63,8 +62,8 @@ def test_a_tied_policy_that_does_not_say_so_is_tied(tmp_path):
     ("name", "change", "said"),
     [
         ("Qwen3-8B", {"vocab_size": 300}, "the policy's config asks for [300, 64]"),
-        ("Qwen2.5-VL-7B", {"hidden_size": 300}, "Qwen2.5|qwen2_5_vl|built|head"),
-        ("Phi-4-mini", {"rope_scaling": {"type": "longrope", "short_factor": 3, "long_factor": None}}, "phi3|field"),
+        ("Qwen2.5-VL-7B", {"hidden_size": 300}, "lm_head.weight is [200, 256], but the policy's config asks for"),
+        ("Phi-4-mini", {"rope_scaling": {"type": "longrope", "short_factor": 3, "long_factor": None}}, "of a phi3"),
         ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "martian"}}, "martian"),
         ("Qwen3-8B", {"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads=2"),
         ("Qwen3-8B", {"num_hidden_layers": 2}, "needs at least 3"),
@@ -76,7 +75,7 @@ def test_what_cannot_be_built_is_one_sentence(tmp_path, name, change, said):
     (path / "config.json").write_text(json.dumps({**PUBLISHED[name], **change}))
     found = check_policy(str(path))
     assert found.level == "refuse" and "\n" not in found.sentence and found.sentence.endswith("."), found
-    assert any(word in found.sentence for word in said.split("|")), found
+    assert said in found.sentence, found
     with pytest.raises(DrafterError):
         rehearse(path)
 
@@ -89,7 +88,6 @@ def quantized(policy, file, **fields):
     ("spoil", "said"),
     [
         (lambda policy: (policy / WEIGHTS).rename(policy / "pytorch_model.bin"), "pytorch_model.bin is pickled"),
-        (lambda policy: (policy / WEIGHTS).unlink(), "holds no weights"),
         (lambda policy: quantized(policy, "config.json", quantization_config={"quant_method": "awq"}), "(awq)"),
         (lambda policy: quantized(policy, "config.json", compression_config={"quant_method": "sparse"}), "(sparse)"),
         (

@@ -1,8 +1,5 @@
 """The arguments with which a command starts vLLM are those of verl's rollout server."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("verl")
@@ -11,7 +8,6 @@ pytest.importorskip("vllm")
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import set_up
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "drafter"))  # tiny_policy.py
 ROLLOUT = "actor_rollout_ref.rollout"
 
 

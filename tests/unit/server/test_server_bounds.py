@@ -18,7 +18,6 @@ from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, L
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
 from verl_tlt.server.engine_calls import EngineGone
-from verl_tlt.server.server import TLTvLLMHttpServer
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
@@ -175,28 +174,8 @@ async def test_a_request_whose_admission_hangs_keeps_its_server(server, monkeypa
     assert server._resume_event.is_set() and not server._rejecting, "the gate is open again"
 
 
-def stand_in_for_ray(monkeypatch, get):
-    """A store of drafters that answers by `get`."""
-    store = SimpleNamespace(first=SimpleNamespace(remote=lambda: None))
-    context = SimpleNamespace(get_job_id=lambda: "01000000")
-    alike = SimpleNamespace(get_actor=lambda name: store, get=get, get_runtime_context=lambda: context)
-    monkeypatch.setattr(module, "ray", alike)
-
-
-@pytest.mark.parametrize("speculates", [True, False])
-def test_responses_end_at_stop_strings_where_tlt_speculates_and_stock_stays_stock(server, monkeypatch, speculates):
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    stock = OutputProcessor.process_outputs
-    monkeypatch.setattr(OutputProcessor, "process_outputs", stock)
-    for name in ("TLT_REPLICA", module.STAGE_DIR, "VLLM_USE_V2_MODEL_RUNNER"):
-        monkeypatch.setenv(name, "")
-    stand_in_for_ray(monkeypatch, lambda *_, **__: DrafterFile(0, "{}", b""))
-    monkeypatch.setattr(module, "engine_kwargs", lambda *_, **__: {})
-    monkeypatch.setattr(module, "read_model_config", lambda _: {})
-    monkeypatch.setattr(TLTvLLMHttpServer, "_tlt_write", lambda *_: None)
-    server.tlt = TLTConfig.from_dict({"speculation": {"enable": speculates}})
-    server.config = SimpleNamespace(checkpoint_engine=None)
-    server.model_config = SimpleNamespace(local_path="nowhere")
-    server._preprocess_engine_kwargs({})
-    assert (OutputProcessor.process_outputs is stock) != speculates
+def test_where_tlt_does_not_speculate_an_engine_gets_stocks_arguments():
+    off = {"speculation": {"enable": False}}
+    server, arguments = make_server(settings=off, config=SimpleNamespace(checkpoint_engine=None)), {"seed": 1}
+    server._preprocess_engine_kwargs(arguments)
+    assert arguments == {"seed": 1}

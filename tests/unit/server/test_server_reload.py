@@ -106,9 +106,8 @@ async def test_a_write_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     assert server._tlt_staged.weights == file.read_bytes() == b"before"
 
 
-@pytest.mark.parametrize(("accepted", "found"), [(False, b"whole"), (True, b"half")])
-async def test_a_file_that_was_refused_is_written_again_before_the_next_load(tmp_path, accepted, found):
-    stage("{}", b"half", tmp_path / "drafter")
-    before = DrafterStatus(version=3, ok=accepted, reloads=7)
-    await reload(tmp_path, two_ranks(), replace(NEW, weights=b"whole"), before=before)
-    assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == found
+async def test_a_file_that_was_accepted_is_not_written_again(tmp_path):
+    """One that was refused is: test_servers.py."""
+    stage("{}", b"accepted", tmp_path / "drafter")
+    await reload(tmp_path, two_ranks())
+    assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == b"accepted"

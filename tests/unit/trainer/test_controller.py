@@ -364,6 +364,18 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
     assert controller.guard.counts.total() == 0
 
 
+def test_one_that_cannot_be_called_back_gets_no_requests_before_the_weight_sync(filled):
+    controller = filled(mode="colocate_async")
+    servers = controller.servers
+    servers.broken["wake_up"] = CallFailed("it sleeps without its weights")
+    with training(controller, 2):
+        for _ in range(2):
+            controller.more_prompts()
+            servers.clock.sleep(LOOKS_S)
+            assert servers.balancer == {"a"} and servers.called("wake_up") == [("b",)]
+    assert rest_of_step(controller, 2)["tlt/errors_leaving"] == 1 and servers.balancer == {"a", "b"}
+
+
 @pytest.mark.parametrize("colocated", ["ab", ""])
 def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run, colocated):
     """Whether replicas share them or not (`actor_rollout_ref.hybrid_engine=False`)."""

@@ -2,14 +2,10 @@
 
 import io
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "drafter"))  # tiny_policy.py
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from cli import cli
 from huggingface_hub import ModelCard
 from mtp_policy import make_mtp_policy
 from rich.console import Console
-from typer.testing import CliRunner
 
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.warmup import command, train
 from verl_tlt.commands.warmup.card import model_card
@@ -35,8 +34,8 @@ def begin(options):
 
 def run(*words):
     """(exit code, output on one line) of the program."""
-    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "300", "TERM": "dumb"})
-    return result.exit_code, re.sub(r"\s+", " ", result.output)
+    code, said = cli(*words)
+    return code, re.sub(r"\s+", " ", said)
 
 
 def test_from_prompts_to_a_drafter(warm, tmp_path):

@@ -131,21 +131,13 @@ def test_a_file_that_the_hub_does_not_have_is_asked_for_once(hub, python):
     assert counts[0] <= 1 and counts[1] == counts[2] == 1
 
 
-def test_without_a_hub_what_is_missing_is_one_sentence(tmp_path, monkeypatch, policy_dir):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(NotHereError, match=r"^Org/policy is no folder here and could not be fetched: "):
-        fetch_policy(NAME)
-    model = tmp_path / "hub" / "models--Org--policy"
-    snapshot = model / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(COMMIT)
+def test_without_a_hub_what_is_missing_is_one_sentence(cache, tmp_path, policy_dir):
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
     shutil.copy(policy_dir / "config.json", snapshot)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copy(policy_dir / "model.safetensors", snapshot / "model-1.safetensors")
     with pytest.raises(NotHereError, match=r"^Org/policy: model-2\.safetensors is not in the local cache"):
-        fetch_policy(NAME)
+        fetch_policy(cache(NAME, snapshot))
     fetch_policy(policy_dir)  # a folder is what it is

@@ -48,7 +48,7 @@ def test_a_warm_up_that_trains(settings, answer, prompts_file, policy_dir):
     options = answer(settings())
     words = ["warmup", "--model", policy_dir, "--prompts", prompts_file, "--out", options.out]
     # The first line about the training comes after a tenth of the steps, and without a limit on them after a minute.
-    words += ["--response-length", 24, "--epochs", 9999, "--max-steps", 1000, "--objective", "eagle"]
+    words += ["--response-length", 24, "--epochs", 9999, "--max-steps", 300, "--objective", "eagle"]
     code, said = interrupted(words, signal.SIGINT, lambda said: "train:" in said)
     assert code == 130 and "Traceback" not in said, said
     assert f"Interrupted: the same command goes on with what is in {options.work}" in said

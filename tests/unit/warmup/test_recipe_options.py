@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from cli import cli
 
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.cli import app
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
 from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import command
@@ -44,8 +43,8 @@ def options_of(monkeypatch, *words):
     """What `verl-tlt warmup` is asked with these words."""
     asked = []
     monkeypatch.setattr(command, "warmup", lambda options, console: asked.append(options))
-    result = CliRunner().invoke(app, ["warmup", "--out", "out", *map(str, words)], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
+    code, said = cli("warmup", "--out", "out", *words)
+    assert code == 0, said
     return asked[0]
 
 
@@ -105,8 +104,7 @@ def test_a_home_directory_is_filled_in(overrides, monkeypatch, tmp_path):
 
 
 def test_without_a_folder_to_write_it_is_asked_for(overrides):
-    result = CliRunner().invoke(app, ["warmup", *overrides])
-    assert result.output == "--out is missing: give the folder that the drafter is written to.\n"
+    assert cli("warmup", *overrides)[1] == "--out is missing: give the folder that the drafter is written to.\n"
 
 
 @pytest.mark.parametrize(
@@ -124,5 +122,5 @@ def test_without_a_folder_to_write_it_is_asked_for(overrides):
 )
 def test_what_is_missing_or_wrong_is_one_sentence(words, sentence, policy_dir, tmp_path):
     words = [word.replace("POLICY", str(policy_dir)) for word in words]
-    result = CliRunner().invoke(app, ["warmup", "--out", str(tmp_path / "out"), *words], env={"COLUMNS": "200"})
-    assert result.exit_code in (1, 2) and sentence in re.sub(r"[\s│]+", " ", result.output), result.output
+    code, said = cli("warmup", "--out", tmp_path / "out", *words)
+    assert code in (1, 2) and sentence in re.sub(r"[\s│]+", " ", said), said
