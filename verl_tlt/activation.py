@@ -32,7 +32,7 @@ def check(config: DictConfig) -> TLTConfig:
         findings = [*rules.examine_packages(), *rules.examine(config, settings)]
     except TLTConfigError as error:
         raise SystemExit(f"verl-tlt: {error}") from None
-    # Unless the driver joins a cluster, whose other machines may have it, what this machine lacks is missing.
+    # If the driver joins a cluster, other machines may have what this one lacks. Otherwise it is missing.
     told = {"warn", "if"} if ray_address(config) else {"warn"}
     for finding in findings:
         if finding.level in told:

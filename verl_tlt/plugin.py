@@ -35,7 +35,7 @@ def _unhooked(module: ModuleType, name: str) -> Callable[..., Any] | None:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         sentence = f"verl-tlt: this verl has no {module.__name__}.{name}, so it cannot run with TLT."
-        if any(word.lstrip("+") == f"{flag.SWITCH}={flag.NAME}" for word in sys.argv):
+        if any(word.lstrip("+").lower() == f"{flag.SWITCH}={flag.NAME}" for word in sys.argv):
             raise SystemExit(sentence)
         logger.warning(sentence)
     return None if getattr(function, "_verl_tlt", False) else function

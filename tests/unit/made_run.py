@@ -55,11 +55,11 @@ def make_run(directory: Path) -> MadeRun:
         driver.emit("phase", step=step, name="rollout", start=start, end=clock.now)
         version = step - 1  # nothing is trained on in the first step
         if version:
-            trained = {"steps": 5, "tokens": 2560, "epochs": 1.2, "loss": 6.0 / step, "outcome": "stopped"}
+            trained = {"steps": 5, "tokens": 2560, "loss": 6.0 / step, "outcome": "stopped"}
             times = {"start": idle_from + 0.35, "end": end + 0.05, "stop_latency_s": 0.05}
             driver.emit("session", step=step, replica=idle, **times, **trained)
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
-            driver.emit("publish", step=step, version=version, decision="published", tau=tau, bytes=2**20)
+            driver.emit("publish", step=step, version=version, decision="published", tau=tau)
         for name, seconds in (("old_log_prob", 1.2), ("update_actor", 2.9), ("update_weights", 0.25)):
             driver.emit("phase", step=step, name=name, start=clock.now, end=clock.now + seconds)
             clock.now += seconds

@@ -92,3 +92,14 @@ def test_what_a_driver_that_joins_a_cluster_lacks_may_be_on_its_other_machines(r
     recipe.data.train_files = "/nowhere/train.parquet"
     activate(recipe)
     assert "verl-tlt: data.train_files=/nowhere/train.parquet does not exist" in capsys.readouterr().err
+
+
+def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):
+    recipe.data.train_files = "/nowhere/train.parquet"
+    recipe.actor_rollout_ref.rollout.name = "sglang"
+    with pytest.raises(SystemExit) as stop:
+        activate(recipe)
+    lines = str(stop.value).splitlines()
+    assert len(lines) == 2 and all(line.startswith("verl-tlt: ") and line.endswith(".") for line in lines)
+    assert "actor_rollout_ref.rollout.name=sglang" in lines[0] and "/nowhere/train.parquet" in lines[1]
+    assert recipe.trainer.v1.trainer_mode == "sync"

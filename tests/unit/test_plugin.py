@@ -119,11 +119,11 @@ def test_a_plugin_that_cannot_install_its_hooks_says_so():
 
 
 @pytest.mark.parametrize("switched_on", [False, True])
-def test_a_verl_without_a_hooked_function_runs_stock_and_refuses_the_flag(monkeypatch, caplog, switched_on):
-    monkeypatch.setattr(sys, "argv", ["main_ppo", *["+trainer.plugin=tlt"] * switched_on])
+def test_a_verl_without_a_hooked_function_runs_stock_and_refuses_the_flag(monkeypatch, said, switched_on):
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *["+trainer.plugin=TLT"] * switched_on])
     with pytest.raises(SystemExit, match=r"no other\.validate_config") if switched_on else contextlib.nullcontext():
         plugin._wrap_validate_config(types.ModuleType("other"))
-    assert switched_on or "this verl has no other.validate_config" in caplog.text
+    assert switched_on or "this verl has no other.validate_config" in said.text
 
 
 def test_with_the_flag_a_broken_install_refuses(recipe, monkeypatch):

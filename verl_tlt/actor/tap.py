@@ -182,7 +182,10 @@ class _MicroBatch:
                     row=row,
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
                     prompt_len=max(0, prompt_len - start),
-                    prompt=digest_of(ids[begin : begin + prompt_len].tolist(), images_of(self._batch, i)),
+                    prompt=digest_of(
+                        ids[begin : begin + prompt_len].tolist(),
+                        [] if foreign[i] else images_of(self._batch, i),  # a tool's images are beside the prompt's
+                    ),
                     start=start,
                     stretches=tuple((s.start - start, s.stop - start) for s in spans),
                     wanted=wanted,

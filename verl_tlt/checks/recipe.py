@@ -194,16 +194,18 @@ def read_run_dir(config: DictConfig) -> str:
 
 
 def ray_address(config: DictConfig) -> str:
-    """Of the cluster that the driver joins, as far as it is told; empty: it finds one on its machine, or starts one."""
+    """Address of the Ray cluster that the run is told to join; empty: Ray finds one on this machine, or starts one."""
     address = str(select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", ""))
     return "" if address == "local" else address
 
 
 def trace_dir(config: DictConfig, settings: TLTConfig) -> str:
+    """Absolute path of the trace's folder."""
     return absolute(settings.trace.dir or os.path.join(read_run_dir(config), "tlt_trace"))
 
 
 def save_dir(config: DictConfig, settings: TLTConfig) -> str:
+    """Absolute path of the folder that gets the drafter at the end."""
     return absolute(settings.drafter.save_dir or os.path.join(read_run_dir(config), "tlt_drafter"))
 
 

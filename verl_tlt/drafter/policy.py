@@ -335,11 +335,10 @@ def rope_of(fields: Fields) -> Fields:
 def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
-    An image patch's three positions are equal for text. Factors for long contexts (Phi-3) are left out: transformers
-    chooses them by the positions of a batch, and vLLM by the longest that it may serve.
+    An image patch's three positions are equal for text. Factors for a part of a head (Phi-4-mini) fit no whole one.
     """
     left_out = ("type", "partial_rotary_factor")
-    if rope["rope_type"] == "mrope" or "long_factor" in rope:
+    if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {key: value for key, value in rope.items() if key not in left_out and "mrope" not in key}
 

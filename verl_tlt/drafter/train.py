@@ -9,7 +9,6 @@ for the loss; it runs no further ahead, for a stop would wait for all that is qu
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ AVERAGED_STEPS = 50
 """Most optimizer steps that the moving average reaches back. At first it reaches back a ninth of those taken: a new
 head's weights of twenty steps ago are worth little."""
 LOSS = "kl_div"
-"""Of `speculators.losses`."""
+"""Name in `speculators.losses`."""
 CLIP = 1.0
 """Largest gradient norm."""
 _REACHED, _DECAY = 0.5, 0.9
@@ -67,12 +66,10 @@ class TrainSummary:
     """What `train_until` did."""
 
     steps: int  # optimizer steps taken
-    batches: int  # micro-batches it used; one more may have been drawn
     tokens: int  # rows learned from
     skipped: int  # micro-batches left out because they were not finite
     stopped: bool  # the stop flag ended it, and neither tokens nor data ran out
     loss: float  # mean over the steps; NaN without any
-    slowest_s: float  # seconds of the longest micro-batch
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -292,32 +289,27 @@ def train_until(
     `should_stop` is called before each micro-batch. A hundred batches in a row without a loss are a `DrafterError`.
     """
     first, skipped = trainer.steps, trainer.skipped
-    tokens, drawn, empty, stopped, slowest = 0, 0, 0, False, 0.0  # empty: batches in a row without a loss
+    tokens, empty, stopped = 0, 0, False  # empty: batches in a row without a loss
     results: list[StepResult] = []
     with ahead(batches, trainer.feed()) as source:
         while tokens < max_tokens and not (stopped := should_stop()):
             if (fed := next(source, None)) is None:
                 break
-            drawn += 1
             empty = 0 if fed.tokens else empty + 1
             if empty == _MAX_EMPTY:
                 raise DrafterError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
             if empty:
                 continue
-            begun = time.perf_counter()
             result = trainer.step_on(fed)
-            slowest = max(slowest, time.perf_counter() - begun)
             if not result.skipped:
                 results.append(result)
                 tokens += result.tokens
     return TrainSummary(
         steps=trainer.steps - first,
-        batches=drawn,
         tokens=tokens,
         skipped=trainer.skipped - skipped,
         stopped=stopped,
         loss=float(np.mean([step.loss for step in results])) if results else math.nan,
-        slowest_s=slowest,
     )
 
 

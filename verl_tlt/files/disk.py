@@ -169,7 +169,8 @@ def linked_as(folder: Path, name: str) -> Path:
 def make_private_dir(prefix: str) -> Path:
     """Make a temporary directory (0700) for this process, and remove those that killed processes left.
 
-    A process that lives holds a lock on a file in its directory. Where the file system has no locks, nobody removes it.
+    A process that lives holds a lock on a file in its directory. On a file system without locks a killed process's
+    directory stays.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
         with suppress(OSError), owner.open("rb+") as lock:  # another user's, or in use

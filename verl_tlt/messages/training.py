@@ -148,7 +148,6 @@ class Exported:
     """A drafter that is ready to be published."""
 
     version: int
-    bytes: int  # of its weights
     acceptance: tuple[float, ...]  # conditional acceptance by draft position; empty: not scored
 
 
@@ -160,12 +159,9 @@ class SessionResult:
     """It was stopped by the RL trainer, its epochs over the buffer are used up, or it failed."""
     steps: int = 0  # optimizer steps
     tokens: int = 0
-    epochs: float = 0.0
     skipped: int = 0  # micro-batches with a non-finite loss or gradient
     seconds: float = 0.0
     loss: float = math.nan  # mean over the session's steps
-    judged_s: float = 0.0  # the part of `seconds` that scoring took
-    slowest_s: float = 0.0  # the longest micro-batch, which a stop may have to wait for
     verdict: Verdict | None = None  # on the candidate of the sessions before; None: it is not scored yet
     error: str | None = None  # why it failed
 

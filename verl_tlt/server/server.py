@@ -39,11 +39,12 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 STORE_S = 120.0
 """Bound in seconds of the wait for the run's first drafter, while the servers start."""
-REFUSED = {
-    "thinking_token_budget": "vLLM forces other tokens for it where it speculates",
-    "prompt_logprobs": "the drafter's CUDA graphs may overwrite the hidden states that vLLM computes them from",
+REFUSED = {"thinking_token_budget": "vLLM forces other tokens for it where it speculates"}
+"""Sampling parameters that vLLM answers wrongly if it speculates, also in steps without drafts, and why."""
+REFUSED_BY_DRAFTERS = {
+    "prompt_logprobs": "the drafter's CUDA graphs may overwrite the hidden states that vLLM computes them from"
 }
-"""Sampling parameters that do not go with a drafter, also in steps without drafts, and why (vLLM issue 53488)."""
+"""Those that do not go with a drafter (vLLM issue 53488)."""
 ADMISSION_TIMEOUT_S = 2.0
 """Seconds to wait for admissions, which take milliseconds; one that is stuck means "busy"."""
 
@@ -117,7 +118,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
     ) -> TokenOutput:
         """As verl's; a `TLTError` where a request asks for something that vLLM answers wrongly if it speculates."""
-        for name, why in REFUSED.items() if self.tlt.speculation.enable else ():
+        source = self.tlt.speculation.source if self.tlt.speculation.enable else None
+        refused = {} if source is None else REFUSED | (REFUSED_BY_DRAFTERS if source == "eagle" else {})
+        for name, why in refused.items():
             if sampling_params.get(name) is not None:
                 raise TLTError(f"A request has {name}: {why}; leave it out, or set tlt.speculation.enable=false.")
         return await super().generate(prompt_ids, sampling_params, *args, **kwargs)

@@ -67,7 +67,7 @@ class LiveTablePolicy(Policy):
         self._drafts = step.drafted > 0
         if self._alike >= PROBE_AFTER:
             self._alike = 0
-            # Of two steps the second one verifies what the first one drafted, or nothing: its time tells.
+            # The first step drafts as asked; the second one also verifies as many tokens, so its time counts.
             self._probing = 2 * [0 if self._drafts else self._costs.lengths[:2][-1]]
         self._steps += 1
         if self._steps >= REBUILD_STEPS:

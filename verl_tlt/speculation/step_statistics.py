@@ -12,7 +12,8 @@ from verl_tlt.speculation.types import OFF, Step
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
 FEWEST_UNDRAFTED = 8
-"""Clean steps without drafts from which on they alone tell a machine's pace: what drafts cost is what is looked for."""
+"""With so many clean steps without drafts, they alone give the machine's pace. So drafts that cost more than calibrated
+do not count as a slower machine."""
 SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
 """Fields that `Step` and `EngineStats` both have."""
 

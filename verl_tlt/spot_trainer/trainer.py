@@ -166,9 +166,7 @@ class SpotTrainer:
                 rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored_rows)
                 with self.place.resident(self.trainer, rows, scored_rows):
                     judged = None if self._judged else self._judge(rows, should_stop)
-                    judged_s = time.perf_counter() - start
-                    epochs = [0.0]
-                    done = train_until(self.trainer, self._batches(rows, epochs), should_stop)
+                    done = train_until(self.trainer, self._batches(rows), should_stop)
         except NoRoomError as error:
             return SessionResult("failed", error=str(error))
         if done.steps:
@@ -177,20 +175,16 @@ class SpotTrainer:
             outcome="stopped" if done.stopped else "exhausted",
             steps=done.steps,
             tokens=done.tokens,
-            epochs=epochs[done.batches],
             skipped=done.skipped,
             seconds=time.perf_counter() - start,
             loss=done.loss,
-            judged_s=judged_s,
-            slowest_s=done.slowest_s,
             verdict=judged,
         )
 
-    def _batches(self, rows: int, epochs: list[float]) -> Iterator[Batch]:
-        """A session's micro-batches, drawn ahead of the step in a thread; `epochs` gets what each completes."""
+    def _batches(self, rows: int) -> Iterator[Batch]:
+        """A session's micro-batches, drawn ahead of the step in a thread."""
         rng = random.Random(self._sessions)
         while not self.buffer.exhausted() and (drawn := self.buffer.sample_batch(rng, rows)):
-            epochs.append(self.buffer.epochs)
             yield self.place.packed(drawn)
 
     def _new_candidate(self, tokens: int, judged: Verdict | None) -> Verdict | None:

@@ -123,7 +123,7 @@ class SpotTrainerWorker:
         drafter = await self._run(self.trainer.export)
         if drafter is None:
             return None, None
-        return Exported(drafter.version, len(drafter.weights), drafter.acceptance), drafter
+        return Exported(drafter.version, drafter.acceptance), drafter
 
     async def save(self, directory: str, provenance: DrafterProvenance, step: str | None, keeps: int) -> None:
         await self._run(self.trainer.save, directory, provenance, step, keeps)

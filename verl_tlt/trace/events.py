@@ -103,7 +103,6 @@ class Publish(Verdict):
     step: int
     version: int
     """The version that all engines serve from now on."""
-    bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

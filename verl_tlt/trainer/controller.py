@@ -110,7 +110,9 @@ class Controller:
             with self.guard("calibration"):
                 self.spot.wait_until_started()  # its imports would be measured, too
                 costs = self.servers.calibrate()
-            self.speculation.calibrated(costs)
+                self.servers.tell_costs(costs)
+            with self.guard("calibration"):
+                self.speculation.calibrated(costs)
             self._choose_who_drafts(step + 1, at_once=True)
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
 
@@ -289,7 +291,7 @@ class Controller:
         elif verdict is not None and verdict.acceptance:
             self.served = replace(self.served, acceptance=verdict.acceptance)
         if verdict is not None or exported is not None:
-            self.log.judged(step, verdict or Verdict(decision="published"), exported, self.served.version)
+            self.log.judged(step, verdict or Verdict(decision="published"), self.served.version)
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
         """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`: all rejoin."""

@@ -120,13 +120,16 @@ class Servers:
         return self._of_each("tlt_stats")
 
     def calibrate(self) -> LatencyTable:
-        """Measure on one replica what engine steps cost, and tell all of them: replicas of a run are alike."""
-        first, *others = self.replicas.values()
+        """Measure on one replica what engine steps cost: replicas of a run are alike."""
+        first = next(iter(self.replicas.values()))
         costs: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
-        # Where the first could not, its engine died of the drafter, and the others' do as well.
-        ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
         logger.info("engine step costs: %s", costs)
         return costs
+
+    def tell_costs(self, costs: LatencyTable) -> None:
+        """Tell the other replicas what was measured on the first one; of an empty table they measure themselves."""
+        _, *others = self.replicas.values()
+        ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""

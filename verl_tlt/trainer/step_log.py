@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
-from verl_tlt.messages.training import CapturedStates, Exported, Verdict
+from verl_tlt.messages.training import CapturedStates, Verdict
 from verl_tlt.trace.events import Publish, Reload, Session, TraceWriter
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
 from verl_tlt.trainer.run_setup import RunFacts
@@ -161,10 +161,9 @@ class StepLog:
         self._charge("capture", max((c.seconds for c in captured), default=0.0))
         self._charge("sync", max((c.sync_seconds for c in captured), default=0.0))
 
-    def judged(self, step: int, verdict: Verdict, exported: Exported | None, version: int) -> None:
-        """A verdict on the candidate is in; engines serve `version` from now on, perhaps what was just exported."""
-        nbytes = exported.bytes if exported else 0
-        self.observed.publish = self._event(Publish, step, verdict, version=version, bytes=nbytes)
+    def judged(self, step: int, verdict: Verdict, version: int) -> None:
+        """A verdict on the candidate is in; engines serve `version` from now on."""
+        self.observed.publish = self._event(Publish, step, verdict, version=version)
         lengths = ", ".join(f"{which} {tau:.2f}" for which, tau in verdict.tau.items()) or "unknown"
         logger.info("drafter %s (%s); held-out accept length: %s", verdict.decision, verdict.reason, lengths)
 

@@ -93,7 +93,7 @@ class SamplingWatch:
         if self._over.is_set():  # the answer took so long that the trainer's thread may have gone on
             return
         now = self._clock.monotonic()
-        turned = any(bool(count) != bool(self._load.get(name)) for name, count in load.items())
+        turned = {name: bool(count) for name, count in load.items()} != {n: bool(c) for n, c in self._load.items()}
         if turned or (load != self._load and now - self._told_at >= LOAD_S):
             self._trace.emit("load", step=self._step, inflight=load)
             self._load, self._told_at = load, now

@@ -107,7 +107,7 @@ def remember_accepted(runner: GPUModelRunner) -> bool:
     return True
 
 
-# Changes vllm: patches/README.md#a-step-that-computes-a-prompt-is-none-that-verifies-drafts
+# Changes vllm: patches/README.md#a-step-that-computes-a-prompt-does-not-count-as-one-that-verifies-drafts
 def tell_prompts_by_more_than_their_shape(runner: GPUModelRunner) -> bool:
     """Have a step with a row of a prompt run without a FULL CUDA graph; returns whether vLLM needs it.
 

@@ -69,7 +69,7 @@ def test_what_engine_steps_waited_for_us_is_overhead_by_the_slowest_replica():
 def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
     sessions = [
         session(loss=2.0, tokens=100),
-        session(loss=5.0, tokens=300, skipped=1, judged_s=0.5),
+        session(loss=5.0, tokens=300, skipped=1),
         session(loss=99.0, tokens=900, outcome="failed"),
         session(loss=float("nan"), tokens=900),
     ]

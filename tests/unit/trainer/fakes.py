@@ -90,6 +90,9 @@ class FakeServers(Fake):
         self._call("calibrate")
         return self.costs
 
+    def tell_costs(self, costs):
+        self._call("tell_costs", costs)
+
     def close(self):
         self._call("close")
 
@@ -185,7 +188,7 @@ class FakeSpot(Fake):
             return None
         self.version += 1
         self.published = self.version
-        return Exported(self.version, 1000, (0.6, 0.6, 0.6))
+        return Exported(self.version, (0.6, 0.6, 0.6))
 
     def save(self, directory, provenance, step=None, keeps=0):
         self.saved.append((directory, provenance, step, keeps))

@@ -470,3 +470,12 @@ def test_the_trace_has_a_load_a_second_and_those_at_which_a_replica_turns_idle(f
     *steady, last = [load for load in read_trace(controller.log.trace.path.parent).loads if load.step == 2]
     assert last.inflight == {"a": 4, "b": 0} and 3 <= len(steady) <= 4
     assert all(b.t - a.t >= watch.LOAD_S for a, b in itertools.pairwise(steady))
+
+
+@pytest.mark.parametrize(("method", "off"), [("calibrate", True), ("tell_costs", False)])
+def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_hear_of_them(run, method, off):
+    controller = run()
+    controller.servers.broken[method] = LATE
+    controller.after_first_sync(0)
+    assert controller.guard.counts == {"calibration": 1}
+    assert controller.servers.disabled == ({"a", "b"} if off else set())

@@ -110,7 +110,7 @@ def read_trace(directory: str | Path) -> RunTrace:
                     engines[replica].extend(numbers)
                 elif not of_engine and (event := parse_event(record)) is not None:
                     parsed.append(event)
-                else:
+                elif record.get("kind") != "idle":  # which 0.2.0 no longer writes
                     skipped += bool(line.strip())
     if not parsed and not engines:
         raise TraceError(f"{path} holds no trace: give the trace directory of a run (tlt.trace.dir).")

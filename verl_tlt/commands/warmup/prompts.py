@@ -63,8 +63,9 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits of the prompts' content."""
-        return hashlib.sha256(repr(tuple(prompt.content for prompt in self.all)).encode()).hexdigest()[:16]
+        """Sixteen hex digits of the prompts' content, and of which are held out."""
+        content = tuple(prompt.content for prompt in self.all), sorted(self.held_out)
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def read_prompts(options: EngineOptions, images: Path, limit: int | None = None, least: int = MIN_PROMPTS) -> Prompts:
