@@ -94,7 +94,7 @@ demo: $(STAMP)
 
 # Any Ray cluster that happens to be there is left alone.
 demo-compare: demo
-	OUT=$(CURDIR)/demo-out PATH="$(abspath $(BIN)):$$PATH" $(BIN)/verl-tlt compare --rounds 2 --steps 5 \
+	OUT=$(CURDIR)/demo-out PATH="$(abspath $(BIN)):$$PATH" $(BIN)/verl-tlt compare --rounds 3 --steps 4 \
 	  --drafter demo-out/tlt/drafter --out demo-out/compare -- demo/demo_grpo.sh +ray_kwargs.ray_init.address=local
 
 test-faults: $(STAMP)

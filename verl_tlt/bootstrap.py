@@ -40,10 +40,10 @@ def tail(count: float, error: float) -> float:
     `count` is of independent measurements; with unequal weights w they are as many as (sum w)^2 / sum w^2.
     """
     freedom = max(1.0, count - 1.0)
-    return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * _student(1.0 - error, freedom))
+    return NormalDist().cdf(-math.sqrt((freedom + 1.0) / freedom) * student(1.0 - error, freedom))
 
 
-def _student(p: float, freedom: float) -> float:
+def student(p: float, freedom: float) -> float:
     """Quantile of Student's t by its expansion in 1/freedom (Abramowitz and Stegun 26.7.5); within 2 % from 3 on."""
     z = NormalDist().inv_cdf(p)
     terms = (

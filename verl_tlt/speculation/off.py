@@ -25,16 +25,17 @@ FIRST_WAIT, LONGEST_WAIT = 8, 64
 
 
 def saved_estimate_s(stats: Mapping[str, EngineStats]) -> float | None:
-    """Estimated seconds by which a rollout ended earlier than without drafts; 0 where nothing was drafted.
+    """Estimated seconds by which a rollout ended earlier than without drafts; 0 at most where nothing was drafted.
 
     An engine decodes for `decode_s`, and would have for `undrafted_s` by its step costs. The slowest engine counts, so
     it is None where one of them has no figures.
     """
     if any(s.failure is not None for s in stats.values()):
         return None
-    if not any(s.num_drafts for s in stats.values()):
+    if not any(map(_steps_with_drafter, stats.values())):
         return 0.0
-    return max(s.undrafted_s for s in stats.values()) - max(s.decode_s for s in stats.values())
+    saved_s = max(s.undrafted_s for s in stats.values()) - max(s.decode_s for s in stats.values())
+    return saved_s if any(s.num_drafts for s in stats.values()) else min(0.0, saved_s)
 
 
 def expected_saving(

@@ -142,8 +142,10 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
 
 
 def counted_savings(metrics: Mapping[str, float]) -> float | None:
-    """Savings of a rollout in which something was drafted; None where nothing was, or the savings are unknown."""
-    return metrics.get("tlt/saved_estimate_s") if metrics.get("tlt/draft_length_mean", 0.0) > 0 else None
+    """Savings of a rollout; None if they are unknown, or if nothing was drafted and the drafter lost no time."""
+    saved_s = metrics.get("tlt/saved_estimate_s")
+    drafted = metrics.get("tlt/draft_length_mean", 0.0) > 0
+    return saved_s if drafted or (saved_s is not None and saved_s < 0) else None
 
 
 def step_line(metrics: Mapping[str, float], step: int, total: int | None = None) -> str:

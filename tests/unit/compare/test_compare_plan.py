@@ -1,5 +1,6 @@
 """A recipe taken apart into what every arm is given, and what is refused before anything starts."""
 
+import dataclasses
 import json
 
 import pytest
@@ -68,6 +69,8 @@ def test_every_turn_goes_on_from_the_one_before(tmp_path):
     assert {"trainer.resume_mode=disable", "trainer.total_training_steps=4"} <= set(plan.overrides(arm, 0))
     real_runs = {"trainer.rollout_data_dir=null", "trainer.checkpoint_callback_class=null"}
     assert real_runs <= set(plan.overrides(arm, 0)), "its files are left alone, and nobody is told of a checkpoint"
+    keeping = dataclasses.replace(arm, overrides=("trainer.rollout_data_dir=/mine",))
+    assert composed(plan, keeping).trainer.rollout_data_dir == "/mine", "a benchmark reads the responses"
     second = composed(plan, arm, 1).trainer
     assert (second.resume_mode, second.total_training_steps) == ("resume_path", 8)
     assert second.resume_from_path == str(tmp_path / "tlt" / "global_step_4")

@@ -20,6 +20,7 @@ from verl_tlt.commands.compare.result import (
     pooled,
     ratio,
     ratios,
+    undrafted,
     verdict,
 )
 from verl_tlt.commands.page import write_page
@@ -101,17 +102,32 @@ def measured(faster, rounds, seed=0):
 
 
 def test_the_verdict_is_faster_slower_no_difference_or_too_few_steps():
-    assert verdict("tlt", "stock", measured(1.5, 4), 2).startswith("tlt was faster than stock: 1.")
-    assert verdict("tlt", "stock", measured(0.6, 4), 2).startswith("tlt was slower than stock: 0.")
+    assert verdict("tlt", "stock", measured(1.5, 4), 3).startswith("tlt was faster than stock: 1.")
+    assert verdict("tlt", "stock", measured(0.6, 4), 3).startswith("tlt was slower than stock: 0.")
     few = measured(1.03, 2)
-    said = verdict("tlt", "stock", few, 2)
+    said = verdict("tlt", "stock", few, 3)
     assert "No measurable difference" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
     assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
-    assert verdict("tlt", "stock", measured(1.5, 4), 1).startswith("Too few jobs to tell: one of each arm, and jobs")
+    assert verdict("tlt", "stock", measured(1.5, 4), 2).startswith("Too few jobs to tell: 2 of each arm, 3 are needed")
     for steps in (1, 4):  # however far apart
         far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
         said = f"Too few steps to tell: {steps} of each arm count, 5 are needed"
-        assert verdict("tlt", "stock", far, 2).startswith(said)
+        assert verdict("tlt", "stock", far, 3).startswith(said)
+
+
+@pytest.mark.parametrize("turns", [3, 6])
+def test_the_interval_holds_the_truth_where_jobs_differ_more_than_their_steps(turns):
+    """Steps alone would show a difference between equal arms in every third comparison."""
+
+    def compared(seed):
+        rng = random.Random(seed)
+        of_arm = {arm: [rng.gauss(0.0, 0.05) for _ in range(turns)] for arm in ("stock", "arm")}
+        rows = {arm: [step(turn, n, 10.0 * math.exp(pace + rng.gauss(0.0, 0.05))) for turn, pace in enumerate(paces)
+                      for n in range(5 * turn, 5 * turn + 5)] for arm, paces in of_arm.items()}  # fmt: skip
+        return ratios(rows["stock"], rows["arm"])["e2e_per_token"]
+
+    wrong = sum(not found["low"] < 1.0 < found["high"] for found in map(compared, range(100)))
+    assert wrong <= 11  # 5 of 100 are expected
 
 
 def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
@@ -120,6 +136,11 @@ def test_an_arm_that_was_behind_says_since_when_it_no_longer_is():
     assert "22 s behind stock after step 3; since step 5 it is ahead (+8 s after step 5" in said
     assert "not ahead yet (-3 s after step 4" in paid_back("tlt", "stock", {"seconds": rows[:3], "from_step": None})
     assert not paid_back("tlt", "stock", {"seconds": rows[3:], "from_step": 5})
+
+
+def test_steps_in_which_tlt_drafted_nothing_are_told():
+    steps = [replace(step(0, n, 10.0), draft_length=k) for n, k in enumerate((0.0, 0.0, 2.0, None))]
+    assert undrafted("tlt", steps) == "In 2 of 4 steps tlt drafted nothing." and undrafted("tlt", steps[2:]) == ""
 
 
 def test_what_is_left_out_are_means_over_turns():
@@ -135,9 +156,9 @@ def test_steps_with_other_prompts_are_counted():
 
 @pytest.fixture
 def record(tmp_path):
-    """Three rounds of four arms, the last one not to its end."""
+    """Four rounds of four arms, the last one not to its end."""
     found, rng = Record(tmp_path, {}), random.Random(0)
-    for name, turn in list(schedule(list(FASTER), 3))[:-1]:
+    for name, turn in list(schedule(list(FASTER), 4))[:-1]:
         steps = [
             step(turn, 5 * turn + 2 + i, 10.0 / FASTER[name] * rng.uniform(0.95, 1.05), 1000.0 + i,
                  reward=0.5 + rng.uniform(-0.1, 0.1), accept_length=2.0 + i if name == "tlt" else None)
@@ -157,7 +178,7 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
     assert found["sentences"][0].startswith("tlt was faster than stock"), "the answer comes first"
     said = " ".join(found["sentences"])
     assert "tlt was faster than stock" in said and "vllm-7, the fastest of the others" in said
-    assert len(found["turns"]) == len(record.turns) == 11
+    assert len(found["turns"]) == len(record.turns) == 15
     record.turns[0].steps[0] = replace(record.turns[0].steps[0], reward=math.nan)
     assert [row[-1][:5] for row in arm_rows(found_of(ARMS, record))].count("nan ±") == 1
 
@@ -171,8 +192,8 @@ def test_a_step_in_which_nothing_was_written_is_not_compared(record, tmp_path):
     write_page(tmp_path / "page.html", comparison_page(ARMS, record, found))
 
 
-@pytest.mark.parametrize(("turns", "said"), [(1, False), (2, True)])
-def test_one_job_of_each_arm_does_not_tell_since_when_it_is_ahead(tmp_path, turns, said):
+@pytest.mark.parametrize(("turns", "said"), [(2, False), (3, True)])
+def test_few_jobs_of_each_arm_do_not_tell_since_when_it_is_ahead(tmp_path, turns, said):
     record = Record(tmp_path, {})
     for turn in range(turns):
         for name, seconds in (("stock", [10.0] * 6), ("tlt", [20.0, *[5.0] * 5])):

@@ -56,9 +56,10 @@ def test_the_page_says_first_whether_it_paid(page, made_run):
     assert 0 < len(drafted) < 6, "so that some rollouts do not count"
     saved, work = sum(made_run.saved_s[step] for step in drafted), 6 * 0.07  # stop 0.05, publish 0.02
     net, whole = saved - work, sum(float(row["timing_s/step"]) for row in read_trace(made_run.directory).steps.values())
+    undrafted = whole + net
     answer = (
-        f"TLT saved an estimated {net:.1f} s of {whole:.0f} s ({net / whole:.1%}) in steps 1 to 6: drafts saved "
-        f"{saved:.1f} s in {len(drafted)} of 6 rollouts, and TLT's own work took {work:.1f} s."
+        f"TLT saved an estimated {net:.1f} s of {undrafted:.0f} s ({net / undrafted:.1%}) in steps 1 to 6: drafts "
+        f"saved {saved:.1f} s in {len(drafted)} of 6 rollouts, and TLT's own work took {work:.1f} s."
     )
     charts = next(i for i, words in enumerate(page.words) if "what every replica did" in words)
     assert page.words.index(answer) < charts < page.words.index("What it saved")

@@ -44,7 +44,8 @@ def test_a_row_of_a_stock_run():
 
 
 @pytest.mark.parametrize(
-    ("saved", "k", "counted", "work"), [(5.0, 2.0, 5.0, 0.6), (1.2, 0.0, None, 1.0), (None, 2.0, None, 1.0)]
+    ("saved", "k", "counted", "work"),
+    [(5.0, 2.0, 5.0, 0.6), (1.2, 0.0, None, 1.0), (-1.2, 0.0, -1.2, 0.6), (None, 2.0, None, 1.0)],
 )
 def test_savings_count_where_something_was_drafted_and_contain_the_waits_for_k(saved, k, counted, work):
     metrics = {"tlt/draft_length_mean": k, "tlt/overhead_s": 1.0, "tlt/overhead_control_s": 0.4}
@@ -62,8 +63,10 @@ def test_speed_counts_rollouts_whose_savings_are_known():
 def test_what_idle_time_taught_the_drafter(made_run, tmp_path):
     trace = read_trace(made_run.directory)
     first, last = made_run.accept_length[1], made_run.accept_length[6]
-    assert f"published 5 times: accept length {first:.2f} in step 1, {last:.2f} in step 6; on held" in learned(trace)
-    assert learned(trace).endswith("1.25 before that and 2.50 after it.")
+    assert f"published 5 times: accept length {first:.2f} in step 1, {last:.2f} in step 6; on the same" in learned(
+        trace
+    )
+    assert learned(trace).endswith("the run's first drafter has 1.01 and the last one 2.50.")
     assert new_drafters(rows_of_trace(trace)) == [3, 4, 5, 6], "version 1 is loaded at the end of step 2"
     TraceWriter(tmp_path, "trainer").emit("step", step=1, metrics={"tlt/accept_length": 1.6})
     assert learned(read_trace(tmp_path)) == ""

@@ -166,4 +166,6 @@ def test_seconds_saved_are_those_of_the_slowest_engine_and_none_where_nothing_wa
     both = rollout(undrafted_s=14.0, decode_s=10.0, names=["a"]) | rollout(undrafted_s=13.0, decode_s=11.0, names=["b"])
     assert saved_estimate_s(both) == 3.0
     assert saved_estimate_s(rollout(undrafted_s=12.0, drafts=0)) == 0.0 == saved_estimate_s({})
+    assert saved_estimate_s(rollout(undrafted_s=9.0, drafts=0, k=0)) == -1.0, "the drafter ran, and nothing was drafted"
+    assert saved_estimate_s(rollout(undrafted_s=9.0, drafts=0, k=OFF)) == 0.0
     assert saved_estimate_s(both | {"c": EngineStats(failure="it died")}) is None, "it may have been the slowest"

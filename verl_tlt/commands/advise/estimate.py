@@ -159,14 +159,14 @@ def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
     twice = run.step_speedup(2.0)
     if twice < WORTH:
         return f"{known} Not worth it."
+    if run.tail is not None and run.tail < SHORT_TAIL:
+        even = f"the longest response is only {run.tail:.1f} times the mean, so the batch stays large until the end"
+        return f"{known} But {even}: probably not worth it."
     if gains:
         best = max(gains, key=lambda gain: gain.speedup)
         step = run.step_speedup(best.speedup)
         told = f"{known} With this drafter at most {step:.2f}x, at a batch of {best.batch}."
         return f"{told} {measure if step >= WORTH else 'Not worth it with this drafter.'}"
-    if run.tail is not None and run.tail < SHORT_TAIL:
-        even = f"the longest response is only {run.tail:.1f} times the mean, so the batch stays large until the end"
-        return f"{known} But {even}: probably not worth it."
     if run.step_speedup(SPEEDUPS[0]) < WORTH:
         return f"{known} Only worth it with a good drafter: {twice:.2f}x if the rollout is twice as fast. {measure}"
     return f"{known} Worth trying: {twice:.2f}x if the rollout is twice as fast. {measure}"

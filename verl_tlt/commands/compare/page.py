@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -68,11 +67,12 @@ def draw_ratios(ax: Axes, ratios: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def draw_steps(ax: Axes, steps: Mapping[str, Sequence[Step]]) -> None:
-    """Draw a dot for every step of every arm, and a line for the mean of an arm."""
+    """Draw a dot for every step of every arm, and a line for all of an arm's seconds over all of its tokens."""
     colors = cycle((INK, BLUE, ORANGE, GREEN, PURPLE, RED, SKY))
     for color, (name, of_arm) in zip(colors, steps.items(), strict=False):
         seconds = [1000 * step.step_s / step.tokens for step in of_arm]
         ax.plot([step.step for step in of_arm], seconds, ".", color=color, markersize=8, label=name)
-        ax.axhline(mean(seconds), color=color, linewidth=1)
+        whole = 1000 * sum(step.step_s for step in of_arm) / sum(step.tokens for step in of_arm)
+        ax.axhline(whole, color=color, linewidth=1)
     ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
     finish(ax, "seconds for 1,000 tokens")

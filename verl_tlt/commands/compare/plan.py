@@ -142,14 +142,15 @@ class Plan:
         resume += [f"trainer.resume_from_path={quoted(begin)}"] if begin else []
         own = [f"++tlt.trace.dir={quoted(home / 'trace')}", f"++tlt.drafter.save_dir={quoted(home / 'drafter')}"]
         return [
-            FLAG if arm.tlt else NO_FLAG, *arm.overrides, *resume, *(own if arm.tlt else ()),
+            FLAG if arm.tlt else NO_FLAG,
+            "trainer.rollout_data_dir=null", "trainer.checkpoint_callback_class=null",  # both are the real run's
+            *arm.overrides, *resume, *(own if arm.tlt else ()),
             f"trainer.default_local_dir={quoted(home)}", f"hydra.run.dir={quoted(home / 'hydra')}",
             f"trainer.total_training_steps={self.last_step(turn)}", f"trainer.total_epochs={NEVER}",
             f"trainer.save_freq={NEVER}",  # so that only the last step is saved
             "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=[console,file]",
             "trainer.project_name=verl-tlt-compare", f"trainer.experiment_name={arm.name}",
             "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False",
-            "trainer.rollout_data_dir=null", "trainer.checkpoint_callback_class=null",  # both are the real run's
             *(f"{ENV_VARS}.{name}={quoted(value)}" for name, value in variables.items()),
         ]  # fmt: skip
 

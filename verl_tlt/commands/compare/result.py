@@ -2,16 +2,18 @@
 
 A step of an arm is compared with stock's step of the same turn and number, which had the same prompts. Ratios are of
 sums: all of stock's seconds over all of the arm's. Lengths are sampled, so an arm may have had more to write; the ratio
-per token divides each side by the tokens that it wrote. Its interval comes from drawing the pairs anew.
+per token divides each side by the tokens that it wrote. Jobs differ by more than their steps do, so the interval is of
+the turns' ratios by Student's t; of fewer than three turns it comes from drawing the pairs anew, and decides nothing.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any, TypeVar
 
 import numpy as np
 
-from verl_tlt.bootstrap import Floats, interval
+from verl_tlt.bootstrap import Floats, interval, student
 from verl_tlt.commands.compare.plan import STOCK, TLT, Arm
 from verl_tlt.commands.compare.record import Record, Step, Turn
 
@@ -20,8 +22,8 @@ RATIOS = {"rollout_per_token": "rollout", "e2e_per_token": "step"}
 COVERED = 0.95
 FEWEST = 5
 """Fewest measurements for a verdict: with fewer, intervals hold the true value too seldom."""
-FEWEST_TURNS = 2
-"""Fewest turns for a verdict: the steps of one job do not show how much jobs differ."""
+FEWEST_TURNS = 3
+"""Fewest turns for a verdict: of two, chance alone decides how much they differ."""
 Pairs = Sequence[tuple[Step, Step]]
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     sentences += _against_best(record, compared, against)
     known = [name for name in compared if turns(pairs(stock, record.steps(name))) >= FEWEST_TURNS]
     sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in known))
+    sentences += filter(None, (undrafted(name, record.steps(name)) for name in compared if name.startswith(TLT)))
     for name in compared:
         if others := other_prompts(stock, record.steps(name)):
             sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")
@@ -79,7 +82,7 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     both = pairs(record.steps(best), record.steps(TLT))
     if not both:
         return []
-    per_token = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
+    per_token = of_turns(both, lambda step: step.tokens, lambda step: step.step_s)
     return [verdict(TLT, f"{best}, the fastest of the others", per_token, turns(both))]
 
 
@@ -94,7 +97,11 @@ def pairs(stock: Sequence[Step], arm: Sequence[Step]) -> list[tuple[Step, Step]]
 
 def turns(both: Pairs) -> int:
     """In how many turns these pairs were measured."""
-    return len({ours.turn for _, ours in both})
+    return len(_turns(both))
+
+
+def _turns(both: Pairs) -> list[int]:
+    return sorted({ours.turn for _, ours in both})
 
 
 def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], seed: int = 0) -> list[float]:
@@ -121,27 +128,42 @@ def ratio(
     return {"pooled": of_all, "low": low, "high": high, "each": each}
 
 
+def of_turns(both: Pairs, per: Callable[[Step], float], seconds: Callable[[Step], float]) -> dict[str, Any]:
+    """`ratio` with an interval that contains how much jobs differ, where there are enough turns to tell."""
+    found = ratio(both, seconds, per)
+    each = {turn: ratio([pair for pair in both if pair[1].turn == turn], seconds, per) for turn in _turns(both)}
+    if len(each) >= FEWEST_TURNS:
+        logs = np.log([one["pooled"] for one in each.values()])
+        width = student(1 - (1 - COVERED) / 2, len(logs) - 1) * float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
+        found |= {
+            "low": round(found["pooled"] * math.exp(-width), 4),
+            "high": round(found["pooled"] * math.exp(width), 4),
+        }
+    return found
+
+
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
     """An arm's rollout and step against stock's, by step and by token, and its lead."""
     both = pairs(stock, arm)
     return {
         "lead": lead(both),
-        "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
-        "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
-        "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),
-        "e2e_per_token": ratio(both, lambda s: s.step_s, lambda s: s.tokens),
+        "rollout": of_turns(both, lambda s: 1.0, lambda s: s.rollout_s),
+        "rollout_per_token": of_turns(both, lambda s: s.tokens, lambda s: s.rollout_s),
+        "e2e": of_turns(both, lambda s: 1.0, lambda s: s.step_s),
+        "e2e_per_token": of_turns(both, lambda s: s.tokens, lambda s: s.step_s),
     }
 
 
 def lead(both: Pairs) -> dict[str, object]:
-    """How far an arm would be ahead of stock, had stock written as many tokens in each step.
+    """How far an arm would be ahead of stock, had stock written as many tokens at its pace over all steps.
 
     `seconds` are (step, seconds ahead after it and all before it that count), negative while behind; `from_step` is the
     first from which it stays ahead, None: it is behind at the end.
     """
     ahead, total, since = [], 0.0, None
-    for theirs, ours in sorted(both, key=lambda pair: pair[1].step):
-        total += theirs.step_s * ours.tokens / theirs.tokens - ours.step_s
+    token_s = sum(theirs.step_s for theirs, _ in both) / sum(theirs.tokens for theirs, _ in both)
+    for _, ours in sorted(both, key=lambda pair: pair[1].step):
+        total += token_s * ours.tokens - ours.step_s
         ahead.append((ours.step, round(total, 2)))
         since = None if total <= 0.0 else since or ours.step
     return {"seconds": ahead, "from_step": since}
@@ -162,7 +184,7 @@ def verdict(name: str, other: str, ratio: Mapping[str, Any], turns: int) -> str:
     if count < FEWEST:
         return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}). Take more rounds."
     if turns < FEWEST_TURNS:
-        return f"Too few jobs to tell: one of each arm, and jobs differ too ({so_far}). Take more rounds."
+        return f"Too few jobs to tell: {turns} of each arm, {FEWEST_TURNS} are needed ({so_far}). Take more rounds."
     if low > 1:
         return f"{name} was faster than {other}: {measured}."
     if high < 1:
@@ -174,11 +196,17 @@ def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
     """A sentence on when an arm that had fallen behind `other` caught up, by its `lead`; empty: it was never behind."""
     step, low = min(lead["seconds"], key=lambda row: row[1])
     last, end = lead["seconds"][-1]
-    if low >= 0:
+    if low >= -0.5:
         return ""
     now = f"since step {lead['from_step']} it is ahead" if lead["from_step"] else "it is not ahead yet"
     behind = f"{name} was {-low:.0f} s behind {other} after step {step}"
     return f"{behind}; {now} ({end:+.0f} s after step {last}, for as many tokens)."
+
+
+def undrafted(name: str, steps: Sequence[Step]) -> str:
+    """A sentence on the steps in which an arm with TLT drafted nothing; empty if there are none."""
+    none = sum(step.draft_length == 0 for step in steps)
+    return f"In {none} of {len(steps)} steps {name} drafted nothing." if none else ""
 
 
 def left_out(turns: Sequence[Turn]) -> dict[str, float]:

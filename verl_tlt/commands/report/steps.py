@@ -85,7 +85,8 @@ def did_it_pay(rows: pd.DataFrame) -> str:
         return f"TLT saved nothing in {steps}: nothing was drafted. Its own work took {work:.1f} s."
     drafts = known.sum()
     net = drafts - work
-    share = f" of {whole:.0f} s ({abs(net) / whole:.1%})" if whole else ""
+    undrafted = whole + net  # what the steps would have taken
+    share = f" of {undrafted:.0f} s ({abs(net) / undrafted:.1%})" if undrafted > 0 else ""
     return (
         f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: drafts "
         f"{'saved' if drafts >= 0 else 'lost'} {abs(drafts):.1f} s in {len(known)} of {len(rows)} rollouts, and TLT's "
@@ -131,10 +132,10 @@ def learned(trace: RunTrace) -> str:
     if not published or lengths.empty:
         return ""
     times = "once" if len(published) == 1 else f"{len(published)} times"
-    held_out = [p.tau for p in published if {"served", "candidate"} <= p.tau.keys()]
+    held_out = [p.tau for p in published if {"initial", "candidate"} <= p.tau.keys()]
     judged = (
-        f"; on held-out text, with the longest drafts, {held_out[0]['served']:.2f} before that and "
-        f"{held_out[-1]['candidate']:.2f} after it"
+        f"; on the same held-out text, with the longest drafts, the run's first drafter has "
+        f"{held_out[-1]['initial']:.2f} and the last one {held_out[-1]['candidate']:.2f}"
         if held_out
         else ""
     )
