@@ -106,7 +106,6 @@ def test_what_it_captured_is_learned_judged_published_and_saved(spot, tmp_path):
     found = exported(spot)
     drafter = ray.get(spot.published)
     assert found.version == drafter.version == 1 and found.acceptance == drafter.acceptance == second.verdict.acceptance
-    assert found.bytes == len(drafter.weights)
     spot.save(tmp_path / "global_step_1" / "tlt_drafter", FACTS)
     load_drafter(tmp_path / "global_step_1" / "tlt_drafter", plan_of().policy_dir)
     assert spot.failures == []
@@ -198,8 +197,10 @@ def test_a_disk_that_is_full_is_no_failure_of_the_spot_trainer(spot, tmp_path):
 def test_too_little_memory_for_a_session_costs_the_session_and_nothing_else(spot):
     pid = spot._pid
     ray.get(spot._actor.be.remote("crowded"))
-    failed = session(spot)
-    assert (failed.outcome, failed.error) == ("failed", "no room") and spot.failures == ["session"]
+    for count in range(1, STRIKES + 1):
+        failed = session(spot)
+        assert (failed.outcome, failed.error) == ("failed", "no room") and spot.failures == ["session"] * count
+    assert not spot.off, "the actor may leave more memory to the next session"
     ray.get(spot._actor.be.remote(""))
     of_worker(spot, set_epochs, SHORT)
     assert session(spot).steps > 0 and spot._pid == pid, "it has its hidden states still"

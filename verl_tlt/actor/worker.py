@@ -104,13 +104,16 @@ class TLTActorWorker(DetachActorWorker):
         return CaptureReady(engine.get_data_parallel_rank(), **place)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def tlt_take(self) -> CapturedStates:
-        """Hand over the last old-log-prob forward's hidden states, and the verifier weights of the sync before it."""
+    def tlt_take(self, counts: bool = False) -> CapturedStates:
+        """Hand over the last old-log-prob forward's hidden states, and the verifier weights of the sync before it.
+
+        `counts`: and how often each token was in the first rollout's responses, until the trainer has it.
+        """
         tap = self.actor.tap
         assert tap is not None
         taken = tap.take()
         errors, tap.errors = tap.errors, 0
-        counts, tap.token_counts = tap.token_counts, None
+        tap.token_counts = tap.token_counts if counts else None
         captured = Captured() if self._tlt_capture is None else self._tlt_capture.take()
         return CapturedStates(
             shards=ray.put(taken),
@@ -118,7 +121,7 @@ class TLTActorWorker(DetachActorWorker):
             seconds=tap.seconds,
             errors=errors + captured.errors,
             sync_seconds=captured.seconds,
-            token_counts=counts,
+            token_counts=tap.token_counts,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -6,6 +6,7 @@ import glob
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -172,6 +173,7 @@ def make_private_dir(prefix: str) -> Path:
     A process that lives holds a lock on a file in its directory. On a file system without locks a killed process's
     directory stays.
     """
+    prefix += f"{socket.gethostname()}-"  # nodes may share the folder, and not its locks
     for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
         with suppress(OSError), owner.open("rb+") as lock:  # another user's, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

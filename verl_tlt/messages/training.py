@@ -68,7 +68,7 @@ class CapturedStates:
     errors: int  # micro-batches that were not captured, and verifier weights that were not copied
     sync_seconds: float = 0.0  # what copying the verifier weights added to the last weight sync
     token_counts: np.ndarray | None = None
-    """int64 [V]: how often each token is in the responses of a batch, once in a run where it was asked for."""
+    """int64 [V]: how often each token is in the responses of the first batch; only where it was asked for."""
 
 
 # ---------------------------------------------------------------------- RL trainer -> spot trainer

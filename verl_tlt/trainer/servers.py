@@ -120,16 +120,19 @@ class Servers:
         return self._of_each("tlt_stats")
 
     def calibrate(self) -> LatencyTable:
-        """Measure on one replica what engine steps cost: replicas of a run are alike."""
-        first = next(iter(self.replicas.values()))
-        costs: LatencyTable = ask(first.server.tlt_calibrate.remote(), CALIBRATION_S)
+        """Measure on one replica what engine steps cost: replicas that decode rollouts are alike."""
+        costs: LatencyTable = ask(self._first().server.tlt_calibrate.remote(), CALIBRATION_S)
         logger.info("engine step costs: %s", costs)
         return costs
 
     def tell_costs(self, costs: LatencyTable) -> None:
         """Tell the other replicas what was measured on the first one; of an empty table they measure themselves."""
-        _, *others = self.replicas.values()
+        others = [r for r in self.replicas.values() if r is not self._first()]
         ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
+
+    def _first(self) -> Replica:
+        """The replica that measures; in `separate_async` one on devices of its own, since those decode the rollouts."""
+        return min(self.replicas.values(), key=lambda r: r.colocated)
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""

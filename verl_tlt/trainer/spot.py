@@ -85,9 +85,12 @@ class HiddenStates:
         ready: list[CaptureReady] = answer(self._actor.tlt_setup(config, list(aux_layers), counts_tokens), CALL_S)
         return ready
 
-    def take(self) -> list[CapturedStates]:
-        """What each rank captured in the last forward; its arrays stay in the object stores."""
-        taken: list[CapturedStates] = answer(self._actor.tlt_take(), CALL_S)
+    def take(self, counts: bool) -> list[CapturedStates]:
+        """What each rank captured in the last forward; its arrays stay in the object stores.
+
+        `counts`: with the counts of tokens that `set_up` asked for.
+        """
+        taken: list[CapturedStates] = answer(self._actor.tlt_take(counts), CALL_S)
         return taken
 
     def stop(self) -> None:

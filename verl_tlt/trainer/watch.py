@@ -73,6 +73,7 @@ class SamplingWatch:
         self._session: tuple[str, float] | None = None  # replica on which a session runs, and its begin
         self._load: dict[str, int] = {}  # the last one in the trace
         self._told_at = 0.0
+        self._lost: set[str] = set()  # replicas that were put back, of which the log knows
         self._over = clock.event()
         self._turn = clock.lock()  # a recall comes from the trainer's thread, while this one looks
         self._thread = clock.start(self._watch, "tlt-sampling-watch")
@@ -104,9 +105,9 @@ class SamplingWatch:
         work = self._pending_work()
         ready = self._session is None and self._spot.ready()
         commands = self._planner.observe(Look(now, load, work.pending, work.more, ready))
-        for command in commands:
-            if command.do == "rejoin":
-                logger.warning("the load balancer had lost replica %s; it is put back", command.replica)
+        for lost in {command.replica for command in commands if command.do == "rejoin"} - self._lost:
+            logger.warning("the load balancer had lost replica %s; it is put back", lost)
+            self._lost.add(lost)
         self._carry_out(commands)
 
     def _carry_out(self, commands: list[Command]) -> None:

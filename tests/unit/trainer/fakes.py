@@ -106,9 +106,10 @@ class FakeHiddenStates(Fake):
         self._call("set_up", tuple(aux_layers), counts_tokens)
         return [CaptureReady(0, "node", "0", self.refusal)]
 
-    def take(self):
+    def take(self, counts):
         self._call("take")
-        return [CapturedStates(None, None, seconds=0.0, errors=0, token_counts=found) for found in self.token_counts]
+        known = [found if counts else None for found in self.token_counts]
+        return [CapturedStates(None, None, seconds=0.0, errors=0, token_counts=found) for found in known]
 
     def stop(self):
         self._call("stop")

@@ -138,10 +138,13 @@ def test_the_first_rollout_chooses_the_tokens_that_are_drafted(filled):
     assert controller.hidden_states.called("set_up") == [((2, 4, 6), True)]
     assert controller.spot.called("choose_tokens") == [], "nothing was counted"
     controller.hidden_states.token_counts = [np.array([0, 0, 1, 0, 4]), np.array([0, 0, 3, 0, 1])]
-    for step in (2, 3):
+    controller.hidden_states.broken["take"] = LATE
+    rl_step(controller, 2)
+    controller.hidden_states.broken.clear()
+    for step in (3, 4):
         rl_step(controller, step)
     ((ids,),) = controller.spot.called("choose_tokens")
-    assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {}
+    assert ids.tolist() == [0, 2, 4] and controller.guard.counts == {"hidden states": 1}, "asked for until they came"
 
 
 # ---------------------------------------------------------------------- the cold start
@@ -362,6 +365,15 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
         assert servers.balancer == {"a", "b"} and servers.asleep == {}
         assert servers.called("wake_up") == [("b",)] and controller.spot.called("stop") == [()]
     assert controller.guard.counts.total() == 0
+
+
+def test_one_replica_alone_keeps_a_copy_of_its_weights(filled):
+    controller = filled(mode="colocate_async")
+    trained_step(controller, 2)
+    for step, idle, leaves in ((3, "a", False), (4, "b", True)):
+        with sampling(controller, step, idle=idle):
+            assert bool(controller.servers.asleep) == leaves
+        rest_of_step(controller, step)
 
 
 def test_one_that_cannot_be_called_back_gets_no_requests_before_the_weight_sync(filled):
