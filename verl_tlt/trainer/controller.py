@@ -78,7 +78,6 @@ class Controller:
         # In `separate_async` engines decode all the time, so that there is nothing to stop.
         self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
         self._captures = False  # the actor copies hidden states
-        self._lender: set[str] = set()  # the only replica that leaves, where it keeps its weights on the host
         self._said_idle = False
 
     # ------------------------------------------------------------------ on_init_end: before and after the first sync
@@ -139,9 +138,8 @@ class Controller:
         if self.facts.rule.idle == "trainer":
             return TrainerIdlePlanner(self._trainer_device(), begin=self.log.clock.monotonic(), settle_s=SETTLE_S)
         return IdlePlanner(
-            list(self.servers.replicas), self._lender or self.spot.replicas,
-            expected_requests=self.facts.requests, settle_s=SETTLE_S,
-        )  # fmt: skip
+            list(self.servers.replicas), self.spot.replicas, expected_requests=self.facts.requests, settle_s=SETTLE_S
+        )
 
     def _trainer_device(self) -> str:
         """Name of the device that trains in `separate_async`: of the replica on it, if there is one."""
@@ -177,8 +175,6 @@ class Controller:
         self.guard.count("lost replica", report.idle.lost)
         self.guard.count("leaving", report.idle.failures)
         self.log.sampled(step, report)
-        if self.facts.rule.recall and report.sessions:
-            self._lender = self._lender or {report.sessions[0].replica}
         for session in report.sessions:
             self._session_ended(session)
 

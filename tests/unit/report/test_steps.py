@@ -13,6 +13,7 @@ from verl_tlt.commands.report.steps import (
     own_work_s,
     rich_table,
     rows_of_trace,
+    sentences,
     speed,
     step_row,
 )
@@ -126,3 +127,11 @@ def test_what_a_replica_decoded_at_a_moment(tmp_path):
     assert k.tolist() == [NO_STEP, 0, 2, NO_STEP, 4, NO_STEP], "nothing ran before, after and in a long pause"
     batch, k = sampled(trace, rl_steps(trace)[1], "b", at)
     assert set(batch.tolist()) == {0} and set(k.tolist()) == {NO_STEP}, "the load was written later"
+
+
+@pytest.mark.parametrize("standalone", [[], ["a"]])
+def test_where_engines_decode_beside_the_trainer_what_they_save_is_not_the_steps(tmp_path, standalone):
+    writer = TraceWriter(tmp_path, "trainer")
+    writer.emit("run", step0=1, replicas=["a"], standalone=standalone)
+    said = " ".join(sentences(read_trace(tmp_path)))
+    assert ("Engines decode while the trainer works" in said) == bool(standalone)

@@ -367,15 +367,6 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
     assert controller.guard.counts.total() == 0
 
 
-def test_one_replica_alone_keeps_a_copy_of_its_weights(filled):
-    controller = filled(mode="colocate_async")
-    trained_step(controller, 2)
-    for step, idle, leaves in ((3, "a", False), (4, "b", True)):
-        with sampling(controller, step, idle=idle):
-            assert bool(controller.servers.asleep) == leaves
-        rest_of_step(controller, step)
-
-
 def test_one_that_cannot_be_called_back_gets_no_requests_before_the_weight_sync(filled):
     controller = filled(mode="colocate_async")
     servers = controller.servers

@@ -98,6 +98,8 @@ def sentences(trace: RunTrace) -> Iterator[str]:
     """What else a reader must know about a run, before its figures."""
     rows = rows_of_trace(trace)
     yield "This is TLT's estimate; verl-tlt compare measures it against stock verl."
+    if trace.run is not None and trace.run.standalone:
+        yield "Engines decode while the trainer works: where the trainer is slower, a step gains less than they do."
     yield from filter(None, (speed(rows), learned(trace)))
     if trace.off:
         last, why = list(trace.off.items())[-1]
