@@ -182,10 +182,7 @@ class _MicroBatch:
                     row=row,
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
                     prompt_len=max(0, prompt_len - start),
-                    prompt=digest_of(
-                        ids[begin : begin + prompt_len].tolist(),
-                        [] if foreign[i] else images_of(self._batch, i),  # a tool's images are beside the prompt's
-                    ),
+                    prompt=digest_of(ids[begin : begin + prompt_len].tolist(), images_of(self._batch, i, foreign[i])),
                     start=start,
                     stretches=tuple((s.start - start, s.stop - start) for s in spans),
                     wanted=wanted,
@@ -197,10 +194,13 @@ class _MicroBatch:
         return shards, (begun, _mark()) if begun else None
 
 
-def images_of(micro_batch: TensorDict, row: int) -> list[torch.Tensor]:
-    """The tensors of a row's images, as verl hands them to the policy; none for a prompt of text."""
+def images_of(micro_batch: TensorDict, row: int, foreign: Sequence[tuple[int, int]] = ()) -> list[torch.Tensor]:
+    """The tensors of the images in a row's prompt, as verl hands them to the policy; none for a prompt of text.
+
+    None either where tools answered (`foreign`): verl has their images beside the prompt's.
+    """
     rows = micro_batch.get("multi_modal_inputs", None)
-    inputs = None if rows is None else rows[row]
+    inputs = None if rows is None or foreign else rows[row]
     inputs = getattr(inputs, "data", inputs)  # tensordict's wrapper
     return [value for _, value in sorted((inputs or {}).items()) if isinstance(value, torch.Tensor)]
 

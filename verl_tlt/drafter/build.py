@@ -72,11 +72,10 @@ def drafter_config(
     layer["intermediate_size"] = intermediate_size or shape.intermediate_size
     layer["max_position_embeddings"] = max_position_embeddings or layer["max_position_embeddings"]
     layer["hidden_act"] = "silu"  # the only one that vLLM's head has
-    layer["rope_parameters"] = drafter_rope(shape.rope)
-    if (
-        "long_factor" in shape.rope
-    ):  # transformers chooses them by a batch's positions, vLLM by the longest it may serve
-        layer["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.rope["rope_theta"]}
+    rope = drafter_rope(shape.rope)
+    if "long_factor" in rope:  # transformers chooses it by the positions of a batch, vLLM by the longest it may serve
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    layer["rope_parameters"] = rope
     fields = {
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),

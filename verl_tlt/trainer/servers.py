@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,11 @@ class Replica:
     def colocated(self) -> bool:
         """Whether the replica shares its devices with the actor."""
         return bool(self.ranks)
+
+
+def measuring(replicas: Mapping[str, Replica]) -> Replica:
+    """The replica that measures step times; in `separate_async` one of those that decode the rollouts."""
+    return min(replicas.values(), key=lambda replica: replica.colocated)
 
 
 class Servers:
@@ -121,18 +126,14 @@ class Servers:
 
     def calibrate(self) -> LatencyTable:
         """Measure on one replica what engine steps cost: replicas that decode rollouts are alike."""
-        costs: LatencyTable = ask(self._first().server.tlt_calibrate.remote(), CALIBRATION_S)
+        costs: LatencyTable = ask(measuring(self.replicas).server.tlt_calibrate.remote(), CALIBRATION_S)
         logger.info("engine step costs: %s", costs)
         return costs
 
     def tell_costs(self, costs: LatencyTable) -> None:
         """Tell the other replicas what was measured on the first one; of an empty table they measure themselves."""
-        others = [r for r in self.replicas.values() if r is not self._first()]
+        others = [r for r in self.replicas.values() if r is not measuring(self.replicas)]
         ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
-
-    def _first(self) -> Replica:
-        """The replica that measures; in `separate_async` one on devices of its own, since those decode the rollouts."""
-        return min(self.replicas.values(), key=lambda r: r.colocated)
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""

@@ -22,4 +22,4 @@ def test_a_rows_images_are_found_as_verl_packs_them():
     assert images_of(batch, 0) == []
     batch["multi_modal_inputs"] = NonTensorStack(*rows)
     assert [value.shape for value in images_of(batch, 0)] == [grid.shape, image.shape]
-    assert images_of(batch, 1) == []
+    assert images_of(batch, 1) == [] == images_of(batch, 0, [(3, 5)]), "a tool's images are no part of the prompt"

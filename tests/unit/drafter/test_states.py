@@ -183,5 +183,8 @@ def test_a_drafters_rope_rotates_whole_heads_by_one_position():
     assert rope(rope_theta=10000.0, rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}) == plain
     linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert rope(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}) == linear, "older configs"
+    factors = {"type": "longrope", "long_factor": [1.5] * 4, "short_factor": [1.0] * 4}
+    phi3 = rope(rope_theta=10000.0, rope_scaling=factors, model_type="phi3")
+    assert phi3 == plain, "vLLM would choose another factor than training"
     by_kind = {"full_attention": {**plain, "rope_theta": 5.0}, "sliding_attention": plain}
     assert rope_of({"rope_parameters": by_kind}) == {"rope_type": "default", "rope_theta": 5.0}

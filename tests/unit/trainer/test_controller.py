@@ -14,6 +14,7 @@ from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer import watch
 from verl_tlt.trainer.controller import WARM_UP_S
+from verl_tlt.trainer.servers import Replica, measuring
 from verl_tlt.trainer.waits import CallFailed
 
 LATE = CallFailed("no answer within 120 s", late=True)
@@ -289,6 +290,8 @@ def test_a_replica_that_the_balancer_forgot_is_put_back_and_counted(filled):
     controller.servers.clock.until(lambda: controller.servers.balancer == {"a", "b"})
     controller.sample_end(2, last=True)
     assert controller.servers.called("leave") == [] and controller.guard.counts == {"lost replica": 1}
+    loads = read_trace(controller.log.trace.path.parent).loads
+    assert {"a"} in [load.inflight.keys() for load in loads if load.step == 2], "the trace shows when it was gone"
 
 
 def test_lines_that_the_trace_loses_are_counted(filled, tmp_path):
@@ -482,3 +485,9 @@ def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_
     controller.after_first_sync(0)
     assert controller.guard.counts == {"calibration": 1}
     assert controller.servers.disabled == ({"a", "b"} if off else set())
+
+
+def test_step_times_are_measured_where_rollouts_are_decoded():
+    """In `separate_async` colocated replicas come first, and lend their devices to the actor."""
+    replicas = {name: Replica(name, ranks, None, []) for name, ranks in (("a", [0]), ("b", []), ("c", []))}
+    assert measuring(replicas).name == "b" and measuring({"a": replicas["a"]}).name == "a"

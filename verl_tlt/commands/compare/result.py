@@ -7,6 +7,7 @@ the turns' ratios by Student's t; of fewer than three turns it comes from drawin
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any, TypeVar
@@ -82,7 +83,7 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     both = pairs(record.steps(best), record.steps(TLT))
     if not both:
         return []
-    per_token = of_turns(both, lambda step: step.tokens, lambda step: step.step_s)
+    per_token = of_turns(both, lambda step: step.step_s, lambda step: step.tokens)
     return [verdict(TLT, f"{best}, the fastest of the others", per_token, turns(both))]
 
 
@@ -97,11 +98,7 @@ def pairs(stock: Sequence[Step], arm: Sequence[Step]) -> list[tuple[Step, Step]]
 
 def turns(both: Pairs) -> int:
     """In how many turns these pairs were measured."""
-    return len(_turns(both))
-
-
-def _turns(both: Pairs) -> list[int]:
-    return sorted({ours.turn for _, ours in both})
+    return len({ours.turn for _, ours in both})
 
 
 def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], seed: int = 0) -> list[float]:
@@ -118,27 +115,28 @@ def ratio(
 
     `pooled` has an interval from `low` to `high` (95 %); `each` are the ratios of single pairs.
     """
-
-    def speedup(sums: Floats) -> Floats:
-        return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
-
     rows = [(seconds(theirs), per(theirs), seconds(ours), per(ours)) for theirs, ours in both]
-    of_all, low, high = (round(value, 4) for value in pooled(rows, speedup, seed))
-    each = [round(float(value), 4) for value in speedup(np.asarray(rows, dtype=np.float64))]
+    of_all, low, high = (round(value, 4) for value in pooled(rows, _speedup, seed))
+    each = [round(float(value), 4) for value in _speedup(np.asarray(rows, dtype=np.float64))]
     return {"pooled": of_all, "low": low, "high": high, "each": each}
 
 
-def of_turns(both: Pairs, per: Callable[[Step], float], seconds: Callable[[Step], float]) -> dict[str, Any]:
+def _speedup(sums: Floats) -> Floats:
+    """Ratios of rows [n, 4]: stock's seconds and what they were spent on, then the arm's."""
+    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+
+
+def of_turns(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], float]) -> dict[str, Any]:
     """`ratio` with an interval that contains how much jobs differ, where there are enough turns to tell."""
     found = ratio(both, seconds, per)
-    each = {turn: ratio([pair for pair in both if pair[1].turn == turn], seconds, per) for turn in _turns(both)}
-    if len(each) >= FEWEST_TURNS:
-        logs = np.log([one["pooled"] for one in each.values()])
-        width = student(1 - (1 - COVERED) / 2, len(logs) - 1) * float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
-        found |= {
-            "low": round(found["pooled"] * math.exp(-width), 4),
-            "high": round(found["pooled"] * math.exp(width), 4),
-        }
+    sums: defaultdict[int, Floats] = defaultdict(lambda: np.zeros(4))  # by turn
+    for theirs, ours in both:
+        sums[ours.turn] += np.array([seconds(theirs), per(theirs), seconds(ours), per(ours)])
+    if len(sums) >= FEWEST_TURNS:
+        logs = np.log(_speedup(np.array(list(sums.values()))))
+        error = float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
+        width = math.exp(student(1 - (1 - COVERED) / 2, len(logs) - 1) * error)
+        found |= {"low": round(found["pooled"] / width, 4), "high": round(found["pooled"] * width, 4)}
     return found
 
 
@@ -147,10 +145,10 @@ def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
     both = pairs(stock, arm)
     return {
         "lead": lead(both),
-        "rollout": of_turns(both, lambda s: 1.0, lambda s: s.rollout_s),
-        "rollout_per_token": of_turns(both, lambda s: s.tokens, lambda s: s.rollout_s),
-        "e2e": of_turns(both, lambda s: 1.0, lambda s: s.step_s),
-        "e2e_per_token": of_turns(both, lambda s: s.tokens, lambda s: s.step_s),
+        "rollout": of_turns(both, lambda s: s.rollout_s, lambda s: 1.0),
+        "rollout_per_token": of_turns(both, lambda s: s.rollout_s, lambda s: s.tokens),
+        "e2e": of_turns(both, lambda s: s.step_s, lambda s: 1.0),
+        "e2e_per_token": of_turns(both, lambda s: s.step_s, lambda s: s.tokens),
     }
 
 
