@@ -65,6 +65,9 @@ def _steps_with_drafter(stats: EngineStats) -> int:
 class OffDecision:
     """Which replicas draft in the coming rollout.
 
+    No replica drafts if that is expected to save too little, unless the last rollout with drafts gained; nor after some
+    rollouts that drafts made slower. Either way one replica tries again now and then.
+
     The policy "fixed" is an order, and n-grams (`source`) that match nothing cost nothing: then all draft, always.
     """
 
@@ -81,11 +84,13 @@ class OffDecision:
         self._costs: LatencyTable | None = None
         self._work: Mapping[int, float] = {}  # tokens by batch, in the last rollout
         self._context = 0.0  # tokens of context of a request, in the last rollout
+        self._gained = False  # in the last rollout with drafts
         self._slower = 0  # rollouts in a row
-        self._promised = 0.0  # held-out accept length of the drafter that did not pay, or was tried last
-        self._promise = 1.0  # of the drafter that is served
-        self._wait = self._left = 0  # rollouts between two tries, and before the next one
+        self._promise = 1.0  # held-out accept length of the drafter that is served
+        self._promised = 1.0  # that of the drafter that did not pay, or was tried last
+        self._wait = self._left = 0  # rollouts between two tries (0: all replicas draft), and before the next one
         self._tries = 0
+        self._trying: str | None = None  # the replica that tries in this rollout
 
     def calibrated(self, costs: LatencyTable) -> None:
         """Take note of measured step costs; without a figure for OFF they say nothing."""
@@ -102,23 +107,29 @@ class OffDecision:
         `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
         """
         self._promise = expected_accept_lengths(acceptance, len(acceptance))[-1] if acceptance else 1.0
-        if self.cause and self._promise > BETTER * self._promised:
-            self.cause = ""
-        self.against = self.never or ("" if self._always else self._why_not(acceptance))
-        if self.against:
+        if self._wait and self._promise > BETTER * self._promised:
+            self.cause, self._wait = "", 0
+        self._trying = None
+        self.against = self.never or ("" if self._always else self.cause or self._why_not(acceptance))
+        if self.never:
             return []
-        if not self.cause:
+        if not self.against:
+            self._wait = 0
             return self._replicas
-        self.against = self.cause if self._left > 0 else ""
-        return [] if self._left > 0 else [self._next_to_try]
+        if not self._wait:
+            self._begin_to_wait()
+        if self._left > 0 or (acceptance and not any(acceptance)):  # nobody tries a random head
+            return []
+        self.against, self._trying = "", self._replicas[self._tries % len(self._replicas)]
+        return [self._trying]
 
-    @property
-    def _next_to_try(self) -> str:
-        return self._replicas[self._tries % len(self._replicas)]
+    def _begin_to_wait(self) -> None:
+        self._promised = self._promise
+        self._wait = self._left = FIRST_WAIT
 
     def _why_not(self, acceptance: Sequence[float]) -> str:
-        """Why the table says OFF, with the figure; empty: it does not."""
-        if not acceptance or self._costs is None:
+        """Why the table says OFF, with the figure; empty: it does not, or a rollout has shown that drafts pay."""
+        if not acceptance or self._costs is None or self._gained:
             return ""
         saving = expected_saving(self._costs, acceptance, self._work, self._context)
         if saving > CLEARLY:
@@ -133,14 +144,13 @@ class OffDecision:
         ran = [s for s in stats.values() if _steps_with_drafter(s) >= FEWEST_STEPS]
         undrafted_s = sum(s.undrafted_s for s in ran)
         gain = 1.0 - sum(s.decode_s for s in ran) / undrafted_s if undrafted_s else 0.0
-        if self.cause:
-            tried = self._left <= 0
-            one = stats.get(self._next_to_try, EngineStats())
-            if tried and not (one.num_steps or one.failure):  # it slept: another one will try
-                self._tries += 1
-                return None
-            return self._after_wait(tried, gain)
+        if self._trying is not None:
+            return self._tried(stats.get(self._trying, EngineStats()), gain)
+        if self._wait:
+            self._left -= 1
+            return None
         if ran:
+            self._gained = gain > 0.0
             self._slower = self._slower + 1 if gain < 0.0 else 0
         if self._slower < IN_A_ROW or self._always:
             return None
@@ -149,17 +159,15 @@ class OffDecision:
             accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in ran), drafts)
             self.cause += f", with an accept length of {accepted:.2f}"
         self._slower = 0
-        self._promised = self._promise
-        self._wait = self._left = FIRST_WAIT
+        self._begin_to_wait()
         return f"Drafting is switched off after {IN_A_ROW} rollouts that it made slower: {self.cause}."
 
-    def _after_wait(self, tried: bool, gain: float) -> str | None:
-        if not tried:
-            self._left -= 1
-            return None
+    def _tried(self, one: EngineStats, gain: float) -> str | None:
         self._tries += 1
+        if not (one.num_steps or one.failure):  # it slept: another one will try
+            return None
         if gain > CLEARLY:
-            self.cause = ""
+            self.cause, self._gained, self._wait = "", True, 0
             return f"Drafting is switched on again: a replica that tried saved {gain:.0%} of its decoding time."
         self._left = self._wait = min(2 * self._wait, LONGEST_WAIT)
         self._promised = self._promise

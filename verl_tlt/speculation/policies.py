@@ -21,8 +21,10 @@ POLICIES = ("live_table", "fixed", "off")
 HYSTERESIS = 0.01
 """Relative speed that another K must promise over the one in the list: a change of K costs about a step."""
 PROBE_AFTER = 400
-"""Steps with drafts, or without, before two of the other kind are taken. A drafter that has improved is noticed within
-some seconds, and it stays known what a step without drafts takes, for half a per cent of the steps."""
+"""Steps with drafts, or without, before `PROBES` of the other kind are taken. A drafter that has improved is noticed
+within some seconds, and it stays known what a step without drafts takes, for less than a per cent of the steps."""
+PROBES = 3
+"""The first one drafts as asked; the others also verify as many tokens, so their times count."""
 
 
 class FixedPolicy(Policy):
@@ -67,8 +69,7 @@ class LiveTablePolicy(Policy):
         self._drafts = step.drafted > 0
         if self._alike >= PROBE_AFTER:
             self._alike = 0
-            # The first step drafts as asked; the second one also verifies as many tokens, so its time counts.
-            self._probing = 2 * [0 if self._drafts else self._costs.lengths[:2][-1]]
+            self._probing = PROBES * [0 if self._drafts else self._costs.lengths[:2][-1]]
         self._steps += 1
         if self._steps >= REBUILD_STEPS:
             self._rebuild()

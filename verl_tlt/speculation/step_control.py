@@ -174,8 +174,9 @@ class StepControl:
         if "drafting" in settings:
             self.drafting = bool(settings["drafting"])
         if settings.get("points"):
-            self._sums.costs = LatencyTable.from_list(settings["points"])
-            self.policy.set_costs(self._sums.costs)
+            costs = LatencyTable.from_list(settings["points"])
+            self._sums.calibrated(costs)
+            self.policy.set_costs(costs)
         if settings.get("acceptance") is not None:
             self.policy.set_acceptance([float(a) for a in settings["acceptance"]])
         return {"drafting": self.drafting, "force_k": self.force_k}

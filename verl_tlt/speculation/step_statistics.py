@@ -4,6 +4,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
 from verl_tlt.speculation.costs import LatencyTable
@@ -11,9 +12,9 @@ from verl_tlt.speculation.types import OFF, Step
 
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
-FEWEST_UNDRAFTED = 8
-"""With so many clean steps without drafts, they alone give the machine's pace. So drafts that cost more than calibrated
-do not count as a slower machine."""
+UNDRAFTED, FEWEST_UNDRAFTED = 16, 4
+"""Latest clean steps without drafts that are kept, also from earlier rollouts, and from how many on they alone give the
+machine's pace. So drafts that cost more than calibrated do not count as a slower machine."""
 SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
 """Fields that `Step` and `EngineStats` both have."""
 
@@ -46,37 +47,38 @@ class Decoded:
             self.clean_steps += 1
 
 
-def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable) -> float:
+class Undrafted(NamedTuple):
+    """A clean step without drafts."""
+
+    draft_length: int  # 0 or OFF
+    batch: int
+    context: float  # tokens of context of a request
+    seconds: float
+
+
+def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable, undrafted: Iterable[Undrafted] = ()) -> float:
     """Estimated seconds that the same tokens take without drafts.
 
-    By the calibrated cost of a step without the drafter, times the pace of the batch's octave: how many times as long
-    as calibrated its clean steps without drafts took, or all its clean steps where those are few. A step with the
-    drafter never takes less than one without: where it was calibrated so, that was noise, and its cost counts. Steps
-    that were OFF count as they are; so do all where OFF was not calibrated.
+    By the calibrated cost of a step without the drafter, times the machine's pace: how many times as long as calibrated
+    clean steps without drafts took, in the median, or all clean steps where those are few. A step with the drafter
+    never takes less than one without: where it was calibrated so, that was noise, and its cost counts. Steps that were
+    OFF count as they are; so do all where OFF was not calibrated.
     """
     cells = list(decoded)
     if OFF not in costs.lengths():
         return sum(cell.seconds for cell in cells)
-    took: defaultdict[tuple[int, bool], float] = defaultdict(float)  # by octave of the batch, and whether with drafts
-    expected: defaultdict[tuple[int, bool], float] = defaultdict(float)
-    steps: Counter[tuple[int, bool]] = Counter()
-    for cell in (c for c in cells if c.clean_steps and c.draft_length in costs.lengths()):
-        kind = (cell.batch.bit_length(), cell.draft_length > 0)
-        took[kind] += cell.clean_seconds
-        expected[kind] += cell.clean_steps * float(costs.seconds(cell.draft_length, cell.batch, cell.context))
-        steps[kind] += cell.clean_steps
-
-    def pace_at(octave: int) -> float:
-        kinds = [(octave, False)] if steps[octave, False] >= FEWEST_UNDRAFTED else [(octave, False), (octave, True)]
-        calibrated = sum(expected[kind] for kind in kinds)
-        return sum(took[kind] for kind in kinds) / calibrated if calibrated else 1.0
-
+    known = [step for step in undrafted if step.draft_length in costs.lengths()]
+    if len(known) >= FEWEST_UNDRAFTED:
+        pace = statistics.median(s.seconds / float(costs.seconds(s.draft_length, s.batch, s.context)) for s in known)
+    else:
+        clean = [cell for cell in cells if cell.clean_steps and cell.draft_length in costs.lengths()]
+        expected = [c.clean_steps * float(costs.seconds(c.draft_length, c.batch, c.context)) for c in clean]
+        pace = sum(cell.clean_seconds for cell in clean) / sum(expected) if clean else 1.0
     total = 0.0
     for cell in cells:
         if cell.draft_length == OFF:
             total += cell.seconds
             continue
-        pace = pace_at(cell.batch.bit_length())
         off_s = min(float(costs.seconds(k, cell.batch, cell.context)) for k in costs.usable(cell.batch))
         total += cell.tokens / cell.batch * pace * off_s
     return total
@@ -86,9 +88,13 @@ class StepSums:
     """Sums over engine steps since they were last reset; `EngineStats` says what each of them is."""
 
     def __init__(self) -> None:
-        self.costs = LatencyTable()
-        """The calibration, once there is one."""
+        self._costs = LatencyTable()
+        self._undrafted: deque[Undrafted] = deque(maxlen=UNDRAFTED)
         self._begin()
+
+    def calibrated(self, costs: LatencyTable) -> None:
+        self._costs = costs
+        self._undrafted.clear()
 
     def _begin(self) -> None:
         self._sums = EngineStats()
@@ -111,6 +117,8 @@ class StepSums:
         self._steps_by_draft_length[key[0]] += 1
         if step.clean:
             self._step_times[key].append(step.latency_s)
+            if key[0] <= 0 and step.batch:
+                self._undrafted.append(Undrafted(*key, step.kv_tokens / step.batch, step.latency_s))
         if step.decode_only and step.batch:
             if key not in self._decoded:
                 self._decoded[key] = Decoded(*key)
@@ -131,7 +139,7 @@ class StepSums:
             tokens_by_batch=dict(sorted(tokens_by_batch.items())),
             mean_context=sum(cell.kv_tokens for cell in decoded) / steps if steps else 0.0,
             decode_s=sum(cell.seconds for cell in decoded),
-            undrafted_s=undrafted_s(decoded, self.costs),
+            undrafted_s=undrafted_s(decoded, self._costs, self._undrafted),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
         )
         if reset:

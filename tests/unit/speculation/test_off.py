@@ -55,7 +55,7 @@ def slow(made, rollouts=IN_A_ROW, acceptance=GOOD):
 )
 def test_the_calibration_and_the_last_rollouts_batches_decide(acceptance, tokens_by_batch, drafts):
     made = decision()
-    made.rollout_ended(rollout(12.0, tokens_by_batch=tokens_by_batch))
+    made.rollout_ended(rollout(10.0, tokens_by_batch=tokens_by_batch))
     assert made.drafting(acceptance) == (REPLICAS if drafts else [])
     assert bool(made.against) == (not drafts)
 
@@ -148,6 +148,44 @@ def test_a_replica_that_slept_has_not_tried():
     assert made.drafting(GOOD) == others[:1], "the next one, at once"
     made.rollout_ended(dict.fromkeys(REPLICAS, EngineStats(failure="no answer")))
     assert made.drafting(GOOD) == [], "a try of which nothing is known has failed"
+
+
+def test_what_rollouts_gained_counts_more_than_what_is_expected():
+    made = decision()
+    made.rollout_ended(rollout(12.0, tokens_by_batch={32: 1000}))
+    assert made.drafting(GOOD) == REPLICAS
+    made.rollout_ended(rollout(9.0, tokens_by_batch={32: 1000}))
+    assert made.drafting(GOOD) == []
+
+
+def test_where_drafts_are_expected_to_save_nothing_a_replica_tries_now_and_then():
+    made = decision()
+    undrafted = rollout(10.0, drafts=0, k=OFF, tokens_by_batch={32: 1000})
+    made.rollout_ended(undrafted)
+    for wait, gains in ((FIRST_WAIT, False), (2 * FIRST_WAIT, True)):
+        for _ in range(wait):
+            assert made.drafting(GOOD) == [] and made.against and not made.cause
+            made.rollout_ended(undrafted)
+        drafting = made.drafting(GOOD)
+        assert len(drafting) == 1
+        drafted = rollout(undrafted_s=13.0 if gains else 9.0, names=drafting, tokens_by_batch={32: 1000})
+        said = made.rollout_ended(undrafted | drafted)
+    assert "switched on again" in said and made.drafting(GOOD) == REPLICAS
+
+
+def test_a_random_head_is_not_tried():
+    made = decision()
+    for _ in range(3 * FIRST_WAIT):
+        assert made.drafting((0.0, 0.0)) == []
+        made.rollout_ended(rollout(10.0, drafts=0, k=OFF))
+    assert made.drafting(BETTER) == REPLICAS
+
+
+def test_other_batches_at_which_drafts_pay_switch_drafting_on_at_once():
+    made = decision()
+    for tokens_by_batch, drafting in (({32: 1000}, []), ({1: 1000}, REPLICAS)):
+        made.rollout_ended(rollout(10.0, drafts=0, k=OFF, tokens_by_batch=tokens_by_batch))
+        assert made.drafting(GOOD) == drafting
 
 
 def test_a_better_drafter_is_tried_at_once_by_all():

@@ -1,6 +1,7 @@
 """Speculation control of one engine: who chooses K, what bounds it, and what is summed and written of each step."""
 
 import json
+import math
 import threading
 import time
 from dataclasses import asdict, replace
@@ -151,7 +152,7 @@ def test_a_full_trace_begins_anew_and_the_report_reads_the_file_before_it_too(tm
         monkeypatch.setattr(step_control, "MOST_BYTES", 1 if n < 2 else 1 << 20)
         trace.add(replace(step(), unix_s=1e9 + n, drafted=n))
         trace.flush(60.0)
-    assert read_trace(tmp_path).engines["0"].k.tolist() == [1, 2], "of the older files one stays"
+    assert read_trace(tmp_path).engine("0", 0.0, math.inf).k.tolist() == [1, 2], "of the older files one stays"
 
 
 def test_a_disk_that_hangs_holds_up_no_step_and_lacks_what_did_not_fit(tmp_path, monkeypatch, caplog):
@@ -226,9 +227,14 @@ def test_drafts_that_cost_more_than_calibrated_save_less(control):
     control.control(points=points(COSTS))
     undrafted = step(drafted=0, **UNDRAFTED, num_decode_tokens=4, latency_s=0.011)
     record(control, *[step(latency_s=0.030)] * 10, *[undrafted] * FEWEST_UNDRAFTED)
-    stats = control.stats()
+    stats = control.stats(reset=True)
     assert stats.undrafted_s == pytest.approx((20 + FEWEST_UNDRAFTED) * 0.010)
     assert stats.undrafted_s < stats.decode_s
+    record(control, *[step(latency_s=0.030)] * 10)
+    assert control.stats(reset=True).undrafted_s == pytest.approx(20 * 0.010), "few in a rollout count in the next, too"
+    control.control(points=points(COSTS))
+    record(control, *[step(latency_s=0.030)] * 10)
+    assert control.stats().undrafted_s == pytest.approx(20 * 0.020), "a new calibration begins anew"
 
 
 def test_steps_that_were_off_count_as_they_are_and_without_a_calibration_all_do(control):
