@@ -50,13 +50,14 @@ class ServedPolicy:
         """What the servers are to start with."""
         return first_drafter(self.tlt, str(self.policy), "float32", 260, None).served
 
-    def store(self, content: object, kind: type = DrafterStore) -> Any:
-        """The actor that starting servers ask for a drafter."""
+    def store(self) -> tuple[Any, Any]:
+        """The actor that starting servers ask for a drafter, and the reference to that drafter."""
         import ray
 
         name = store_name(ray.get_runtime_context().get_job_id())
         # Everything is placed without resources, as verl places its servers.
-        return ray.remote(kind).options(name=name, num_cpus=0).remote(content)
+        drafter = ray.put(self.drafter)
+        return ray.remote(DrafterStore).options(name=name, num_cpus=0).remote([drafter]), drafter
 
     def server(self, rank: int, environment: Mapping[str, str] | None = None) -> Any:
         """A server, not launched yet; `environment` is added to its variables."""

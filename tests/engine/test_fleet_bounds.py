@@ -1,4 +1,4 @@
-"""Calls of the trainer to real actors: one that is late ends at its bound, and every server stages what is published.
+"""Calls of the trainer to real actors: one that is late ends at its bound, and servers stage what is published.
 
 That each call has a bound, tests/unit/test_waits.py finds in the source.
 """
@@ -41,19 +41,23 @@ class Slow:
 
 
 class Stages:
-    """A rollout server as far as publication goes; a picky one refuses one version."""
+    """A rollout server as far as publication goes; one may refuse versions."""
 
-    def __init__(self, store, refused=None):
-        self.refused = refused
-        self.drafter = ray.get(store.first.remote(), timeout=60)
+    def __init__(self, store):
+        self.refused = ()
+        (first,) = ray.get(store.first.remote(), timeout=60)
+        self.drafter = ray.get(first, timeout=60)
 
     def tlt_stage(self, drafter):
-        if drafter.version == self.refused:
+        if drafter.version in self.refused:
             raise OSError("no space left")
         self.drafter = drafter
 
     def staged(self):
         return self.drafter
+
+    def refuse(self, *versions):
+        self.refused = versions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,22 +79,30 @@ def test_a_call_that_is_late_fails_after_its_bound_and_ends_where_it_waits():
     ray.kill(actor)
 
 
-def test_every_server_of_every_node_stages_what_is_published_and_all_go_back_where_one_cannot():
-    first, second, third = (DrafterFile(version, "{}", bytes(8)) for version in range(3))
-    store = ray.remote(servers.DrafterStore).options(num_cpus=0).remote(first)
-    stages = ray.remote(Stages).options(num_cpus=0)
-    actors = [stages.remote(store), stages.remote(store), stages.remote(store, refused=third.version)]
+def test_every_server_stages_what_is_published_and_a_replica_that_cannot_keeps_one_drafter_on_all_nodes():
+    first, second, third, fourth = (DrafterFile(version, "{}", bytes(8)) for version in range(4))
+    drafter = ray.put(first)
+    store = ray.remote(servers.DrafterStore).options(num_cpus=0).remote([drafter])
+    actors = [ray.remote(Stages).options(num_cpus=0).remote(store) for _ in range(3)]
     replicas = [
         SimpleNamespace(_server_address=name, _server_handle=own[0], servers=own)
         for name, own in (("narrow", actors[:1]), ("wide", actors[1:]))
     ]
-    fleet = servers.Servers(SimpleNamespace(get_replicas=lambda: replicas, global_load_balancer=None), None, 2, store)
+    fleet = servers.Servers(SimpleNamespace(get_replicas=lambda: replicas, global_load_balancer=None), None, 2, drafter)
 
     def staged():
         return ray.get([actor.staged.remote() for actor in actors], timeout=60)
 
-    fleet.stage(ray.put(second))
-    assert staged() == [second] * 3
+    assert staged() == [first] * 3
+    assert fleet.stage(ray.put(second)) == 0 and staged() == [second] * 3
+    actors[2].refuse.remote(third.version)
+    assert fleet.stage(ray.put(third)) == fleet.stage_again(["wide"]) == 1
+    wait_for(lambda: staged() == [third, second, second], 60)
+    actors[2].refuse.remote()
+    assert fleet.stage_again(["wide"]) == 0 and staged() == [third] * 3
+    for actor in (actors[0], actors[2]):
+        actor.refuse.remote(fourth.version)
     with pytest.raises(CallFailed):
-        fleet.stage(ray.put(third))
-    wait_for(lambda: staged() == [second] * 3, 60)
+        fleet.stage(ray.put(fourth))
+    wait_for(lambda: staged() == [third] * 3, 60)
+    assert fleet.stage_again(fleet.replicas) == 0 and staged() == [third] * 3

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from recorded import ray_cluster
+from recorded import ray_cluster, wait_for
 from rollout_servers import ServedPolicy
 
 from benchmarks.faults.plan import ENGINE_KILLED, FAULTS
@@ -38,7 +38,7 @@ def armed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, armed):
-    """(servers by name, balancer, config); faults may strike the second."""
+    """(servers by name, balancer, config, their first drafter); faults may strike the second."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(patch):
         import ray
         from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -47,12 +47,12 @@ def fleet(tmp_path_factory, armed):
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
         served = ServedPolicy(assets, {})
-        store = served.store(served.drafter)
+        store, drafter = served.store()
         faults = arm(armed, (TRUNCATED, KILLED))
         servers = {f"server-{rank}": served.server(rank, faults if rank else None) for rank in range(2)}
         ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
         balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
-        yield servers, balancer, served.config
+        yield servers, balancer, served.config, drafter
         for actor in (*servers.values(), balancer, store):
             ray.kill(actor)
 
@@ -105,7 +105,7 @@ async def storm(servers, balancer, config) -> tuple[list, list[bool], int]:
 
 
 def test_no_request_is_lost_or_truncated_while_replicas_leave_and_return(fleet):
-    outputs, answers, cycles = asyncio.run(asyncio.wait_for(storm(*fleet), 900))
+    outputs, answers, cycles = asyncio.run(asyncio.wait_for(storm(*fleet[:3]), 900))
     assert cycles > 3
     assert len(outputs) == REQUESTS
     assert {len(o.token_ids) for o in outputs} == {TOKENS}
@@ -133,7 +133,7 @@ def test_stock_client_would_have_lost_requests(fleet):
     """The same gate with verl's own client: a rejected request comes back empty, which is why ours exists."""
     from verl.workers.rollout.llm_server import LLMServerClient
 
-    servers, balancer, config = fleet
+    servers, balancer, config, _ = fleet
 
     async def rejected():
         client = LLMServerClient(config=config, load_balancer_handle=balancer)
@@ -150,13 +150,16 @@ def test_stock_client_would_have_lost_requests(fleet):
     assert output.stop_reason == "aborted" and not output.token_ids
 
 
+def called_by_the_trainer(fleet, name):
+    servers, balancer, _, drafter = fleet
+    replica = SimpleNamespace(_server_address=name, _server_handle=servers[name], servers=[servers[name]])
+    return Servers(SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=balancer), None, 1, drafter)
+
+
 def test_a_recalled_server_has_compared_its_drafter_and_one_without_weights_stays_away(fleet):
     import ray
 
-    servers, balancer, _ = fleet
-    server = servers["server-0"]
-    replica = SimpleNamespace(_server_address="server-0", _server_handle=server, servers=[server])
-    called = Servers(SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=balancer), None, 1, None)
+    server, called = fleet[0]["server-0"], called_by_the_trainer(fleet, "server-0")
     before = ray.get(server.tlt_status.remote())
     assert called.try_sleep("server-0", keep_weights=True)
     called.wake_up("server-0")
@@ -178,8 +181,7 @@ def test_a_server_whose_answer_is_given_up_serves_again_after_the_weight_sync(fl
     """Where it had not begun, it begins before what the weight sync calls."""
     import ray
 
-    servers, _, _ = fleet
-    server = servers["server-0"]
+    server = fleet[0]["server-0"]
     for i, wait_s in enumerate([0.5] if blocked else [0.0, 0.003, 0.01, 0.03]):
         if blocked:
             server.__ray_call__.remote(block)
@@ -194,8 +196,7 @@ def test_a_server_whose_answer_is_given_up_serves_again_after_the_weight_sync(fl
 
 def test_verls_abort_takes_the_gate_over_and_parks_late_requests(fleet):
     """As at every other server: what verl resumes after the weight sync waits here instead of being sent elsewhere."""
-    servers, _, _ = fleet
-    server = servers["server-1"]
+    server = fleet[0]["server-1"]
 
     async def parked():
         assert await server.tlt_try_sleep.remote(True)
@@ -224,7 +225,7 @@ def struck(fleet, armed):
     return fleet[0]["server-1"], begin
 
 
-def test_a_file_that_is_cut_short_costs_one_rollouts_drafts(struck):
+def test_a_file_that_is_cut_short_costs_one_rollouts_drafts(fleet, struck):
     import ray
 
     server, begin = struck
@@ -238,8 +239,27 @@ def test_a_file_that_is_cut_short_costs_one_rollouts_drafts(struck):
     sampling = {"max_tokens": 8, "ignore_eos": True}
     output = ray.get(server.generate.remote([11, 12, 13, 14], sampling, "x"), timeout=SOON_S)
     assert len(output.token_ids) == 8, "the engine lives"
+    assert called_by_the_trainer(fleet, "server-1").stage_again(["server-1"]) == 0
     ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
     assert ray.get(server.tlt_status.remote(), timeout=60).ok, "what lay there was written again"
+
+
+def is_busy(server):
+    return bool(server.engine.output_processor.request_states)
+
+
+def test_a_request_that_still_runs_at_the_end_of_the_run_is_aborted_and_a_later_one_waits(fleet):
+    """Takes the server away."""
+    import ray
+
+    server, sampling = fleet[0]["server-0"], {"max_tokens": 180, "ignore_eos": True}
+    running = server.generate.remote([11, 12, 13, 14], sampling, "running")
+    wait_for(lambda: ray.get(server.__ray_call__.remote(is_busy)), SOON_S)
+    closed = server.tlt_close.remote()
+    assert ray.get(running, timeout=SOON_S).stop_reason == "aborted"
+    late = server.generate.remote([11, 12, 13, 14], sampling, "late")
+    ray.get(closed, timeout=SOON_S)
+    assert not ray.wait([late], timeout=1.0)[0]
 
 
 def test_an_engine_that_is_killed_while_it_reloads_ends_the_weight_sync_in_one_sentence(struck):

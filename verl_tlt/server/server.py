@@ -45,6 +45,8 @@ REFUSED_BY_DRAFTERS = {
     "prompt_logprobs": "the drafter's CUDA graphs may overwrite the hidden states that vLLM computes them from"
 }
 """Those that do not go with a drafter (vLLM issue 53488)."""
+ABORT_S = 10.0
+"""Bound in seconds of the end of the requests that still run when the run is over."""
 ADMISSION_TIMEOUT_S = 2.0
 """Seconds to wait for admissions, which take milliseconds; one that is stuck means "busy"."""
 
@@ -56,7 +58,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
         self._tlt_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
-        self._tlt_wanted: DrafterFile | None = None  # the last that was to be staged
+        self._tlt_asked = 0  # times that a drafter was to be staged
         self._tlt_staged: DrafterFile | None = None
         self._tlt_writes = threading.Lock()
         self._tlt_served = DrafterStatus()
@@ -93,11 +95,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if not self.tlt.speculation.enable:
             return
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
-        self._tlt_wanted = ray.get(store.first.remote(), timeout=STORE_S)
-        self._tlt_write(self._tlt_wanted)
+        (reference,) = ray.get(store.first.remote(), timeout=STORE_S)
+        first: DrafterFile = ray.get(reference, timeout=STORE_S)
+        self._tlt_write(first, self._tlt_asked)
         drafter = str(self._tlt_dir / "drafter")
         # Part of vLLM's compile-cache key: the same in the next run with a drafter of this shape.
-        shape = hashlib.sha256(self._tlt_wanted.config.encode()).hexdigest()[:16]
+        shape = hashlib.sha256(first.config.encode()).hexdigest()[:16]
         path = str(linked_as(self._tlt_dir / "drafter", shape))
         policy = read_model_config(self.model_config.local_path)
         kwargs.update(engine_kwargs(self.tlt, path, self.config, kwargs, hybrid=is_hybrid(policy)))
@@ -162,8 +165,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if self.node_rank != 0:
             return False
         async with self._tlt_moves:
-            self._submission_paused, self._rejecting = True, True
-            self._resume_event.clear()
+            self._tlt_close_gate(rejecting=True)
             self._tlt_left, self._tlt_keeps_weights = True, False
             deadline = time.monotonic() + ADMISSION_TIMEOUT_S
             while self._tlt_left and self._admitting > 0 and time.monotonic() < deadline:
@@ -203,13 +205,28 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         if self._tlt_left:
             await self._tlt_return()
 
+    def _tlt_close_gate(self, rejecting: bool) -> None:
+        """Have verl reject requests from now on, or let them wait."""
+        self._submission_paused, self._rejecting = True, rejecting
+        self._resume_event.clear()
+
     async def _tlt_return(self) -> None:
         self._tlt_left = False
         await self.open_submission_gate()
 
     async def tlt_close(self) -> None:
-        """End the engine, with its sockets and shared memory, and remove the staged drafter."""
+        """End the engine, with its sockets and shared memory, and remove the staged drafter.
+
+        An asynchronous trainer leaves requests behind, to which the end of the engine would be an error: they are
+        aborted, and what comes later waits at the gate.
+        """
         if self.node_rank == 0:
+            self._tlt_close_gate(rejecting=False)
+            if self._tlt_has_requests:
+                try:
+                    await answered(self.engine, "abort requests", super().abort_all_requests(), ABORT_S)
+                except Exception as error:
+                    logger.warning("replica %d: the last requests were not aborted: %s", self.replica_rank, error)
             await asyncio.to_thread(self.engine.shutdown)
         shutil.rmtree(self._tlt_dir, ignore_errors=True)
 
@@ -220,15 +237,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         A file of gigabytes is written by a thread, while the server answers other calls.
         """
-        self._tlt_wanted = drafter
+        self._tlt_asked += 1
+        asked = self._tlt_asked
         async with self._tlt_file:
-            await asyncio.to_thread(self._tlt_write, drafter)
+            await asyncio.to_thread(self._tlt_write, drafter, asked)
 
-    def _tlt_write(self, drafter: DrafterFile) -> None:
+    def _tlt_write(self, drafter: DrafterFile, asked: int) -> None:
         with self._tlt_writes:  # a call that was given up may write here still, or only now
-            if drafter is self._tlt_wanted:
+            if asked == self._tlt_asked:
                 stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
-                self._tlt_staged = drafter
+                self._tlt_staged = replace(drafter, weights=b"")  # which are on the disk now
 
     async def _tlt_reload(self) -> None:
         """Load the staged drafter into the engine; on any failure this engine drafts nothing until the next sync.
@@ -265,20 +283,18 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
         sent = mtp is not None and mtp.enable and mtp.enable_train  # verl trains the head, and sends it with the policy
         if not without_drafter and not sent:
-            await self._tlt_load(staged)
+            await self._tlt_load()
             self._tlt_served = replace(self._tlt_served, acceptance=staged.acceptance)
         other = staged.version != self._tlt_served.version
         self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
         expected = self._tlt_served.acceptance or (() if other else None)  # else what was learned while it drafted
         await self._tlt_set_drafting(not self._tlt_drafting_disabled, expected)
 
-    async def _tlt_load(self, staged: DrafterFile) -> None:
+    async def _tlt_load(self) -> None:
         """Have every rank load its node's file; a `DrafterError` if one of them refuses it.
 
         Whatever is raised, the engine still holds the policy, and can decode without a drafter.
         """
-        if self._tlt_served.reloads and not self._tlt_served.ok:  # the file may have been damaged where it lies
-            await asyncio.to_thread(stage, staged.config, staged.weights, self._tlt_dir / "drafter")
         self._tlt_served = replace(self._tlt_served, reloads=self._tlt_served.reloads + 1)
         asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
         replies = [from_plain(LoadReply, reply) for reply in await answered(self.engine, "load its drafter", asked)]

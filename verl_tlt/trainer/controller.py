@@ -79,6 +79,7 @@ class Controller:
         self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
         self._captures = False  # the actor copies hidden states
         self._said_idle = False
+        self._behind: set[str] = set()  # replicas that did not load what was published last
 
     # ------------------------------------------------------------------ on_init_end: before and after the first sync
 
@@ -271,6 +272,9 @@ class Controller:
         self._updated = step
         with self._charged("publish"):
             self._publish(step)
+        with self._charged("publish"):
+            behind, self._behind = self._behind, set()  # a file may be damaged, or was not written
+            self.guard.count("publish", self.servers.stage_again(behind))
         self._choose_who_drafts(step + 1)
 
     def _publish(self, step: int) -> None:
@@ -283,7 +287,9 @@ class Controller:
         if self._to_publish is not None:
             assert self.spot.published is not None
             if self.tlt.speculation.enable:
-                self.servers.stage(self.spot.published)  # where this raises, the next step tries again
+                failed = self.servers.stage(self.spot.published)  # where this raises, the next step tries again
+                self._behind.clear()
+                self.guard.count("publish", failed)
             exported, self._to_publish = self._to_publish, None
             self.served = replace(self.served, version=exported.version, acceptance=exported.acceptance)
         elif verdict is not None and verdict.publishes:
@@ -304,6 +310,7 @@ class Controller:
     def _compare(self, step: int, serving: set[str]) -> None:
         statuses = {name: status for name, status in self.servers.drafter_statuses().items() if name in serving}
         self.log.reloaded(step, statuses, self.served.version)
+        self._behind |= {name for name, reload in self.log.reloads.items() if not reload.ok}
 
     def _serving(self, colocated_asleep: bool) -> set[str]:
         return {name for name, info in self.servers.replicas.items() if not (colocated_asleep and info.colocated)}

@@ -70,15 +70,16 @@ class TLTMixin(PPOTrainer):
         self._tlt_run = prepare(self.config, self.tlt_base_mode)
         start = self._tlt_run[2]
         name = store_name(ray.get_runtime_context().get_job_id())
+        self._tlt_first = ray.put(start.served)
         # Each server asks for it while it starts.
-        self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote(start.served)
+        self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote([self._tlt_first])
         super()._setup()
 
     def on_init_end(self) -> None:
         tlt, facts, start, plan = self._tlt_run
         standalone = getattr(self, "standalone_server_manager", None)
         actor = self.actor_rollout_wg
-        servers = Servers(self.llm_server_manager, standalone, actor.world_size, self._tlt_store)
+        servers = Servers(self.llm_server_manager, standalone, actor.world_size, self._tlt_first)
         multi_turn = takes_turns(self.config, self.train_dataset)
         wanted = self.config.data.train_batch_size // self.parameter_sync_step
         pending_work = BufferWatch(self.replay_buffer, multi_turn=multi_turn, wanted=wanted)

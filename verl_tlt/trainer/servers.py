@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats
+from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.speculation.costs import LatencyTable
-from verl_tlt.trainer.waits import CALL_S, CallFailed, answer, ask
+from verl_tlt.trainer.waits import CALL_S, CallFailed, Deadline, answer, ask
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -25,15 +25,16 @@ CALIBRATION_S = 1200.0
 
 
 class DrafterStore:
-    """The run's first drafter, for its rollout servers; a Ray actor under the job's `messages.rollout.store_name`.
+    """Where rollout servers find the run's first drafter; a Ray actor under the job's `messages.rollout.store_name`.
 
     They are handed later versions directly (`Servers.stage`).
     """
 
-    def __init__(self, drafter: DrafterFile) -> None:
+    def __init__(self, drafter: list[ObjectRef]) -> None:
         self._drafter = drafter
 
-    def first(self) -> DrafterFile:
+    def first(self) -> list[ObjectRef]:
+        """The reference to it, a `DrafterFile`; in a list, or Ray would send the drafter itself."""
         return self._drafter
 
 
@@ -58,11 +59,12 @@ def measuring(replicas: Mapping[str, Replica]) -> Replica:
 class Servers:
     """Rollout replicas by name, and the calls to their servers.
 
-    `store` is the run's `DrafterStore`; the actor has `world_size` ranks. With `standalone`, its balancer serves all.
+    They start with `drafter`, a `DrafterFile`; the actor has `world_size` ranks. With `standalone`, its balancer serves
+    all.
     """
 
     def __init__(
-        self, manager: LLMServerManager, standalone: LLMServerManager | None, world_size: int, store: ActorHandle
+        self, manager: LLMServerManager, standalone: LLMServerManager | None, world_size: int, drafter: ObjectRef
     ) -> None:
         colocated = manager.get_replicas()
         width = max(1, world_size // max(1, len(colocated)))
@@ -70,9 +72,9 @@ class Servers:
         ranks_of += [(replica, range(0)) for replica in standalone.get_replicas()] if standalone else []
         made = [Replica(r._server_address, ranks, r._server_handle, list(r.servers)) for r, ranks in ranks_of]
         self.replicas = {replica.name: replica for replica in made}
-        self.balancer, self.store = (standalone or manager).global_load_balancer, store
-        self.published: ObjectRef | None = None
-        """The drafter that was published last, a `DrafterFile`; None: none in this run."""
+        self.balancer = (standalone or manager).global_load_balancer
+        self._published = drafter
+        self._staged = dict.fromkeys(self.replicas, drafter)
 
     def inflight(self) -> dict[str, int]:
         """Requests in flight by replica, of those that are in the load balancer."""
@@ -106,16 +108,35 @@ class Servers:
         servers = {name: r.server for name, r in self.replicas.items()}
         ask([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
 
-    def stage(self, drafter: ObjectRef) -> None:
-        """Hand a published drafter to every server on every node."""
-        try:
-            ask([server.tlt_stage.remote(drafter) for server in self._everywhere()], CALL_S)
-        except CallFailed:
-            before = self.published or self.store.first.remote()  # those that have taken it go back to that
-            for server in self._everywhere():
-                server.tlt_stage.remote(before)
-            raise
-        self.published = drafter
+    def stage(self, drafter: ObjectRef) -> int:
+        """Hand a published drafter, a `DrafterFile`, to every server on every node; how many replicas did not take it.
+
+        A `CallFailed` where none took it: it is not published then.
+        """
+        failed = self._stage(drafter, self.replicas)
+        if len(failed) == len(self.replicas):
+            raise next(iter(failed.values()))
+        self._published = drafter
+        return len(failed)
+
+    def stage_again(self, names: Collection[str]) -> int:
+        """Hand the drafter that was published last to these replicas once more; how many did not take it."""
+        return len(self._stage(self._published, names))
+
+    def _stage(self, drafter: ObjectRef, names: Collection[str]) -> dict[str, CallFailed]:
+        """Why replicas did not take it, by name: they keep what they have, the same on all of their nodes."""
+        calls = {name: [server.tlt_stage.remote(drafter) for server in self.replicas[name].servers] for name in names}
+        deadline, failed = Deadline(CALL_S), {}
+        for name, of_replica in calls.items():
+            try:
+                ask(of_replica, deadline.left())
+                self._staged[name] = drafter
+            except CallFailed as error:
+                logger.warning("replica %s does not take the drafter, and keeps the one it has: %s", name, error)
+                failed[name] = error
+                for server in self.replicas[name].servers:
+                    server.tlt_stage.remote(self._staged[name])
+        return failed
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
         return self._of_each("tlt_status")

@@ -224,7 +224,7 @@ def test_an_old_vllm_and_a_fixed_length_without_an_arm_are_refused(vllm_is):
         kwargs()
 
 
-@pytest.mark.parametrize(("version", "runner"), [("0.24.0", "0"), ("0.28.0", "0"), ("0.32.0", None)])
+@pytest.mark.parametrize(("version", "runner"), [("0.28.0", "0"), ("0.32.0", None)])
 def test_the_runner_that_drafts_what_it_is_asked_for(vllm_is, version, runner):
     vllm_is(version)
     assert engine_environment().get("VLLM_USE_V2_MODEL_RUNNER") == runner

@@ -38,6 +38,7 @@ class FakeServers(Fake):
         self.stats, self.costs = {}, LatencyTable.calibrated({k: [(1, 0.01)] for k in (0, 3)})
         self.load, self.loaded = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self.balancer, self.disabled, self.asleep, self.staged = set(names), set(), {}, []
+        self.full, self.files = set(), {}  # replicas that cannot write a drafter, and what the others have
 
     def inflight(self):
         if error := self.broken.get("inflight"):
@@ -71,12 +72,21 @@ class FakeServers(Fake):
     def stage(self, drafter):
         self._call("stage", drafter)
         self.staged.append(drafter)
+        return self._write(self.replicas)
+
+    def stage_again(self, names):
+        if names:
+            self._call("stage_again", *names)
+        return self._write(names)
+
+    def _write(self, names):
+        self.files |= {name: self.staged[-1] for name in names if name not in self.full}
+        return len(self.full.intersection(names))
 
     def sync(self):
         """The weight sync: everybody wakes up and loads what is staged."""
         self.asleep.clear()
-        if self.staged:
-            self.loaded = dict.fromkeys(self.replicas, self.staged[-1])
+        self.loaded |= self.files
 
     def drafter_statuses(self):
         self._call("drafter_statuses")

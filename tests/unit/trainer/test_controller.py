@@ -91,6 +91,21 @@ def test_a_publication_that_fails_is_tried_again(filled):
     assert metrics["tlt/drafter_version"] == 1 and metrics["tlt/errors"] == 1
 
 
+def test_a_replica_that_cannot_write_a_drafter_keeps_nobody_else_from_it_and_is_handed_it_again(filled):
+    controller = filled()
+    first, *others = controller.servers.replicas
+    controller.servers.full = {first}
+    metrics = trained_step(controller, 2)
+    assert controller.servers.loaded == {first: 0} | dict.fromkeys(others, 1)
+    assert metrics["tlt/errors_publish"] == metrics["tlt/reload_failures"] == 1
+    controller.servers.full = set()
+    metrics = rl_step(controller, 3)
+    assert set(controller.servers.loaded.values()) == {1} and metrics["tlt/reload_failures"] == 0
+    assert controller.servers.called("stage_again") == [(first,)]
+    rl_step(controller, 4)
+    assert len(controller.servers.called("stage_again")) == 1
+
+
 def test_a_drafter_that_could_not_be_exported_is_no_publication(filled):
     controller = filled()
     controller.spot.broken["exporting"] = True
