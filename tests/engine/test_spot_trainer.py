@@ -3,7 +3,9 @@
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -14,8 +16,8 @@ from verl_tlt.drafter import load_drafter
 from verl_tlt.messages.training import CapturedStates, CaptureReady, DrafterProvenance
 from verl_tlt.trainer import spot as module
 from verl_tlt.trainer.servers import Servers
-from verl_tlt.trainer.spot import MEMORY_S, SAVE_S, STRIKES, Place, SpotTrainerHandle, is_gone
-from verl_tlt.trainer.waits import CallFailed
+from verl_tlt.trainer.spot import MEMORY_S, SAVE_S, STRIKES, Place, SpotTrainerHandle
+from verl_tlt.trainer.waits import CallFailed, is_gone
 
 pytestmark = pytest.mark.engine
 
@@ -229,6 +231,21 @@ def test_the_memory_of_a_killed_process_is_waited_for():
     assert is_gone(process.pid, MEMORY_S), "a zombie, which holds nothing any more"
     process.wait()
     assert is_gone(process.pid, 0.0)
+
+
+def test_a_killed_process_is_not_gone_before_its_last_thread_is():
+    """One that waits for a GPU's driver may live on, and the memory with it."""
+    code = (
+        "import ctypes, threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print(flush=True)\nctypes.CDLL(None).pthread_exit(None)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    wait_for(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", 10.0)
+    assert not is_gone(process.pid, 0.2)
+    process.kill()
+    assert is_gone(process.pid, MEMORY_S)
+    process.wait()
 
 
 def test_to_ask_for_the_load_leaves_no_record_in_rays_store(cluster):

@@ -120,12 +120,12 @@ class MegatronAdapter:
         self._tp = parallel_state.get_tensor_model_parallel_rank()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._split = bool(config.sequence_parallel)  # over the ranks of a tensor-parallel group
-        self._begins: list[int] | None = None  # of packed sequences with their padding; None: one axis each
+        self._begins: torch.Tensor | None = None  # of packed sequences with their padding; None: one axis each
 
         def note_packing(_decoder: object, _args: object, kwargs: dict[str, Any]) -> None:
             # verl pads each sequence, and by how much depends on several settings.
             packed = kwargs.get("packed_seq_params")
-            self._begins = None if packed is None else packed.cu_seqlens_q_padded.tolist()
+            self._begins = None if packed is None else packed.cu_seqlens_q_padded
 
         for decoder in self._decoders:
             decoder.register_forward_pre_hook(note_packing, with_kwargs=True)
@@ -154,7 +154,7 @@ class MegatronAdapter:
         """As `FSDPAdapter.locate`; packed is one axis [T, 1, H], padded one for each [S, B, H]."""
         size = state.shape[0]
         rank, ranks = self._cp
-        located, edges = [], self._begins
+        located, edges = [], None if self._begins is None else self._begins.tolist()
         for i, length in enumerate(lengths):
             if edges is None:
                 padded, at = size * ranks * (self._tp_size if self._split else 1), 0

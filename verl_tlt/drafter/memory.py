@@ -213,6 +213,7 @@ class DrafterMemory:
             self._live_in(self._on_host)
             del on_device
             if device.type == "cuda":
+                torch._C._cuda_clearCublasWorkspaces()  # tens of MB
                 torch.cuda.empty_cache()  # the engine maps fixed sizes when it wakes: it needs all of the memory
 
     def _live_in(self, places: Sequence[torch.Tensor]) -> None:

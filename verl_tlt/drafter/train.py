@@ -140,6 +140,7 @@ class DrafterTrainer:
             group["lr"] = self.learning_rate * rate
         self.optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` tells it
         self.optimizer.step()
+        del self.optimizer.found_inf  # type: ignore[attr-defined]  # it would stay on the device
         self.optimizer.zero_grad(set_to_none=True)
         if copied is not None:
             copied.synchronize()

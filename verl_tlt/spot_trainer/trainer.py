@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +77,7 @@ class SpotTrainer:
     def __init__(
         self, plan: SpotPlan, published: DrafterFile | None = None, draft_ids: np.ndarray | None = None
     ) -> None:
-        self.plan = plan
+        self.plan = replace(plan, drafter=replace(plan.drafter, weights=b""))  # gigabytes that are read once
         self.place = TrainingDevice(plan.device)
         self.model = from_drafter_file(plan.drafter.config, plan.drafter.weights, default_attention(plan.device))
         if draft_ids is not None:
@@ -93,14 +93,14 @@ class SpotTrainer:
         self.buffer = Buffer(max_bytes=plan.buffer_bytes, held_out=plan.held_out if plan.gate else 0.0)
         self.initial: Parameters = self.trainer.parameters_numpy()
         self.served: Parameters = self.initial
-        self.candidate: Parameters = self.served
+        self._candidate: Parameters | None = self.served
         self.version = plan.drafter.version
         """Number of publications so far."""
         self._scoring: Scoring | None = None
         self._judged = True  # the candidate is, or it is the served drafter
         self._approved: Parameters | None = None  # what `export` publishes
         self._acceptance: tuple[float, ...] = ()  # of it
-        self._exported: DrafterFile | None = None  # the last one
+        self._exported: tuple[int, tuple[float, ...]] | None = None  # version and acceptance of the last one
         self._trained_tokens = 0  # since the candidate before this one was judged
         self._sessions = 0
         self.whole_head: torch.Tensor | None = None
@@ -111,6 +111,14 @@ class SpotTrainer:
         if published is not None:
             self._go_on_from(published)
         self.place.receive(self.trainer)
+
+    @property
+    def candidate(self) -> Parameters:
+        """What the last session trained; it is copied when it is first needed, since a stop must not wait for that."""
+        if self._candidate is None:
+            averages = self.trainer.averages()
+            self._candidate = {name: average.to("cpu", copy=True).numpy() for name, average in averages.items()}
+        return self._candidate
 
     # ------------------------------------------------------------------ data
 
@@ -192,8 +200,7 @@ class SpotTrainer:
         self._trained_tokens += tokens
         if self._scoring is not None:
             return judged
-        self._judged = False
-        self.candidate = {name: average.numpy().copy() for name, average in self.trainer.averages().items()}
+        self._judged, self._candidate = False, None
         return judged if self.plan.gate else self._publish_unjudged("the gate is off")
 
     # ------------------------------------------------------------------ judging and publishing
@@ -235,7 +242,7 @@ class SpotTrainer:
 
     def _return_to(self, parameters: Parameters) -> None:
         """Give the candidate up, and what was trained on top of it."""
-        self.candidate = parameters
+        self._candidate = parameters
         self.trainer.load_parameters(parameters)
 
     def export(self) -> DrafterFile | None:
@@ -256,8 +263,8 @@ class SpotTrainer:
             return None
         self.served = approved
         self.version += 1
-        self._exported = DrafterFile(self.version, config, weights, self._acceptance)
-        return self._exported
+        self._exported = self.version, self._acceptance
+        return DrafterFile(self.version, config, weights, self._acceptance)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -278,8 +285,8 @@ class SpotTrainer:
             leaves = tree_leaves([tensors, state])
             check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), keeps)
         facts = {**asdict(provenance), "steps": state["steps"]}
-        if self._exported is not None and self._exported.version > provenance.version:  # the RL trainer has yet to hear
-            facts |= {"version": self._exported.version, "acceptance": self._exported.acceptance}
+        if self._exported is not None and self._exported[0] > provenance.version:  # the RL trainer has yet to hear
+            facts |= dict(zip(("version", "acceptance"), self._exported, strict=True))
         save_drafter(self.model, directory, facts, policy=self.plan.policy_dir, training_state=state, tensors=tensors)
 
     def _resume(self, directory: str) -> None:
@@ -295,7 +302,7 @@ class SpotTrainer:
             return
         if INITIAL in state:
             self.initial = {name: value.float().numpy() for name, value in state[INITIAL].items()}
-        self.candidate = {name: average.numpy().copy() for name, average in self.trainer.averages().items()}
+        self._candidate = None
         self._judged = all(np.array_equal(value, self.served[name]) for name, value in self.candidate.items())
         self._trained_tokens = HELD_OUT_TOKENS * TRAINED_PER_SCORED  # unknown; a full verdict
         logger.info("the spot trainer goes on from %s after %d optimizer steps", directory, self.trainer.steps)
@@ -306,7 +313,7 @@ class SpotTrainer:
         self.served = {name: tensors[name].float().numpy() for name in self.initial}
         self._return_to(self.served)
         self._judged = True
-        self._exported = published
+        self._exported = published.version, published.acceptance
         self.version = published.version
 
     def rehearse(self) -> None:

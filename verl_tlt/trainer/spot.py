@@ -36,7 +36,7 @@ from verl_tlt.messages.training import (
     SpotPlan,
 )
 from verl_tlt.spot_trainer.worker import SpotTrainerWorker
-from verl_tlt.trainer.waits import CALL_S, SYSTEM, CallFailed, Clock, Deadline, answer, arrived
+from verl_tlt.trainer.waits import CALL_S, SYSTEM, CallFailed, Clock, Deadline, answer, arrived, is_gone
 
 if TYPE_CHECKING:
     from verl.single_controller.base import WorkerGroup
@@ -170,7 +170,10 @@ class SpotTrainerHandle:
 
     def rehearse(self, within_s: float) -> None:
         """Load and tune the kernels of a session, before the run's first step; they would delay a stop."""
-        if self.plan.device != "cpu":
+        if self.plan.device == "cpu":
+            return
+        self.wait_until_started()
+        if self.started():
             self._answer("start", self._actor.rehearse.remote(), within_s)
 
     @property
@@ -356,18 +359,3 @@ class SpotTrainerHandle:
                 logger.error("process %d of the spot trainer was killed %.0f s ago and still there", pid, MEMORY_S)
         except CallFailed as error:
             logger.error("nobody could say whether the spot trainer's process %d is gone: %s", pid, error)
-
-
-def is_gone(pid: int, within_s: float) -> bool:
-    """Whether a process of this node has ended within so many seconds: a zombie has given back all of its memory."""
-    deadline = Deadline(within_s)
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
-            return True
-        if deadline.left() <= 0:
-            return False
-        SYSTEM.event().wait(0.05)

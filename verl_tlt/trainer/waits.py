@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -88,3 +89,22 @@ def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
 def arrived(reference: ObjectRef, timeout_s: float = 0.0) -> bool:
     """Whether a result, or an error in its place, arrives within so many seconds."""
     return bool(ray.wait([reference], timeout=timeout_s)[0])
+
+
+def is_gone(pid: int, within_s: float) -> bool:
+    """Whether a process of this node has ended within so many seconds, with all of its threads.
+
+    A zombie has given back all of its memory, but for one whose other threads still live. Ray starts a process for
+    this, so this module imports nothing large.
+    """
+    deadline = Deadline(within_s)
+    while True:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third one on
+        except OSError:
+            return True
+        if fields[0] in "ZX" and int(fields[17]) <= 1:  # state and threads
+            return True
+        if deadline.left() <= 0:
+            return False
+        time.sleep(0.05)

@@ -205,9 +205,7 @@ def test_more_is_scored_the_more_was_trained(trainer, decides):
 def test_a_candidate_that_is_not_finite_is_given_up(tmp_path, temperature):
     trainer = make_trainer(tmp_path / "policy", 60, sampling=replace(SAMPLING, temperature=temperature))
     session(trainer)
-    broken = {name: value.copy() for name, value in trainer.candidate.items()}
-    broken["fc.weight"][0, 0] = np.nan
-    trainer.candidate = broken
+    trainer.trainer.averages()["fc.weight"][0, 0] = np.nan
     result = session(trainer)
     assert result.verdict.decision == "reverted" and "not finite" in result.verdict.reason
     assert result.verdict.gain is None and not result.verdict.publishes
