@@ -143,7 +143,8 @@ class SpeculationConfig:
     """Measure step latency by batch and K at start."""
     source: Literal["eagle", "ngram"] = "eagle"
     """`eagle`: the drafter proposes tokens. `ngram`: drafts are copied from other responses to the same prompt, without
-    a drafter and without vLLM's async scheduling. Whether this saves time was not measured."""
+    a drafter and without vLLM's async scheduling. They are as long as allowed at every batch size. Whether this saves
+    time was not measured."""
 
     @property
     def longest(self) -> int:

@@ -103,7 +103,7 @@ def test_lora_and_a_colocated_reward_model(tmp_path):
         said = json.loads(line)
         assert said["score"] == pytest.approx(score(rm, said["input"], said["output"]), abs=1e-3)
     trace = read_trace(out / "trace")
-    assert len(trace.engines) == 2, "the reward model's engines are not ours"
+    assert len(trace.engine_files) == 2, "the reward model's engines are not ours"
     for session in trace.sessions:
         (reward,) = (p for p in trace.phases if (p.step, p.name) == (session.step, "reward"))
         assert session.end <= reward.start

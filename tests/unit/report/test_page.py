@@ -11,7 +11,7 @@ import pytest
 from cli import cli
 
 from verl_tlt.commands.page import write_page
-from verl_tlt.commands.report.page import how_to_serve, run_page
+from verl_tlt.commands.report.page import about, how_to_serve, run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.trace.events import TraceWriter
 
@@ -102,6 +102,16 @@ def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):
         "1 lines of the trace could not be read.", "out of memory", "v3 was loaded instead",
         "2 failures of TLT did not end the run.",
     } <= set(written(tmp_path).words)  # fmt: skip
+
+
+def test_a_run_that_was_begun_anew_has_its_own_date(tmp_path):
+    """In the folder of one that was given up; and it was resumed."""
+    days = iter(range(0, 10**6, 86400))
+    writer = TraceWriter(tmp_path, "trainer", lambda: float(next(days)))
+    for step0 in (1, 1, 2):
+        writer.emit("run", step0=step0)
+        writer.emit("step", step=step0, metrics={})
+    assert "1970-01-03" in about(read_trace(tmp_path))
 
 
 def test_the_command_that_serves_the_drafter(tmp_path, writer):

@@ -74,10 +74,17 @@ def test_what_idle_time_taught_the_drafter(made_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("readings", "count"), [([], 0.0), ([0.0, 2.0, 2.0], 2.0), ([1.0, 3.0, 0.0, 2.0], 5.0), ([3.0, 1.0, 2.0], 5.0)]
+    ("readings", "begun", "count"),
+    [
+        ([], [1], 0.0),
+        ([0.0, 2.0, 2.0], [1], 2.0),
+        ([1.0, 3.0, 0.0, 2.0], [1, 3], 5.0),
+        ([1.0, 3.0, 4.0], [1, 2], 5.0),
+        ([3.0, 1.0, 2.0], [], 5.0),
+    ],
 )
-def test_what_failed_before_a_run_was_resumed_counts_too(readings, count):
-    assert counted(readings) == count
+def test_what_failed_before_a_run_was_resumed_counts_too(readings, begun, count):
+    assert counted(dict(enumerate(readings, start=1)), begun) == count
 
 
 def test_the_table_of_a_trace_fits_a_terminal_and_leaves_out_what_nothing_filled(made_run, tmp_path):

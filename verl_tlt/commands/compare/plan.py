@@ -37,10 +37,10 @@ LATEST = "latest_checkpointed_iteration.txt"
 FLAG = f"++{flag.SWITCH}={flag.NAME}"
 NO_FLAG = f"++{flag.SWITCH}=null"
 NAMES = re.compile(
-    r"trainer\.(experiment_name|project_name|logger|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
+    r"trainer\.(experiment_name|project_name|logger|resume_\w+|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
     r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
 )
-"""Settings that decide nothing about a run: what it is called and where it writes."""
+"""Settings that decide nothing about a turn: what it is called and where it writes. Where it starts is asked apart."""
 ENV_VARS = "++ray_kwargs.ray_init.runtime_env.env_vars"
 NEVER = 10**9
 

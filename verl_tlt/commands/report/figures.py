@@ -104,7 +104,7 @@ def step_chart(trace: RunTrace, step: RLStep) -> Chart:
     """A lane for each replica over one RL step."""
     count = max(1, min(MOST_LANES, len(trace.replicas)))
     note = "Upper part of a lane: requests in the batch."
-    note += " Lower part: draft length K." if trace.engines else ""
+    note += " Lower part: draft length K." if trace.engine_files else ""
     if len(trace.replicas) > MOST_LANES:
         note += f" The first {MOST_LANES} of {len(trace.replicas)} replicas."
     height = 2.2 + count * min(1.0, max(0.3, 5 / count))

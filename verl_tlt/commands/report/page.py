@@ -69,7 +69,8 @@ def about(trace: RunTrace) -> str:
     versions = ", ".join(
         f"{name} {run.versions[name]}" for name in ("verl-tlt", "verl", "vllm") if name in run.versions
     )
-    start = datetime.fromtimestamp(trace.runs[0].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    first = [begun for begun in trace.runs if begun.step0 <= min(trace.steps, default=run.step0)]  # not one begun anew
+    start = datetime.fromtimestamp((first or trace.runs)[-1].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
     return "; ".join(part for part in (run.policy, start, where, versions) if part)
 

@@ -7,6 +7,7 @@ was written twice, the records of the later run count.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from array import array
 from collections import defaultdict
@@ -44,10 +45,6 @@ class EngineSteps(NamedTuple):
     latency_s: npt.NDArray[np.float64]
     """[n] seconds."""
 
-    def between(self, start: float, end: float) -> EngineSteps:
-        keep = slice(*np.searchsorted(self.t, (start, np.nextafter(end, np.inf))))
-        return EngineSteps(self.t[keep], self.batch[keep], self.k[keep], self.latency_s[keep])
-
 
 @dataclass(frozen=True)
 class RunTrace:
@@ -65,8 +62,8 @@ class RunTrace:
     publishes: list[events.Publish] = field(default_factory=list)
     reloads: list[events.Reload] = field(default_factory=list)
     stops: list[events.Stopped] = field(default_factory=list)
-    engines: dict[str, EngineSteps] = field(default_factory=dict)
-    """Replica -> the steps of its engine; empty where engine steps were not traced."""
+    engine_files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    """Name or number of a replica -> files of its engine's steps; empty where engine steps were not traced."""
     skipped: int = 0
     """Lines that could not be read."""
 
@@ -87,34 +84,34 @@ class RunTrace:
         known = replica in self.replicas and not replica.startswith(events.TRAINER_DEVICE)
         return f"replica {self.replicas.index(replica)}" if known else replica
 
-    def engine(self, replica: str) -> EngineSteps | None:
-        """The steps of the replica's engine, whose file has the name or the number of the replica; None: no file."""
-        return self.engines.get(replica) or self.engines.get(str(self.replicas.index(replica)))
+    def engine(self, replica: str, start: float, end: float) -> EngineSteps:
+        """The steps of the replica's engine that ended in these unix seconds; a run can have millions, so no others."""
+        files = self.engine_files.get(replica) or self.engine_files.get(str(self.replicas.index(replica)), ())
+        return engine_steps(files, start, end)
 
 
 def read_trace(directory: str | Path) -> RunTrace:
-    """Read the files of a trace directory; a `TraceError` says that there is none with an event."""
+    """Read the trainer's files of a trace directory; a `TraceError` says that there is none with an event."""
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{path} is not a directory: give the trace directory of a run (tlt.trace.dir).")
     parsed: list[Event] = []
-    engines: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+    engine_files: defaultdict[str, list[Path]] = defaultdict(list)
     skipped = 0
     for file in sorted([*path.glob("*.jsonl"), *path.glob(f"*.jsonl{OLDER}")]):
-        of_engine = file.name.startswith(events.ENGINE_PREFIX)
+        if file.name.startswith(events.ENGINE_PREFIX):
+            engine_files[file.name.removeprefix(events.ENGINE_PREFIX).rpartition(".jsonl")[0]].append(file)
+            continue
         with file.open("rb") as lines:
             for line in lines:
                 record = record_of(line)
-                if of_engine and (numbers := _engine_step(record)):
-                    replica = file.name.removeprefix(events.ENGINE_PREFIX).rpartition(".jsonl")[0]
-                    engines[replica].extend(numbers)
-                elif not of_engine and (event := parse_event(record)) is not None:
+                if (event := parse_event(record)) is not None:
                     parsed.append(event)
                 elif record.get("kind") != "idle":  # which 0.2.0 no longer writes
                     skipped += bool(line.strip())
-    if not parsed and not engines:
+    if not parsed and not engine_files:
         raise TraceError(f"{path} holds no trace: give the trace directory of a run (tlt.trace.dir).")
-    parsed, repeated = _without_repeated(_renamed(sorted(parsed, key=lambda e: e.t)))
+    parsed = _without_repeated(_renamed(sorted(parsed, key=lambda e: e.t)))
     of: defaultdict[type[Event], list[Any]] = defaultdict(list)
     for event in parsed:
         of[type(event)].append(event)
@@ -130,7 +127,7 @@ def read_trace(directory: str | Path) -> RunTrace:
         publishes=of[events.Publish],
         reloads=of[events.Reload],
         stops=of[events.Stopped],
-        engines={name: _engine_steps(numbers, repeated) for name, numbers in engines.items()},
+        engine_files=engine_files,
         skipped=skipped,
     )
 
@@ -180,33 +177,40 @@ def _renamed(parsed: list[Event]) -> list[Event]:
     return renamed
 
 
-def _without_repeated(parsed: list[Event]) -> tuple[list[Event], list[tuple[float, float]]]:
-    """The events without those of steps that a later run repeated, and the times in which these steps ran."""
-    starts = [(i, event) for i, event in enumerate(parsed) if isinstance(event, RunStarted)]
+def _without_repeated(parsed: list[Event]) -> list[Event]:
+    """The events without those of steps that a later run repeated."""
     steps = np.array([getattr(event, "step", -np.inf) for event in parsed])
-    begun = np.array([getattr(event, "start", event.t) for event in parsed])
     kept = np.ones(len(parsed), bool)
-    repeated: list[tuple[float, float]] = []
-    for i, start in starts:
-        again = kept[:i] & (steps[:i] >= start.step0)
-        if again.any():
-            repeated.append((float(begun[:i][again].min()), start.t))
-            kept[:i] &= ~again
-    return [event for event, keep in zip(parsed, kept, strict=True) if keep], repeated
+    for i, event in enumerate(parsed):
+        if isinstance(event, RunStarted):
+            kept[:i] &= steps[:i] < event.step0
+    return [event for event, keep in zip(parsed, kept, strict=True) if keep]
 
 
-def _engine_step(record: Mapping[str, Any]) -> list[float] | None:
-    """The columns of `EngineSteps`; None: the line is malformed."""
+def engine_steps(files: Sequence[Path], start: float, end: float) -> EngineSteps:
+    """The steps in these files that ended in these unix seconds; lines that cannot be read are left out."""
+    numbers = array("d")
+    for file in files:
+        with file.open("rb") as lines:
+            for line in lines:
+                if start <= _time_of(line) <= end:
+                    numbers.extend(_engine_step(record_of(line)))
+    rows = np.array(numbers).reshape(-1, len(EngineSteps._fields))
+    t, batch, k, latency_s = rows[np.argsort(rows[:, 0], kind="stable")].T
+    return EngineSteps(t, batch.astype(np.int64), k.astype(np.int64), latency_s)
+
+
+def _time_of(line: bytes) -> float:
+    """The time of an engine step, with which its line begins; far faster than reading the whole line."""
+    try:
+        return float(line[len('{"t":') : line.index(b",")])
+    except ValueError:
+        return math.nan
+
+
+def _engine_step(record: Mapping[str, Any]) -> list[float]:
+    """The columns of `EngineSteps`; none: the line is malformed."""
     try:
         return [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
     except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _engine_steps(numbers: array[float], repeated: Sequence[tuple[float, float]]) -> EngineSteps:
-    """All steps of one engine but those that ended within `repeated`."""
-    rows = np.array(numbers).reshape(-1, len(EngineSteps._fields))
-    for start, end in repeated:
-        rows = rows[(rows[:, 0] < start) | (end <= rows[:, 0])]
-    t, batch, k, latency_s = rows[np.argsort(rows[:, 0], kind="stable")].T
-    return EngineSteps(t, batch.astype(np.int64), k.astype(np.int64), latency_s)
+        return []

@@ -1,6 +1,6 @@
 """A run by RL step: a row of numbers per step, and sentences about the whole run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import pandas as pd
@@ -111,7 +111,8 @@ def sentences(trace: RunTrace) -> Iterator[str]:
         yield f"Drafting was {f'switched off: {stop.cause}' if stop.cause else 'switched on again'} (step {stop.step})."
     if difference := probability_difference(rows):
         yield difference
-    if failures := counted(metrics.get(ERRORS, 0.0) for metrics in trace.steps.values()):
+    readings = {step: metrics.get(ERRORS, 0.0) for step, metrics in trace.steps.items()}
+    if failures := counted(readings, {run.step0 for run in trace.runs}):
         yield f"{failures:.0f} failures of TLT did not end the run."
     if trace.skipped:
         yield f"{trace.skipped} lines of the trace could not be read."
@@ -166,11 +167,11 @@ def probability_difference(rows: pd.DataFrame) -> str:
     )
 
 
-def counted(readings: Iterable[float]) -> float:
-    """What a counter came to, over parts of a run: in a process that resumes it starts at 0."""
+def counted(readings: Mapping[int, float], begun: Collection[int]) -> float:
+    """What a counter came to, by step: in a process that resumes, in one of the steps `begun`, it starts at 0."""
     total = before = 0.0
-    for reading in readings:
-        total += reading - before if reading >= before else reading
+    for step, reading in readings.items():
+        total += reading if step in begun or reading < before else reading - before
         before = reading
     return total
 

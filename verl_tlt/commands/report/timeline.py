@@ -63,9 +63,8 @@ def sampled(trace: RunTrace, step: RLStep, replica: str, at: npt.NDArray[np.floa
 
     Without a file of engine steps the batch is the requests in flight.
     """
-    engine = trace.engine(replica)
-    part = None if engine is None else engine.between(step.start, step.end)
-    if part is None or not part.t.size:
+    part = trace.engine(replica, step.start, step.end)
+    if not part.t.size:
         loads = [load for load in trace.loads if load.step == step.step]
         counts = np.array([0, *(load.inflight.get(replica, 0) for load in loads)], dtype=np.int64)
         batch = counts[np.searchsorted([load.t for load in loads], at, side="right")]
