@@ -140,8 +140,6 @@ def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter
         names[usual] = name
     in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
     tensors = {usual: in_files[name] for usual, name in names.items()}
-    if flat:
-        config = {"own_head": "lm_head.weight" in tensors, **config}
     shapes = _shapes(config, directory / CONFIG)
     drafted, vocab = config["draft_vocab_size"], config[LAYER]["vocab_size"]
     optional = {"embed_tokens.weight", "t2d"}
@@ -179,13 +177,15 @@ def _shapes(config: Fields, file: Path) -> dict[str, list[int]]:
 
 
 def _check_maps(tensors: Mapping[str, Header], drafted: int, vocab: int) -> None:
-    """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i ascend, and t2d, if there, marks the same."""
+    """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i differ, and t2d, if there, marks the same."""
     file = tensors["d2t"].file
     tensors["d2t"].must_be([drafted], CONFIG, MAPS["d2t"])
     offsets = _array(tensors["d2t"]).astype(np.int64)  # [DV]
-    tokens = np.arange(drafted) + offsets
-    if tokens.min() < 0 or tokens.max() >= vocab or (np.diff(tokens) <= 0).any():
-        raise DrafterError(f"{file}: the tokens i + d2t[i] must ascend within 0..{vocab - 1}, and do not.")
+    tokens = np.sort(np.arange(drafted) + offsets)  # ModelOpt's are in the order of their frequency
+    if tokens.min() < 0 or tokens.max() >= vocab or (np.diff(tokens) == 0).any():
+        raise DrafterError(f"{file}: the tokens i + d2t[i] must be distinct and within 0..{vocab - 1}.")
+    if drafted == vocab and offsets.any():
+        raise DrafterError(f"{file}: d2t must be zero, since the draft vocabulary is the policy's whole one.")
     if drafted < vocab and "t2d" in tensors and not np.array_equal(tokens, np.flatnonzero(_array(tensors["t2d"]))):
         file = tensors["t2d"].file
         raise DrafterError(f"{file}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")

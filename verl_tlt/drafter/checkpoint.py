@@ -166,10 +166,10 @@ def load_drafter(
 ) -> Eagle3DraftModel:
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
-    A stand-alone file's embedding and head are loaded; a head that is no copy of the policy's, where `policy` names its
-    files, is the drafter's own. SpecForge's and SafeAILab's layouts are translated; `save_drafter` writes what vLLM
-    serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A `DrafterError` for what
-    `check_drafter` refuses, and for numbers that are not finite.
+    A stand-alone file's embedding and head are loaded. A head that is no copy of the policy's is the drafter's own, as
+    is any where `policy` does not name its files. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
+    writes what vLLM serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A `DrafterError`
+    for what `check_drafter` refuses, and for numbers that are not finite.
     """
     checked = check_drafter(directory, policy, min_context)
     if checked.method == MTP:
@@ -179,20 +179,24 @@ def load_drafter(
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
     tensors, drafted = _read_checked(checked.tensors), torch.arange(config.draft_vocab_size)
     if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
-        drafted = drafted + tensors["d2t"]
+        tokens = drafted + tensors["d2t"]
+        order = tokens.argsort()
+        drafted, tensors["d2t"] = tokens[order], tokens[order] - drafted
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
         tensors["t2d"][drafted] = True
     else:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
     # What verl-tlt saves says itself whose its head is: rows of the policy's may be those of an earlier RL step.
     says = "own_head" in checked.config or "verl_tlt" in provenance(directory).get("versions", {})
-    if "lm_head.weight" in tensors and not says and isinstance(policy, str | os.PathLike):
-        config.own_head = is_trained(tensors["lm_head.weight"], drafted, policy, "lm_head")
+    files = policy if isinstance(policy, str | os.PathLike) else None
+    if "lm_head.weight" in tensors and not says:
+        config.own_head = files is None or is_trained(tensors["lm_head.weight"], drafted, files, "lm_head")
     model = _filled(config, tensors, attention or default_attention(device)).to(device)
     embedding = tensors.get("embed_tokens.weight")
-    if embedding is None or has_own_embedding(model) or not isinstance(policy, str | os.PathLike):
+    if embedding is None or has_own_embedding(model) or files is None:
         return model
-    if is_trained(embedding, torch.arange(len(embedding)), policy, "embed"):
+    if is_trained(embedding, torch.arange(len(embedding)), files, "embed"):
         logger.warning("%s has an embedding of its own, but is served with the policy's: it may draft worse", directory)
     return model
 

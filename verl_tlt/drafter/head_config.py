@@ -1,7 +1,7 @@
 """Reads an EAGLE-3 head's `config.json` in each public layout, as vLLM reads it, and writes speculators' layout.
 
 speculators nests the head's one layer (`transformer_layer_config`). SpecForge, SafeAILab/EAGLE and ModelOpt write flat
-configs; their heads have an output head of their own (`own_head`), which `speculators.convert` does not know of.
+configs. Most of their heads have an output head of their own (`own_head`), which `speculators.convert` does not know.
 
 A field that the file leaves out has vLLM's default for that layout. A field of another network than the one that is
 served is refused. All others are dropped: what is staged for vLLM cannot name code, another model or a dtype.
@@ -168,13 +168,16 @@ def _layer(flat: Fields, file: Path) -> Fields:
 
 def _positions(layer: Fields, policy: PolicyShape, min_context: int, file: Path) -> int:
     """`max_position_embeddings` to serve: at most what an engine of this policy needs; vLLM makes a row for each."""
-    context, kind = layer["max_position_embeddings"], layer["rope_parameters"]["rope_type"]
+    context, rope = layer["max_position_embeddings"], layer["rope_parameters"]
+    kind = rope["rope_type"]
+    if kind == "yarn":  # vLLM's table has so many rows, whatever the config says
+        context = int(rope["original_max_position_embeddings"] * rope["factor"]) + LONGEST_DRAFT
     if kind in COMPUTED_ROPE:
         return min(context, max(min_context, policy.max_position_embeddings + LONGEST_DRAFT))
     if context < min_context:
         raise DrafterError(
-            f"{file}: max_position_embeddings={context} is below {min_context}, the longest prompt, response and draft "
-            f"together, and positions of RoPE type {kind!r} cannot be continued."
+            f"{file} has {context} positions, but the longest prompt, response and draft together need {min_context}, "
+            f"and positions of RoPE type {kind!r} cannot be continued."
         )
     return context
 

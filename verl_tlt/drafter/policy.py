@@ -153,7 +153,7 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
     if not any((snapshot / file).is_file() for file in any_of):
         if constants.HF_HUB_OFFLINE:  # the hub was not asked
             raise NotHereError(f"{name}: {' or '.join(any_of)} is not here, since {offline}.")
-        missing = f"{name} has no {' or '.join(any_of)} on the hub"
+        missing = f"{name} has no {' or '.join(any_of)} on the hub (pickled weights are not read)"
         raise NotHereError(f"{missing}, or the hub could not be reached and the local cache has none.")
     return snapshot
 
@@ -324,12 +324,10 @@ def _mlp(fields: Fields) -> dict[str, int]:
 
 def rope_of(fields: Fields) -> Fields:
     """RoPE settings as transformers 5 keeps them, from older spellings too; where layers differ, full attention's."""
-    if fields.get("rope_parameters"):
-        rope = dict(fields["rope_parameters"])
-        return dict(rope.get("full_attention") or rope)
-    scaling = dict(fields.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    return {"rope_type": kind, "rope_theta": float(fields.get("rope_theta", 10000.0)), **scaling}
+    rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    rope = dict(rope.get("full_attention") or rope)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    return {"rope_type": kind, "rope_theta": float(fields.get("rope_theta") or 10000.0), **rope}
 
 
 def drafter_rope(rope: Fields) -> Fields:

@@ -63,7 +63,7 @@ def test_a_whole_vocabulary_keeps_its_head_too_unless_its_map_moves_tokens(polic
     assert torch.equal(serving_tensors(model)["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(model.verifier_lm_head.weight, policy.lm_head.weight)
     tensors["d2t"] = torch.arange(VOCAB).flip(0) - torch.arange(VOCAB)  # vLLM would draft by it
-    assert "must ascend" in refusal(written(tmp_path, tensors, draft_vocab_size=VOCAB), policy_dir)
+    assert "d2t must be zero" in refusal(written(tmp_path, tensors, draft_vocab_size=VOCAB), policy_dir)
 
 
 def test_newer_norms_are_carried_over(policy, tmp_path):
@@ -85,6 +85,16 @@ def test_without_t2d_it_drafts_the_tokens_that_d2t_names(theirs, policy, tmp_pat
         assert less.t2d.nonzero().flatten().tolist() == list(range(0, 2 * DV, 2))
         assert all(torch.equal(tensor, whole[name]) for name, tensor in serving_tensors(less).items())
         assert less.target_layer_ids == [1, 2, 3]
+
+
+def test_tokens_in_the_order_of_their_frequency_are_sorted(theirs, policy, tmp_path):
+    """As ModelOpt writes them; vLLM takes any order."""
+    tensors, order = tensors_of(), torch.randperm(DV, generator=torch.Generator().manual_seed(0))
+    tokens = (torch.arange(DV) + tensors["d2t"])[order]
+    shuffled = tensors | {"d2t": tokens - torch.arange(DV), "lm_head.weight": tensors["lm_head.weight"][order]}
+    found = serving_tensors(load_drafter(written(tmp_path / "modelopt", shuffled), policy.config))
+    for name, tensor in serving_tensors(load_drafter(theirs, policy.config)).items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -135,6 +145,8 @@ def test_a_whole_vocabulary_without_a_head_drafts_with_the_policys(policy, polic
     model = refreshed(written(tmp_path, tensors, draft_vocab_size=VOCAB))
     assert not has_own_head(model) and torch.equal(model.lm_head.weight, policy.lm_head.weight)
     assert "lm_head.weight" not in serving_tensors(model)
+    with_copy = tensors | {"lm_head.weight": policy.lm_head.weight.detach().clone()}  # as ModelOpt writes it
+    assert not has_own_head(load_drafter(written(tmp_path, with_copy, draft_vocab_size=VOCAB), policy_dir))
     pruned = {n: t for n, t in tensors_of().items() if n != "lm_head.weight"}
     assert "no tensor 'lm_head.weight'" in refusal(written(tmp_path, pruned), policy_dir)
 

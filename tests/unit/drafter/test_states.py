@@ -186,5 +186,7 @@ def test_a_drafters_rope_rotates_whole_heads_by_one_position():
     factors = {"type": "longrope", "long_factor": [1.5] * 4, "short_factor": [1.0] * 4}
     phi3 = rope(rope_theta=10000.0, rope_scaling=factors, model_type="phi3")
     assert phi3 == plain, "vLLM would choose another factor than training"
+    beside = {"rope_parameters": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5}
+    assert rope_of(beside) == linear
     by_kind = {"full_attention": {**plain, "rope_theta": 5.0}, "sliding_attention": plain}
     assert rope_of({"rope_parameters": by_kind}) == {"rope_type": "default", "rope_theta": 5.0}
