@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_tlt.drafter import data
-from verl_tlt.drafter.policy import Model, check_aux_layers, policy_shape
+from verl_tlt.drafter.policy import Model, check_aux_layers, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:
@@ -65,10 +65,23 @@ def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
     return decoders[0]
 
 
+def check_loadable(policy: Model) -> None:
+    """Raise a `DrafterError` where `load_policy` could load a policy by code of its own alone."""
+    from transformers import CONFIG_MAPPING
+
+    shape = policy_shape(policy)
+    if shape.model_type not in CONFIG_MAPPING:
+        raise DrafterError(
+            f"{shape.source}: models of type {shape.model_type!r} load by code of their own, which warmup and evaluate "
+            "do not run. Let a run train the drafter (+trainer.plugin=tlt)."
+        )
+
+
 def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
     """The policy as a frozen transformers model on `device`, over all GPUs where there are several.
 
-    The dtype is the files'; on a CPU without products of 16 bits, which then take five times as long, it is float32.
+    The dtype is the files', but bfloat16 for those in float32 on a GPU, as in engines. On a CPU without products of 16
+    bits, which then take five times as long, it is float32.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -78,7 +91,10 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
     cpu: dict[str, object] = capabilities() if torch.device(device).type == "cpu" else {}
     slow = cpu.get("architecture") == "x86_64" and not (cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
     spread = {"device_map": "auto"} if several else {}
-    dtype = torch.float32 if slow else "auto"
+    fields = read_model_config(policy)
+    long = (fields.get("dtype") or fields.get("torch_dtype") or "float32") == "float32"
+    on_gpu = torch.bfloat16 if long and torch.device(device).type == "cuda" else "auto"
+    dtype = torch.float32 if slow else on_gpu
     model = kind.from_pretrained(policy, dtype=dtype, attn_implementation="sdpa", **spread)
     return (model if several else model.to(device)).eval().requires_grad_(False)
 

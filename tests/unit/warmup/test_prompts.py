@@ -109,10 +109,37 @@ def test_prompts_are_those_of_the_run(options, policy_dir, tmp_path, prompt_line
         given = [[{"role": "system", "content": "w9"}, *chat] for chat in chats]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": c, "question": c}) + "\n" for c in chats))
     read = read_prompts(options(*overrides, prompts=[tmp_path / "rows.jsonl"]), tmp_path / "images")
-    assert [prompt.tokens for prompt in read.all] == as_verl(policy_dir, overrides, given)
-    assert set(read.all[0].tokens) >= marks and not {40, 41, 42, 44, 46, 9} & set(read.all[0].tokens) - marks - {
+    wanted = as_verl(policy_dir, overrides, given)
+    assert {prompt.tokens for prompt in read.all} == set(wanted) and len(read.all) == len(set(wanted))
+    assert set(wanted[0]) >= marks and not {40, 41, 42, 44, 46, 9} & set(wanted[0]) - marks - {
         int(word[1:]) for word in prompt_lines[0].split()
     }
+
+
+def test_a_few_prompts_are_of_all_files_and_the_same_in_every_call(options, tmp_path):
+    """As where a run shuffles files of different tasks, and takes part of them."""
+    files = [tmp_path / "easy.jsonl", tmp_path / "hard.jsonl"]
+    for file, marked in zip(files, (5, 6), strict=True):
+        chats = ([{"role": "user", "content": f"w{marked} w{7 + i // 30} w{7 + i % 30}"}] for i in range(200))
+        file.write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    asked = options("data.train_max_samples=300", prompts=files)
+    first, again, fewer = (read_prompts(asked, tmp_path / "images", limit) for limit in (64, 64, 32))
+    assert first.digest == again.digest and first.all[:32] == fewer.all
+    assert sum(5 in prompt.tokens for prompt in first.all) >= 20
+    assert sum(6 in prompt.tokens for prompt in first.all) >= 10, "a third of the rows that the run takes"
+
+
+@pytest.mark.parametrize("dated", [True, False])
+def test_a_template_that_writes_todays_date_is_told(options, tmp_path, dated):
+    """As Llama 3.2's."""
+    template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('w8') %}{% endif %}{{ date_string }} "
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+    ).replace("'", "\\'")
+    given = [] if dated else ["+data.apply_chat_template_kwargs.date_string=w9"]
+    asked = options(f"actor_rollout_ref.model.custom_chat_template='{template}'", *given)
+    read = read_prompts(asked, tmp_path / "images")
+    assert read.dated is dated and {prompt.tokens[0] for prompt in read.all} == {8 if dated else 9}
 
 
 def test_a_tenth_is_held_out_whatever_else_is_in_the_file(options, tmp_path):
@@ -185,10 +212,12 @@ def test_prompts_keep_their_images(options, tmp_path, monkeypatch):
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         return read_prompts(options(*overrides, prompts=[tmp_path / "rows.jsonl"]), tmp_path / folder)
 
-    known = read([*shades, [7], [], []], "images")
-    assert [[image.getpixel((3, 3))[0] for image in open_images(prompt.images)] for prompt in known.all] == shades
+    rows = [*shades, [7], [], []]
+    known = read(rows, "images")
+    found = [[image.getpixel((3, 3))[0] for image in open_images(prompt.images)] for prompt in known.all]
+    assert sorted(found) == sorted(shades)
     assert {prompt.tokens for prompt in known.all} == {(5, 6)} and known.with_media == 2
     assert len(list((tmp_path / "images").iterdir())) == 20
-    again, other = read(shades, "elsewhere"), read([*shades[:-1], [4, 3]], "images")
+    again, other = read(rows, "elsewhere"), read([*shades[:-1], [4, 3], *rows[-3:]], "images")
     assert (again.digest, again.held_out) == (known.digest, known.held_out) and other.digest != known.digest
     assert 0 < len(known.held_out) < 12, "held out by image too"

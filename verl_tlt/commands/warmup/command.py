@@ -31,6 +31,7 @@ from verl_tlt.commands.warmup.prompts import Prompts, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter.build import build_drafter, most_frequent
+from verl_tlt.drafter.capture import check_loadable
 from verl_tlt.drafter.check import check_drafter, place_for
 from verl_tlt.drafter.checkpoint import load_drafter, load_own_head, save_drafter
 from verl_tlt.drafter.mtp_tensors import head_files
@@ -39,6 +40,7 @@ from verl_tlt.drafter.policy import (
     DrafterError,
     check_aux_layers,
     draft_vocab_size,
+    first_line,
     policy_shape,
     read_json,
     unsupported,
@@ -52,6 +54,11 @@ if TYPE_CHECKING:
 
 STATE = "state.safetensors"
 """File of the training run's state, in the working directory."""
+DATED = (
+    "The chat template writes today's date, so an interrupted warm-up cannot go on tomorrow, and a later run holds out "
+    'other prompts. To prevent this, add +data.apply_chat_template_kwargs.date_string="26 Jul 2024" here and in the '
+    "run."
+)
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
 _OF_RESPONSES = (
@@ -81,6 +88,8 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     fetch_policy(options.model)
     if prompts.with_media:
         say(console, f"{prompts.with_media} prompts with videos or sound are left out.")
+    if prompts.dated:
+        say(console, DATED)
     with take_lock(options.work / "lock", f"Another warm-up is writing to {options.work}; give another --out."):
         if notice := begin(options, prompts):
             say(console, notice)
@@ -89,6 +98,9 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
                 responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
                 run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
                 run()
+        except torch.OutOfMemoryError as error:
+            less = f"give a smaller --batch-tokens than {options.batch_tokens}, or more GPUs; the responses are kept"
+            raise DrafterError(f"The GPU has too little memory: {less}. ({first_line(error)})") from error
         except KeyboardInterrupt:
             say(console, f"Interrupted: the same command goes on with what is in {options.work}.")
             raise
@@ -116,7 +128,8 @@ def conclusion(options: WarmupOptions, directory: Path, accept_length: float) ->
 
 def _of_the_engine(options: EngineOptions) -> list[str]:
     """The options of policy and engine that have other values than by default, for another command."""
-    others = {f.name: f.default for f in fields(EngineOptions)[len(fields(RunOptions)) :] if f.name != "model"}
+    of_the_run = {"model", *(f.name for f in fields(RunOptions))}
+    others = {f.name: f.default for f in fields(EngineOptions) if f.name not in of_the_run}
     given = {name: getattr(options, name) for name in others}
     return [f"--{name.replace('_', '-')}={given[name]}" for name in others if given[name] != others[name]]
 
@@ -142,6 +155,7 @@ def _check(options: WarmupOptions) -> None:
     if shaped and (own or options.drafter is not None):
         leave_out = "leave out --aux-layers, --draft-vocab and --intermediate-size"
         raise DrafterError(f"{'--method mtp' if own else '--drafter'} brings its own shape: {leave_out}.")
+    check_loadable(options.model)
     rehearse(options.model, options.method)
     if options.drafter is not None:
         if (kind := check_drafter(options.drafter, options.model).method) != options.method:

@@ -101,7 +101,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     total, done = len(job.prompts) * job.samples, 0
     directory.mkdir(parents=True, exist_ok=True)
     out.touch()
-    if len(_read_responses(out)) < total or (job.drafting and not answer.is_file()):
+    if len(_read_responses(out)) < total:
         environment = {**run_environment(job.recipe), **(ON_CPU if find_device() == "cpu" else {}), **QUIET}
         with out.open("rb") as written:
 

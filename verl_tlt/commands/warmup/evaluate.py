@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -24,10 +25,11 @@ from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.prompts import Prompt, read_prompts
 from verl_tlt.commands.warmup.train import PolicyTexts
+from verl_tlt.drafter.capture import check_loadable
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
 from verl_tlt.drafter.mtp_write_back import write_back
-from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, folder, policy_shape
+from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, first_line, folder
 from verl_tlt.server.engine_arguments import speculative_config
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Verdict:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
-    policy_shape(options.model)  # a policy that is not there is named before its prompts
+    check_loadable(options.model)  # a policy that is not there is named before its prompts
     device = engine.find_device(options.tensor_parallel)
     with scratch() as folder:
         prompts = choose_prompts(options, folder / "images")
@@ -95,7 +97,10 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
             def tell(done: int, total: int) -> None:
                 scored.tell(done / total, f"{done} of {total} tokens")
 
-            simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
+            try:
+                simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
+            except torch.OutOfMemoryError as error:
+                raise DrafterError(f"The GPU has too little memory; take more GPUs. ({first_line(error)})") from error
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 

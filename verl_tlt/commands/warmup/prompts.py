@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from verl_tlt.checks.recipe import ROLLOUT, number
 from verl_tlt.commands.warmup.run import composed, longest_context
 from verl_tlt.drafter import DrafterError, files_digest, policy_shape
@@ -60,6 +62,8 @@ class Prompts:
     """Numbers of the prompts that are for judging only."""
     with_media: int = 0
     """Rows left out because they have videos or sound."""
+    dated: bool = False
+    """The chat template writes today's date, so that the same rows are other prompts tomorrow."""
 
     @property
     def digest(self) -> str:
@@ -69,10 +73,11 @@ class Prompts:
 
 
 def read_prompts(options: EngineOptions, images: Path, limit: int | None = None, least: int = MIN_PROMPTS) -> Prompts:
-    """The first `limit` different prompts of the options' files, without those that leave no room for a response.
+    """`limit` different prompts of the options' files, without those that leave no room for a response.
 
-    `images` is the folder for their images; it is made if there are any. A `DrafterError` says that a file is missing
-    or unreadable, or that all hold fewer than `least` usable prompts.
+    They are drawn from all rows, the same ones in every call. `images` is the folder for their images; it is made if
+    there are any. A `DrafterError` says that a file is missing or unreadable, or that all hold fewer than `least`
+    usable prompts.
     """
     files = [Path(file) for file in options.prompts]  # type: ignore[attr-defined]
     named = "--prompts " + " ".join(map(str, files))
@@ -88,7 +93,7 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     images = images.absolute()  # the recipe's script may start elsewhere
     with composed(options, _changes(options, files, positions)) as config:
         longest = min(longest, number(config, f"{ROLLOUT}.prompt_length", 512))
-        asked, with_media = asyncio.run(_first_requests(config, images, limit, named))
+        asked, with_media, dated = asyncio.run(_first_requests(config, images, limit, named))
     kept = [r for r in asked if 0 < len(r.tokens) <= longest]
     if len(kept) < least:
         long = sum(len(r.tokens) > longest for r in asked)
@@ -99,7 +104,7 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
         why += f"; --limit {limit} takes no more" if limit and len(asked) == limit else ""
         usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
         raise DrafterError(f"{named} holds {usable}{why}.")
-    return Prompts(tuple(kept), files_digest(files), _held_out(kept), with_media)
+    return Prompts(tuple(kept), files_digest(files), _held_out(kept), with_media, dated)
 
 
 def _is_empty(file: Path) -> bool:
@@ -118,6 +123,7 @@ def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> d
         "data.train_files": [str(file.absolute()) for file in files],
         f"{ROLLOUT}.trace.backend": None,  # nothing is logged elsewhere
         "distillation.enabled": False,  # no teacher is asked
+        "data.shuffle": False,  # `data.train_max_samples` takes the first rows then, and not other ones in every call
     }
     if not options.names_a_run():
         changes |= {"data.max_prompt_length": positions, f"{ROLLOUT}.prompt_length": positions}
@@ -182,10 +188,13 @@ def _as_drafter_error(sentence: str) -> Iterator[None]:
         raise DrafterError(f"{sentence}: {reason}.") from error
 
 
-async def _first_requests(config: DictConfig, images: Path, limit: int | None, named: str) -> tuple[list[Prompt], int]:
-    """The first `limit` different requests with which rows begin, in the order of the files.
+async def _first_requests(
+    config: DictConfig, images: Path, limit: int | None, named: str
+) -> tuple[list[Prompt], int, bool]:
+    """`limit` different requests with which rows begin, drawn from all rows: files may be sorted.
 
-    Also returns how many rows before the last of these have videos or sound, and so none.
+    Also returns how many of the rows that were looked at have videos or sound, and so no request, and whether the chat
+    template writes today's date.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.utils import create_rl_dataset
@@ -205,7 +214,7 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
         others = f"its columns: {', '.join(columns)}"
         raise DrafterError(f"{named} has no `{key}` ({others}): add data.prompt_key=NAME for the one with the prompts.")
     requests, with_media = dict[Prompt, None](), 0
-    for i in range(len(data)):
+    for i in np.random.default_rng(0).permutation(len(data)).tolist():
         request = await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}")
         if request is None:
             with_media += 1
@@ -213,7 +222,10 @@ async def _first_requests(config: DictConfig, images: Path, limit: int | None, n
             requests[request] = None
         if len(requests) == limit:
             break
-    return list(requests), with_media
+    template = str(getattr(worker.tokenizer, "chat_template", None))
+    given = config.data.get("apply_chat_template_kwargs") or {}
+    dated = "strftime_now" in template and "date_string" in template and "date_string" not in given
+    return list(requests), with_media, dated
 
 
 async def _first_request(worker: Any, config: DictConfig, data: Any, number: int, where: str) -> Prompt | None:

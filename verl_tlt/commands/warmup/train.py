@@ -39,7 +39,9 @@ CHECKS = 10
 JUDGED_TOKENS, JUDGED_RESPONSES, MOST_TOKENS = 8_192, 16, 65_536
 """A check takes held-out responses of at most so many tokens, or so many responses if that is more, but no more than
 `MOST_TOKENS`; one at least."""
-SAVE_EVERY_S = 60.0
+SAVE_EVERY_S, SAVE_SHARE = 60.0, 20.0
+"""Fewest seconds between two checkpoints, and how many times as long as the last one took to write: training waits for
+it, and it may have gigabytes."""
 OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of the text beside the images."""
 LAST_LR = 0.1
@@ -170,7 +172,7 @@ class TrainingRun:
     def __call__(self) -> None:
         """Train to the end of the budget, then take the best weights."""
         self._resume()
-        saved = time.perf_counter()
+        saved, every_s = time.perf_counter(), SAVE_EVERY_S
         with ahead(self._batches(), self.trainer.feed()) as source:
             if not self.taus:
                 with self._turn:
@@ -183,9 +185,12 @@ class TrainingRun:
                     self.progress.seconds += time.perf_counter() - started
                     self._check_if_due()
                 self.stage.tell(self.spent, self._note())
-                if time.perf_counter() - saved > SAVE_EVERY_S:
+                if (begun := time.perf_counter()) - saved > every_s:
                     self.save()
                     saved = time.perf_counter()
+                    every_s = max(SAVE_EVERY_S, SAVE_SHARE * (saved - begun))
+            if self.progress.checks[-1]["step"] < self.trainer.steps:  # a smaller budget was used up already
+                self._check()
         self.trainer.load_parameters(self.best)
         self.save()
 
@@ -206,7 +211,7 @@ class TrainingRun:
             self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
 
         score = self.library.score(self.trainer.model, chosen, self.options.batch_tokens, tell)
-        if not self.taus or score.accept_length > max(self.taus):
+        if not self.taus or score.accept_length >= max(self.taus):
             self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
         check = {"step": self.trainer.steps, "tokens": p.tokens, "seconds": p.seconds, "tau": score.accept_length}
         p.checks.append(check)
