@@ -1,4 +1,4 @@
-"""What the benchmark compares: stock verl, vLLM's own speculation, and TLT with and without its parts.
+"""What the benchmark compares: stock verl, vLLM's own speculation, and TLT.
 
 The arms of vLLM take the drafter that `tlt` starts from.
 
@@ -16,7 +16,7 @@ cache would stay in its memory during training. A drafter is also kept by vLLM 0
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_tlt.commands.compare.plan import NO_SLEEP, NO_SPOT, STOCK, TLT, Arm, vllm_arm
+from verl_tlt.commands.compare.plan import NO_SLEEP, STOCK, TLT, Arm, vllm_arm
 
 LONGEST = 7
 KEPT = "vLLM's own speculation, {}, with the warmed-up drafter, kept because the engines never sleep"
@@ -68,7 +68,7 @@ def arms(warm: Path, cold_start: str, longest: int) -> dict[str, Arm]:
         cold_start: `tlt.spot.cold_start_s` of the arm without a drafter.
         longest: the longest draft of TLT's arms.
     """
-    drafter, began, no_spot = str(warm), f"tlt.drafter.path={warm}", "tlt.spot.enable=false"
+    drafter, began = str(warm), f"tlt.drafter.path={warm}"
     begins = "a cold start if that pays" if cold_start == "null" else f"a cold start of {cold_start} s at most"
 
     def tlt(name: str, label: str, *overrides: str) -> Arm:
@@ -79,9 +79,6 @@ def arms(warm: Path, cold_start: str, longest: int) -> dict[str, Arm]:
         vllm_arm("vllm-3", KEPT.format("K=3"), drafter, 3),
         vllm_arm("vllm-7", KEPT.format("K=7"), drafter, 7),
         lost_arm("vllm-3-lost", LOST, drafter, 3),
-        tlt("tlt-off", "from a random drafter that nothing trains: what it costs where it does not draft", no_spot),
-        tlt(NO_SPOT, "from the warmed-up drafter, which it does not train", began, no_spot),
-        tlt("tlt-ngram", "with n-grams in a drafter's place", "tlt.speculation.source=ngram", no_spot),
         tlt(
             "tlt-fresh",
             f"from a random drafter: {begins}, then trained in idle time",

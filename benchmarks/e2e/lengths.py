@@ -19,14 +19,14 @@ from typing import Any
 
 from benchmarks.control.drains import NONE, OURS, VLLM, predict
 from verl_tlt.bootstrap import Floats
-from verl_tlt.commands.compare.plan import NO_SPOT, STOCK, TLT
+from verl_tlt.commands.compare.plan import STOCK, TLT
 from verl_tlt.commands.compare.record import Step
 from verl_tlt.commands.compare.result import pooled
 from verl_tlt.speculation.costs import LatencyTable
 
 REPLICAS, SPLITS = 2, 8
 """Replicas, and how often a step's responses are split among them at random. A rollout ends with the slower one."""
-SPECULATES = {STOCK: NONE, "tlt-fresh": NONE, TLT: OURS, NO_SPOT: OURS, "vllm-3": f"{VLLM}3", "vllm-7": f"{VLLM}7"}
+SPECULATES = {STOCK: NONE, "tlt-fresh": NONE, TLT: OURS, "vllm-3": f"{VLLM}3", "vllm-7": f"{VLLM}7"}
 """How each arm is predicted. What a drafter that starts untrained accepts is not known before: no drafts."""
 Predict = Callable[[str, Sequence[int]], float]
 """Seconds of a rollout by arm and lengths."""
