@@ -67,9 +67,7 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
     calibrate = settings.speculation.calibrate and not ngrams_alone
     speculation = replace(settings.speculation, calibrate=calibrate)
-    without = ngrams_alone or rules.untapped(config) or config.trainer.get("val_only")
-    trains = settings.spot.enable and not (without or rules.verl_trains_the_head(config, settings))
-    spot = replace(settings.spot, enable=trains)
+    spot = replace(settings.spot, enable=rules.trains(config, settings))
     return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)
 
 

@@ -85,7 +85,7 @@ def mistake(program: str, words: Sequence[str]) -> str | None:
         return f"{SWITCH}={NAME} works with {MAIN}, and this is {program}."
     if not program.endswith(MAIN):
         return None
-    if NAME in values and not values[NAME].startswith("{"):
+    if NAME in values and SWITCH not in values and not values[NAME].startswith("{"):  # else a config group
         instead = f"write +{SWITCH}={NAME}, and settings as {NAME}.drafter.path=DIR"
         return f"{NAME}={values[NAME]} does not switch TLT on: {instead}."
     return misspelt(

@@ -5,9 +5,10 @@ So it uses the standard library only and does nothing but this:
 
 * In the process of `verl.trainer.main_ppo` it lets Hydra take TLT's overrides with or without a plus.
 * It hooks `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts.
+* It hooks `run_ppo`, which other programs may call without that.
 * It hooks the look-up of the trainer's class, in the process that builds the trainer.
 
-Without the switch both hooks call straight through, and nothing else of verl-tlt is imported.
+Without the switch the hooks call straight through, and nothing else of verl-tlt is imported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 CONFIG_MODULE = "verl.utils.config"
+MAIN_MODULE = "verl.trainer.main_ppo"
 TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,24 @@ def _wrap_validate_config(module: ModuleType) -> None:
         vars(package)["validate_config"] = validate_config  # verl.utils re-exports it
 
 
+def _wrap_run_ppo(module: ModuleType) -> None:
+    """Refuse a TLT run whose config was not prepared, as of a program that does not call `validate_config`."""
+    if (original := _unhooked(module, "run_ppo")) is None:
+        return
+
+    @functools.wraps(original)
+    def run_ppo(config: DictConfig, *args: object, **kwargs: object) -> object:
+        if _is_tlt_run(config) and not str(config.trainer.v1.trainer_mode).startswith(MODE_PREFIX):
+            raise SystemExit(
+                f"verl-tlt: {flag.SWITCH}={flag.NAME} works with {flag.MAIN}, and this program calls its run_ppo "
+                "without verl.utils.config.validate_config."
+            )
+        return original(config, *args, **kwargs)
+
+    run_ppo._verl_tlt = True  # type: ignore[attr-defined]
+    vars(module)["run_ppo"] = run_ppo
+
+
 def _is_tlt_run(config: DictConfig) -> bool:
     """Whether the run is to be a TLT run; `SystemExit` where it is neither that nor a stock one (`flag.refusal`)."""
     try:
@@ -110,10 +130,11 @@ def read_command_line() -> None:
 
 # Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start
 def arm() -> None:
-    """Install both hooks; calling it again changes nothing that is already wrapped."""
+    """Install the hooks; calling it again changes nothing that is already wrapped."""
     from verl_tlt.upstream.import_hooks import when_imported
 
     when_imported(CONFIG_MODULE, _wrap_validate_config)
+    when_imported(MAIN_MODULE, _wrap_run_ppo)
     when_imported(TRAINER_MODULE, _wrap_get_trainer_cls)
 
 

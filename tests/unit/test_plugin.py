@@ -94,6 +94,7 @@ def test_overrides_of_tlt_need_no_plus(switch):
             "trainer.plugins=tlt is no setting of verl or verl-tlt. Did you mean +trainer.plugin=tlt?",
         ),
         (["trainer.plugin=tlt", "+tlt={spot:{enable:false}}"], None),
+        (["+trainer.plugin=tlt", "+tlt=long"], None),  # a config group of the user's
         (["+trainer.plugins=[profiler]"], None),
     ],
 )
@@ -124,6 +125,24 @@ def test_a_verl_without_a_hooked_function_runs_stock_and_refuses_the_flag(monkey
     with pytest.raises(SystemExit, match=r"no other\.validate_config") if switched_on else contextlib.nullcontext():
         plugin._wrap_validate_config(types.ModuleType("other"))
     assert switched_on or "this verl has no other.validate_config" in said.text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "runs"),
+    [
+        ({"plugin": "tlt", "v1": {"trainer_mode": "sync"}}, False),
+        ({"plugin": "tlt", "v1": {"trainer_mode": "tlt_sync"}}, True),
+        ({"v1": {"trainer_mode": "sync"}}, True),
+        ({}, True),
+    ],
+)
+def test_a_program_that_does_not_prepare_the_config_runs_stock_alone(trainer, runs):
+    """As verl's fully asynchronous trainer, with the switch in its YAML."""
+    stock = types.ModuleType("stock")
+    stock.run_ppo = lambda config, **_: "ran"
+    plugin._wrap_run_ppo(stock)
+    with contextlib.nullcontext() if runs else pytest.raises(SystemExit, match=r"calls its run_ppo without"):
+        assert stock.run_ppo(closed({"trainer": trainer}), task_runner_class=None) == "ran"
 
 
 def test_with_the_flag_a_broken_install_refuses(recipe, monkeypatch):

@@ -245,6 +245,22 @@ def most_requests(config: DictConfig) -> int:
     return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", number(config, f"{ROLLOUT}.max_num_seqs", 256))
 
 
+def most_tokens(config: DictConfig) -> int:
+    """Most tokens of an engine step; without chunked prefill verl makes it as large as the longest context."""
+    tokens = number(config, f"{ROLLOUT}.max_num_batched_tokens", 8192)
+    if not engine_setting(config, "enable_chunked_prefill", True):
+        tokens = max(tokens, context_tokens(config))
+    return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens", tokens)
+
+
+def lora_rank(config: DictConfig) -> int:
+    """Rank of the LoRA that engines serve as an adapter; 0: none."""
+    model = "actor_rollout_ref.model"
+    if select(config, f"{model}.lora.merge", False):
+        return 0
+    return number(config, f"{model}.lora.rank", 0) or number(config, f"{model}.lora_rank", 0)
+
+
 def policy_fields(config: DictConfig) -> dict[str, Any]:
     """The config of the recipe's policy; empty where it cannot be read, which another rule reports."""
     try:

@@ -19,6 +19,9 @@ from verl_tlt.checks.recipe import (
     draft_logits,
     enforce_eager,
     engine_setting,
+    lora_rank,
+    most_requests,
+    most_tokens,
     number,
     policy_fields,
     ray_address,
@@ -35,7 +38,7 @@ from verl_tlt.drafter.check import place_for
 from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import matching
 from verl_tlt.idle.planner import MODE_RULES
-from verl_tlt.server.engine_arguments import problems
+from verl_tlt.server.engine_arguments import engine_lengths, graph_mode, problems
 from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
 from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, importable, installed, release
 
@@ -43,18 +46,16 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ACTOR, MTP = "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
-_REJECTED = "is not possible: vLLM rejects it together with speculative decoding"
 _QUANTIZED = (
     "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter, "
     "and drafters beside a quantized policy were not tested"
 )
-NOT_WITH_DRAFTS = {
-    **{f"{ROLLOUT}.{name}": _REJECTED for name in ("min_p", "logit_bias")},
-    **{f"{ROLLOUT}.val_kwargs.{name}": _REJECTED for name in ("min_p", "logit_bias")},
-    **{f"{ROLLOUT}.{name}": _QUANTIZED for name in ("quantization", "engine_kwargs.vllm.quantization")},
-    **{f"{ACTOR}.{name}.qat.enable": _QUANTIZED for name in ("fsdp_config", "megatron")},
-}
-"""Why a setting does not go with drafts; what vLLM rejects is in its `SamplingParams._validate_spec_decode`."""
+QUANTIZES = (
+    *(f"{ROLLOUT}.{name}" for name in ("quantization", "engine_kwargs.vllm.quantization")),
+    *(f"{ACTOR}.{name}.qat.enable" for name in ("fsdp_config", "megatron")),
+)
+DEVICES = ("cuda", "cpu")
+"""What `trainer.device` may be; ROCm is "cuda", and the CPU is for tests."""
 TAPPED = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state capture; the others can speculate, but not train the drafter."""
 ROUTES_NEED_V2 = (0, 31, 0)
@@ -117,9 +118,15 @@ def judge_version(supported: Supported, version: str | None) -> Finding:
 def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     """The trainer must be verl's v1 trainer in a mode that has a TLT form."""
     what, mode = "trainer.v1.trainer_mode", trainer_mode(config) or "null"
-    if node := next((node for node in ("async_training", "rollout") if node in config), None):
-        other = f"the config has a top-level `{node}` node, as verl's experimental trainers do"
-        yield Finding("refuse", node, f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
+    devices = ("rollout.nnodes", "rollout.n_gpus_per_node")
+    if all(select(config, key) is not None for key in devices):
+        other = f"the config has {' and '.join(devices)}, as those of verl's experimental trainers"
+        yield Finding("refuse", "rollout", f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
+    device = str(select(config, "trainer.device", "cuda"))
+    if device not in DEVICES:
+        yield Finding(
+            "refuse", "trainer.device", f"trainer.device={device} is not supported; verl-tlt needs CUDA or ROCm."
+        )
     if not select(config, "trainer.use_v1", True):
         yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
     if mode in MODE_RULES:
@@ -138,8 +145,10 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         return
     random = "without tlt.drafter.path is random, unless a checkpoint has one, and will not speed up anything"
     given = settings.drafter.path or settings.drafter.method == "mtp"
-    if not settings.spot.enable:
-        if given or not settings.speculation.enable or settings.speculation.source == "ngram":
+    if draft_nothing(settings):
+        yield Finding("ok", what, f"{what}={strategy}; no drafter drafts")
+    elif not settings.spot.enable:
+        if given:
             yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
         else:
             yield Finding("warn", "tlt.spot.enable", f"tlt.spot.enable=False keeps the first drafter, which {random}.")
@@ -148,6 +157,18 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
     else:
         yield Finding("ok", what, f"{what}={strategy}")
+
+
+def draft_nothing(settings: TLTConfig) -> bool:
+    """Whether no drafter drafts, but n-grams, or nothing."""
+    return not settings.speculation.enable or settings.speculation.source == "ngram"
+
+
+def trains(config: DictConfig, settings: TLTConfig) -> bool:
+    """Whether the spot trainer trains a drafter; with speculation turned off too, for later runs."""
+    ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
+    without = ngrams_alone or untapped(config) or select(config, "trainer.val_only", False)
+    return settings.spot.enable and not (without or verl_trains_the_head(config, settings))
 
 
 def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
@@ -175,6 +196,8 @@ def untapped(config: DictConfig) -> tuple[str, str] | None:
     key, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
     if strategy not in TAPPED:
         return key, f"{key}={strategy} has no hidden-state capture (only {', '.join(TAPPED)} have)"
+    if strategy == "megatron" and policy_fields(config).get("vision_config"):
+        return key, f"{key}=megatron has no hidden-state capture for a policy that takes images"
     for name, why in UNTAPPED_LAYOUTS.items() if strategy == "megatron" else ():
         if select(config, key := f"{ACTOR}.megatron.{name}", False):
             return key, f"{key}=True {why}"
@@ -194,13 +217,12 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     if settings.speculation.enable and ":" in policy and not importable(module := re.split("[.:]", policy)[0]):
         absent = f"there is no module {module} here, which every node must be able to import"
         yield Finding("warn", key, f"{key}={policy}: {absent}.")
-    key = f"{ROLLOUT}.enable_prefix_caching"
-    prefixes = engine_setting(config, "enable_prefix_caching", False)
-    if prefixes and settings.speculation.enable and is_hybrid(policy_fields(config)):
-        off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
-        yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
     if settings.speculation.enable and is_hybrid(policy_fields(config)):
-        key, longest = "tlt.speculation.max_draft_length", settings.speculation.longest
+        key = f"{ROLLOUT}.enable_prefix_caching"
+        if engine_setting(config, "enable_prefix_caching", False):
+            off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
+            yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
+        key, longest = "tlt.speculation.max_draft_length", longest_draft(config, settings)
         states = f"with {key}={longest} a request of this hybrid policy takes {1 + longest} recurrent states, not one"
         yield Finding("warn", key, f"{states}: if too few requests fit, make it smaller.")
     key = f"{ROLLOUT}.full_determinism"
@@ -209,9 +231,15 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("warn", key, f"{key}=True does not hold: {other}; tlt.speculation.enable=False decodes as stock.")
 
 
+def longest_draft(config: DictConfig, settings: TLTConfig) -> int:
+    """K_max of the engines, which have CUDA graphs for some draft lengths only."""
+    user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
+    return engine_lengths(settings, graph_mode(user, enforce_eager(config)))[-1]
+
+
 def logits(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The GPU memory in which vLLM's V2 model runner keeps draft logits, while the trainer has the GPU too."""
-    key, longest = "tlt.speculation.max_draft_length", settings.speculation.longest
+    key, longest = "tlt.speculation.max_draft_length", longest_draft(config, settings)
     if not settings.speculation.enable or not (nbytes := draft_logits(config, longest)):
         return
     kept = f"engines keep {nbytes / 1e9:.1f} GB of draft logits on each GPU, also while they sleep ({key}={longest})"
@@ -230,29 +258,35 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
     key = f"{ROLLOUT}.disaggregation"
     if select(config, f"{key}.enabled", False):
         yield key, f"{key}.enabled=True is not supported; verl-tlt needs engines that prefill and decode."
-    key = f"{ROLLOUT}.data_parallel_size"
-    if (ranks := number(config, key, 1)) > 1:
-        why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
-        yield key, f"{key}={ranks} is not supported: {why}; use more replicas."
     key = f"{ROLLOUT}.checkpoint_engine.backend"
     if (backend := select(config, key)) == "delta_sharded":
         why = "it sends only what has changed of the weights, and the drafter's shared parts would stay as they were"
         yield key, f"{key}={backend} is not supported: {why}."
-    for key, why in NOT_WITH_DRAFTS.items():
-        if (value := select(config, key)) and (settings.speculation.enable or why != _REJECTED):
-            yield key, f"{key}={value} {why}."
+    for key in () if draft_nothing(settings) else QUANTIZES:
+        if value := select(config, key):
+            yield key, f"{key}={value} {_QUANTIZED}."
     if settings.speculation.enable:
-        yield from _with_a_drafter(config, settings)
+        yield from _with_drafts(config, settings)
 
 
-def _with_a_drafter(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for what engines refuse at their start because they speculate."""
+def _with_drafts(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for what does not go with engines that speculate."""
     user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
     hybrid = is_hybrid(policy_fields(config))
     for sentence in problems(settings, user, enforce_eager(config), hybrid) if installed("vllm") else ():
         yield f"{ROLLOUT}.engine_kwargs", sentence
-    key = f"{ROLLOUT}.enable_rollout_routing_replay"
-    if select(config, key, False) or user.get("enable_return_routed_experts"):
+    key = f"{ROLLOUT}.data_parallel_size"
+    if (ranks := number(config, key, 1)) > 1:
+        why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
+        instead = "use more replicas, or set tlt.speculation.enable=False"
+        yield key, f"{key}={ranks} is not supported: {why}; {instead}."
+    key, tokens, requests = f"{ROLLOUT}.max_num_batched_tokens", most_tokens(config), most_requests(config)
+    if (needed := requests * (1 + longest_draft(config, settings))) > tokens and lora_rank(config):
+        why = f"vLLM asks for {needed} with LoRA: {ROLLOUT}.max_num_seqs={requests} times a draft and one token"
+        yield key, f"{key}={tokens} is too small; {why}."
+    replay, routes = f"{ROLLOUT}.enable_rollout_routing_replay", "enable_return_routed_experts"
+    key = replay if select(config, replay, False) else f"{ROLLOUT}.engine_kwargs.vllm.{routes}"
+    if select(config, replay, False) or user.get(routes):
         vllm = release(installed("vllm") or "") or (0, 0, 0)
         if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2]) == "V1":
             why = f"vLLM {installed('vllm')} returns routes of experts from its V2 runner alone, and drafts on V1 here"
@@ -304,7 +338,7 @@ def _absent_data(config: DictConfig) -> Iterator[Finding]:
 def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The drafter is trained while one replica waits for another, so there must be another."""
     what, rule = "trainer.n_gpus_per_node", MODE_RULES.get(trainer_mode(config))
-    if rule is None or rule.idle != "replicas" or not settings.spot.enable:
+    if rule is None or rule.idle != "replicas" or not trains(config, settings):
         return
     try:
         replicas = replicas_on(config, "trainer")

@@ -64,15 +64,17 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({"trainer.use_v1": False}, "trainer.use_v1", "legacy trainer"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 4}, "trainer.n_gpus_per_node",
          "ask for 4 GPUs a replica, and trainer.nnodes and trainer.n_gpus_per_node give 2"),
-        ({"async_training": {"x": 1}}, "async_training", "experimental trainers"),
+        ({"rollout": {"nnodes": 1, "n_gpus_per_node": 4}}, "rollout", "experimental trainers"),
+        ({"trainer.device": "npu"}, "trainer.device", "needs CUDA or ROCm"),
+        ({"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 512,
+          f"{ROLLOUT}.max_num_batched_tokens": 1536, f"{ROLLOUT}.enable_chunked_prefill": True},
+         f"{ROLLOUT}.max_num_batched_tokens", "vLLM asks for 2048 with LoRA"),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "works with vllm only"),
         ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation", "prefill and decode"),
         ({f"{ROLLOUT}.checkpoint_engine": {"backend": "delta_sharded"}}, f"{ROLLOUT}.checkpoint_engine.backend",
          "delta_sharded is not supported"),
         ({f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.data_parallel_size",
          "use more replicas"),
-        ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p", "vLLM rejects it"),
-        ({f"{ROLLOUT}.val_kwargs.logit_bias": {3: -1.0}}, f"{ROLLOUT}.val_kwargs.logit_bias", "vLLM rejects it"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
         ({f"{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8"}, f"{ROLLOUT}.engine_kwargs.vllm.quantization",
          "quantization=fp8 lets the rollout"),
@@ -99,7 +101,8 @@ def test_what_another_machine_may_have_is_no_reason_to_refuse(findings, changes,
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {f"{ROLLOUT}.min_p": 0.0}, {f"{ACTOR}.strategy": "megatron"},
+    {}, {"rollout": {"n": 8}}, {f"{ACTOR}.strategy": "megatron"},
+    {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 512, f"{ROLLOUT}.max_num_batched_tokens": 2048},
     *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS),
     *({"trainer.v1.trainer_mode": f"{prefix}{mode}"} for mode in MODE_RULES for prefix in ("", "tlt_")),
 ])  # fmt: skip
@@ -130,8 +133,29 @@ def test_a_policy_of_ones_own_that_cannot_be_imported_is_told(findings):
     assert findings({}, TLTConfig(speculation=SpeculationConfig(policy="textwrap:TextWrapper"))) == {}
 
 
-def test_what_vllm_rejects_with_drafts_goes_without(findings):
-    assert findings({f"{ROLLOUT}.min_p": 0.05}, NO_DRAFTS) == {}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4},
+        {f"{ROLLOUT}.quantization": "fp8"},
+        {f"{ACTOR}.strategy": "veomni"},
+    ],
+)
+def test_what_does_not_go_with_drafts_goes_without(findings, changes):
+    assert findings(changes) and findings({}, NO_DRAFTS) == {}
+
+
+@pytest.mark.parametrize("changes", [{f"{ACTOR}.strategy": "veomni"}, {"trainer.n_gpus_per_node": 1}])
+def test_where_ngrams_draft_nothing_is_said_of_a_drafter(findings, changes):
+    assert findings(changes, TLTConfig(speculation=SpeculationConfig(source="ngram"))) == {}
+
+
+def test_megatrons_vision_language_policies_are_not_captured(findings, recipe):
+    path = Path(recipe.actor_rollout_ref.model.path, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_config": {"depth": 1}}))
+    assert not findings()
+    found = findings({f"{ACTOR}.strategy": "megatron"})
+    assert levels(found) == {f"{ACTOR}.strategy": "warn"} and "takes images" in found[f"{ACTOR}.strategy"].sentence
 
 
 def test_a_drafter_that_is_neither_given_nor_trained_is_a_warning(findings):
@@ -207,7 +231,7 @@ def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
 @pytest.mark.parametrize("key", ["enable_rollout_routing_replay", "engine_kwargs.vllm.enable_return_routed_experts"])
 def test_routes_of_experts_are_refused_where_vllm_has_them_on_the_other_runner(findings, monkeypatch, vllm, key):
     monkeypatch.setattr("verl_tlt.checks.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
-    wanted = {f"{ROLLOUT}.enable_rollout_routing_replay": "refuse"} if vllm == "0.31.0" else {}
+    wanted = {f"{ROLLOUT}.{key}": "refuse"} if vllm == "0.31.0" else {}
     assert levels(findings({f"{ROLLOUT}.{key}": True})) == wanted
     assert not findings({}, NO_DRAFTS)
 
