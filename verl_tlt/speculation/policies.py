@@ -20,7 +20,7 @@ POLICIES = ("live_table", "fixed", "off")
 """Names `make_policy` knows."""
 HYSTERESIS = 0.01
 """Relative speed that another K must promise over the one in the list: a change of K costs about a step."""
-PROBE_AFTER = 400
+PROBE_AFTER = 800
 """Steps with drafts, or without, before `PROBES` of the other kind are taken. A drafter that has improved is noticed
 within some seconds, and it stays known what a step without drafts takes, for less than a per cent of the steps."""
 PROBES = 3

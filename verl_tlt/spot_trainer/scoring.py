@@ -54,8 +54,7 @@ class Scoring:
             if part is None:
                 return None
             self.parts.append(part)
-            done = set(map(id, group))
-            self.left = [sequence for sequence in self.left if id(sequence) not in done]
+            del self.left[: len(group)]
         return combined(self.parts)
 
     def _score(
