@@ -44,7 +44,7 @@ def tail(count: float, error: float) -> float:
 
 
 def student(p: float, freedom: float) -> float:
-    """Quantile of Student's t by its expansion in 1/freedom (Abramowitz and Stegun 26.7.5); within 2 % from 2 on."""
+    """Quantile of Student's t, by its expansion in 1/freedom (Abramowitz and Stegun 26.7.5): within 2 % from 3 on."""
     if freedom == 2.0:  # three rounds of a comparison; the expansion is 3 % too small
         return (2.0 * p - 1.0) * math.sqrt(2.0 / (4.0 * p * (1.0 - p)))
     z = NormalDist().inv_cdf(p)

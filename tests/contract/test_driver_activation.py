@@ -23,6 +23,7 @@ FACTS = """
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from verl.utils.config import validate_config
+    import verl.trainer.main_ppo
     import verl.trainer.ppo.v1 as v1
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.workers.engine.base import EngineRegistry
@@ -67,7 +68,12 @@ FACTS = """
             found[mode] = str(error)
     others = [["+trainer.plugin=tlt2"], ["+tlt.drafter.path=/d", "+trainer.plugin=null"], ["tlt.spot.enable=false"]]
     ends = {words[0]: end(lambda: composed(*words)) for words in others}
-    print(json.dumps({"facts": facts, "ours": ours, "trainers": found, "ends": {**ends, "own": end(own)}}))
+    def unprepared():
+        verl.trainer.main_ppo.run_ppo(composed("+trainer.plugin=tlt"), None)
+
+    hooked = hasattr(verl.trainer.main_ppo.run_ppo, "_verl_tlt")
+    ends |= {"own": end(own), "unprepared": end(unprepared) if hooked else None}
+    print(json.dumps({"facts": facts, "ours": ours, "trainers": found, "ends": ends}))
 """
 
 FLAG = "+trainer.plugin=tlt"
@@ -155,6 +161,7 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
 def test_what_was_meant_for_tlt_never_trains_stock_verl_in_silence(ended):
     ends, without = (report(ended[name])["ends"] for name in ("no flag", "no plugin"))
     assert ends["own"] == "verl-tlt: tlt.spot.max_epochs must be greater than 0, not -1."
+    assert "calls its run_ppo without verl.utils.config.validate_config" in ends["unprepared"]
     assert ends["+trainer.plugin=tlt2"].startswith("verl-tlt: trainer.plugin=tlt2 names no trainer plugin")
     assert ends["+tlt.drafter.path=/d"] is None, "it says that it is stock verl"
     assert without.pop("tlt.spot.enable=false").startswith("Could not override"), "there is no such key"

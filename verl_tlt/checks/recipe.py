@@ -246,10 +246,12 @@ def most_requests(config: DictConfig) -> int:
 
 
 def most_tokens(config: DictConfig) -> int:
-    """Most tokens of an engine step; without chunked prefill verl makes it as large as the longest context."""
+    """Most tokens of an engine step; without chunked prefill verl makes it as large as the engine's longest context."""
     tokens = number(config, f"{ROLLOUT}.max_num_batched_tokens", 8192)
-    if not engine_setting(config, "enable_chunked_prefill", True):
-        tokens = max(tokens, context_tokens(config))
+    if not select(config, f"{ROLLOUT}.enable_chunked_prefill", True):
+        positions = policy_fields(config).get("max_position_embeddings")
+        longest = number(config, f"{ROLLOUT}.max_model_len", 0) or positions
+        tokens = max(tokens, longest if isinstance(longest, int) else context_tokens(config))
     return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens", tokens)
 
 

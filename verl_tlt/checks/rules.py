@@ -145,8 +145,11 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         return
     random = "without tlt.drafter.path is random, unless a checkpoint has one, and will not speed up anything"
     given = settings.drafter.path or settings.drafter.method == "mtp"
-    if draft_nothing(settings):
-        yield Finding("ok", what, f"{what}={strategy}; no drafter drafts")
+    if not drafter_drafts(settings):
+        if settings.spot.enable and not settings.speculation.enable and (why := untapped(config)):
+            yield Finding("warn", why[0], f"{why[1]}, so nothing is drafted and nothing is trained.")
+        else:
+            yield Finding("ok", what, f"{what}={strategy}; no drafter drafts")
     elif not settings.spot.enable:
         if given:
             yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
@@ -159,15 +162,15 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("ok", what, f"{what}={strategy}")
 
 
-def draft_nothing(settings: TLTConfig) -> bool:
-    """Whether no drafter drafts, but n-grams, or nothing."""
-    return not settings.speculation.enable or settings.speculation.source == "ngram"
+def drafter_drafts(settings: TLTConfig) -> bool:
+    """Whether engines draft with a drafter."""
+    return settings.speculation.enable and settings.speculation.source != "ngram"
 
 
 def trains(config: DictConfig, settings: TLTConfig) -> bool:
     """Whether the spot trainer trains a drafter; with speculation turned off too, for later runs."""
-    ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    without = ngrams_alone or untapped(config) or select(config, "trainer.val_only", False)
+    ngrams = settings.speculation.enable and not drafter_drafts(settings)
+    without = ngrams or untapped(config) or select(config, "trainer.val_only", False)
     return settings.spot.enable and not (without or verl_trains_the_head(config, settings))
 
 
@@ -262,7 +265,7 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
     if (backend := select(config, key)) == "delta_sharded":
         why = "it sends only what has changed of the weights, and the drafter's shared parts would stay as they were"
         yield key, f"{key}={backend} is not supported: {why}."
-    for key in () if draft_nothing(settings) else QUANTIZES:
+    for key in QUANTIZES if drafter_drafts(settings) else ():
         if value := select(config, key):
             yield key, f"{key}={value} {_QUANTIZED}."
     if settings.speculation.enable:

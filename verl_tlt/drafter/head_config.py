@@ -176,8 +176,8 @@ def _positions(layer: Fields, policy: PolicyShape, min_context: int, file: Path)
         return min(context, max(min_context, policy.max_position_embeddings + LONGEST_DRAFT))
     if context < min_context:
         raise DrafterError(
-            f"{file} has {context} positions, but the longest prompt, response and draft together need {min_context}, "
-            f"and positions of RoPE type {kind!r} cannot be continued."
+            f"{file}: with RoPE of type {kind!r} this head has {context} positions in vLLM and cannot have more, but "
+            f"the longest prompt, response and draft together need {min_context}."
         )
     return context
 

@@ -217,8 +217,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     async def tlt_close(self) -> None:
         """End the engine, with its sockets and shared memory, and remove the staged drafter.
 
-        An asynchronous trainer leaves requests behind, to which the end of the engine would be an error: they are
-        aborted, and what comes later waits at the gate.
+        Requests that an asynchronous trainer leaves behind are aborted, or they would fail with the engine. What comes
+        later waits at the gate.
         """
         if self.node_rank == 0:
             self._tlt_close_gate(rejecting=False)

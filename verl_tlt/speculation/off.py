@@ -65,8 +65,8 @@ def _steps_with_drafter(stats: EngineStats) -> int:
 class OffDecision:
     """Which replicas draft in the coming rollout.
 
-    No replica drafts if that is expected to save too little, unless the last rollout with drafts gained; nor after some
-    rollouts that drafts made slower. Either way one replica tries again now and then.
+    No replica drafts if drafts are expected to save too little, unless the last rollout with drafts gained. Nor does
+    one once drafts have made some rollouts slower. In both cases one replica tries again now and then.
 
     The policy "fixed" is an order, and n-grams (`source`) that match nothing cost nothing: then all draft, always.
     """
@@ -124,7 +124,7 @@ class OffDecision:
         return [self._trying]
 
     def _begin_to_wait(self) -> None:
-        self._promised = self._promise
+        self._promised, self._slower = self._promise, 0
         self._wait = self._left = FIRST_WAIT
 
     def _why_not(self, acceptance: Sequence[float]) -> str:
@@ -158,7 +158,6 @@ class OffDecision:
         if drafts := sum(s.num_drafts for s in ran):
             accepted = accept_length(sum(sum(s.num_accepted_tokens_per_pos) for s in ran), drafts)
             self.cause += f", with an accept length of {accepted:.2f}"
-        self._slower = 0
         self._begin_to_wait()
         return f"Drafting is switched off after {IN_A_ROW} rollouts that it made slower: {self.cause}."
 

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from verl_tlt.messages.rollout import EngineStats, StepTime
@@ -13,8 +14,8 @@ from verl_tlt.speculation.types import OFF, Step
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
 UNDRAFTED, FEWEST_UNDRAFTED = 16, 4
-"""Latest clean steps without drafts that are kept, also from earlier rollouts, and from how many on they alone give the
-machine's pace. So drafts that cost more than calibrated do not count as a slower machine."""
+"""Latest clean steps without drafts that are kept per octave of the batch, also from earlier rollouts, and from how
+many on they alone give the machine's pace. So drafts that cost more than calibrated count as no slower machine."""
 SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
 """Fields that `Step` and `EngineStats` both have."""
 
@@ -59,28 +60,37 @@ class Undrafted(NamedTuple):
 def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable, undrafted: Iterable[Undrafted] = ()) -> float:
     """Estimated seconds that the same tokens take without drafts.
 
-    By the calibrated cost of a step without the drafter, times the machine's pace: how many times as long as calibrated
-    clean steps without drafts took, in the median, or all clean steps where those are few. A step with the drafter
-    never takes less than one without: where it was calibrated so, that was noise, and its cost counts. Steps that were
-    OFF count as they are; so do all where OFF was not calibrated.
+    They are the calibrated seconds of a step without the drafter, times the machine's pace. The pace is the median of
+    measured over calibrated seconds, of clean steps without drafts in the same octave of the batch; of all such steps
+    where those are few; and of all clean steps where these are few, too. A step with the drafter never takes less than
+    one without: where it was calibrated so, that was noise, and its cost counts. Steps that were OFF count as they are;
+    so do all where OFF was not calibrated.
     """
     cells = list(decoded)
     if OFF not in costs.lengths():
         return sum(cell.seconds for cell in cells)
-    known = [step for step in undrafted if step.draft_length in costs.lengths()]
-    if len(known) >= FEWEST_UNDRAFTED:
-        pace = statistics.median(s.seconds / float(costs.seconds(s.draft_length, s.batch, s.context)) for s in known)
-    else:
+    paces: defaultdict[int, list[float]] = defaultdict(list)  # by octave
+    for step in undrafted:
+        if step.draft_length in costs.lengths():
+            calibrated = float(costs.seconds(step.draft_length, step.batch, step.context))
+            paces[step.batch.bit_length()].append(step.seconds / calibrated)
+    everywhere = [pace for of_octave in paces.values() for pace in of_octave]
+    if len(everywhere) < FEWEST_UNDRAFTED:
         clean = [cell for cell in cells if cell.clean_steps and cell.draft_length in costs.lengths()]
-        expected = [c.clean_steps * float(costs.seconds(c.draft_length, c.batch, c.context)) for c in clean]
-        pace = sum(cell.clean_seconds for cell in clean) / sum(expected) if clean else 1.0
+        expected = sum(c.clean_steps * float(costs.seconds(c.draft_length, c.batch, c.context)) for c in clean)
+        everywhere = [sum(cell.clean_seconds for cell in clean) / expected if expected else 1.0]
+
+    def pace_at(octave: int) -> float:
+        own = paces[octave]
+        return statistics.median(own if len(own) >= FEWEST_UNDRAFTED else everywhere)
+
     total = 0.0
     for cell in cells:
         if cell.draft_length == OFF:
             total += cell.seconds
             continue
         off_s = min(float(costs.seconds(k, cell.batch, cell.context)) for k in costs.usable(cell.batch))
-        total += cell.tokens / cell.batch * pace * off_s
+        total += cell.tokens / cell.batch * pace_at(cell.batch.bit_length()) * off_s
     return total
 
 
@@ -89,7 +99,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self._costs = LatencyTable()
-        self._undrafted: deque[Undrafted] = deque(maxlen=UNDRAFTED)
+        self._undrafted: dict[int, deque[Undrafted]] = defaultdict(lambda: deque(maxlen=UNDRAFTED))  # by octave
         self._begin()
 
     def calibrated(self, costs: LatencyTable) -> None:
@@ -118,7 +128,8 @@ class StepSums:
         if step.clean:
             self._step_times[key].append(step.latency_s)
             if key[0] <= 0 and step.batch:
-                self._undrafted.append(Undrafted(*key, step.kv_tokens / step.batch, step.latency_s))
+                of_octave = self._undrafted[step.batch.bit_length()]
+                of_octave.append(Undrafted(*key, step.kv_tokens / step.batch, step.latency_s))
         if step.decode_only and step.batch:
             if key not in self._decoded:
                 self._decoded[key] = Decoded(*key)
@@ -139,7 +150,7 @@ class StepSums:
             tokens_by_batch=dict(sorted(tokens_by_batch.items())),
             mean_context=sum(cell.kv_tokens for cell in decoded) / steps if steps else 0.0,
             decode_s=sum(cell.seconds for cell in decoded),
-            undrafted_s=undrafted_s(decoded, self._costs, self._undrafted),
+            undrafted_s=undrafted_s(decoded, self._costs, chain(*self._undrafted.values())),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
         )
         if reset:

@@ -100,7 +100,7 @@ class SpotTrainer:
         self._judged = True  # the candidate is, or it is the served drafter
         self._approved: Parameters | None = None  # what `export` publishes
         self._acceptance: tuple[float, ...] = ()  # of it
-        self._exported: tuple[int, tuple[float, ...]] | None = None  # version and acceptance of the last one
+        self._exported: DrafterFile | None = None  # the last one, without its weights
         self._trained_tokens = 0  # since the candidate before this one was judged
         self._sessions = 0
         self.whole_head: torch.Tensor | None = None
@@ -263,8 +263,8 @@ class SpotTrainer:
             return None
         self.served = approved
         self.version += 1
-        self._exported = self.version, self._acceptance
-        return DrafterFile(self.version, config, weights, self._acceptance)
+        self._exported = DrafterFile(self.version, config, b"", self._acceptance)
+        return replace(self._exported, weights=weights)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -285,8 +285,8 @@ class SpotTrainer:
             leaves = tree_leaves([tensors, state])
             check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), keeps)
         facts = {**asdict(provenance), "steps": state["steps"]}
-        if self._exported is not None and self._exported[0] > provenance.version:  # the RL trainer has yet to hear
-            facts |= dict(zip(("version", "acceptance"), self._exported, strict=True))
+        if self._exported is not None and self._exported.version > provenance.version:  # the RL trainer has yet to hear
+            facts |= {"version": self._exported.version, "acceptance": self._exported.acceptance}
         save_drafter(self.model, directory, facts, policy=self.plan.policy_dir, training_state=state, tensors=tensors)
 
     def _resume(self, directory: str) -> None:
@@ -313,7 +313,7 @@ class SpotTrainer:
         self.served = {name: tensors[name].float().numpy() for name in self.initial}
         self._return_to(self.served)
         self._judged = True
-        self._exported = published.version, published.acceptance
+        self._exported = replace(published, weights=b"")
         self.version = published.version
 
     def rehearse(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLEEP_S = 30.0
-"""Bound in seconds of falling asleep, which takes milliseconds to seconds; the end of sampling may wait for it."""
+"""Bound in seconds of what takes milliseconds to seconds, and the RL trainer waits for: falling asleep, say."""
 CALIBRATION_S = 1200.0
 """Bound in seconds of a calibration: the engine may warm up and capture graphs meanwhile."""
 
@@ -134,8 +135,9 @@ class Servers:
             except CallFailed as error:
                 logger.warning("replica %s does not take the drafter, and keeps the one it has: %s", name, error)
                 failed[name] = error
-                for server in self.replicas[name].servers:
-                    server.tlt_stage.remote(self._staged[name])
+        back = [s.tlt_stage.remote(self._staged[name]) for name in failed for s in self.replicas[name].servers]
+        with suppress(CallFailed):
+            ask(back, SLEEP_S)
         return failed
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:

@@ -69,6 +69,9 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 512,
           f"{ROLLOUT}.max_num_batched_tokens": 1536, f"{ROLLOUT}.enable_chunked_prefill": True},
          f"{ROLLOUT}.max_num_batched_tokens", "vLLM asks for 2048 with LoRA"),
+        ({"actor_rollout_ref.model.lora": {"rank": 8}, f"{ROLLOUT}.max_num_seqs": 512,
+          f"{ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens": 1536},
+         f"{ROLLOUT}.max_num_batched_tokens", "=1536 is too small"),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "works with vllm only"),
         ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation", "prefill and decode"),
         ({f"{ROLLOUT}.checkpoint_engine": {"backend": "delta_sharded"}}, f"{ROLLOUT}.checkpoint_engine.backend",
@@ -103,6 +106,9 @@ def test_what_another_machine_may_have_is_no_reason_to_refuse(findings, changes,
 @pytest.mark.parametrize("changes", [
     {}, {"rollout": {"n": 8}}, {f"{ACTOR}.strategy": "megatron"},
     {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 512, f"{ROLLOUT}.max_num_batched_tokens": 2048},
+    {"actor_rollout_ref.model.lora": {"rank": 8, "merge": True}, f"{ROLLOUT}.max_num_batched_tokens": 64},
+    {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 64, f"{ROLLOUT}.max_num_batched_tokens": 64,
+     f"{ROLLOUT}.enable_chunked_prefill": False, f"{ROLLOUT}.max_model_len": 256},
     *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS),
     *({"trainer.v1.trainer_mode": f"{prefix}{mode}"} for mode in MODE_RULES for prefix in ("", "tlt_")),
 ])  # fmt: skip
@@ -138,11 +144,15 @@ def test_a_policy_of_ones_own_that_cannot_be_imported_is_told(findings):
     [
         {f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4},
         {f"{ROLLOUT}.quantization": "fp8"},
-        {f"{ACTOR}.strategy": "veomni"},
     ],
 )
 def test_what_does_not_go_with_drafts_goes_without(findings, changes):
     assert findings(changes) and findings({}, NO_DRAFTS) == {}
+
+
+def test_where_a_drafter_is_only_trained_it_is_told_that_it_cannot_be(findings):
+    found = findings({BYPASS: True}, NO_DRAFTS)
+    assert levels(found) == {BYPASS: "warn"} and "nothing is trained" in found[BYPASS].sentence
 
 
 @pytest.mark.parametrize("changes", [{f"{ACTOR}.strategy": "veomni"}, {"trainer.n_gpus_per_node": 1}])

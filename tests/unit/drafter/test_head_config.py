@@ -178,10 +178,12 @@ def test_a_table_of_positions_is_as_long_as_the_engine_needs(whole, policy, poli
     check_drafter(whole, policy_dir, min_context=257)
     assert (positions(), positions(min_context=257)) == (256, 257)
     set_field(whole, ROPES, ROPE | {"rope_type": "dynamic", "factor": 2.0})
-    assert "has 256 positions" in refusal(whole, policy_dir, min_context=257)
+    assert "has 256 positions in vLLM" in refusal(whole, policy_dir, min_context=257)
     yarn = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
     set_field(whole, ROPES, yarn)  # whose table has 400 rows in vLLM
-    assert positions(min_context=400) == 416 and "has 416 positions" in refusal(whole, policy_dir, min_context=417)
+    assert positions(min_context=400) == 416 and "has 416 positions in vLLM" in refusal(
+        whole, policy_dir, min_context=417
+    )
     set_field(whole, ROPES, ROPE)
     set_field(whole, f"{LAYER}max_position_embeddings", 3_000_000_000)  # 192 GB of RoPE table
     assert positions(min_context=200) == policy.config.max_position_embeddings + 16

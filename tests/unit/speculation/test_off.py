@@ -193,6 +193,17 @@ def test_a_better_drafter_is_tried_at_once_by_all():
     slow(made)
     assert made.drafting(GOOD) == []
     assert made.drafting(BETTER) == REPLICAS and not made.cause
+    assert slow(made, IN_A_ROW - 1, BETTER) == [] and made.drafting(BETTER) == REPLICAS, "nothing of before counts"
+
+
+def test_slow_rollouts_from_before_a_pause_do_not_count_after_it():
+    made = decision()
+    slow(made, IN_A_ROW - 1)
+    at_32 = rollout(9.9, drafts=0, k=OFF, tokens_by_batch={32: 1000})
+    made.rollout_ended(at_32)
+    assert made.drafting(GOOD) == []
+    made.rollout_ended(rollout(10.0, drafts=0, k=OFF))
+    assert slow(made, 1) == [] and made.drafting(GOOD) == REPLICAS
 
 
 def test_an_acceptance_that_is_none_is_refused():

@@ -14,9 +14,9 @@ from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation import step_control
 from verl_tlt.speculation.costs import LatencyTable
-from verl_tlt.speculation.policies import FixedPolicy
+from verl_tlt.speculation.policies import PROBES, FixedPolicy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
-from verl_tlt.speculation.step_statistics import FEWEST_UNDRAFTED
+from verl_tlt.speculation.step_statistics import FEWEST_UNDRAFTED, Decoded, Undrafted, undrafted_s
 from verl_tlt.speculation.types import OFF, Policy, Step
 
 LIMITS = Limits((0, 1, 2, 3))
@@ -226,7 +226,8 @@ def test_drafts_that_cost_more_than_calibrated_save_less(control):
     """Steps without drafts, which are as fast as calibrated, say that it is not the machine."""
     control.control(points=points(COSTS))
     undrafted = step(drafted=0, **UNDRAFTED, num_decode_tokens=4, latency_s=0.011)
-    record(control, *[step(latency_s=0.030)] * 10, *[undrafted] * FEWEST_UNDRAFTED)
+    stalled = replace(undrafted, latency_s=0.1)
+    record(control, *[step(latency_s=0.030)] * 10, *[undrafted] * (FEWEST_UNDRAFTED - 1), stalled)
     stats = control.stats(reset=True)
     assert stats.undrafted_s == pytest.approx((20 + FEWEST_UNDRAFTED) * 0.010)
     assert stats.undrafted_s < stats.decode_s
@@ -235,6 +236,18 @@ def test_drafts_that_cost_more_than_calibrated_save_less(control):
     control.control(points=points(COSTS))
     record(control, *[step(latency_s=0.030)] * 10)
     assert control.stats().undrafted_s == pytest.approx(20 * 0.020), "a new calibration begins anew"
+
+
+def test_the_pace_is_that_of_steps_without_drafts_at_such_batches():
+    """In the tail a session may train beside the engine."""
+    costs = LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)], 2: [(1, 0.02), (8, 0.02)]})
+    known = [Undrafted(OFF, batch, 32.0, 0.01 * pace) for batch, pace in ((1, 1.5), (8, 1.0)) for _ in range(16)]
+    cells = [Decoded(2, batch, seconds=1.0, tokens=100 * batch, kv_tokens=320 * batch, steps=10) for batch in (1, 8, 4)]
+    assert [undrafted_s([cell], costs, known) for cell in cells] == pytest.approx([1.5, 1.0, 1.25])
+
+
+def test_a_trial_without_drafts_tells_the_pace():
+    assert 2 * (PROBES - 1) >= FEWEST_UNDRAFTED, "the first step of a trial verifies drafts"
 
 
 def test_steps_that_were_off_count_as_they_are_and_without_a_calibration_all_do(control):

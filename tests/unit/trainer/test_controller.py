@@ -13,7 +13,7 @@ from rl_steps import LOOKS_S, rest_of_step, rl_step, sampling, training
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer import watch
-from verl_tlt.trainer.controller import WARM_UP_S
+from verl_tlt.trainer.controller import AGAIN, WARM_UP_S
 from verl_tlt.trainer.servers import Replica, measuring
 from verl_tlt.trainer.waits import CallFailed
 
@@ -104,6 +104,18 @@ def test_a_replica_that_cannot_write_a_drafter_keeps_nobody_else_from_it_and_is_
     assert controller.servers.called("stage_again") == [(first,)]
     rl_step(controller, 4)
     assert len(controller.servers.called("stage_again")) == 1
+
+
+def test_a_replica_that_never_takes_a_drafter_is_handed_it_a_few_times_and_then_the_next_one(filled):
+    """Each time gigabytes may cross the network."""
+    controller = filled()
+    controller.servers.full = {next(iter(controller.servers.replicas))}
+    trained_step(controller, 2)
+    counts = [rl_step(controller, step)["tlt/errors_publish"] for step in range(3, 9)]
+    assert len(controller.servers.called("stage_again")) == AGAIN and counts[-1] == 1 + AGAIN
+    trained_step(controller, 9)
+    rl_step(controller, 10)
+    assert len(controller.servers.called("stage_again")) == AGAIN + 1
 
 
 def test_a_drafter_that_could_not_be_exported_is_no_publication(filled):

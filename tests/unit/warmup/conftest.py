@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -70,7 +71,8 @@ def answer(answers):
         folder = options.work / "responses"
         folder.mkdir(parents=True)
         samples = range(options.samples)
-        rows = [{"prompt": i, "sample": s, "tokens": said} for i, said in enumerate(answers) for s in samples]
+        order = np.random.default_rng(0).permutation(len(answers)).tolist()  # of the prompts (`prompts.py`)
+        rows = [{"prompt": i, "sample": s, "tokens": answers[row]} for i, row in enumerate(order) for s in samples]
         (folder / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return options
 

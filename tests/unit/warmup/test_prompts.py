@@ -126,7 +126,7 @@ def test_a_few_prompts_are_of_all_files_and_the_same_in_every_call(options, tmp_
     first, again, fewer = (read_prompts(asked, tmp_path / "images", limit) for limit in (64, 64, 32))
     assert first.digest == again.digest and first.all[:32] == fewer.all
     assert sum(5 in prompt.tokens for prompt in first.all) >= 20
-    assert sum(6 in prompt.tokens for prompt in first.all) >= 10, "a third of the rows that the run takes"
+    assert sum(6 in prompt.tokens for prompt in first.all) >= 20
 
 
 @pytest.mark.parametrize("dated", [True, False])
@@ -139,7 +139,7 @@ def test_a_template_that_writes_todays_date_is_told(options, tmp_path, dated):
     given = [] if dated else ["+data.apply_chat_template_kwargs.date_string=w9"]
     asked = options(f"actor_rollout_ref.model.custom_chat_template='{template}'", *given)
     read = read_prompts(asked, tmp_path / "images")
-    assert read.dated is dated and {prompt.tokens[0] for prompt in read.all} == {8 if dated else 9}
+    assert bool(read.dated) is dated and {prompt.tokens[0] for prompt in read.all} == {8 if dated else 9}
 
 
 def test_a_tenth_is_held_out_whatever_else_is_in_the_file(options, tmp_path):

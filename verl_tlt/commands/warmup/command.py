@@ -54,11 +54,6 @@ if TYPE_CHECKING:
 
 STATE = "state.safetensors"
 """File of the training run's state, in the working directory."""
-DATED = (
-    "The chat template writes today's date, so an interrupted warm-up cannot go on tomorrow, and a later run holds out "
-    'other prompts. To prevent this, add +data.apply_chat_template_kwargs.date_string="26 Jul 2024" here and in the '
-    "run."
-)
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
 _OF_RESPONSES = (
@@ -89,7 +84,7 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
     if prompts.with_media:
         say(console, f"{prompts.with_media} prompts with videos or sound are left out.")
     if prompts.dated:
-        say(console, DATED)
+        say(console, prompts.dated)
     with take_lock(options.work / "lock", f"Another warm-up is writing to {options.work}; give another --out."):
         if notice := begin(options, prompts):
             say(console, notice)

@@ -92,12 +92,12 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
             scored = engine.Stage(bars, "score", "loading the policy")
             drafter = _load(options, prompts, device)
             texts = engine.as_texts(prompts, responses)
-            library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
 
             def tell(done: int, total: int) -> None:
                 scored.tell(done / total, f"{done} of {total} tokens")
 
             try:
+                library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
                 simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
             except torch.OutOfMemoryError as error:
                 raise DrafterError(f"The GPU has too little memory; take more GPUs. ({first_line(error)})") from error

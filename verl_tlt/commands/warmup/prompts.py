@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from omegaconf import open_dict
 
 from verl_tlt.checks.recipe import ROLLOUT, number
 from verl_tlt.commands.warmup.run import composed, longest_context
@@ -62,8 +63,8 @@ class Prompts:
     """Numbers of the prompts that are for judging only."""
     with_media: int = 0
     """Rows left out because they have videos or sound."""
-    dated: bool = False
-    """The chat template writes today's date, so that the same rows are other prompts tomorrow."""
+    dated: str = ""
+    """What follows from a chat template that writes today's date; empty: it does not."""
 
     @property
     def digest(self) -> str:
@@ -75,9 +76,9 @@ class Prompts:
 def read_prompts(options: EngineOptions, images: Path, limit: int | None = None, least: int = MIN_PROMPTS) -> Prompts:
     """`limit` different prompts of the options' files, without those that leave no room for a response.
 
-    They are drawn from all rows, the same ones in every call. `images` is the folder for their images; it is made if
-    there are any. A `DrafterError` says that a file is missing or unreadable, or that all hold fewer than `least`
-    usable prompts.
+    They are drawn from all rows of the run, the same ones in every call. `images` is the folder for their images; it is
+    made if there are any. A `DrafterError` says that a file is missing or unreadable, or that all hold fewer than
+    `least` usable prompts.
     """
     files = [Path(file) for file in options.prompts]  # type: ignore[attr-defined]
     named = "--prompts " + " ".join(map(str, files))
@@ -92,6 +93,9 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     longest = min(longest, (longest_context(options) or positions) - 1)
     images = images.absolute()  # the recipe's script may start elsewhere
     with composed(options, _changes(options, files, positions)) as config:
+        if config.data.get("seed") is None:  # by which verl shuffles before it takes `data.train_max_samples`
+            with open_dict(config):
+                config.data.seed = 0
         longest = min(longest, number(config, f"{ROLLOUT}.prompt_length", 512))
         asked, with_media, dated = asyncio.run(_first_requests(config, images, limit, named))
     kept = [r for r in asked if 0 < len(r.tokens) <= longest]
@@ -123,7 +127,6 @@ def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> d
         "data.train_files": [str(file.absolute()) for file in files],
         f"{ROLLOUT}.trace.backend": None,  # nothing is logged elsewhere
         "distillation.enabled": False,  # no teacher is asked
-        "data.shuffle": False,  # `data.train_max_samples` takes the first rows then, and not other ones in every call
     }
     if not options.names_a_run():
         changes |= {"data.max_prompt_length": positions, f"{ROLLOUT}.prompt_length": positions}
@@ -190,11 +193,10 @@ def _as_drafter_error(sentence: str) -> Iterator[None]:
 
 async def _first_requests(
     config: DictConfig, images: Path, limit: int | None, named: str
-) -> tuple[list[Prompt], int, bool]:
+) -> tuple[list[Prompt], int, str]:
     """`limit` different requests with which rows begin, drawn from all rows: files may be sorted.
 
-    Also returns how many of the rows that were looked at have videos or sound, and so no request, and whether the chat
-    template writes today's date.
+    Also returns how many of the rows that were looked at have videos or sound, and so no request, and `Prompts.dated`.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.utils import create_rl_dataset
@@ -222,10 +224,23 @@ async def _first_requests(
             requests[request] = None
         if len(requests) == limit:
             break
-    template = str(getattr(worker.tokenizer, "chat_template", None))
     given = config.data.get("apply_chat_template_kwargs") or {}
-    dated = "strftime_now" in template and "date_string" in template and "date_string" not in given
+    dated = "" if "date_string" in given else _dated(str(getattr(worker.tokenizer, "chat_template", None)))
     return list(requests), with_media, dated
+
+
+def _dated(template: str) -> str:
+    if "strftime_now" not in template:
+        return ""
+    said = (
+        "The chat template writes today's date, so an interrupted warm-up cannot go on tomorrow, and a later run holds "
+        "out other prompts."
+    )
+    if "date_string" not in template:
+        return said
+    return (
+        f'{said} To prevent this, add +data.apply_chat_template_kwargs.date_string="26 Jul 2024" here and in the run.'
+    )
 
 
 async def _first_request(worker: Any, config: DictConfig, data: Any, number: int, where: str) -> Prompt | None:

@@ -189,8 +189,8 @@ class TrainingRun:
                     self.save()
                     saved = time.perf_counter()
                     every_s = max(SAVE_EVERY_S, SAVE_SHARE * (saved - begun))
-            if self.progress.checks[-1]["step"] < self.trainer.steps:  # a smaller budget was used up already
-                self._check()
+        if self.progress.checks[-1]["step"] < self.trainer.steps:  # an interrupted run goes on with another budget
+            self._check()
         self.trainer.load_parameters(self.best)
         self.save()
 
