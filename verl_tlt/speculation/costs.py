@@ -20,9 +20,9 @@ CLOSE = 0.2
 SHORT_CONTEXT = 32
 """Tokens of context of a request in the first measurement of each batch."""
 
-CALIBRATED_STEPS = 32.0
+CALIBRATED_STEPS = 16.0
 """Steps of the run that a calibrated figure counts as. It is the median of fewer, but a machine that suddenly slows
-down is to change the pace, and not the factor of the one draft length in use."""
+down is to change the pace, and not the factor of the K in use. With more, the few steps of other K tell too little."""
 FACTOR_STEPS = 256.0
 """Steps after which a step counts 1/e in a draft length's own factor, at most: some seconds."""
 REBUILD_STEPS = 32
