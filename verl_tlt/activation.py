@@ -64,8 +64,7 @@ def resolve(config: DictConfig, settings: TLTConfig) -> TLTConfig:
     path, trace = settings.drafter.path, replace(settings.trace, dir=trace_dir(config, settings))
     drafter = replace(settings.drafter, path=located(path) if path else None, save_dir=save_dir(config, settings))
     # Calibration decodes random prompts, in which no n-gram matches: it would find drafts to be free.
-    ngrams_alone = settings.speculation.enable and settings.speculation.source == "ngram"
-    calibrate = settings.speculation.calibrate and not ngrams_alone
+    calibrate = settings.speculation.calibrate and settings.speculation.source != "ngram"
     speculation = replace(settings.speculation, calibrate=calibrate)
     spot = replace(settings.spot, enable=rules.trains(config, settings))
     return replace(settings, trace=trace, drafter=drafter, spot=spot, speculation=speculation)

@@ -169,8 +169,8 @@ def drafter_drafts(settings: TLTConfig) -> bool:
 
 def trains(config: DictConfig, settings: TLTConfig) -> bool:
     """Whether the spot trainer trains a drafter; with speculation turned off too, for later runs."""
-    ngrams = settings.speculation.enable and not drafter_drafts(settings)
-    without = ngrams or untapped(config) or select(config, "trainer.val_only", False)
+    ngrams_alone = settings.speculation.enable and not drafter_drafts(settings)
+    without = ngrams_alone or untapped(config) or select(config, "trainer.val_only", False)
     return settings.spot.enable and not (without or verl_trains_the_head(config, settings))
 
 

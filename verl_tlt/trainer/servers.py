@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLEEP_S = 30.0
-"""Bound in seconds of what takes milliseconds to seconds, and the RL trainer waits for: falling asleep, say."""
+"""Bound in seconds of calls that take a few seconds at most, such as falling asleep, while the RL trainer waits."""
 CALIBRATION_S = 1200.0
 """Bound in seconds of a calibration: the engine may warm up and capture graphs meanwhile."""
 
@@ -154,7 +154,7 @@ class Servers:
         return costs
 
     def tell_costs(self, costs: LatencyTable) -> None:
-        """Tell the other replicas what was measured on the first one; of an empty table they measure themselves."""
+        """Tell the other replicas what one has measured; of an empty table they measure themselves."""
         others = [r for r in self.replicas.values() if r is not measuring(self.replicas)]
         ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
 

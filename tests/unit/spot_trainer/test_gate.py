@@ -182,3 +182,8 @@ def test_the_verdict_says_what_the_rl_trainer_has_to_know():
         back = verdict(scores, Decision("revert", serves, "", 0.0))
         assert (back.decision, back.publishes) == ("reverted", publishes)
         assert back.acceptance == scores.acceptance(serves)
+
+
+def test_the_interval_of_three_measurements_is_students():
+    """A table says 4.303; the expansion alone gives 4.17."""
+    assert bootstrap.student(0.975, 2.0) == pytest.approx(4.303, abs=1e-3)

@@ -116,6 +116,8 @@ def test_a_replica_that_never_takes_a_drafter_is_handed_it_a_few_times_and_then_
     trained_step(controller, 9)
     rl_step(controller, 10)
     assert len(controller.servers.called("stage_again")) == AGAIN + 1
+    trained_step(controller, 11)
+    assert len(controller.servers.called("stage_again")) == AGAIN + 1, "it has just been handed a newer one"
 
 
 def test_a_drafter_that_could_not_be_exported_is_no_publication(filled):
