@@ -3,6 +3,8 @@
 import pytest
 from tiny_policy import drafter_of, make_policy, observe, random_texts
 
+from verl_tlt.drafter import save_drafter
+
 
 @pytest.fixture(scope="session")
 def policy():
@@ -24,3 +26,9 @@ def sequences(policy):
 @pytest.fixture
 def drafter(policy):
     return drafter_of(policy, seed=3, larger=6)  # so that every part of the layer matters to the result
+
+
+@pytest.fixture
+def saved(drafter, tmp_path):
+    """Its folder."""
+    return save_drafter(drafter, tmp_path / "saved", {"policy": "tiny", "rl_steps": 7})

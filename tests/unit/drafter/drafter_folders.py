@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import VOCAB
+from tiny_policy import VOCAB, verifier_weights
 
 from verl_tlt.checks.models import check_recipe_drafter
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import DrafterError, check_drafter, load_drafter
-from verl_tlt.trainer.run_setup import first_drafter
+from verl_tlt.drafter import DrafterError, check_drafter, load_drafter, refresh_verifier_weights
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 H, DV = 32, 20
@@ -80,10 +79,11 @@ def sharded(path, parts=3):
     return path
 
 
-def run_start(path, policy_dir):
-    """The drafter that a run starts with."""
-    settings = TLTConfig.from_dict({"drafter": {"path": str(path)}})
-    return first_drafter(settings, str(policy_dir), "float32", 64, None)
+def loaded(path, policy, policy_dir):
+    """A drafter of this folder with the policy's embedding and head."""
+    model = load_drafter(path, policy_dir, min_context=200)  # its own 64 positions are a training length
+    refresh_verifier_weights(model, verifier_weights(policy))
+    return model
 
 
 def refusal(folder, policy, min_context=200):

@@ -42,20 +42,6 @@ def test_every_pass_is_what_vllm_computes_at_that_draft_position(policy, sequenc
                 torch.testing.assert_close(targets[t], reference.policy(sequence, t + 1 + k), rtol=1e-4, atol=1e-4)
 
 
-def test_loss_only_where_vllm_drafts(sequences):
-    sequence = sequences[0]
-    batch = align(sequence)
-    length, prompt = len(sequence), sequence.prompt_len
-    assert batch.rows == length - 1
-    for row in range(batch.rows):
-        assert batch.input_ids[0, row] == sequence.tokens[row + 1]
-        known = prompt <= row + 1 and row + 2 < length
-        assert bool(batch.loss_mask[0, row]) == known
-        if known:
-            assert batch.next_ids[0, row] == sequence.tokens[row + 2]
-    assert batch.position_ids[0].tolist() == list(range(length - 1))
-
-
 def test_a_window_keeps_true_positions_and_its_share_of_the_prompt(sequences):
     sequence = sequences[1]  # 25 tokens, 9 of them prompt
     window = sequence.window(4, 20)
@@ -71,13 +57,13 @@ def test_a_window_keeps_true_positions_and_its_share_of_the_prompt(sequences):
 
 def test_what_the_policy_did_not_sample_is_neither_learned_nor_judged(drafter, policy, sequences):
     """A tool's answer stands in the response, as verl records it; vLLM is given it as a part of the next prompt."""
-    sequence = replace(sequences[1], foreign=((13, 17), (23, 25)))  # 25 tokens, 9 of them prompt
-    sampled = [*range(9, 13), *range(17, 23)]
-    mask = align(sequence).loss_mask[0].tolist()
-    assert mask == [t + 1 in sampled and t + 2 in sampled for t in range(24)]
+    sequence = replace(sequences[1], foreign=((13, 17), (23, 24)))  # 25 tokens, 9 of them prompt
+    sampled, whole = [*range(9, 13), *range(17, 23), 24], align(sequence)
+    assert whole.loss_mask[0].tolist() == [t + 1 in sampled and t + 2 in sampled for t in range(24)]
+    assert torch.equal(whole.next_ids[0, :-1], sequence.tokens[2:])
     window = sequence.window(15, 24)
     assert window.foreign == ((0, 2), (8, 9)) and window.turns == [range(2, 8)]
-    assert torch.equal(align(window).loss_mask[0, :-1], align(sequence).loss_mask[0, 15:22])
+    assert torch.equal(align(window).loss_mask[0, :-1], whole.loss_mask[0, 15:22])
     refresh_verifier_weights(drafter, verifier_weights(policy))
     (score,) = acceptance(drafter, [sequence], max_draft=2)
     turns = [replace(sequences[1], prompt_len=a).window(0, b) for a, b in ((9, 13), (17, 23))]  # with what is before
@@ -122,10 +108,7 @@ def test_items_go_into_the_first_open_group_that_has_room():
 
 def test_long_sequences_are_cut_and_no_row_is_lost(sequences):
     longest = sequences[3]  # 30 tokens
-    pieces = windows(longest, 8)
-    assert [p.rows for p in pieces] == [7, 7, 7, 8]
-    rows = [(t, int(x)) for p in pieces for t, x in enumerate(p.tokens[1:], p.start + 1)]
-    assert rows == list(enumerate(longest.tokens[1:].tolist(), 1))
+    assert [piece.rows for piece in windows(longest, 8)] == [7, 7, 7, 8]
     assert windows(longest.window(0, 1), 8) == []
     packed = list(batches(sequences, 8))
     assert all(b.rows <= 8 for b in packed) and sum(b.rows for b in packed) == sum(s.rows for s in sequences)

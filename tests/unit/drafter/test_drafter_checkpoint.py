@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 
 import numpy as np
 import pytest
@@ -26,11 +25,6 @@ from verl_tlt.drafter import (
 )
 from verl_tlt.drafter.build import has_own_head
 from verl_tlt.drafter.checkpoint import read_state, write_state
-
-
-@pytest.fixture
-def saved(drafter, tmp_path):
-    return save_drafter(drafter, tmp_path / "drafter", {"policy": "tiny", "rl_steps": 7})
 
 
 def test_round_trip_without_the_policys_tensors(drafter, saved, policy, policy_dir):
@@ -59,13 +53,6 @@ def test_a_standalone_file_brings_the_policys_tensors(drafter, policy, tmp_path)
     loaded = load_drafter(saved, policy.config)
     assert torch.equal(loaded.embed_tokens.weight, policy.model.embed_tokens.weight)
     assert torch.equal(loaded.lm_head.weight, policy.lm_head.weight)
-
-
-def test_pruned_vocabulary_always_brings_its_head_and_maps(policy, tmp_path):
-    model = drafter_of(policy, draft_ids=torch.tensor([1, 4, 30]))
-    loaded = load_drafter(save_drafter(model, tmp_path / "pruned", {}), policy.config)
-    assert torch.equal(loaded.d2t, model.d2t) and torch.equal(loaded.t2d, model.t2d)
-    assert torch.equal(loaded.lm_head.weight, policy.lm_head.weight[[1, 4, 30]])
 
 
 COPIES = {"a copy": lambda head: head, "cast": lambda head: head.half().float()}
@@ -131,10 +118,10 @@ def test_a_failure_in_the_middle_leaves_the_old_one(drafter, saved, policy):
     assert torch.equal(taken["fc.weight"], before), "what was handed out does not change as training goes on"
     with pytest.raises(TypeError):
         save_drafter(drafter, saved, {"not": object()})  # found out after the weights were written
-    assert [p.name for p in saved.parent.iterdir()] == ["drafter"]
+    assert [p.name for p in saved.parent.iterdir()] == ["saved"]
     assert torch.equal(load_drafter(saved, policy.config).fc.weight, before)
     save_drafter(drafter, saved, {"rl_steps": 8})
-    assert [p.name for p in saved.parent.iterdir()] == ["drafter"]
+    assert [p.name for p in saved.parent.iterdir()] == ["saved"]
     assert torch.equal(load_drafter(saved, policy.config).fc.weight, drafter.fc.weight)
 
 
@@ -178,15 +165,12 @@ def test_a_pickled_state_is_not_read_and_that_is_said(saved, caplog):
 
 
 def test_the_served_folder_holds_what_is_served_with_the_permissions_of_other_files(drafter, tmp_path):
-    mask = os.umask(umask := 0o022)
-    try:
-        saved = save_drafter(drafter, tmp_path / "drafter", {}, training_state={"steps": 3})
-    finally:
-        os.umask(mask)
+    saved = save_drafter(drafter, tmp_path / "drafter", {}, training_state={"steps": 3})
     served = ["config.json", "model.safetensors", "provenance.json"]
     assert sorted(p.name for p in saved.iterdir() if p.is_file()) == served
     files = [file for file in saved.rglob("*") if file.is_file()]
-    assert len(files) == 4 and {oct(file.stat().st_mode & 0o777) for file in files} == {oct(0o666 & ~umask)}
+    (tmp_path / "other").touch(0o666)
+    assert len(files) == 4 and {file.stat().st_mode for file in files} == {(tmp_path / "other").stat().st_mode}
     assert load_training_state(saved) == {"steps": 3}
     plain = save_drafter(drafter, tmp_path / "plain", {})
     assert load_training_state(plain) is None and sorted(p.name for p in plain.iterdir()) == served
@@ -206,8 +190,6 @@ def test_a_training_state_comes_back_to_the_bit(tmp_path):
     torch.testing.assert_close(found["moments"], state["moments"], rtol=0, atol=0)
     rest = ("groups", "rng", "loss", "name", "empty")
     assert [found[key] for key in rest] == [state[key] for key in rest]
-    names = {"parameters/fc.weight", "parameters/half", "moments/0/step", "moments/1/step"}
-    assert load_file(tmp_path / "s").keys() == names
 
 
 def test_what_is_no_training_state_is_named(tmp_path):

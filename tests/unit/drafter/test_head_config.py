@@ -3,23 +3,20 @@
 import json
 import os
 import shutil
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from drafter_folders import refusal, set_field, set_tensors, written
+from drafter_bits import fingerprint
+from drafter_folders import refusal, set_field, set_tensors, sharded, written
 from safetensors.torch import load_file
 from tiny_policy import drafter_of, make_policy
 
-from verl_tlt.drafter import check_drafter, load_drafter, save_drafter, to_drafter_file
+from verl_tlt.drafter import DrafterError, check_drafter, load_drafter, save_drafter, serving_tensors, to_drafter_file
+from verl_tlt.drafter.check import tokenizer_facts
 
 LAYER, IDS = "transformer_layer_config.", "eagle_aux_hidden_state_layer_ids"
 ROPES, ROPE = f"{LAYER}rope_parameters", {"rope_type": "default", "rope_theta": 1e4}
-
-
-@pytest.fixture
-def whole(drafter, tmp_path):
-    return save_drafter(drafter, tmp_path / "whole", {})
 
 
 @pytest.fixture
@@ -38,10 +35,8 @@ def pruned(policy, tmp_path):
         (f"{LAYER}rms_norm_eps", "1e-6", "rms_norm_eps"),
         (f"{LAYER}num_key_value_heads", 0, None),
         (f"{LAYER}num_key_value_heads", 1, "k_proj.weight is [32, 64], but config.json asks for [16, 64]"),
-        (f"{LAYER}max_position_embeddings", True, None),
         (ROPES, [1], None),
         (ROPES, ROPE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
-        (ROPES, ROPE | {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         (IDS, [1, "2", 3], None),
         (IDS, [1, 2], f"{IDS} must be 3"),
         (IDS, "2", f"{IDS} must be a list"),
@@ -52,22 +47,19 @@ def pruned(policy, tmp_path):
         ("draft_vocab_size", 20, "no tensor 'd2t'"),
     ],
 )
-def test_what_vllm_could_not_serve_is_refused_by_its_key(whole, policy_dir, key, value, said):
-    set_field(whole, key, value)
-    assert (said or key.rpartition(".")[2]) in refusal(whole, policy_dir)
+def test_what_vllm_could_not_serve_is_refused_by_its_key(saved, policy_dir, key, value, said):
+    set_field(saved, key, value)
+    assert (said or key.rpartition(".")[2]) in refusal(saved, policy_dir)
 
 
-@pytest.mark.parametrize("said", [None, [], "left out"])
+@pytest.mark.parametrize("said", [None, []])
 def test_layers_that_are_not_said_are_vllms_default_ones(tmp_path, said):
     """As in heads of speculators before 0.5, and of its `convert`."""
     policy = make_policy(num_hidden_layers=9)
-    saved = save_drafter(drafter_of(policy, aux_layers=(1, 2, 3)), tmp_path / "drafter", {})
-    config = json.loads((saved / "config.json").read_text()) | {IDS: said}
-    if said == "left out":
-        del config[IDS]
-    (saved / "config.json").write_text(json.dumps(config))
-    assert load_drafter(saved, policy.config).target_layer_ids == [2, 4, 6]
-    assert check_drafter(saved, policy.config).config[IDS] == [2, 4, 6], "what is staged says them"
+    path = save_drafter(drafter_of(policy, aux_layers=(1, 2, 3)), tmp_path / "drafter", {})
+    set_field(path, IDS, said)
+    assert load_drafter(path, policy.config).target_layer_ids == [2, 4, 6]
+    assert check_drafter(path, policy.config).config[IDS] == [2, 4, 6], "what is staged says them"
 
 
 @pytest.mark.parametrize(
@@ -83,8 +75,6 @@ def test_layers_that_are_not_said_are_vllms_default_ones(tmp_path, said):
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
         ({"fc_norm": True, "norm_before_fc": True}, "mutually exclusive"),
         ({"logit_scale": 0.5}, "logit_scale"),
-        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     ],
 )
@@ -92,10 +82,17 @@ def test_so_is_what_does_not_fit_in_other_layouts(tmp_path, policy_dir, change, 
     assert sentence in refusal(written(tmp_path / "theirs", **change), policy_dir)
 
 
-def test_a_drafter_for_another_policy(whole):
-    assert "vocab_size=48, but the policy's is 50" in refusal(whole, make_policy(vocab_size=50).config)
-    sentence = refusal(whole, make_policy(num_hidden_layers=3).config)
+def test_a_drafter_for_another_policy(saved):
+    assert "vocab_size=48, but the policy's is 50" in refusal(saved, make_policy(vocab_size=50).config)
+    sentence = refusal(saved, make_policy(num_hidden_layers=3).config)
     assert f"config.json: {IDS}=[1, 2, 3] is outside 0..2" in sentence
+
+
+@pytest.mark.parametrize("content", [{"model": 3}, {"added_tokens": [1]}])
+def test_a_tokenizer_of_another_kind_is_a_sentence(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DrafterError, match=r"tokenizer\.json is no tokenizer"):
+        tokenizer_facts(tmp_path)
 
 
 def test_another_tokenizer_of_the_same_size_is_refused(drafter, policy_dir, tmp_path):
@@ -114,42 +111,18 @@ def test_another_tokenizer_of_the_same_size_is_refused(drafter, policy_dir, tmp_
         assert "this drafter was trained for another tokenizer" in refusal(saved, policy_with(other, 1))
 
 
-def test_an_ordinary_model_is_no_drafter(policy_dir):
+def test_what_is_no_drafters_folder(saved, policy, policy_dir, monkeypatch):
+    assert f"{saved.parent / 'nowhere'} is not a directory" in refusal(saved.parent / "nowhere", policy.config)
     assert "is no EAGLE-3 drafter" in refusal(policy_dir, policy_dir)
+    (saved / "config.json").write_text("{")
+    assert "config.json is not readable JSON" in refusal(saved, policy_dir)
+    with monkeypatch.context() as patch:  # root may look anywhere
+        patch.setattr(os, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
+        assert f"{saved} is not a directory" in refusal(saved, policy.config)
 
 
-def test_a_folder_that_may_not_be_looked_into(whole, policy, monkeypatch):
-    stat = os.stat
-
-    def refused(path, *more, **options):
-        if Path(str(path)).is_relative_to(whole):
-            raise PermissionError(13, "Permission denied", path)
-        return stat(path, *more, **options)
-
-    assert f"{whole.parent / 'nowhere'} is not a directory" in refusal(whole.parent / "nowhere", policy.config)
-    monkeypatch.setattr(os, "stat", refused)  # root may look anywhere
-    assert f"{whole} is not a directory" in refusal(whole, policy.config)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        ("config.json", None, "config.json does not exist"),
-        ("config.json", b"{", "config.json is not readable JSON"),
-        ("model.safetensors", None, "holds no weights: there is neither model.safetensors"),
-        ("model.safetensors", "half", "model.safetensors is not a complete safetensors file"),
-    ],
-)
-def test_missing_and_broken_files(whole, policy_dir, file, content, said):
-    before = (whole / file).read_bytes()
-    (whole / file).unlink()
-    if content is not None:
-        (whole / file).write_bytes(before[: len(before) // 2] if content == "half" else content)
-    assert said in refusal(whole, policy_dir)
-
-
-def test_a_field_that_nobody_needs_is_dropped_before_staging(whole, policy_dir):
-    before = to_drafter_file(load_drafter(whole, policy_dir), "float32")
+def test_a_field_that_nobody_needs_is_dropped_before_staging(saved, policy_dir):
+    before = to_drafter_file(load_drafter(saved, policy_dir), "float32")
     for key, value in {
         "auto_map": {"AutoConfig": "elsewhere.Config"},
         "dtype": "float8",
@@ -164,29 +137,40 @@ def test_a_field_that_nobody_needs_is_dropped_before_staging(whole, policy_dir):
         f"{LAYER}layer_types": ["full_attention"] * 3,
         f"{LAYER}_attn_implementation": "elsewhere",
     }.items():
-        set_field(whole, key, value)
-    assert to_drafter_file(load_drafter(whole, policy_dir), "float32") == before
+        set_field(saved, key, value)
+    assert to_drafter_file(load_drafter(saved, policy_dir), "float32") == before
     assert "elsewhere" not in before[0] and "/another/model" not in before[0]
 
 
-def test_a_table_of_positions_is_as_long_as_the_engine_needs(whole, policy, policy_dir):
+def test_a_table_of_positions_is_as_long_as_the_engine_needs(saved, policy, policy_dir):
     def positions(**arguments):
-        loaded = load_drafter(whole, policy_dir, **arguments)
+        loaded = load_drafter(saved, policy_dir, **arguments)
         return loaded.config.transformer_layer_config.max_position_embeddings
 
-    set_field(whole, f"{LAYER}max_position_embeddings", 256)
-    check_drafter(whole, policy_dir, min_context=257)
+    set_field(saved, f"{LAYER}max_position_embeddings", 256)
+    check_drafter(saved, policy_dir, min_context=257)
     assert (positions(), positions(min_context=257)) == (256, 257)
-    set_field(whole, ROPES, ROPE | {"rope_type": "dynamic", "factor": 2.0})
-    assert "has 256 positions in vLLM" in refusal(whole, policy_dir, min_context=257)
+    set_field(saved, ROPES, ROPE | {"rope_type": "dynamic", "factor": 2.0})
+    assert "has 256 positions in vLLM" in refusal(saved, policy_dir, min_context=257)
     yarn = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
-    set_field(whole, ROPES, yarn)  # whose table has 400 rows in vLLM
-    assert positions(min_context=400) == 416 and "has 416 positions in vLLM" in refusal(
-        whole, policy_dir, min_context=417
-    )
-    set_field(whole, ROPES, ROPE)
-    set_field(whole, f"{LAYER}max_position_embeddings", 3_000_000_000)  # 192 GB of RoPE table
+    set_field(saved, ROPES, yarn)  # whose table has 400 rows in vLLM
+    assert positions(min_context=400) == 416
+    assert "has 416 positions in vLLM" in refusal(saved, policy_dir, min_context=417)
+    set_field(saved, ROPES, ROPE)
+    set_field(saved, f"{LAYER}max_position_embeddings", 3_000_000_000)  # 192 GB of RoPE table
     assert positions(min_context=200) == policy.config.max_position_embeddings + 16
+
+
+def test_numbers_that_are_not_finite_are_not_loaded(saved, policy_dir):
+    set_tensors(saved, {"fc.weight": torch.full((32, 96), torch.nan)})
+    with pytest.raises(DrafterError, match=r"fc\.weight holds NaN or infinity"):
+        load_drafter(saved, policy_dir)
+
+
+def test_a_head_in_several_files_is_one_in_one_file(saved, policy_dir, tmp_path):
+    for path in (saved, written(tmp_path / "theirs")):
+        whole = serving_tensors(load_drafter(path, policy_dir))
+        assert fingerprint(serving_tensors(load_drafter(sharded(path), policy_dir))) == fingerprint(whole)
 
 
 @pytest.mark.parametrize(

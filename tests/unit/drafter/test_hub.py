@@ -45,23 +45,17 @@ def test_policy_and_drafter_are_read_from_the_cache(cache, policy, policy_dir, d
     assert start.origin == drafter_name and start.served.acceptance == (0.5,)
 
 
-def test_a_file_that_may_not_be_fetched_is_named(cache, policy_dir):
+def test_a_file_that_is_not_here_is_named(cache, policy_dir):
+    """The hub is not said to lack it: it was not asked, as after a config's download on a login node."""
     name = cache("Org/policy", policy_dir)
     with pytest.raises(NotHereError, match=r"weights\.bin is not in the local cache"):
         folder(name, ("weights.bin",), fetch=False)
+    with pytest.raises(NotHereError, match=r"^Org/policy: weights\.bin is not here, .*HF_HUB_OFFLINE is set\.$"):
+        folder(name, ("weights.bin",))
 
 
-def test_a_head_of_which_the_config_alone_is_cached_is_not_said_to_lack_its_weights(cache, drafter, tmp_path):
-    """As after a config's download on a login node; the hub was not asked."""
-    saved = save_drafter(drafter, tmp_path / "drafter", {})
-    (saved / "model.safetensors").unlink()
-    with pytest.raises(NotHereError, match=r"^Org/head: weights\.bin is not here, .*HF_HUB_OFFLINE is set\.$"):
-        folder(cache("Org/head", saved), ("weights.bin",))
-
-
-def test_weights_without_a_config_are_no_refusal_without_a_hub(cache, policy_dir, drafter, tmp_path):
+def test_weights_without_a_config_are_no_refusal_without_a_hub(cache, policy_dir, saved):
     """Another node may have it, so the doctor warns."""
-    saved = save_drafter(drafter, tmp_path / "drafter", {})
     (saved / "config.json").unlink()
     name = cache("Org/drafter", saved)
     with pytest.raises(NotHereError, match=r"^Org/drafter: config\.json is not in the local cache, and could not be"):

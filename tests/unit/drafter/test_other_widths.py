@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from drafter_bits import fingerprint
-from drafter_folders import DV, WEIGHTS, H, refusal, run_start, tensors_of, written
+from drafter_folders import DV, WEIGHTS, H, loaded, refusal, tensors_of, written
 from safetensors.torch import load, load_file, save_file
-from tiny_policy import VOCAB, verifier_weights
+from tiny_policy import VOCAB
 from transformers import LlamaConfig
 from vllm_by_hand import Reference, passes
 
+from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import (
     DrafterTrainer,
     align,
@@ -18,12 +19,12 @@ from verl_tlt.drafter import (
     drafter_config,
     host_bytes,
     load_drafter,
-    refresh_verifier_weights,
     save_drafter,
     serving_tensors,
     session_bytes,
 )
 from verl_tlt.drafter.build import halve_frozen, instantiate
+from verl_tlt.trainer.run_setup import first_drafter
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 NORMS = {
@@ -34,20 +35,14 @@ NORMS = {
 
 
 def head(path, width=24, norm=None, draft_vocab=DV):
-    """Its files in SafeAILab's layout."""
+    """Its files in SafeAILab's layout; without maps where it drafts all tokens."""
     fields = {"hidden_size": width, "target_hidden_size": H, "draft_vocab_size": draft_vocab}
-    return written(path, tensors_of(draft_vocab, width) | NORMS[norm], **fields, **({norm: True} if norm else {}))
+    maps = ("d2t", "t2d") if draft_vocab == VOCAB else ()
+    tensors = {name: tensor for name, tensor in tensors_of(draft_vocab, width).items() if name not in maps}
+    return written(path, tensors | NORMS[norm], **fields, **({norm: True} if norm else {}))
 
 
-def loaded(path, policy, policy_dir):
-    model = load_drafter(path, policy_dir, min_context=200)
-    refresh_verifier_weights(model, verifier_weights(policy))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("width", "norm"), [(24, None), (24, "fc_norm"), (24, "norm_before_fc"), (H, None), (40, None)]
-)
+@pytest.mark.parametrize(("width", "norm"), [(24, None), (24, "fc_norm"), (24, "norm_before_fc"), (H, None)])
 def test_it_computes_what_its_own_project_computes(policy, policy_dir, sequences, tmp_path, width, norm):
     model = loaded(head(tmp_path, width, norm), policy, policy_dir)
     given, sequence = tensors_of(DV, width), sequences[0]
@@ -69,8 +64,6 @@ def test_it_computes_what_its_own_project_computes(policy, policy_dir, sequences
 @pytest.mark.parametrize("draft_vocab", [DV, VOCAB])
 def test_in_speculators_layout_it_is_the_same_head(policy_dir, tmp_path, draft_vocab):
     path = head(tmp_path / "theirs", draft_vocab=draft_vocab)
-    if draft_vocab == VOCAB:
-        save_file({n: t for n, t in load_file(path / WEIGHTS).items() if n not in ("d2t", "t2d")}, path / WEIGHTS)
     given = serving_tensors(load_drafter(path, policy_dir))
     assert {EMBEDDING, HEAD} <= given.keys()
     saved = save_drafter(load_drafter(path, policy_dir), tmp_path / "ours", {})
@@ -82,21 +75,17 @@ def test_in_speculators_layout_it_is_the_same_head(policy_dir, tmp_path, draft_v
     assert fingerprint(serving_tensors(load_drafter(saved, policy_dir))) == fingerprint(given)
 
 
-@pytest.mark.parametrize("layout", ["flat", "speculators"])
 @pytest.mark.parametrize("missing", [EMBEDDING, HEAD])
-def test_without_its_own_embedding_or_head_it_is_refused(policy_dir, tmp_path, layout, missing):
-    path = head(tmp_path / "theirs", draft_vocab=VOCAB if layout == "flat" else DV)
-    if layout == "flat":
-        save_file({n: t for n, t in load_file(path / WEIGHTS).items() if n not in ("d2t", "t2d")}, path / WEIGHTS)
-    else:
-        path = save_drafter(load_drafter(path, policy_dir), tmp_path / "ours", {})
+def test_without_its_own_embedding_or_head_it_is_refused(policy_dir, tmp_path, missing):
+    path = head(tmp_path, draft_vocab=VOCAB)
     save_file({n: t for n, t in load_file(path / WEIGHTS).items() if n != missing}, path / WEIGHTS)
     sentence = refusal(path, policy_dir)
     assert f"{path / WEIGHTS} has no tensor '{missing}'" in sentence and "with verl-tlt warmup" in sentence
 
 
 def test_what_a_run_starts_with_has_its_own_embedding_and_counts_the_policys_states(policy_dir, tmp_path):
-    start, given = run_start(head(tmp_path), policy_dir), tensors_of(width=24)
+    settings, given = TLTConfig.from_dict({"drafter": {"path": str(head(tmp_path))}}), tensors_of(width=24)
+    start = first_drafter(settings, str(policy_dir), "float32", 64, None)
     assert start.token_bytes == (3 + 1) * H * 2 and start.chosen
     for file in (start.trainable, start.served):
         assert all(torch.equal(load(file.weights)[name], given[name]) for name in (EMBEDDING, HEAD))

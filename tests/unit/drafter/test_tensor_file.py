@@ -1,11 +1,13 @@
 """Where a model's tensors are, and files that hold none: one sentence each, and nobody ends with the file."""
 
+import json
+
 import pytest
 import torch
 from drafter_folders import INDEX, WEIGHTS, sharded
 from safetensors.torch import save_file
 
-from verl_tlt.drafter.tensor_file import check_weights, read_file, read_headers, read_parts
+from verl_tlt.drafter.tensor_file import check_weights, read_file, read_headers, read_parts, tensor_files
 from verl_tlt.errors import DrafterError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(3).bfloat16(), "c": torch.tensor([True, False])}
@@ -18,14 +20,18 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_headers_and_tensors_are_those_of_the_file(model):
-    headers = read_headers(model / WEIGHTS)
+def test_headers_and_tensors_are_those_of_the_file_and_outlive_it(model):
+    """A mapped file that becomes shorter ends whoever reads it."""
+    file = model / WEIGHTS
+    headers = read_headers(file)
     assert {n: (h.shape, h.kind) for n, h in headers.items()} == {
         "a": ([2, 3], "F32"),
         "b": ([3], "BF16"),
         "c": ([2], "BOOL"),
     }
-    for found in (read_file(model / WEIGHTS), read_parts(headers)):
+    kept = read_file(file), read_parts(headers)
+    file.write_bytes(b"")
+    for found in kept:
         assert found.keys() == TENSORS.keys() and all(torch.equal(found[n], t) for n, t in TENSORS.items())
 
 
@@ -53,38 +59,38 @@ def test_a_file_that_cannot_be_read_says_why(model):
             read(model / "nowhere")
 
 
-def test_tensors_outlive_the_file(model):
-    """A mapped file that becomes shorter ends whoever reads it."""
-    file = model / WEIGHTS
-    kept = read_file(file), read_parts(read_headers(file))
-    file.write_bytes(b"")
-    assert all(torch.equal(found[n], t) for found in kept for n, t in TENSORS.items())
-
-
 def test_a_folder_with_all_its_weights_is_fine(model):
     check_weights(model)
     check_weights(sharded(model))
     check_weights("some/name-on-the-hub")
 
 
+def test_a_single_file_comes_before_a_stale_index(model):
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert tensor_files(model) == (model / WEIGHTS, dict.fromkeys(TENSORS, WEIGHTS))
+
+
+@pytest.mark.parametrize("table", [{}, {"weight_map": {}}, {"weight_map": {"a": 3}}])
+def test_an_index_of_another_kind_is_a_sentence(model, table):
+    (sharded(model) / INDEX).write_text(json.dumps(table))
+    with pytest.raises(DrafterError, match=f"^{model / INDEX}: weight_map must say"):
+        tensor_files(model)
+
+
+def dangle(file):
+    file.unlink(missing_ok=True)
+    file.symlink_to("gone")
+
+
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
         (lambda folder: (folder / "model-1.safetensors").unlink(), "model-1.safetensors does not exist, and .*index"),
-        (
-            lambda folder: dangle(folder / "model-1.safetensors"),
-            "model-1.safetensors is a link to gone, which does not",
-        ),
+        (lambda folder: dangle(folder / "model-1.safetensors"), "is a link to gone, which does not"),
         (lambda folder: [f.unlink() for f in folder.glob("*.saf*")], "holds no weights: there is neither"),
         (lambda folder: ((folder / INDEX).unlink(), dangle(folder / WEIGHTS)), f"{WEIGHTS} is a link to gone, which"),
-        (
-            lambda folder: (dangle(folder / INDEX), (folder / WEIGHTS).unlink(missing_ok=True)),
-            "index.json is a link to",
-        ),
-        (
-            lambda folder: ((file := folder / "model-1.safetensors").unlink(), file.mkdir()),
-            "safetensors is a folder, and",
-        ),
+        (lambda folder: dangle(folder / INDEX), "index.json is a link to"),
+        (lambda folder: ((file := folder / "model-1.safetensors").unlink(), file.mkdir()), "is a folder, and"),
     ],
 )
 def test_a_folder_without_some_of_its_weights_is_one_sentence(model, break_it, said):
@@ -93,16 +99,9 @@ def test_a_folder_without_some_of_its_weights_is_one_sentence(model, break_it, s
         check_weights(model)
 
 
-def dangle(file):
-    file.unlink(missing_ok=True)
-    file.symlink_to("gone")
-
-
 def test_what_verl_saves_beside_its_shards_says_how_to_get_the_weights(model):
     folder = model / "actor" / "huggingface"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(
-        DrafterError, match=f"holds no weights.*verl.model_merger merge .* --local_dir {folder.parent} "
-    ):
+    with pytest.raises(DrafterError, match=f"verl.model_merger merge .* --local_dir {folder.parent} "):
         check_weights(folder)

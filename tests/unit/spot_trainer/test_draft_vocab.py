@@ -21,7 +21,7 @@ from tiny_trainer import (
     verifier_arrays,
 )
 
-from verl_tlt.drafter import build_drafter, check_drafter, load_drafter, save_drafter
+from verl_tlt.drafter import build_drafter, check_drafter, save_drafter
 from verl_tlt.messages.training import VerifierArrays
 
 SIZE = 8
@@ -151,24 +151,16 @@ def test_under_lora_the_policys_head_comes_from_its_files(policy):
     assert session(trainer).steps > 0
 
 
-def test_a_drafter_from_a_file_keeps_the_tokens_it_has(policy, tmp_path):
-    model = build_drafter(policy, draft_ids=torch.from_numpy(CHOSEN))
-    with torch.no_grad():
-        model.lm_head.weight = torch.nn.Parameter(torch.ones(SIZE, HIDDEN), requires_grad=False)
-    save_drafter(model, tmp_path / "mine", {})
-    found = first_of(policy, replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(tmp_path / "mine"), vocab=5)))
-    assert (found.draft_vocab, found.chosen) == (SIZE, True)
-    assert load_drafter(tmp_path / "mine", policy).t2d.nonzero()[:, 0].tolist() == CHOSEN.tolist()
-
-
-def test_a_trained_head_from_elsewhere_is_kept_by_training_judging_and_saving(policy, tmp_path):
+def test_tokens_and_trained_head_of_a_file_are_kept_by_training_judging_and_saving(policy, tmp_path):
     model = build_drafter(policy, draft_ids=torch.from_numpy(CHOSEN))
     head = torch.randn(SIZE, HIDDEN, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
     theirs = save_drafter(model, tmp_path / "theirs", {})
     (theirs / "provenance.json").unlink()
-    trainer = make_trainer(policy, 60, config=replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(theirs))))
+    config = replace(PRUNED, drafter=replace(PRUNED.drafter, path=str(theirs), vocab=5))
+    start, trainer = first_of(policy, config), make_trainer(policy, 60, config=config)
+    assert (start.draft_vocab, start.chosen, drafted(trainer)) == (SIZE, True, CHOSEN.tolist())
     session(trainer)
     assert session(trainer).verdict is not None
     trainer.save(str(tmp_path / "saved"), FACTS)

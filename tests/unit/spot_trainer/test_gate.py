@@ -102,19 +102,6 @@ def test_real_differences_are_seen(quick):
 # ---------------------------------------------------------------- rules
 
 
-@pytest.mark.parametrize(
-    ("candidate", "served", "action"), [(1.0, 1.0, "publish"), (1.1, 1.0, "publish"), (1.0, 1.1, "revert")]
-)
-def test_a_random_head_that_accepts_nothing_is_no_special_case(candidate, served, action):
-    drafters = (counts(np.full(20, 100), np.full(20, tau)) for tau in (candidate, served, 1.0))
-    assert decide(HeldOutScores(np.arange(20), np.full(20, 100), *drafters), seed=0).action == action
-
-
-def test_doubt_keeps_what_is_served():
-    scores = simulate(np.random.default_rng(3), sequences=8, versus_served=-0.002)
-    assert decide(scores, seed=0).action == "keep"
-
-
 def test_a_verdict_says_how_many_prompts_it_had():
     scores = simulate(np.random.default_rng(0), sequences=60, group=4)
     assert "of 15 held-out prompts" in decide(scores, seed=0).reason

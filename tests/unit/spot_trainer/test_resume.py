@@ -1,9 +1,10 @@
-"""A spot trainer that goes on from a checkpoint holds what was saved: candidate, moments, steps, and both of the gate's
-references; also from one that the release before wrote (`recorded_checkpoint`, files that no test writes).
+"""Checkpoints of a spot trainer: where they are written, and that one which goes on from them holds what was saved.
+
+That is candidate, moments, steps, and both of the gate's references; also what the release before wrote
+(`recorded_checkpoint`, files that no test writes).
 """
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from tiny_trainer import (
 )
 
 from verl_tlt.drafter import load_training_state
-from verl_tlt.drafter.checkpoint import STATE, provenance, write_state
+from verl_tlt.drafter.checkpoint import STATE, write_state
+from verl_tlt.errors import DrafterError
+from verl_tlt.spot_trainer import trainer as module
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 RECORDED = Path(__file__).parent / "recorded_checkpoint"
@@ -74,14 +77,12 @@ def test_one_that_never_published_has_one_reference(tmp_path, step):
     assert session(other).verdict is None, "it is the served one"
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(1), None, 3])
-def test_a_training_state_that_does_not_fit_costs_the_moments_and_not_the_run(trainer, tmp_path, step, wrong):
+def test_a_training_state_that_does_not_fit_costs_the_moments_and_not_the_run(trainer, tmp_path, step):
     directory = step / "tlt_drafter"
     trainer.save(str(directory), FACTS)
     state = load_training_state(directory)
     name = next(iter(state["initial"]))
-    broken = torch.full_like(state["initial"][name], torch.nan) if wrong is None else wrong
-    write_state(state | {"initial": {**state["initial"], name: broken}}, directory / STATE)
+    write_state(state | {"initial": {**state["initial"], name: torch.ones(1)}}, directory / STATE)
     other = make_trainer(tmp_path / "policy", 60, resume_from=step)
     assert same(other.served, trainer.served) and same(other.candidate, trainer.served)
     assert other.trainer.steps == 0 and session(other).steps > 0
@@ -124,8 +125,35 @@ def test_one_that_replaces_another_goes_on_from_what_was_published_with_the_chec
     assert same(new.initial, trainer.initial)
     for one, other in zip(saved, moments(new), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
-    new.save(str(tmp_path / "again"), replace(FACTS, version=0))
-    assert provenance(tmp_path / "again")["version"] == 1, "also where the RL trainer could not hand it out yet"
     assert session(new).steps == 0, "its buffer is empty"
     new.add(2, texts(60), verifier_arrays())
     assert session(new).steps > 0
+
+
+def test_a_drafter_is_written_where_the_policys_next_checkpoint_has_room_too(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path / "policy")
+    trainer.save(str(tmp_path / "sized"), FACTS)
+    drafter_bytes = sum(file.stat().st_size for file in (tmp_path / "sized").rglob("*.safetensors"))
+    policy_bytes = 1 << 18
+    for step in ("global_step_1", "global_step_2"):  # verl's part of a checkpoint
+        (tmp_path / step / "actor").mkdir(parents=True)
+        (tmp_path / step / "actor" / "model.pt").write_bytes(bytes(policy_bytes))
+    newest = tmp_path / "global_step_2"
+    for keeps, left in ((0, policy_bytes), (3, policy_bytes), (2, 0)):  # two policies: verl removes one before
+        monkeypatch.setattr(module, "free_bytes", lambda _, left=left: drafter_bytes + left - policy_bytes // 2)
+        with pytest.raises(DrafterError, match="global_step_2 gets no drafter"):
+            trainer.save(str(newest / "tlt_drafter"), FACTS, str(newest), keeps)
+        assert [path.name for path in newest.iterdir()] == ["actor"]
+        monkeypatch.setattr(module, "free_bytes", lambda _, left=left: drafter_bytes + left)
+        trainer.save(str(newest / "tlt_drafter"), FACTS, str(newest), keeps)
+        shutil.rmtree(newest / "tlt_drafter")
+
+
+def test_a_place_that_is_a_link_stays_one(tmp_path):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (tmp_path / "latest").symlink_to(elsewhere / "drafter")  # also before there is anything
+    trainer = make_trainer(tmp_path / "policy")
+    for _ in range(2):
+        trainer.save(str(tmp_path / "latest"), FACTS)
+        assert (tmp_path / "latest").is_symlink() and [path.name for path in elsewhere.iterdir()] == ["drafter"]
+        assert (elsewhere / "drafter" / "config.json").is_file()

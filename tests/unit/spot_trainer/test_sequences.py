@@ -1,11 +1,9 @@
 """Captured sequences: joined whatever rank holds what, and left out where a part is missing."""
 
-import itertools
-
 import numpy as np
 import pytest
 
-from verl_tlt.actor.adapters import even_split, window, zigzag
+from verl_tlt.drafter.data import within
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_trainer.sequences import whole_sequences
 
@@ -41,42 +39,21 @@ def test_what_the_object_store_lends_is_not_kept():
     assert not any(np.shares_memory(ours, theirs) for ours in held for theirs in (lent.tokens, lent.states))
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("stages", [[WANTED], [(1,), (2,), (), (4,)]])
 @pytest.mark.parametrize("cut", [(0, None), (5, 8)])
-def test_every_mesh_of_ranks(context, tensor, stages, cut):
-    """Tokens split zigzag, then evenly; layers split over stages; a window of the sequences."""
-    padded = [-(-n // (2 * context * tensor)) * 2 * context * tensor for n in LENGTHS]
-    begins = np.cumsum([0, *padded])
-    axis = int(begins[-1]) // context
+def test_ranks_that_have_other_tokens_and_layers_are_joined(cut):
+    """Their real meshes are in tests/engine/test_tap_ranks.py; `cut`: a window of the sequences."""
     sent = []
-    for c, t, layers, row in itertools.product(range(context), range(tensor), stages, range(3)):
-        held = zigzag(LENGTHS[row], padded[row], int(begins[row]) // context, c, context)
-        held = window(even_split(held, axis // tensor, t), cut[0], cut[1] or LENGTHS[row])
-        if held and layers:
-            sent.append(shard(row, [(s.start, s.stop) for s in held], layers, *cut))
-    joined, missing = whole_sequences(sent)
+    for row, length in enumerate(LENGTHS):
+        for layers in ((4,), (1, 2)):
+            for stretches in ([(5, 7)], [(0, 5), (7, length)]):
+                held = within(stretches, cut[0], cut[1] or length)
+                sent.append(shard(row, [(cut[0] + a, cut[0] + b) for a, b in held], layers, *cut))
+    joined, missing = whole_sequences(sent[::-1])
     assert (len(joined), missing) == (3, 0)
     for row, sequence in enumerate(joined):
         assert len(sequence) == (cut[1] or LENGTHS[row]) - cut[0]
         assert (sequence.start, sequence.prompt_len) == (cut[0], max(0, 4 - cut[0]))
         check(sequence, row)
-
-
-@pytest.mark.parametrize(
-    ("spans", "wanted"),
-    [
-        (zigzag(15, 16, 100, rank=1, ranks=2), [(4, 8, 100), (8, 12, 104)]),
-        (zigzag(15, 16, 100, rank=0, ranks=2), [(0, 4, 100), (12, 15, 104)]),
-        (zigzag(3, 16, 0, rank=0, ranks=2), [(0, 3, 0)]),
-        (even_split(zigzag(10, 10, 0, 0, 1), 8, 1), [(8, 10, 0)]),
-        (even_split(zigzag(6, 6, 10, 0, 1), 8, 1), [(0, 6, 2)]),
-        (even_split(zigzag(6, 6, 10, 0, 1), 8, 0), []),
-    ],
-)
-def test_each_rank_has_an_early_and_a_late_chunk_and_each_slice_pieces_of_neighbours(spans, wanted):
-    assert [(s.start, s.stop, s.at) for s in spans] == wanted
 
 
 @pytest.mark.parametrize(
