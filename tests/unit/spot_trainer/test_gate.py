@@ -102,9 +102,7 @@ def test_real_differences_are_seen(quick):
 # ---------------------------------------------------------------- rules
 
 
-def test_a_verdict_says_how_many_prompts_it_had():
-    scores = simulate(np.random.default_rng(0), sequences=60, group=4)
-    assert "of 15 held-out prompts" in decide(scores, seed=0).reason
+def test_prompts_are_counted_and_not_their_responses():
     few = decide(simulate(np.random.default_rng(0), sequences=60, group=10, versus_served=-0.1), seed=0)
     assert (few.action, few.gain_low) == ("keep", None) and "of 6 held-out prompts" in few.reason
 
