@@ -141,21 +141,17 @@ class EngineWithSlowPrompts(MadeEngine):
         self.computed = 0
 
 
-@pytest.mark.parametrize(("budget_s", "longest"), [(60.0, 1000), (10.0, 500), (4.0, 125)])
-def test_where_prompts_are_slow_contexts_are_as_long_as_the_time_allows(monkeypatch, budget_s, longest):
+@pytest.mark.parametrize(
+    ("remembers", "budget_s", "longest"),
+    [(True, 60.0, 1000), (True, 10.0, 500), (True, 4.0, 125), (False, 20.0, 320)],
+)
+def test_where_prompts_are_slow_contexts_are_as_long_as_the_time_allows(monkeypatch, remembers, budget_s, longest):
     engine = EngineWithSlowPrompts()
+    engine.vllm_config.cache_config.enable_prefix_caching = remembers
     monkeypatch.setattr(calibration, "time", engine)
     table = run(engine, arms=(0, 1), budget_s=budget_s)
-    assert engine.seconds_passed <= budget_s
+    assert {p.batch for p in table.points} == {1, 2, 4, 8} and engine.seconds_passed <= budget_s
     assert max(p.kv_tokens for p in table.points if p.batch == 8) == pytest.approx(8 * longest, rel=0.2)
-
-
-def test_prompts_that_are_not_remembered_keep_the_time_too(monkeypatch):
-    engine = EngineWithSlowPrompts()
-    engine.vllm_config.cache_config.enable_prefix_caching = False
-    monkeypatch.setattr(calibration, "time", engine)
-    table = run(engine, arms=(0, 1), budget_s=20.0)
-    assert {p.batch for p in table.points} == {1, 2, 4, 8} and engine.seconds_passed <= 20.0
 
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():

@@ -1,4 +1,4 @@
-"""What jobs and servers have of their own: directories, swept once their process is gone, and the store of drafters."""
+"""What jobs and servers have of their own: directories and links, which are free once their process is gone."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ import pytest
 
 from verl_tlt.files.disk import linked_as, make_private_dir
 
-OWNER = """
+MADE = """
 import sys, tempfile
-from verl_tlt.files.disk import make_private_dir
+from verl_tlt.files.disk import linked_as, make_private_dir
 tempfile.tempdir = sys.argv[1]
-print(make_private_dir("tlt-"), flush=True)
+print(make_private_dir("tlt-") if sys.argv[2] == "folder" else linked_as("theirs", "shape"), flush=True)
 sys.stdin.read()
 """
 
@@ -26,23 +26,29 @@ def tmp(tmp_path, monkeypatch):
 
 @pytest.fixture
 def other(tmp):
-    """(a process that owns a directory, the directory)"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process, tmp / process.stdout.readline().strip().rpartition("/")[2]
-    process.kill()
-    process.wait()
+    """Starts a process that has a `folder` or a `link` of its own; (a function that kills it, the path)"""
+    processes = []
+
+    def kill():
+        processes[0].kill()
+        processes[0].wait()
+
+    def start(what):
+        command = [sys.executable, "-c", MADE, str(tmp), what]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return kill, Path(processes[0].stdout.readline().strip())
+
+    yield start
+    kill()
 
 
 def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(tmp, other):
-    process, theirs = other
+    kill, theirs = other("folder")
     ours = make_private_dir("tlt-")
     assert set(tmp.iterdir()) == {ours, theirs} and ours.stat().st_mode & 0o777 == 0o700
     (theirs / "drafter").mkdir()
     (tmp / "tlt-notes").mkdir()
-    process.kill()
-    process.wait()
+    kill()
     another = make_private_dir("tlt-")
     assert set(tmp.iterdir()) == {ours, another, tmp / "tlt-notes"}
 
@@ -55,24 +61,13 @@ def test_where_files_cannot_be_locked_a_directory_is_made_and_none_is_removed(tm
     assert {make_private_dir("tlt-"), make_private_dir("tlt-")} == {*tmp.iterdir()} and len([*tmp.iterdir()]) == 2
 
 
-LINKED = """
-import pathlib, sys, tempfile
-from verl_tlt.files.disk import linked_as
-tempfile.tempdir = sys.argv[1]
-print(linked_as(pathlib.Path("theirs"), "shape"), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_link_has_a_path_that_the_next_process_has_again(tmp):
+def test_a_link_has_a_path_that_the_next_process_has_again(tmp, other):
     """vLLM compiles anew for each path of a drafter."""
-    command = [sys.executable, "-c", LINKED, str(tmp)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        theirs = Path(process.stdout.readline().strip())
-        ours = linked_as(tmp / "ours", "shape")
-        assert ours != theirs and ours.readlink() == tmp / "ours" and theirs.readlink() == Path("theirs")
-        assert linked_as(tmp / "ours", "other").name.startswith("other") and ours.parent.stat().st_mode & 0o777 == 0o700
-        process.kill()
+    kill, theirs = other("link")
+    ours = linked_as(tmp / "ours", "shape")
+    assert ours != theirs and ours.readlink() == tmp / "ours" and theirs.readlink() == Path("theirs")
+    assert linked_as(tmp / "ours", "other").name.startswith("other") and ours.parent.stat().st_mode & 0o777 == 0o700
+    kill()
     assert linked_as(tmp / "next", "shape") == theirs and theirs.readlink() == tmp / "next"
 
 

@@ -102,20 +102,13 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
     assert server.engine.asked[-1][0] == method, "an engine that is gone is asked nothing more"
 
 
-@pytest.fixture
-def measured(server):
-    """Have the server's engine draft 0 or 2 tokens, for 8 requests of up to 1,000 tokens; returns the engine."""
-    server.tlt = TLTConfig.from_dict({})
-    server.engine = Engine(control={}, stats={})
+async def test_a_replica_measures_and_the_others_use_what_it_measured(server, monkeypatch):
+    server.tlt, server.engine = TLTConfig.from_dict({}), Engine(control={}, stats={})
     server.engine.vllm_config = SimpleNamespace(
         additional_config={"tlt": {"arms": [0, 2]}}, scheduler_config=SimpleNamespace(max_num_seqs=8),
         cache_config=SimpleNamespace(num_gpu_blocks=1000, block_size=16),
         model_config=SimpleNamespace(get_vocab_size=lambda: 3, max_model_len=1000),
     )  # fmt: skip
-    return server.engine
-
-
-async def test_a_replica_measures_and_the_others_use_what_it_measured(server, measured, monkeypatch):
     server.config = RolloutConfig(name="vllm", temperature=0.7, top_p=0.9, calculate_log_probs=True)
     costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
@@ -130,7 +123,7 @@ async def test_a_replica_measures_and_the_others_use_what_it_measured(server, me
     assert await server.tlt_calibrate() == costs and asked == [((0, 2), {1, 2, 4, 8})]
     other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 2)})
     assert await server.tlt_calibrate(other) == other and len(asked) == 1
-    assert measured.told() == [{"points": costs.to_list()}, {"points": other.to_list()}]
+    assert server.engine.told() == [{"points": costs.to_list()}, {"points": other.to_list()}]
 
 
 async def test_one_that_fails_to_sleep_keeps_its_gate_closed_until_the_weight_sync(server, monkeypatch):

@@ -207,14 +207,6 @@ def test_what_failed_is_told_in_place_of_figures(control, caplog):
 COSTS = {OFF: [(4, 0.010), (8, 0.012)], 0: [(4, 0.011), (8, 0.013)], 2: [(4, 0.015), (8, 0.02)]}
 
 
-def test_without_drafts_the_same_tokens_take_a_step_each(control):
-    control.control(points=points(COSTS))
-    record(control, *[step(latency_s=0.015)] * 10)  # 80 tokens in 10 steps of 4 requests
-    stats = control.stats(reset=True)
-    assert stats.decode_s == pytest.approx(0.15) and stats.undrafted_s == pytest.approx(20 * 0.010)
-    assert control.stats().undrafted_s == 0.0
-
-
 def test_a_slower_machine_would_have_been_slower_without_drafts_too(control):
     control.control(points=points(COSTS))
     record(control, *[step(latency_s=0.030)] * 10, step(latency_s=0.030, clean=False))

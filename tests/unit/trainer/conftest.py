@@ -34,26 +34,20 @@ def took(clock):
 
 
 @pytest.fixture
-def log(tmp_path):
-    return StepLog(TraceWriter(tmp_path, "trainer"))
-
-
-@pytest.fixture
 def run(tmp_path, clock):
-    """Build a controller, at the end of its set-up; `before` is called with servers, hidden states and spot trainer."""
+    """Build a controller, at the end of its set-up; `refusal`: why hidden states cannot be captured."""
 
-    def build(names="ab", mode="sync", standalone=(), start=None, before=None, facts=None, **speculation):
+    def build(names="ab", mode="sync", standalone=(), start=None, refusal=None, facts=None, **speculation):
         places = {"trace": {"dir": str(tmp_path / "trace")}, "drafter": {"save_dir": str(tmp_path / "drafter")}}
         tlt = TLTConfig.from_dict(places | {"spot": {"stop_timeout_s": STOP_S}, "speculation": speculation})
         servers = FakeServers(names, clock, standalone)
-        hidden_states, spot = FakeHiddenStates(clock), FakeSpot(servers, clock)
-        if before is not None:
-            before(servers, hidden_states, spot)
+        hidden_states, spot = FakeHiddenStates(clock, refusal), FakeSpot(servers, clock)
         of_run = {"prunes": False, "gpus": 2, "requests": 8, "checkpoints": tmp_path / "ckpt"}
         provenance = DrafterProvenance("policy", "data", "hass", 1.0)
         run_facts = RunFacts(rule=MODE_RULES[mode], provenance=provenance, **of_run | (facts or {}))
         file = DrafterFile(0, "{}", b"", (0.0, 0.0, 0.0))
-        first = FirstDrafter(file, file, (2, 4, 6), "a test", **start or {})
+        of_start = {"trainable": file, "served": file, "aux_layers": (2, 4, 6), "origin": "a test"}
+        first = FirstDrafter(**of_start | (start or {}))
         log = StepLog(TraceWriter(str(tmp_path / "trace"), "trainer", clock.time), clock)
         controller = Controller(tlt, run_facts, first, servers, hidden_states, spot, log, PendingWork)
         controller.before_first_sync(0)

@@ -1,6 +1,6 @@
 """A clock on which hours pass at once: whenever all threads that it started wait, time jumps to what one waits for.
 
-See `trainer.waits.Clock`. A test's own thread is one of them, and waits with `sleep` or `until`.
+See `trainer.waits.Clock`. A test's own thread is one of them, and waits with `sleep`.
 """
 
 import threading
@@ -32,13 +32,6 @@ class FakeClock:
 
     def sleep(self, seconds):
         self.wait(lambda: False, seconds)
-
-    def until(self, condition, seconds=3600.0):
-        """Until something has become so, within seconds of this clock; looks every millisecond."""
-        end = self.now + seconds
-        while not condition():
-            assert self.now < end, "it did not happen in time"
-            self.sleep(0.001)
 
     def wait(self, ready, seconds):
         """Whether it was ready before so many seconds had passed."""

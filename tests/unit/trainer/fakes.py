@@ -5,6 +5,8 @@ call. What goes wrong is set by the test: `broken` makes a method raise, `slow` 
 what the next session says, `late` holds an export back.
 """
 
+import math
+
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import BufferStats, CapturedStates, CaptureReady, Exported, SessionResult, Verdict
 from verl_tlt.speculation.costs import LatencyTable
@@ -108,9 +110,9 @@ class FakeServers(Fake):
 
 
 class FakeHiddenStates(Fake):
-    def __init__(self, clock):
+    def __init__(self, clock, refusal=None):
         super().__init__(clock)
-        self.refusal, self.token_counts = None, [None]
+        self.refusal, self.token_counts = refusal, [None]
 
     def set_up(self, config, aux_layers, counts_tokens):
         self._call("set_up", tuple(aux_layers), counts_tokens)
@@ -135,7 +137,7 @@ class FakeSpot(Fake):
         self.replicas, self.running, self.published, self.version = {}, False, None, 0
         self.verdict, self.late, self.exporting = None, False, False
         self.saved, self.left_out = [], 0
-        self.ends_at = None
+        self.lasts, self.ends_at = math.inf, None  # seconds after which a session's epochs are used up
         self.session = None  # the replica on whose device a session runs
 
     def start(self, ranks, replicas):
@@ -161,25 +163,19 @@ class FakeSpot(Fake):
     def train(self, replica):
         self._call("train", replica)
         assert replica not in self._servers.balancer or not self._servers.load.get(replica), "the device decodes"
-        self.session, self.ends_at = replica, None
-
-    def end_in(self, seconds):
-        """Its epochs will be used up."""
-        self.ends_at = self.clock.now + seconds
+        self.session, self.ends_at = replica, self.clock.now + self.lasts
 
     def ended(self, timeout_s=0.0):
-        if self.ends_at is None or self.ends_at > self.clock.now + timeout_s:
-            self.clock.sleep(timeout_s) if timeout_s else None
-            return None
-        self.clock.sleep(max(0.0, self.ends_at - self.clock.now))
-        return self._result("exhausted")
+        left = self.ends_at - self.clock.now
+        self.clock.sleep(min(left, timeout_s))
+        return self._result("exhausted") if left <= timeout_s else None
 
     def stop(self, _within_s):
         self._call("stop")
         return self._result("stopped")
 
     def _result(self, outcome):
-        verdict, self.verdict, self.session, self.ends_at = self.verdict, None, None, None
+        verdict, self.verdict, self.session = self.verdict, None, None
         return SessionResult(outcome, steps=20, tokens=5000, verdict=verdict)
 
     def fail(self, during, error):

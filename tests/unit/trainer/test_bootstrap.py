@@ -1,14 +1,12 @@
-"""Which drafter a run starts with, and what a resumed run finds."""
+"""Which drafter a run starts with."""
 
 import json
-import logging
 
-import pytest
 from policy_config import POLICY
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import build_drafter, check_drafter, load_drafter, save_drafter
-from verl_tlt.trainer.checkpoints import CHECKPOINT, saved_drafter
+from verl_tlt.trainer.checkpoints import CHECKPOINT
 from verl_tlt.trainer.run_setup import first_drafter
 
 SHORT, LONG = 300, 1500
@@ -66,29 +64,3 @@ def test_a_random_head_in_a_checkpoint_is_still_untrained(tmp_path):
     save_drafter(build_drafter(policy, max_position_embeddings=SHORT), step / CHECKPOINT, facts, policy=policy)
     start = first_drafter(settings(3), str(policy), "bfloat16", SHORT, step)
     assert start.untrained and start.checkpoint == step / CHECKPOINT
-
-
-@pytest.fixture
-def checkpoints(tmp_path):
-    """Steps 8 and 9 with a drafter, 10 and 11 without: the run was killed while they were written."""
-    for step in (8, 9, 10, 11):
-        (tmp_path / f"global_step_{step}").mkdir()
-    for step in (8, 9):
-        (tmp_path / f"global_step_{step}" / CHECKPOINT).mkdir()
-        (tmp_path / f"global_step_{step}" / CHECKPOINT / "config.json").touch()  # the last file to be written
-    (tmp_path / "global_step_latest" / CHECKPOINT).mkdir(parents=True)
-    return tmp_path
-
-
-@pytest.mark.parametrize(("asked", "found"), [(8, 8), (9, 9), (10, 9), (11, 9)])
-def test_a_resumed_run_takes_its_step_s_drafter_or_the_newest_before_it(checkpoints, asked, found, caplog):
-    with caplog.at_level(logging.WARNING):
-        directory = saved_drafter(checkpoints / f"global_step_{asked}")
-    assert directory == checkpoints / f"global_step_{found}" / CHECKPOINT
-    assert bool(caplog.records) == (asked != found)
-
-
-def test_nothing_to_resume_from(checkpoints):
-    assert saved_drafter(None) is None
-    assert saved_drafter(checkpoints / "global_step_8" / "none" / "global_step_1") is None
-    assert saved_drafter(checkpoints / "global_step_7") is None

@@ -1,6 +1,5 @@
-"""Drafters beside verl's checkpoints: complete before verl names the step, and gone when the policy is."""
+"""Drafters beside verl's checkpoints: complete before verl names the step, found again, and gone when the policy is."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,76 +9,69 @@ from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, followed, saved_dra
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Five steps with a drafter; verl has removed the policies of the first three."""
-    for step in range(1, 6):
+    """Five steps with a drafter, the first three without their policies, and two in which it is not whole."""
+    for step in range(1, 8):
         drafter = tmp_path / f"global_step_{step}" / CHECKPOINT
         drafter.mkdir(parents=True)
         (drafter / "model.safetensors").write_text(str(step))
+        if step <= 5:
+            (drafter / "config.json").touch()  # the last file to be written
         if step > 3:
             (drafter.parent / POLICY).mkdir()
+    (tmp_path / "global_step_latest" / CHECKPOINT).mkdir(parents=True)
     return tmp_path
 
 
 def drafters(checkpoints):
-    return sorted(int(path.parent.name.rpartition("_")[2]) for path in checkpoints.glob(f"*/{CHECKPOINT}"))
+    return sorted(int(path.parent.name.rpartition("_")[2]) for path in checkpoints.glob(f"*[0-9]/{CHECKPOINT}"))
+
+
+@pytest.mark.parametrize(("asked", "found"), [(4, 4), (5, 5), (6, 5), (7, 5)])
+def test_a_resumed_run_takes_its_steps_drafter_or_the_newest_before_it(checkpoints, said, asked, found):
+    directory = saved_drafter(checkpoints / f"global_step_{asked}")
+    assert directory == checkpoints / f"global_step_{found}" / CHECKPOINT
+    assert bool(said.records) == (asked != found)
+
+
+def test_nothing_to_resume_from(checkpoints):
+    assert saved_drafter(None) is None
+    assert saved_drafter(checkpoints / "global_step_8" / "none" / "global_step_1") is None
+    assert saved_drafter(checkpoints / "global_step_0") is None
 
 
 def test_drafters_go_with_their_policies(checkpoints):
     drafter = checkpoints / "global_step_1" / CHECKPOINT
     drafter.rename(drafter.with_name(f".{CHECKPOINT}.old-0123"))  # a run that was killed while it removed this one
     tidy(checkpoints / "global_step_5", prunes=True)
-    assert drafters(checkpoints) == [4, 5]
+    assert drafters(checkpoints) == [4, 5, 6, 7]
     assert not list(checkpoints.glob(f"*/.{CHECKPOINT}*")), "nothing is left under another name"
-    assert saved_drafter(checkpoints / "global_step_3") is None
 
 
 @pytest.mark.parametrize(("step", "prunes"), [(5, False), (3, True)])
-def test_where_verl_keeps_every_policy_or_on_another_disk_no_drafter_is_touched(checkpoints, step, prunes):
-    tidy(checkpoints / f"global_step_{step}", prunes)
-    assert drafters(checkpoints) == [1, 2, 3, 4, 5]
-
-
-def test_what_a_killed_save_left_goes_with_the_next_one(checkpoints):
-    left = checkpoints / "global_step_5" / f".{CHECKPOINT}.new-0123"
+def test_where_verl_keeps_every_policy_or_on_another_disk_only_what_a_killed_save_left_goes(checkpoints, step, prunes):
+    left = checkpoints / f"global_step_{step}" / f".{CHECKPOINT}.new-0123"
     left.mkdir()
-    tidy(checkpoints / "global_step_5", prunes=False)
-    assert not left.exists() and drafters(checkpoints) == [1, 2, 3, 4, 5]
+    tidy(checkpoints / f"global_step_{step}", prunes)
+    assert not left.exists() and drafters(checkpoints) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path):
     (tmp_path / "ckpt").symlink_to(checkpoints)
     controller = run(facts={"prunes": True})
     controller.save(5)
-    assert drafters(checkpoints) == [1, 2, 3, 4, 5], "verl has not named the step"
+    assert drafters(checkpoints) == [1, 2, 3, 4, 5, 6, 7], "verl has not named the step"
     controller.saved(5)
-    assert drafters(checkpoints) == [4, 5] and controller.guard.counts.total() == 0
+    assert drafters(checkpoints) == [4, 5, 6, 7] and controller.guard.counts.total() == 0
 
 
-def test_verl_names_the_step_only_after_the_drafter_is_written_and_that_after_the_policy(run):
-    controller = run()
-    written, begun, order = threading.Event(), threading.Event(), []
-    controller.spot.save = lambda *args: (order.append("drafter"), begun.set(), written.wait(30))
-    policy = SimpleNamespace(save_checkpoint=lambda path: order.append(f"policy in {path}"))
-
-    def verl():
-        with followed(policy, "save_checkpoint", lambda: controller.save(1)):
-            policy.save_checkpoint("actor")
-            order.append("named")
-
-    saving = threading.Thread(target=verl)
-    saving.start()
-    assert begun.wait(30)
-    saving.join(0.2)
-    assert order == ["policy in actor", "drafter"]
-    written.set()
-    saving.join(30)
-    assert order == ["policy in actor", "drafter", "named"]
-
-
-def test_a_followed_method_is_itself_again_however_it_ended():
-    policy = SimpleNamespace(save_checkpoint=lambda: 7)
-    original, called = policy.save_checkpoint, []
-    with pytest.raises(OSError, match="disk"), followed(policy, "save_checkpoint", lambda: called.append(1)):
-        assert policy.save_checkpoint() == 7 and called == [1]
+def test_the_drafter_is_written_after_the_policy_and_before_verl_names_the_step(run):
+    controller, order = run(), []
+    controller.spot.save = lambda *args: order.append("drafter")
+    policy = SimpleNamespace(save_checkpoint=lambda path: order.append(f"policy in {path}") or 7)
+    original = policy.save_checkpoint
+    with pytest.raises(OSError, match="disk"), followed(policy, "save_checkpoint", lambda: controller.save(1)):
+        assert policy.save_checkpoint("actor") == 7
+        order.append("named")
         raise OSError("disk full")
+    assert order == ["policy in actor", "drafter", "named"]
     assert policy.save_checkpoint is original

@@ -5,15 +5,11 @@ import os
 
 import pytest
 import ray
-import torch
-from policy_config import POLICY
 
 from benchmarks.toy_job import CONSTANT
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
 from verl_tlt.config import BATCH_TOKENS, TLTConfig
-from verl_tlt.drafter import drafter_config, host_bytes, policy_shape
-from verl_tlt.drafter.build import instantiate
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.trainer.run_setup import (
@@ -97,9 +93,7 @@ def test_when_verl_removes_old_policies_is_known(composed, given, prunes, keeps)
     assert (facts.prunes, facts.keeps) == (prunes, keeps)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(32_000, 4096), (128_256, 2048), (151_936, 2048), (256_000, 1024), (64, 4096)]
-)
+@pytest.mark.parametrize(("vocabulary", "rows"), [(64, 4096), (128_256, 2048), (256_000, 1024)])
 def test_micro_batches_on_an_accelerator_are_as_large_as_their_logits_allow(vocabulary, rows):
     assert batch_tokens(vocabulary, accelerator=True) == rows
 
@@ -110,33 +104,14 @@ def test_a_resumption_without_its_path_is_one_sentence(composed, given):
         prepare(composed("trainer.resume_mode=resume_path", *given), "sync")
 
 
-LLAMA_70B = {
-    "hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64, "vocab_size": 128_256,
-    "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 80,
-}  # fmt: skip
-
-
-@pytest.fixture
-def large():
-    """What `first_drafter` says of memory, computed on torch's meta device, which keeps no numbers."""
-    fields = POLICY | LLAMA_70B
-    policy = policy_shape(fields)
-    with torch.device("meta"):
-        model = instantiate(drafter_config(policy, draft_vocab_size=32_768), "sdpa")
-    file = DrafterFile(0, "", b"")
-    return FirstDrafter(
-        file, file, (), "", host_bytes=host_bytes(model), token_bytes=4 * 2 * fields["hidden_size"]
-    )  # fmt: skip
-
-
-def test_spot_training_takes_no_more_of_a_nodes_memory_than_the_docs_say(large):
+def test_spot_training_takes_no_more_of_a_nodes_memory_than_the_docs_say():
     """Drafter, optimizer and buffer, and a step's hidden states on their way: page-locked, and in the object store."""
-    assert large.host_bytes > 25 * GIB, "which is most of it"
-    buffer = buffer_bytes(TLTConfig(), large, 700 * GIB, TOKENS_PER_STEP, accelerator=True)
-    arriving = 2 * TOKENS_PER_STEP * large.token_bytes
-    assert large.host_bytes + buffer + arriving <= MEMORY_SHARE * 700 * GIB
-    assert buffer > 8 * GIB, "several steps' tokens fit"
-    assert buffer_bytes(TLTConfig(), large, 64 * GIB, TOKENS_PER_STEP, accelerator=True) == LEAST_BUFFER
+    file = DrafterFile(0, "", b"")
+    start = FirstDrafter(file, file, (), "", host_bytes=30 * GIB, token_bytes=4 * 2 * 8192)  # of a 70B policy
+    buffer = buffer_bytes(TLTConfig(), start, 700 * GIB, TOKENS_PER_STEP, accelerator=True)
+    arriving = 2 * TOKENS_PER_STEP * start.token_bytes
+    assert start.host_bytes + buffer + arriving == MEMORY_SHARE * 700 * GIB
+    assert buffer_bytes(TLTConfig(), start, 64 * GIB, TOKENS_PER_STEP, accelerator=True) == LEAST_BUFFER
 
 
 def test_no_more_is_captured_where_verl_computes_log_probs_several_times_in_a_step(composed):

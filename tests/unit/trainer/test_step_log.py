@@ -3,16 +3,25 @@
 import dataclasses
 import io
 
+import pytest
+
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.idle.planner import IdleTime
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import CapturedStates
+from verl_tlt.trace.events import TraceWriter
+from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import PhaseReport
 
 STATS = EngineStats(
     num_steps=4, num_generation_tokens=6, num_decode_tokens=6, num_passes=4, num_drafts=4,
     num_draft_tokens_per_pos=(4,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 4},
 )  # fmt: skip
+
+
+@pytest.fixture
+def log(tmp_path):
+    return StepLog(TraceWriter(tmp_path, "trainer"))
 
 
 def test_statistics_that_could_not_be_had_are_counted_and_the_others_kept(log):
