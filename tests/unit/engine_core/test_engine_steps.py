@@ -96,12 +96,6 @@ def test_a_step_without_drafts_verified_nothing():
     assert (step.verified, step.num_drafts, step.num_accepted_tokens_per_pos, step.num_decode_tokens) == (0, 0, (), 3)
 
 
-def test_tokens_are_those_that_requests_were_given_and_a_prefills_first_is_not_decoded():
-    drafts = {name: WHOLE[name] for name in ("a", "b")}
-    step = counted(drafts, sampled=(4, 4, 1), given={"a": 2, "b": 4, "c": 1}, fresh=("c",))
-    assert (step.num_generation_tokens, step.num_decode_tokens, step.decode_only) == (7, 6, False)
-
-
 @pytest.mark.parametrize(("paused_s", "latency_s"), [(0.0, 0.12), (0.005, 0.12), (0.05, 0.02)])
 def test_a_pause_before_a_step_is_not_its_time(paused_s, latency_s):
     step = counted(paused_s=paused_s)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.errors import TLTError
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply
+from verl_tlt.messages.rollout import DrafterFile, EngineStats, LoadReply
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
 from verl_tlt.server.engine_calls import EngineGone
@@ -52,17 +51,6 @@ async def test_an_engine_that_does_not_start_with_its_drafter_says_how_it_starts
         await make_server().launch_server()
     with pytest.raises(RuntimeError, match="no such drafter"):
         await make_server(settings={"speculation": {"enable": False}}).launch_server()
-
-
-async def test_other_calls_are_answered_while_a_drafter_is_written(server, monkeypatch):
-    written = threading.Event()
-    monkeypatch.setattr(module, "stage", lambda *_: written.wait(LATE_S))
-    staging = asyncio.create_task(server.tlt_stage(DrafterFile(3, "{}", b"")))
-    assert await asyncio.wait_for(server.tlt_status(), BOUND_S) == DrafterStatus()
-    await asyncio.sleep(0.05)
-    assert not staging.done()
-    written.set()
-    await staging
 
 
 @pytest.mark.parametrize("asked", [{"thinking_token_budget": 9}, {"prompt_logprobs": 0}])

@@ -88,13 +88,14 @@ async def test_a_write_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     def stage_slowly(config, weights, place):
         if weights == b"slow":
             began.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(20)
         stage(config, weights, place)
 
     monkeypatch.setattr(module, "stage", stage_slowly)
     server = make_server(_tlt_dir=tmp_path)
     given_up = asyncio.create_task(server.tlt_stage(slow))
-    await asyncio.to_thread(began.wait, 60)
+    await asyncio.to_thread(began.wait, 20)
+    assert not given_up.done(), "other calls are answered while a drafter is written"
     given_up.cancel()
     back = asyncio.create_task(server.tlt_stage(replace(NEW, weights=b"before")))
     await asyncio.sleep(0.1)

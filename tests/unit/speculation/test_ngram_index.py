@@ -41,14 +41,6 @@ def test_a_response_is_drafted_from_its_finished_sibling(index):
         assert proposed(index, "b") == found
 
 
-def test_a_running_sibling_is_quoted_as_far_as_it_got(index):
-    index.begin("a", PROMPT)
-    running(index, "b", [1, 2, 3])
-    for more, found in (([1, 2, 3, 4], [4]), ([5, 6, 7], [4, 5, 6])):
-        index.extend("a", more)
-        assert proposed(index, "b") == found
-
-
 def test_a_response_quotes_itself_and_its_prompt(index):
     running(index, "a", [1, 2, 3, 4, 1, 2, 3], [7, 8, 9, 10, 11, *PROMPT])
     assert proposed(index, "a") == [4, 1, 2]

@@ -8,7 +8,7 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.off import FIRST_WAIT, IN_A_ROW, LONGEST_WAIT, OffDecision, expected_saving, saved_estimate_s
 from verl_tlt.speculation.step_statistics import Decoded, undrafted_s
-from verl_tlt.speculation.types import OFF, ControlError
+from verl_tlt.speculation.types import OFF
 
 REPLICAS = ["a", "b"]
 COSTS = LatencyTable.calibrated(
@@ -181,13 +181,6 @@ def test_a_random_head_is_not_tried():
     assert made.drafting(BETTER) == REPLICAS
 
 
-def test_other_batches_at_which_drafts_pay_switch_drafting_on_at_once():
-    made = decision()
-    for tokens_by_batch, drafting in (({32: 1000}, []), ({1: 1000}, REPLICAS)):
-        made.rollout_ended(rollout(10.0, drafts=0, k=OFF, tokens_by_batch=tokens_by_batch))
-        assert made.drafting(GOOD) == drafting
-
-
 def test_a_better_drafter_is_tried_at_once_by_all():
     made = decision()
     slow(made)
@@ -204,11 +197,6 @@ def test_slow_rollouts_from_before_a_pause_do_not_count_after_it():
     assert made.drafting(GOOD) == []
     made.rollout_ended(rollout(10.0, drafts=0, k=OFF))
     assert slow(made, 1) == [] and made.drafting(GOOD) == REPLICAS
-
-
-def test_an_acceptance_that_is_none_is_refused():
-    with pytest.raises(ControlError):
-        decision().drafting([0.5, 1.5])
 
 
 def test_seconds_saved_are_those_of_the_slowest_engine_and_none_where_nothing_was_drafted():
