@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+from wrapt import register_post_import_hook
 
 from verl_cpu import unequal_parts
 from verl_cpu.megatron_cuda import (
@@ -19,7 +20,6 @@ from verl_cpu.megatron_cuda import (
     rng_state,
     set_rng_state,
 )
-from verl_tlt.upstream.import_hooks import when_imported
 
 METHODS = (
     "initialize", "forward_backward_batch", "optimizer_step", "optimizer_zero_grad", "to", "save_checkpoint",
@@ -116,11 +116,11 @@ def state_before_the_first_step(module: Any) -> None:
 
 def register() -> None:
     """Arm everything in this process."""
-    when_imported("verl.workers.engine.megatron.transformer_impl", engine_on_cpu)
-    when_imported("megatron.core.tensor_parallel.random", random_state_of_cpu)
-    when_imported("megatron.core.models.gpt.gpt_layer_specs", layers_without_transformer_engine)
-    when_imported("megatron.core.transformer.moe.moe_utils", router_without_transformer_engine)
-    when_imported("megatron.core.transformer.moe.token_dispatcher", splits_of_cpu)
-    when_imported("megatron.core.tensor_parallel.mappings", unequal_parts.mend)
-    when_imported("megatron.core.optimizer.distrib_optimizer", load_without_gradients)
-    when_imported("megatron.core.optimizer.distrib_optimizer", state_before_the_first_step)
+    register_post_import_hook(engine_on_cpu, "verl.workers.engine.megatron.transformer_impl")
+    register_post_import_hook(random_state_of_cpu, "megatron.core.tensor_parallel.random")
+    register_post_import_hook(layers_without_transformer_engine, "megatron.core.models.gpt.gpt_layer_specs")
+    register_post_import_hook(router_without_transformer_engine, "megatron.core.transformer.moe.moe_utils")
+    register_post_import_hook(splits_of_cpu, "megatron.core.transformer.moe.token_dispatcher")
+    register_post_import_hook(unequal_parts.mend, "megatron.core.tensor_parallel.mappings")
+    register_post_import_hook(load_without_gradients, "megatron.core.optimizer.distrib_optimizer")
+    register_post_import_hook(state_before_the_first_step, "megatron.core.optimizer.distrib_optimizer")

@@ -8,8 +8,9 @@ import functools
 import inspect
 from typing import Any
 
+from wrapt import register_post_import_hook
+
 from verl_cpu.placement import use_named_device
-from verl_tlt.upstream.import_hooks import when_imported
 
 
 def dedupe_backend(backend: str) -> str:
@@ -125,9 +126,9 @@ def place_ranks(module: Any) -> None:
 
 def register() -> None:
     """Arm every shim in this process."""
-    when_imported("verl.single_controller.base.worker", place_ranks)
-    when_imported("torch.distributed", name_devices_once)
-    when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", clone_buckets)
-    when_imported("verl.workers.engine.fsdp.transformer_impl", offload_unpinned)
-    when_imported("verl.utils.model", critic_attention)
-    when_imported("verl.workers.config.engine", megatron_in_float32)
+    register_post_import_hook(place_ranks, "verl.single_controller.base.worker")
+    register_post_import_hook(name_devices_once, "torch.distributed")
+    register_post_import_hook(clone_buckets, "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    register_post_import_hook(offload_unpinned, "verl.workers.engine.fsdp.transformer_impl")
+    register_post_import_hook(critic_attention, "verl.utils.model")
+    register_post_import_hook(megatron_in_float32, "verl.workers.config.engine")

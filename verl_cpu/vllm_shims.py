@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from wrapt import register_post_import_hook
+
 from verl_cpu.placement import use_named_device
-from verl_tlt.upstream.import_hooks import when_imported
 
 if TYPE_CHECKING:
     import torch
@@ -251,11 +252,11 @@ def register() -> None:
     """Arm every shim in this process, on the CPU platform only."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
         return
-    when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
-    when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
-    when_imported("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention", convolve_any_draft)
-    when_imported("vllm.v1.sample.rejection_sampler", fix_expand_batch)
-    when_imported("vllm.distributed.device_communicators.shm_broadcast", sleep_between_looks)
-    when_imported("vllm.platforms.cpu", sleep_is_available)
-    when_imported("vllm.v1.worker.cpu_worker", sleep_as_on_a_gpu)
-    when_imported("vllm.v1.worker.cpu_worker", place_workers)
+    register_post_import_hook(keep_linear_weights, "vllm.model_executor.layers.utils")
+    register_post_import_hook(keep_expert_weights, "vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    register_post_import_hook(convolve_any_draft, "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
+    register_post_import_hook(fix_expand_batch, "vllm.v1.sample.rejection_sampler")
+    register_post_import_hook(sleep_between_looks, "vllm.distributed.device_communicators.shm_broadcast")
+    register_post_import_hook(sleep_is_available, "vllm.platforms.cpu")
+    register_post_import_hook(sleep_as_on_a_gpu, "vllm.v1.worker.cpu_worker")
+    register_post_import_hook(place_workers, "vllm.v1.worker.cpu_worker")

@@ -1,7 +1,7 @@
 """`verl.plugins` entry point: with `trainer.plugin=tlt` the run becomes a TLT run or does not start.
 
 verl loads this module in every process, while verl itself is half imported, and drops its errors at debug level.
-So it uses the standard library only and does nothing but this:
+So it imports nothing but the standard library and wrapt, and does nothing but this:
 
 * In the process of `verl.trainer.main_ppo` it lets Hydra take TLT's overrides with or without a plus.
 * It hooks `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts.
@@ -131,11 +131,11 @@ def read_command_line() -> None:
 # Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start
 def arm() -> None:
     """Install the hooks; calling it again changes nothing that is already wrapped."""
-    from verl_tlt.upstream.import_hooks import when_imported
+    from wrapt import register_post_import_hook
 
-    when_imported(CONFIG_MODULE, _wrap_validate_config)
-    when_imported(MAIN_MODULE, _wrap_run_ppo)
-    when_imported(TRAINER_MODULE, _wrap_get_trainer_cls)
+    register_post_import_hook(_wrap_validate_config, CONFIG_MODULE)
+    register_post_import_hook(_wrap_run_ppo, MAIN_MODULE)
+    register_post_import_hook(_wrap_get_trainer_cls, TRAINER_MODULE)
 
 
 read_command_line()

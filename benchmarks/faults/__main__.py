@@ -13,7 +13,6 @@ too; and TLT with an engine that is killed while it reloads. All train on the re
 
 import argparse
 import json
-import os
 import re
 import zipfile
 from collections.abc import Sequence
@@ -98,8 +97,7 @@ def survivable(
     for fault in faults:
         rows.append(row(fault, seen))
         complaints += [f"{fault.name}: {what}" for what in wrong(fault, rows[-1], seen)]
-    more = {kind(name) for name in tlt.left} - {kind(name) for name in stock.left}
-    if more := more - {f"verl-tlt-links-{os.getuid()}"}:  # some bytes that the next run takes again (`disk.linked_as`)
+    if more := {kind(name) for name in tlt.left} - {kind(name) for name in stock.left}:
         complaints.append(f"left behind, and not by stock verl: {', '.join(sorted(more))}")
     return rows, complaints
 

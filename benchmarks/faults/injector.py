@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from wrapt import register_post_import_hook
+
 from benchmarks.faults import actions
 from benchmarks.faults.plan import (
     BOUNDS,
@@ -29,7 +31,6 @@ from benchmarks.faults.plan import (
     Fault,
     waits_for,
 )
-from verl_tlt.upstream.import_hooks import when_imported
 
 DIRECTORY = "TLT_FAULTS"
 EVERY = (*FAULTS, STOPPED_IN_SCORING, SERVER_KILLED, ENGINE_KILLED, NAN_LIVE)
@@ -39,15 +40,16 @@ def arm() -> None:
     """Wrap what the plan's faults name, as modules arrive."""
     folder = Path(os.environ[DIRECTORY])
     planned = json.loads((folder / "plan").read_text())
-    when_imported("verl.trainer.ppo.v1.trainer_base", functools.partial(_note_steps, folder))
+    register_post_import_hook(functools.partial(_note_steps, folder), "verl.trainer.ppo.v1.trainer_base")
     for fault in EVERY:
         if fault.name in planned:
             for target in fault.targets:
                 due, before = replace(fault, step=planned[fault.name]), waits_for(fault, planned, EVERY)
-                when_imported(target.partition(":")[0], functools.partial(_wrap, folder, due, target, before))
+                wrap = functools.partial(_wrap, folder, due, target, before)
+                register_post_import_hook(wrap, target.partition(":")[0])
     for bound, seconds in BOUNDS.items():
         name, _, attribute = bound.partition(":")
-        when_imported(name, functools.partial(_set, attribute, seconds))
+        register_post_import_hook(functools.partial(_set, attribute, seconds), name)
 
 
 def _set(attribute: str, value: float, module: ModuleType) -> None:

@@ -150,8 +150,13 @@ def _left(tree: ProcessTree) -> list[str]:
     deadline = time.time() + SETTLE_S
     while (alive := tree.alive()) and time.time() < deadline:
         time.sleep(0.2)
-    files = [path for path in tree.folder.iterdir() if path.name != "ray"]  # Ray keeps its logs
+    files = [path for path in tree.folder.iterdir() if path.name != "ray" and not _is_empty(path)]  # Ray keeps its logs
     return sorted([*(f"process {_name(p)}" for p in alive), *map(str, files)])
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether it is a folder whose files have no content, such as locks."""
+    return path.is_dir() and not any(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _name(process: psutil.Process) -> str:

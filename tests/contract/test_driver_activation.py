@@ -153,8 +153,7 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
     assert with_plugin["facts"] == without["facts"]
     assert with_plugin["facts"]["unchanged"] and set(with_plugin["facts"]["trainers"]) >= {"sync"}
     assert without["ours"] == []
-    light = {"verl_tlt", *(f"verl_tlt.{name}" for name in ("capture", "flag", "plugin", "upstream"))}
-    light.add("verl_tlt.upstream.import_hooks")
+    light = {"verl_tlt", *(f"verl_tlt.{name}" for name in ("capture", "flag", "plugin"))}
     assert set(with_plugin["ours"]) == light
 
 

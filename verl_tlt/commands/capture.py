@@ -144,6 +144,7 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
     """
     with tempfile.TemporaryDirectory(prefix="verl-tlt-capture-") as folder:
         file, log = Path(folder) / "answer.json", Path(folder) / "log"
+        log.touch()  # an interrupt may come before the command has opened it
         try:
             with running(command, env=environment_for(CAPTURE, str(file), environment), log=log, cwd=cwd) as tree:
                 while not file.exists() and (code := tree.status(MAIN)) is None:

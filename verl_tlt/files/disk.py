@@ -18,9 +18,8 @@ from verl_tlt.errors import TLTError
 
 CONFIG = "config.json"
 """The file of a model's folder that is written last and removed first: a folder without it holds no model."""
-_OWNER = "owner.lock"
 _HELD: list[BinaryIO] = []
-"""Locks of this process's private folders and links, held until it ends."""
+"""Locks of this process's private folders, held until it ends."""
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EROFS)
 """What mounts answer that do not know `fsync`."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -143,45 +142,33 @@ def matching(path: str) -> list[str]:
     return sorted(glob.glob(os.path.expanduser(path)))
 
 
-def linked_as(folder: Path, name: str) -> Path:
-    """A link to `folder`, this process's own until it ends, at a path that another process with this `name` had before.
+def private_dir(name: str) -> Path:
+    """Make a temporary directory (0700) that this process has until it ends, and remove those of processes that ended.
 
-    It is the first of `name-0`, `name-1`, ... that no living process has. `folder` itself where none can be made.
+    It is the first of `name-0`, `name-1`, ... that no living process has, so the next process with this `name` gets the
+    same path. On a file system without locks it is a new one each time, and a killed process's stays.
     """
-    place = Path(tempfile.gettempdir()) / f"verl-tlt-links-{os.getuid()}"
+    mine = Path(tempfile.gettempdir(), f"verl-tlt-{os.getuid()}", socket.gethostname())  # nodes may share the folder
     try:
-        place.mkdir(mode=0o700, exist_ok=True)
-        if place.is_symlink() or place.stat().st_uid != os.getuid():  # another user's, who could lead us elsewhere
-            return folder
-        for path in (place / f"{name}-{number}" for number in count()):
-            lock = path.with_suffix(".lock").open("ab")
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _HELD.append(lock)
-                path.unlink(missing_ok=True)
-                path.symlink_to(folder)
-                return path
-            lock.close()
+        mine.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in sorted(mine.glob("*.lock")):
+            if lock := _locked(left):
+                shutil.rmtree(left.with_suffix(""), ignore_errors=True)
+                lock.close()
+        path, lock = next((mine / f"{name}-{n}", lock) for n in count() if (lock := _locked(mine / f"{name}-{n}.lock")))
+        path.mkdir(mode=0o700)
     except OSError:
-        pass
-    return folder
-
-
-def make_private_dir(prefix: str) -> Path:
-    """Make a temporary directory (0700) for this process, and remove those that killed processes left.
-
-    A process that lives holds a lock on a file in its directory. On a file system without locks a killed process's
-    directory stays.
-    """
-    prefix += f"{socket.gethostname()}-"  # nodes may share the folder, and not its locks
-    for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
-        with suppress(OSError), owner.open("rb+") as lock:  # another user's, or in use
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent)
-    path = Path(tempfile.mkdtemp(prefix=prefix))
-    held = (path / f".{_OWNER}").open("wb")
-    _HELD.append(held)
-    with suppress(OSError):
-        fcntl.flock(held, fcntl.LOCK_EX)
-        os.rename(path / f".{_OWNER}", path / _OWNER)  # nobody ever finds it unlocked
+        return Path(tempfile.mkdtemp(prefix="verl-tlt-"))
+    _HELD.append(lock)
     return path
+
+
+def _locked(path: Path) -> BinaryIO | None:
+    """A file that this process has locked; None: another one has."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +25,7 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.checkpoint import STAGE_DIR, stage
 from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.errors import DrafterError, TLTError
-from verl_tlt.files.disk import linked_as, make_private_dir
+from verl_tlt.files.disk import private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
 from verl_tlt.server.calibration import calibrate, draft_once, loads_of, sampling_of
@@ -57,7 +58,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
         self.tlt = TLTConfig.from_dict((self.config.custom or {})["tlt"])
-        self._tlt_dir = make_private_dir(f"verl-tlt-{os.getuid()}-")
+        self._tlt_dir: Path | None = None
         self._tlt_asked = 0  # times that a drafter was to be staged
         self._tlt_staged: DrafterFile | None = None
         self._tlt_writes = threading.Lock()
@@ -97,17 +98,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         store = ray.get_actor(store_name(ray.get_runtime_context().get_job_id()))
         (reference,) = ray.get(store.first.remote(), timeout=STORE_S)
         first: DrafterFile = ray.get(reference, timeout=STORE_S)
+        # The path is a part of vLLM's compile-cache key: the same in the next run with a drafter of this shape.
+        self._tlt_dir = private_dir(hashlib.sha256(first.config.encode()).hexdigest()[:16])
         self._tlt_write(first, self._tlt_asked)
-        drafter = str(self._tlt_dir / "drafter")
-        # Part of vLLM's compile-cache key: the same in the next run with a drafter of this shape.
-        shape = hashlib.sha256(first.config.encode()).hexdigest()[:16]
-        path = str(linked_as(self._tlt_dir / "drafter", shape))
+        path = str(self._tlt_dir / "drafter")
         policy = read_model_config(self.model_config.local_path)
         kwargs.update(engine_kwargs(self.tlt, path, self.config, kwargs, hybrid=is_hybrid(policy)))
         end_at_stop_strings(OutputProcessor)
         # The engine core and its workers are children of this process and inherit these; they differ per replica and
         # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
-        own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: drafter}
+        own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: path}
         os.environ.update(own | engine_environment())
         if self.tlt.trace.dir:
             os.environ["TLT_TRACE_DIR"] = self.tlt.trace.dir
@@ -228,7 +228,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
                 except Exception as error:
                     logger.warning("replica %d: the last requests were not aborted: %s", self.replica_rank, error)
             await asyncio.to_thread(self.engine.shutdown)
-        shutil.rmtree(self._tlt_dir, ignore_errors=True)
+        if self._tlt_dir is not None:
+            shutil.rmtree(self._tlt_dir, ignore_errors=True)
 
     # ------------------------------------------------------------------ the drafter
 
@@ -245,6 +246,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     def _tlt_write(self, drafter: DrafterFile, asked: int) -> None:
         with self._tlt_writes:  # a call that was given up may write here still, or only now
             if asked == self._tlt_asked:
+                assert self._tlt_dir is not None
                 stage(drafter.config, drafter.weights, self._tlt_dir / "drafter")
                 self._tlt_staged = replace(drafter, weights=b"")  # which are on the disk now
 

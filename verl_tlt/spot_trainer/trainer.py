@@ -248,11 +248,12 @@ class SpotTrainer:
     def export(self) -> DrafterFile | None:
         """The drafter that is to be published, as vLLM loads it; it counts as served from here on.
 
-        None where its numbers are not finite in the rollout's dtype: the candidate is then given up.
+        None where its numbers are not finite in the rollout's dtype: the candidate is then given up. None also where
+        nothing is to be published, as in a spot trainer that replaced the one that had the candidate.
         """
-        assert self._approved is not None, "there is nothing to export"
-        approved = self._approved
-        self._approved = None
+        approved, self._approved = self._approved, None
+        if approved is None:
+            return None
         try:
             with self.trainer.holding(approved):
                 config, weights = to_drafter_file(self.model, self.plan.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,18 +180,18 @@ class Controller:
         self.guard.count("lost replica", report.idle.lost)
         self.guard.count("leaving", report.idle.failures)
         self.log.sampled(step, report)
-        for session in report.sessions:
-            self._session_ended(session)
+        self._sessions_ended(report.sessions)
 
-    def _session_ended(self, session: SessionResult) -> None:
+    def _sessions_ended(self, sessions: Sequence[SessionResult]) -> None:
         """Count what was trained, and have the drafter exported if the spot trainer would publish one."""
-        self._tokens += session.tokens
-        if session.skipped:
-            logger.warning("%d micro-batches were left out: not finite", session.skipped)
-        verdict = session.verdict
-        if verdict is not None and (verdict.publishes or self._verdict is None or not self._verdict.publishes):
-            self._verdict = verdict  # of several in a step, the one that publishes is told
-        if verdict is not None and verdict.publishes:
+        for session in sessions:
+            self._tokens += session.tokens
+            if session.skipped:
+                logger.warning("%d micro-batches were left out: not finite", session.skipped)
+            verdict = session.verdict
+            if verdict is not None and (verdict.publishes or self._verdict is None or not self._verdict.publishes):
+                self._verdict = verdict  # of several in a step, the one that publishes is told
+        if any(session.verdict is not None and session.verdict.publishes for session in sessions):
             self.spot.export()
 
     # ------------------------------------------------------------------ _balance_batch: the cold start
@@ -217,7 +217,7 @@ class Controller:
         result = self.spot.ended(seconds) or self.spot.stop(self.tlt.spot.stop_timeout_s)
         session = Session(**vars(result), t=clock.time(), step=step, replica=device, start=begun, end=clock.time())
         self.log.trained(step, [session])
-        self._session_ended(session)
+        self._sessions_ended([session])
         return result
 
     # ------------------------------------------------------------------ _compute_old_log_prob

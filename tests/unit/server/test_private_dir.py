@@ -1,19 +1,18 @@
-"""What jobs and servers have of their own: directories and links, which are free once their process is gone."""
+"""A directory that a process has of its own until it ends."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from verl_tlt.files.disk import linked_as, make_private_dir
+from verl_tlt.files.disk import private_dir
 
-MADE = """
+OTHER = """
 import sys, tempfile
-from verl_tlt.files.disk import linked_as, make_private_dir
+from verl_tlt.files.disk import private_dir
 tempfile.tempdir = sys.argv[1]
-print(make_private_dir("tlt-") if sys.argv[2] == "folder" else linked_as("theirs", "shape"), flush=True)
+print(private_dir("shape"), flush=True)
 sys.stdin.read()
 """
 
@@ -26,52 +25,47 @@ def tmp(tmp_path, monkeypatch):
 
 @pytest.fixture
 def other(tmp):
-    """Starts a process that has a `folder` or a `link` of its own; (a function that kills it, the path)"""
-    processes = []
+    """(a function that kills another process, that process's directory)"""
+    command = [sys.executable, "-c", OTHER, str(tmp)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-    def kill():
-        processes[0].kill()
-        processes[0].wait()
+        def kill():
+            process.kill()
+            process.wait()
 
-    def start(what):
-        command = [sys.executable, "-c", MADE, str(tmp), what]
-        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        return kill, Path(processes[0].stdout.readline().strip())
-
-    yield start
-    kill()
+        yield kill, Path(process.stdout.readline().strip())
+        kill()
 
 
-def test_each_process_has_its_own_until_it_is_killed_and_what_is_not_ours_stays(tmp, other):
-    kill, theirs = other("folder")
-    ours = make_private_dir("tlt-")
-    assert set(tmp.iterdir()) == {ours, theirs} and ours.stat().st_mode & 0o777 == 0o700
+def test_the_path_of_a_killed_process_is_emptied_and_used_again(tmp, other):
+    """vLLM compiles anew for each path of a drafter."""
+    kill, theirs = other
     (theirs / "drafter").mkdir()
-    (tmp / "tlt-notes").mkdir()
+    ours = private_dir("shape")
+    assert ours != theirs and ours.parent == theirs.parent and ours.stat().st_mode & 0o777 == 0o700
+    assert (theirs / "drafter").exists() and private_dir("other").name == "other-0"
     kill()
-    another = make_private_dir("tlt-")
-    assert set(tmp.iterdir()) == {ours, another, tmp / "tlt-notes"}
+    assert private_dir("shape") == theirs and not [*theirs.iterdir()]
 
 
-def test_where_files_cannot_be_locked_a_directory_is_made_and_none_is_removed(tmp, monkeypatch):
+def test_what_a_killed_process_left_is_removed_by_one_with_another_name(tmp, other):
+    kill, theirs = other
+    (theirs.parent / "notes").mkdir()
+    kill()
+    private_dir("other")
+    assert not theirs.exists() and (theirs.parent / "notes").exists()
+
+
+def test_where_files_cannot_be_locked_each_gets_a_new_directory(tmp, monkeypatch):
     def refused(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refused)
-    assert {make_private_dir("tlt-"), make_private_dir("tlt-")} == {*tmp.iterdir()} and len([*tmp.iterdir()]) == 2
+    first, second = private_dir("shape"), private_dir("shape")
+    assert first != second and first.exists() and second.exists()
 
 
-def test_a_link_has_a_path_that_the_next_process_has_again(tmp, other):
-    """vLLM compiles anew for each path of a drafter."""
-    kill, theirs = other("link")
-    ours = linked_as(tmp / "ours", "shape")
-    assert ours != theirs and ours.readlink() == tmp / "ours" and theirs.readlink() == Path("theirs")
-    assert linked_as(tmp / "ours", "other").name.startswith("other") and ours.parent.stat().st_mode & 0o777 == 0o700
-    kill()
-    assert linked_as(tmp / "next", "shape") == theirs and theirs.readlink() == tmp / "next"
-
-
-def test_a_link_of_somebody_else_is_not_followed(tmp):
-    linked_as(tmp / "drafter", "shape").parent.rename(tmp / "elsewhere")
-    (tmp / f"verl-tlt-links-{os.getuid()}").symlink_to(tmp / "elsewhere")
-    assert linked_as(tmp / "drafter", "shape") == tmp / "drafter"
+def test_nodes_that_share_the_folder_do_not_share_locks(tmp, other, monkeypatch):
+    _, theirs = other
+    monkeypatch.setattr("socket.gethostname", lambda: f"{theirs.parent.name}-1")
+    assert private_dir("shape").parent != theirs.parent and theirs.exists()

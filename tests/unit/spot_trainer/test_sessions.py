@@ -77,6 +77,7 @@ def test_what_is_published_is_the_candidate_that_was_judged(trainer, decides):
     assert exported.version == trainer.version == 1 and exported.acceptance == found.acceptance
     assert same(trainer.served, candidate) and not same(trainer.candidate, candidate)
     assert not same(trainer.served, trainer.initial)
+    assert trainer.export() is None and trainer.version == 1, "nothing else is to be published"
 
 
 def test_a_checkpoint_names_the_drafter_that_it_holds(trainer, tmp_path):

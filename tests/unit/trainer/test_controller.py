@@ -346,6 +346,18 @@ def test_whoever_left_is_called_back_before_more_prompts_are_sent(filled):
     assert controller.guard.counts.total() == 0
 
 
+def test_what_two_sessions_of_a_step_would_publish_is_exported_once(filled):
+    controller = filled(mode="colocate_async")
+    with training(controller, 2):
+        controller.spot.verdict = PUBLISHES
+        controller.more_prompts()
+        controller.servers.load |= {"a": 0, "b": 4}
+        controller.servers.clock.sleep(LOOKS_S)
+        controller.spot.verdict = PUBLISHES
+    assert controller.spot.called("train") == [("b",), ("a",)] and controller.spot.called("export") == [()]
+    assert rest_of_step(controller, 2)["tlt/drafter_version"] == 1
+
+
 @pytest.mark.parametrize("broken", ["try_sleep", "wake_up"])
 def test_one_that_neither_sleeps_nor_serves_for_certain_gets_no_requests_before_the_weight_sync(filled, broken):
     controller = filled(mode="colocate_async")
