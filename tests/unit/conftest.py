@@ -69,6 +69,16 @@ def recipe(tmp_path):
 
 
 @pytest.fixture
+def overrides(recipe):
+    """The words with which `main_ppo` runs such a recipe, without the flag."""
+    return [
+        *(f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")),
+        "trainer.device=cpu", "actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
+    ]  # fmt: skip
+
+
+@pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Puts a folder into a Hugging Face cache, as a download would leave it; no hub can be reached."""
     from huggingface_hub import constants

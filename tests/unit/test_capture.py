@@ -1,11 +1,9 @@
 """A user's own command, run until it starts `main_ppo`: real bash, real Python, real verl."""
 
-import json
 import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -18,20 +16,14 @@ from verl_tlt.config import TLTConfigError
 pytest.importorskip("verl")
 MAIN = "verl.trainer.main_ppo"
 SITE = sysconfig.get_path("purelib")
-CONSTRUCTS = f"""#!/bin/bash
+SCRIPT = f"""#!/bin/bash
 set -eu
 trap 'touch trapped' EXIT
-export VLLM_LOGGING_LEVEL=ERROR WANDB_API_KEY=hidden DATA=/data HF_TOKEN=hidden
+export DATA=/data
 cd "$(dirname "$0")/below"
 ARGS=(a=1 "names=[x,'y z']")
-[ 1 = 2 -o 1 = 1 ] && ARGS+=(o=yes)
-[[ 7 == [[:digit:]] ]] && ARGS+=(digit=yes)
-[ $EUID -ge 0 ] && ARGS+=(n=$((2#101)))
-IFS=: read -r first second <<< "one:two"
-shopt -s nullglob
-case $OSTYPE in linux*) ARGS+=(os=linux);;& *) ARGS+=(any=$first.$second) ;; esac
 for seed in 1 2; do
-  python3 -m {MAIN} "${{ARGS[@]}}" files=(*.none) seed=$seed dir='${{oc.env:DATA}}' "$@" | tee log.txt
+  python3 -m {MAIN} "${{ARGS[@]}}" seed=$seed dir='${{oc.env:DATA}}' "$@" | tee log.txt
 done
 touch after
 """
@@ -53,23 +45,10 @@ def script(tmp_path, monkeypatch):
 
 def test_a_script_is_captured_as_bash_runs_it_and_goes_no_further(script, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TMPDIR", "/tmp")
-    file = script(CONSTRUCTS.replace("files=(*.none) ", ""))
-    stub = tmp_path / "bin" / "python3"
-    stub.parent.mkdir()
-    stub.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" >> {tmp_path}/told\n")
-    stub.chmod(0o755)
-    own = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", file, "+trainer.plugin=tlt", "x=a b"], env=own, check=True)
-    told = (tmp_path / "told").read_text().split("\0")
-    for left in ("below/after", "below/log.txt", "below/trapped"):
-        (tmp_path / left).unlink()
-
-    found = capture(["bash", file, "+trainer.plugin=tlt", "x=a b"])
-
-    assert list(found.overrides) == told[2 : len(told) // 2]
-    assert "digit=yes" in found.overrides and "any=one.two" in found.overrides
-    assert found.directory == str(tmp_path / "below") and found.config == "ppo_trainer"
-    assert os.environ["DATA"] == "/data" and os.environ["HF_TOKEN"] == "hidden"
+    found = capture(["bash", script(SCRIPT), "+trainer.plugin=tlt", "x=a b"])
+    words = ("a=1", "names=[x,'y z']", "seed=1", "dir=${oc.env:DATA}", "+trainer.plugin=tlt", "x=a b")
+    assert found == Recipe(words) and found.directory == str(tmp_path / "below")
+    assert os.environ["DATA"] == "/data"
     assert os.environ["TMPDIR"] == "/tmp" and not any(name.startswith("VERL_TLT") for name in os.environ)
     assert not (tmp_path / "below" / "after").exists() and not (tmp_path / "below" / "trapped").exists()
     assert "nothing is trained" in capfd.readouterr().err
@@ -127,16 +106,12 @@ def test_under_another_interpreter_the_command_goes_on_where_it_was(script, monk
             f"cd /; PYTHONPATH={SITE} python3 -S -m {MAIN} a=1",
             "starts verl with does not have verl-tlt: install it there.",
         ),
-        (f"unset {MODULES}; export VERL_TLT_CAPTURE=; python3 -m verl.trainer.main_eval", "did not start verl.trainer"),
-        (
-            "python3 -m verl.trainer.main_eval",
-            "The command starts verl.trainer.main_eval, not verl.trainer.main_ppo.",
-        ),
+        ("python3 -m verl.trainer.main_eval", f"The command starts verl.trainer.main_eval, not {MAIN}."),
         ("python3 -c 'import verl, ray; ray.init()'", "The command starts python -c, not verl"),
         ("echo nothing to do here; exit 3", "ended with exit status 3 and did not start verl.trainer.main_ppo. Its"),
         (f'env -i PATH="$PATH" python3 -m {MAIN} a=1', f"starts {MAIN} without the variables VERL_TLT_CAPTURE and"),
     ],
-    ids=["no verl-tlt", "emptied variables", "another trainer", "another main", "no start", "another environment"],
+    ids=["no verl-tlt", "another trainer", "another main", "no start", "another environment"],
 )
 def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, said):
     with pytest.raises(TLTConfigError) as error:
@@ -160,7 +135,6 @@ def test_srun_is_named_where_nothing_answers(tmp_path, monkeypatch):
         ("./below", "./below cannot be started: Permission denied. It is a folder."),
         ("A=1", "directory. No shell reads this command: put variables before verl-tlt, and shell code into bash -c"),
         ("source", "No shell reads this command"),
-        ("bash recipe.sh", "No shell reads this command"),
     ],
 )
 def test_a_command_that_cannot_be_started(script, tmp_path, monkeypatch, program, said):
@@ -191,31 +165,24 @@ def test_a_script_that_loses_the_flag(script):
     ("line", "yes", "said"),
     [
         ("docker run image python3 -m x", True, "has `docker`, which starts programs without the environment"),
-        ("ray job submit -- python3", True, "recipe.sh has `ray job submit`"),
         ("/usr/bin/sudo python", True, "recipe.sh has `sudo`"),
         ("ray stop --force; pkill -9 python", False, "the command would also do this: "),
         ("ps aux | grep python | xargs kill -9", False, "recipe.sh: kill. Allow it"),
-        ("kill -0 $pid; cd /home/screen; module load singularity; DATA=/data/screen", False, None),
+        ("kill -0 $pid; cd /home/screen; module load singularity; ray stopper; x > $LOG 2>&1 > /dev/null", False, None),
         ("apt-get -y install x", False, "apt-get -y install. Allow it"),
         ("find out -name '*.pt' -delete", False, "-delete. Allow it"),
         ("conda install -y x || uv pip install x", False, "conda install. Allow it"),
         ("apptainer exec image.sif python3", True, "recipe.sh has `apptainer exec`"),
-        ("qsub -V job.sh", True, "recipe.sh has `qsub`"),
-        ("rm -rf $OUT", False, "recipe.sh: rm -rf. Allow it with --yes."),
         ("rm  -f -r $OUT", False, "recipe.sh: rm  -f -r. Allow it"),
         ("rm --force --recursive $OUT", False, "--recursive. Allow it"),
         ('if [ "$RUNNER" = "docker" ]; then x; fi; case $RUNNER in docker) x;; esac', False, None),
         ('echo "docker is not installed: pip install x" >&2; { echo "see ray stop" >&2; exit 1; }', False, None),
         ("sbatch<<EOF", True, "recipe.sh has `sbatch`"),
-        ("(ray stop)", False, "recipe.sh: ray stop. Allow it"),
         ("X=$(ray stop)||true", False, "recipe.sh: ray stop. Allow it"),
         ("{ uv sync;}", False, "recipe.sh: uv sync. Allow it"),
         ("\\rm -rf $OUT>/dev/null", False, "recipe.sh: rm -rf. Allow it"),
         ("pip3.11 install x", False, "pip3.11 install. Allow it"),
-        ("ray stopper; tee new.log; x > $LOG 2>&1 > /dev/null", False, None),
-        ("ray stop; rm -r out", True, None),
         ("# docker run image", False, None),
-        ("  echo 'in the docker image' $X", False, None),
         ("python3 train.py  # as in docker run", False, None),
         ("echo 'a # b'; docker run image", True, "recipe.sh has `docker`"),
         ("echo password | sudo -S python3", True, "recipe.sh has `sudo`"),
@@ -268,25 +235,18 @@ def test_each_shell_script_of_a_command_is_looked_at(script, tmp_path):
         check_words([str(tmp_path / "launch")], yes=False)
 
 
-@pytest.mark.parametrize("code", ["cd x # build\ndocker run image", "echo '#'; docker run image # here"])
-def test_words_of_the_command_itself_are_looked_at_behind_a_comment_too(code):
-    with pytest.raises(TLTConfigError, match=r"^Nothing was run: the command has `docker`"):
-        check_words(["bash", "-c", code], yes=True)
+@pytest.mark.parametrize(
+    "command",
+    [["docker", "run", "image"], ["bash", "-c", "cd x # build\ndocker run image"]],
+    ids=["words", "behind a comment"],
+)
+def test_words_of_the_command_itself_are_looked_at(command):
+    with pytest.raises(TLTConfigError, match=r"^Nothing was run: the command has `docker`.*before `python` there"):
+        check_words(command, yes=True)
 
 
-def test_words_of_the_command_itself_are_looked_at():
-    with pytest.raises(
-        TLTConfigError, match=r"^Nothing was run: the command has `kubectl`.*directly before `python` there"
-    ):
-        check_words(["kubectl", "exec", "pod", "--", "python3"], yes=True)
-
-
-def test_overrides_are_appended_in_the_process_of_main_ppo_alone(tmp_path):
-    appended = json.dumps(["++trainer.total_epochs=77", "++trainer.project_name='a b'"])
-    own = environment_for(APPEND, appended, {**os.environ, MODULES: "json"})
-    command = [sys.executable, "-m", MAIN, "trainer.total_epochs=3", "--cfg", "job", "--package", "trainer"]
-    done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "total_epochs: 77\n" in done.stdout and "project_name: a b\n" in done.stdout, done.stderr
+def test_overrides_are_appended_in_no_other_process_than_that_of_main_ppo():
+    own = environment_for(APPEND, '["++trainer.total_epochs=77"]', os.environ)
     code = f"import sys, verl_tlt.capture, os; print(sys.argv, '{APPEND}' in os.environ)"  # as verl would import it
     done = subprocess.run([sys.executable, "-c", code, "a"], env=own, capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("['-c', 'a'] True\n"), done.stderr
@@ -315,19 +275,17 @@ def test_a_process_whose_environment_cannot_be_read_is_one_sentence(tmp_path):
 
 
 def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
-    (tmp_path / "more").mkdir()
+    (more := tmp_path / "more").mkdir()
     words = ["--config-path=conf", "--config-name", "mine", "--config-dir", "more", "a=1", "-cn", "mine2"]
     answer = {"arguments": words, "directory": str(tmp_path)}
-    more = str(tmp_path / "more")
     assert recipe_of(answer) == Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "conf/mine2", str(tmp_path))
-    Path(more, "mine2.yaml").touch()
+    (more / "mine2.yaml").touch()
     assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), f"{more}/mine2", str(tmp_path))
 
 
-@pytest.mark.parametrize("word", ["--gpu", "--help", "--cfg"])
-def test_options_that_main_ppo_does_not_train_with_are_refused(word):
-    with pytest.raises(TLTConfigError, match=rf"^{MAIN} does not train with {word}: .* stand before --\.$"):
-        recipe_of({"arguments": ["a=1", word], "directory": "/"})
+def test_options_that_main_ppo_does_not_train_with_are_refused():
+    with pytest.raises(TLTConfigError, match=rf"^{MAIN} does not train with --cfg: "):
+        recipe_of({"arguments": ["a=1", "--cfg"], "directory": "/"})
     with pytest.raises(TLTConfigError, match=rf"^{MAIN} cannot read its argument --config-name"):
         recipe_of({"arguments": ["a=1", "--config-name"], "directory": "/"})
     sweep = {"arguments": ["-m", "a=1"], "directory": "/"}

@@ -65,19 +65,14 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
-def test_a_job_is_answered(tmp_path):
+def test_a_job_is_answered_where_a_users_file_has_the_name_of_a_module(tmp_path, monkeypatch):
+    (notes := tmp_path / "notes").mkdir()
+    (notes / "json.py").write_text("raise SystemExit('a file of the user was imported')")
+    monkeypatch.chdir(notes)
     told = []
     answer = ask(tmp_path / "job", tell=lambda: told.append(1), do="answer", numbers=[1, 2])
     assert answer == {"sum": 3, "said": "hello"}
     assert told and "the child was here" in (tmp_path / "job" / child_engine.LOG).read_text()
-
-
-def test_a_users_file_with_the_name_of_a_module_is_not_imported(tmp_path, monkeypatch):
-    (notes := tmp_path / "notes").mkdir()
-    for name in ("json.py", "statistics.py"):
-        (notes / name).write_text("raise SystemExit('a file of the user was imported')")
-    monkeypatch.chdir(notes)
-    assert ask(tmp_path / "job", do="answer", numbers=[4])["sum"] == 4
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,21 @@ def test_a_number_is_a_number_within_bounds(name, option):
         assert option.opts[0] in caught.value.format_message()
 
 
-def test_a_package_that_is_missing_is_named_with_what_to_install():
-    code = "import sys; sys.modules['rich'] = None; from verl_tlt.commands.cli import app; app(['doctor', 'a=1'])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert "verl-tlt needs rich, which is not installed here: pip install rich" in ended.stderr
+@pytest.mark.parametrize(
+    ("package", "words", "said"),
+    [
+        ("rich", "doctor", "verl-tlt needs rich, which is not installed here: pip install rich"),
+        ("matplotlib", "report RUN --out o", "verl-tlt needs matplotlib, which is not installed here"),
+        ("vllm", "warmup --model m --prompts p --out o", "verl-tlt warmup needs vllm, not installed here."),
+    ],
+)
+def test_a_package_that_is_missing_is_named_and_nothing_is_written(made_run, tmp_path, package, words, said):
+    argv = words.replace("RUN", str(made_run.directory)).split()
+    code = f"import sys; sys.modules[{package!r}] = None; from verl_tlt.commands.cli import app; app({argv})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert ended.returncode == 1 and ended.stderr.startswith(said) and len(ended.stderr.splitlines()) == 1
+    assert ("accept" in ended.stdout) == (package == "matplotlib"), "the run's table"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

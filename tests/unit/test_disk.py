@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,21 +41,22 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
     assert file.read_bytes() == b"new" and list(tmp_path.iterdir()) == [file]
 
 
+KILLED = """
+import os, pathlib, signal, sys
+from verl_tlt.files.disk import replacing_folder
+with replacing_folder(pathlib.Path(sys.argv[1])) as draft:
+    (draft / "weights").write_text("new")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_killed_in_the_middle_leaves_the_old_one(tmp_path):
     write(tmp_path / "d", "old")
-    code = f"""
-        import os, pathlib, signal
-        from verl_tlt.files.disk import replacing_folder
-        with replacing_folder(pathlib.Path({str(tmp_path / "d")!r})) as draft:
-            (draft / "weights").write_text("new")
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -9
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path / "d"]).returncode == -9
     assert held(tmp_path / "d")["weights"] == "old"
 
 
-@pytest.mark.parametrize("before", [None, "old"])
-def test_a_mount_that_cannot_flush_a_folder_has_the_files(tmp_path, monkeypatch, before):
+def test_a_mount_that_cannot_flush_a_folder_has_the_files(tmp_path, monkeypatch):
     """CIFS, sshfs and other FUSE shares answer EINVAL or ENOTSUP."""
     fsync = os.fsync
 
@@ -65,20 +65,17 @@ def test_a_mount_that_cannot_flush_a_folder_has_the_files(tmp_path, monkeypatch,
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
-    if before:
-        write(tmp_path / "d", before)
+    write(tmp_path / "d", "old")
     monkeypatch.setattr(os, "fsync", refuse)
     write(tmp_path / "d", "new")
     assert held(tmp_path / "d") == NEW and [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
-@pytest.mark.parametrize("before", [None, "old"])
-def test_a_mount_that_cannot_rename_folders_has_the_files_one_by_one(tmp_path, monkeypatch, before):
+def test_a_mount_that_cannot_rename_folders_has_the_files_one_by_one(tmp_path, monkeypatch):
     """As object stores that are mounted; `config.json` is written last."""
     copied = []
-    if before:
-        write(tmp_path / "d", before)
-        (tmp_path / "d" / "README.md").write_text("of the old one")
+    write(tmp_path / "d", "old")
+    (tmp_path / "d" / "README.md").write_text("of the old one")
 
     def refuse(*_):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -118,7 +115,6 @@ def enosys(path):
         (lambda _: SimpleNamespace(total=0, used=0, free=0), None),  # BlobFuse, rclone
         (enosys, None),
         (lambda _: SimpleNamespace(total=10, used=10, free=0), 0),
-        (lambda _: SimpleNamespace(total=2**63, used=0, free=2**63), 2**63),
     ],
 )
 def test_a_mount_that_does_not_tell_its_free_space_is_not_full(tmp_path, monkeypatch, answer, free):
@@ -140,7 +136,7 @@ def test_a_model_that_is_removed_loses_its_config_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "does not exist"), (b"{", "is not readable JSON"), (b"[" * 10**5, "is not readable JSON"),
-     (b"\xff\xff{}", "is not readable JSON"), (b"[1]", "must hold a JSON object, not a list")],
+     (b"[1]", "must hold a JSON object, not a list")],
 )  # fmt: skip
 def test_what_is_no_object_is_one_sentence(tmp_path, content, said):
     if content is not None:

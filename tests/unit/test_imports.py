@@ -1,9 +1,7 @@
 """The map of the package, as a rule: which room may import which, and what of the world outside.
 
-A folder of `verl_tlt` says which process runs its files. Rooms of different processes do not import each other; what
-passes between them is in `messages`. The trainer is the exception that its job asks for: it starts
-the others' actors, so it imports their classes. There are three floors, and imports go downwards only: commands, the
-run, the core.
+A folder of `verl_tlt` says which process runs its files. Rooms of different processes do not import each other, but
+for the trainer, which starts the others' actors. Imports go downwards only: from commands to the run, to the core.
 """
 
 import ast
@@ -65,15 +63,10 @@ WITHOUT_FRAMEWORKS = ("advise", "cli", "compare", "console", "report")
 
 def imported(path):
     """Absolute names of everything `path` imports, also within functions."""
-    tree = ast.parse(path.read_text())
-    skipped = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped |= set(ast.walk(node))
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    for_types = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     names = set()
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in set(nodes).difference(*map(ast.walk, for_types)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -118,14 +111,10 @@ def test_a_command_needs_no_framework(name):
 
 
 def test_no_two_files_import_each_other():
-    """No circle among files either, however late the imports run."""
     modules = {".".join(p.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): p
                for p in ROOT.rglob("*.py")}  # fmt: skip
     reaches = {name: imported(path) & modules.keys() - {name} for name, path in modules.items()}
-    while True:
-        leaves = {name for name, below in reaches.items() if not below & reaches.keys()}
-        if not leaves:
-            break
+    while leaves := {name for name, below in reaches.items() if not below & reaches.keys()}:
         reaches = {name: below for name, below in reaches.items() if name not in leaves}
     assert not reaches, f"files in or above a circle: {sorted(reaches)}"
 

@@ -12,22 +12,16 @@ from verl_tlt.commands.compare.record import Record, Turn
 from verl_tlt.commands.console import make_console
 from verl_tlt.commands.options import CompareOptions
 
-ARMS = named_arms([TLT], None)
-
-
-@pytest.fixture
-def plan(tmp_path):
-    return Plan(Recipe(()), None, 6, tmp_path / "out")
-
 
 @pytest.fixture
 def record(tmp_path):
     return Record(tmp_path / "out", {})
 
 
-def test_it_says_beforehand_how_long_it_takes(plan, record, tmp_path):
+def test_it_says_beforehand_how_long_it_takes(record, tmp_path):
     def needed(**options):
-        return time_needed(plan, ARMS, CompareOptions(rounds=2, **options), record)
+        plan = Plan(Recipe(()), None, 6, tmp_path / "out")
+        return time_needed(plan, named_arms([TLT], None), CompareOptions(rounds=2, **options), record)
 
     assert "4 jobs of 6 RL steps each are left, one after the other: 24 steps and 4 starts." in needed()
     step = {"timing_s/gen": 200.0, "timing_s/step": 300.0}
@@ -38,42 +32,32 @@ def test_it_says_beforehand_how_long_it_takes(plan, record, tmp_path):
     assert "3 jobs of 6 RL steps each are left, one after the other: about 30 min." in needed()
 
 
-@pytest.mark.parametrize(("drafter", "warns"), [(None, True), ("/a/drafter", False)])
-def test_it_warns_where_no_drafter_is_given_and_none_can_be_trained(plan, record, capsys, drafter, warns):
-    announce(plan, ARMS, CompareOptions(rounds=2), record, drafter, make_console())
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("No drafter is given for tlt, and 12 steps are too few to train one" in said) is warns
-
-
 @pytest.mark.parametrize(
-    ("settings", "steps", "named"),
+    ("settings", "drafter", "steps", "named"),
     [
-        ((), 6, ["tlt, and 12 steps are too few", "tlt-no-spot, which does not train one"]),
-        ((), 600, ["tlt-no-spot, which does not train one"]),
-        (("tlt.spot.enable=false",), 600, ["tlt, which does not train one", "tlt-no-spot, which does not train one"]),
-        (("tlt.drafter.method=mtp",), 6, []),
-        (("tlt.speculation.source=ngram",), 6, []),
+        ((), None, 6, ["tlt, and 12 steps are too few", "tlt-no-spot, which does not train one"]),
+        ((), None, 600, ["tlt-no-spot, which does not train one"]),
+        (("tlt.spot.enable=false",), None, 600, ["tlt, which does not train one", "tlt-no-spot, which does not"]),
+        ((), "/a/drafter", 6, []),
+        (("tlt.drafter.method=mtp",), None, 6, []),
+        (("tlt.speculation.source=ngram",), None, 6, []),
     ],
 )
-def test_a_policys_own_head_and_copied_drafts_are_no_missing_drafter(tmp_path, record, capsys, settings, steps, named):
+def test_it_warns_where_arms_have_no_drafter(tmp_path, record, capsys, settings, drafter, steps, named):
     plan = Plan(Recipe(settings), None, steps, tmp_path / "out")
-    announce(plan, named_arms([TLT, "tlt-no-spot"], None), CompareOptions(rounds=2), record, None, make_console())
+    arms = named_arms([TLT, "tlt-no-spot"], drafter)
+    announce(plan, arms, CompareOptions(rounds=2), record, drafter, make_console())
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("No drafter is given for") == len(named) and all(name in said for name in named), said
 
 
-def test_interrupted_it_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
+def test_interrupted_it_says_how_to_go_on(overrides, tmp_path, monkeypatch, capsys):
     def take_turn(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "take_turn", take_turn)
-    overrides = (
-        "actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable",
-        "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
-        f"actor_rollout_ref.model.path={recipe.actor_rollout_ref.model.path}",
-        *(f"data.{part}_files={recipe.data.train_files}" for part in ("train", "val")),
-    )  # fmt: skip
+    overrides += ["trainer.resume_mode=disable", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"]
     with pytest.raises(KeyboardInterrupt):
-        compare(CompareOptions(overrides=list(overrides), out=tmp_path / "out"), make_console())
+        compare(CompareOptions(overrides=overrides, out=tmp_path / "out"), make_console())
     assert "The same command takes the turns that are left." in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "out" / "turns.json").is_file()

@@ -13,7 +13,7 @@ import yaml
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare import job
 from verl_tlt.commands.compare.command import take_turns
-from verl_tlt.commands.compare.job import accepted, failure, keep_only, read_rows, take_turn, with_cluster
+from verl_tlt.commands.compare.job import accepted, failure, read_rows, take_turn, with_cluster
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.console import make_console
@@ -26,18 +26,17 @@ def plan_of(folder, *overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "turn", "stall_s", "said"),
+    ("turn", "said"),
     [
-        (["no.such.key=1"], 0, 60.0, r"(?s)stock failed with exit status 1\..*/stock/turn-1\.log.*no\.such\.key"),
-        ([], 0, 0.2, "has written nothing for 0 s"),
-        ([], 1, 60.0, r"global_step_4, from which stock is to go on, is gone"),
+        (0, r"(?s)stock failed with exit status 1\..*/stock/turn-1\.log.*no\.such\.key"),
+        (1, r"global_step_4, from which stock is to go on, is gone"),
     ],
-    ids=["fails", "hangs", "has no checkpoint"],
+    ids=["fails", "has no checkpoint"],
 )
-def test_a_turn_that_comes_to_nothing_says_why(tmp_path, overrides, turn, stall_s, said):
+def test_a_turn_that_comes_to_nothing_says_why(tmp_path, turn, said):
     told = []
     with pytest.raises(CompareError, match=said):
-        take_turn(plan_of(tmp_path, *overrides), ARM, turn, stall_s, told.append)
+        take_turn(plan_of(tmp_path, "no.such.key=1"), ARM, turn, 60.0, told.append)
     assert set(told) <= {0}
 
 
@@ -69,14 +68,18 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("end", "stall_s"),
-    [("exit 3", 60.0), ("exit 3 | cat", 60.0), ("sleep 600", 1.0)],
+    ("end", "stall_s", "said"),
+    [
+        ("exit 3", 60.0, "stock failed with exit status 3"),
+        ("exit 3 | cat", 60.0, "stock ended after 0 of 4 steps"),
+        ("sleep 600", 1.0, "stock has written nothing for 1 s"),
+    ],
     ids=["fails", "piped", "hangs"],
 )
-def test_rays_logs_of_a_failed_turn_are_kept(tmp_path, monkeypatch, end, stall_s):
+def test_rays_logs_of_a_failed_turn_are_kept(tmp_path, monkeypatch, end, stall_s, said):
     monkeypatch.setattr(job, "LOOK_S", 0.1)
     script = f'mkdir -p "$TMPDIR/ray/session_1_2/logs"; echo why > "$TMPDIR/ray/session_1_2/logs/worker.err"; {end}'
-    with pytest.raises(CompareError, match=r"Ray's logs are in .*turn-1\.ray\."):
+    with pytest.raises(CompareError, match=rf"^{said}\. Ray's logs are in .*turn-1\.ray\."):
         take_turn(Plan(Recipe(()), None, 4, tmp_path, ("bash", "-c", script)), ARM, 0, stall_s, lambda _: None)
     assert (tmp_path / "stock" / "turn-1.ray" / "worker.err").read_text() == "why\n"
 
@@ -88,14 +91,6 @@ def test_a_job_that_logs_elsewhere_lives_as_long_as_its_steps_end(tmp_path, monk
     plan = Plan(Recipe(()), None, 4, tmp_path, ("bash", "-c", f"{script}; exit 3"))
     with pytest.raises(CompareError, match=r"(?s)failed with exit status 3.*none: does the command send its output"):
         take_turn(plan, ARM, 0, 3.0, lambda _: None)
-
-
-def test_one_checkpoint_is_kept(tmp_path):
-    for step in (4, 8, 12):
-        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
-    (tmp_path / "turn-1.log").touch()
-    keep_only(tmp_path, tmp_path / "global_step_8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_8", "turn-1.log"]
 
 
 def test_rows_are_finished_steps(tmp_path):

@@ -24,6 +24,8 @@ from verl_tlt.errors import TLTError
 BASE = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable")
 WITH = (*BASE, "+trainer.plugin=tlt", "tlt.spot.max_epochs=3")
 
+MINE = "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\n"
+
 
 def plan_of(folder, *overrides, base=BASE):
     return make_plan(Recipe((*base, *overrides)), 4, folder)
@@ -48,18 +50,10 @@ def test_stock_runs_without_tlt_and_tlt_with_the_recipes_settings(tmp_path, give
         assert tlt.tlt.spot.max_epochs == 3
 
 
-def test_a_top_level_config_that_has_the_flag_is_stock_without_it(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {plugin: tlt}\ntlt: {}\n")
-    recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
-    plan = make_plan(recipe, 4, tmp_path)
-    assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))
-
-
-def test_a_recipe_may_be_a_config_without_overrides(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n"
-    )
+def test_a_recipe_may_be_a_config_that_has_the_flag_without_overrides(tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"{MINE}trainer: {{nnodes: 7, plugin: tlt}}\ntlt: {{}}\n")
     plan = make_plan(Recipe((), str(tmp_path / "mine")), 4, tmp_path)
+    assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))
     assert composed(plan, arm_of(TLT)).trainer.nnodes == 7
     assert f"--config-path={tmp_path}" in plan.job(arm_of(TLT), 0, {})[0]
 
@@ -96,25 +90,17 @@ def test_the_first_turn_begins_where_the_recipe_would(tmp_path):
         plan_of(tmp_path / "out", *named)
 
 
-def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path):
-    plan = plan_of(tmp_path, "tlt.drafter.path=/a/drafter", base=WITH)
+@pytest.mark.parametrize("drafter", ["/a/drafter", "RedHatAI/Qwen3-8B-speculator.eagle3"])
+def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path, drafter):
+    plan = plan_of(tmp_path, f"tlt.drafter.path={drafter}", base=WITH)
     arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3"], first_drafter(plan, [TLT], None))}
     assert list(arms) == [STOCK, TLT, "vllm-3"]
     config = composed(plan, arms["vllm-3"])
     engine = config.actor_rollout_ref.rollout
     speculative = engine.engine_kwargs.vllm.speculative_config
-    assert (speculative.model, speculative.num_speculative_tokens) == ("/a/drafter", 3)
+    assert (speculative.model, speculative.num_speculative_tokens) == (drafter, 3)
     assert not engine.disable_log_stats and not engine.free_cache_engine and not flag.wanted(config)
-    assert composed(plan, arms[TLT]).tlt.drafter.path == "/a/drafter"
-
-
-def test_a_drafter_may_be_a_name_on_the_hub(tmp_path):
-    name = "RedHatAI/Qwen3-8B-speculator.eagle3"
-    plan = plan_of(tmp_path)
-    arms = {arm.name: arm for arm in named_arms([TLT, "vllm-3"], first_drafter(plan, [TLT], name))}
-    assert composed(plan, arms[TLT]).tlt.drafter.path == name
-    engine = composed(plan, arms["vllm-3"]).actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert engine.speculative_config.model == name
+    assert composed(plan, arms[TLT]).tlt.drafter.path == drafter
 
 
 def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
@@ -132,14 +118,6 @@ def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
         first_drafter(plan, ["vllm-3", TLT], "/d")
 
 
-def test_turns_of_another_top_level_config_are_another_recipes(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
-    recipe = Recipe((*BASE, "hydra.searchpath=[pkg://verl.trainer.config]"), str(tmp_path / "mine"))
-    other = Recipe(recipe.overrides)
-    first, second = (make_plan(r, 4, tmp_path).asked([arm_of(TLT)]) for r in (recipe, other))
-    assert first != second and first.keys() == second.keys()
-
-
 @pytest.mark.parametrize("text", ["/plain", "it's", "a, b = {c} [d]", r"back\slash", "ends in \\", "${not} $(this)"])
 def test_whatever_a_path_holds_hydra_reads_it(text):
     value = OverridesParser.create().parse_override(f"a.b={quoted(text)}").value()
@@ -153,8 +131,7 @@ def test_whatever_a_path_holds_hydra_reads_it(text):
         (["vllm-0"], "/d", "There is no arm"),
         (["vllm-17"], "/d", "There is no arm"),
         (["tlt", "vllm-3"], None, "vllm-3 needs a drafter: name one with --drafter or tlt.drafter.path"),
-        (["stock"], None, "compared with nothing"),
-        ([], None, "compared with nothing"),
+        (["stock", ""], None, "compared with nothing"),
     ],
 )
 def test_arms_that_there_are_not_are_refused(names, drafter, said):
@@ -185,7 +162,9 @@ def test_what_two_calls_may_differ_in_is_no_other_comparison(tmp_path):
     arms = named_arms([TLT], None)
     one, two = (plan_of(tmp_path, f"trainer.experiment_name={name}").asked(arms) for name in "ab")
     assert one == two
-    other = plan_of(tmp_path, "data.seed=2").asked(arms)
-    assert {name for name, value in other.items() if value != one[name]} == {"recipe"}
+    (tmp_path / "mine.yaml").write_text(MINE)
+    for other in (Recipe((*BASE, "data.seed=2")), Recipe(BASE, str(tmp_path / "mine"))):
+        asked = make_plan(other, 4, tmp_path).asked(arms)
+        assert {name for name, value in asked.items() if value != one[name]} == {"recipe"}
     more = plan_of(tmp_path).asked([*arms, vllm_arm("vllm-3", "", "/d", 3)])
     assert json.loads(json.dumps(more))["arm vllm-3"]

@@ -109,10 +109,8 @@ def test_the_verdict_is_faster_slower_no_difference_or_too_few_steps():
     assert "No measurable difference" in said and f"{few['low']:.2f} to {few['high']:.2f}" in said
     assert sum(r["low"] > 1 or r["high"] < 1 for r in (measured(1.0, 2, seed=s) for s in range(20))) <= 3
     assert verdict("tlt", "stock", measured(1.5, 4), 2).startswith("Too few jobs to tell: 2 of each arm, 3 are needed")
-    for steps in (1, 4):  # however far apart
-        far = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * steps}
-        said = f"Too few steps to tell: {steps} of each arm count, 5 are needed"
-        assert verdict("tlt", "stock", far, 3).startswith(said)
+    far_apart = {"pooled": 3.0, "low": 2.9, "high": 3.1, "each": [3.0] * 4}
+    assert verdict("tlt", "stock", far_apart, 3).startswith("Too few steps to tell: 4 of each arm count, 5 are needed")
 
 
 @pytest.mark.parametrize("turns", [3, 6])
@@ -176,8 +174,7 @@ def test_every_arm_has_its_ratio_length_reward_and_sentence(record):
         assert 1 < of["e2e_per_token"]["pooled"] < of["rollout_per_token"]["pooled"]
     assert [found["arms"][name]["accept_length"] for name in ("stock", "tlt", "vllm-3")] == [None, 3.5, 3.5]
     assert found["sentences"][0].startswith("tlt was faster than stock"), "the answer comes first"
-    said = " ".join(found["sentences"])
-    assert "tlt was faster than stock" in said and "vllm-7, the fastest of the others" in said
+    assert "vllm-7, the fastest of the others" in " ".join(found["sentences"])
     assert len(found["turns"]) == len(record.turns) == 15
     record.turns[0].steps[0] = replace(record.turns[0].steps[0], reward=math.nan)
     assert [row[-1][:5] for row in arm_rows(found_of(ARMS, record))].count("nan ±") == 1

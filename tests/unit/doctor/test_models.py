@@ -16,12 +16,6 @@ from verl_tlt.commands.console import say
 from verl_tlt.config import TLTConfig
 
 
-@pytest.fixture
-def policy(recipe):
-    """The recipe's policy, a folder."""
-    return str(recipe.actor_rollout_ref.model.path)
-
-
 def judged(policy, path, **settings):
     """What is found of a drafter for a policy."""
     return check_recipe_drafter(TLTConfig.from_dict({"drafter": {"path": str(path), **settings}}), str(policy), 192)
@@ -45,10 +39,7 @@ def test_a_name_is_resolved_or_that_it_cannot_be_is_said_and_no_refusal(cached, 
     for fine in (check_policy(policy), check_policy(cached("Org/policy"))):
         assert fine.level == "ok" and "is a qwen3 model" in fine.sentence
     found = check_policy("Org/absent")
-    assert found.level == "warn" and found.sentence == (
-        "Org/absent is no folder here and could not be fetched: it is not in the local cache, and HF_HUB_OFFLINE is "
-        "set, so the family of actor_rollout_ref.model.path was not checked."
-    )
+    assert found.level == "warn" and "HF_HUB_OFFLINE is set, so the family of actor_rollout_ref" in found.sentence
     assert "another file system" in check_policy("hdfs://cluster/policy").sentence
 
 
@@ -66,7 +57,8 @@ def test_a_file_or_a_relative_folder_that_is_not_there_is_no_name(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dr").mkdir()
     (tmp_path / "dr" / "model.safetensors").touch()
-    assert "is not a directory" in check_policy("dr/model.safetensors").sentence
+    found = check_policy("dr/model.safetensors")
+    assert found.level == "if" and "is not a directory" in found.sentence, "another machine may have it"
     assert f"({tmp_path}/my/own/policy)" in check_policy("my/own/policy").sentence
 
 

@@ -79,8 +79,6 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.data_parallel_size",
          "use more replicas"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
-        ({f"{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8"}, f"{ROLLOUT}.engine_kwargs.vllm.quantization",
-         "quantization=fp8 lets the rollout"),
         ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
          "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
@@ -89,18 +87,6 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
 def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes, what, said):
     found = findings(changes)
     assert levels(found) == {what: "refuse"} and said in found[what].sentence
-
-
-@pytest.mark.parametrize(
-    ("changes", "what", "said"),
-    [
-        ({"data.val_files": "/x.parquet"}, "data.val_files", "/x.parquet does not exist"),
-        ({"actor_rollout_ref.model.path": "models/not/here"}, "actor_rollout_ref.model.path", "is not a directory"),
-    ],
-)
-def test_what_another_machine_may_have_is_no_reason_to_refuse(findings, changes, what, said):
-    found = findings(changes)
-    assert levels(found) == {what: "if"} and said in found[what].sentence
 
 
 @pytest.mark.parametrize("changes", [
@@ -137,17 +123,6 @@ def test_a_policy_of_ones_own_that_cannot_be_imported_is_told(findings):
     found = findings({}, TLTConfig(speculation=SpeculationConfig(policy="no_such.module:Policy")))
     assert levels(found) == {key: "warn"} and "there is no module no_such here" in found[key].sentence
     assert findings({}, TLTConfig(speculation=SpeculationConfig(policy="textwrap:TextWrapper"))) == {}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4},
-        {f"{ROLLOUT}.quantization": "fp8"},
-    ],
-)
-def test_what_does_not_go_with_drafts_goes_without(findings, changes):
-    assert findings(changes) and findings({}, NO_DRAFTS) == {}
 
 
 def test_where_a_drafter_is_only_trained_it_is_told_that_it_cannot_be(findings):
@@ -230,10 +205,10 @@ def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, 
     assert levels(findings({f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2})) == {}
 
 
-def test_what_the_engines_would_refuse_is_known_before_ray_starts(findings):
+def test_what_does_not_go_with_drafts_is_known_before_ray_starts_and_goes_without(findings):
     pytest.importorskip("vllm")
-    found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4})[f"{ROLLOUT}.engine_kwargs"]
-    assert "vllm.data_parallel_size must be 1" in found.sentence
+    found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4, f"{ROLLOUT}.quantization": "fp8"})
+    assert "vllm.data_parallel_size must be 1" in found[f"{ROLLOUT}.engine_kwargs"].sentence
     assert levels(findings({}, NO_DRAFTS)) == {}
 
 
@@ -246,15 +221,11 @@ def test_routes_of_experts_are_refused_where_vllm_has_them_on_the_other_runner(f
     assert not findings({}, NO_DRAFTS)
 
 
-@pytest.mark.parametrize("vllm", ["0.24.0", "0.28.0"])
-def test_routes_beside_an_mtp_head_are_refused_where_vllm_may_take_the_heads(findings, monkeypatch, vllm):
+@pytest.mark.parametrize(("vllm", "refused"), [("0.24.0", True), ("0.28.0", False)])
+def test_routes_beside_an_mtp_head_are_refused_where_vllm_may_take_the_heads(findings, monkeypatch, vllm, refused):
     monkeypatch.setattr("verl_tlt.checks.rules.installed", lambda name: vllm if name == "vllm" else installed(name))
-    key, mtp = f"{ROLLOUT}.enable_rollout_routing_replay", TLTConfig(drafter=DrafterConfig(method="mtp"))
-    assert (
-        (findings({key: True}, mtp)[key].level == "refuse")
-        if vllm == "0.24.0"
-        else key not in findings({key: True}, mtp)
-    )
+    key = f"{ROLLOUT}.enable_rollout_routing_replay"
+    assert (key in findings({key: True}, MTP)) == refused
 
 
 def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_refused(findings, tmp_path):
@@ -271,10 +242,8 @@ def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_r
     assert levels(findings(changes | {key: False})) == {longest: "warn"}
     asked = f"{ROLLOUT}.engine_kwargs"
     found = findings(changes | {key: False, f"{asked}.vllm.async_scheduling": True})
-    assert (
-        levels(found) == {asked: "refuse", longest: "warn"}
-        and "not possible with a hybrid policy" in found[asked].sentence
-    )
+    assert levels(found) == {asked: "refuse", longest: "warn"}
+    assert "not possible with a hybrid policy" in found[asked].sentence
 
 
 @pytest.mark.parametrize(
@@ -332,19 +301,17 @@ def test_folders_that_could_not_be_written_at_the_end_are_known_at_the_start(fin
     assert found["tlt.drafter.save_dir"].level == "refuse", "the default one"
 
 
-@pytest.mark.parametrize("key", [f"{ROLLOUT}.name", "trainer.default_local_dir"])
-def test_an_unresolvable_key_is_named(findings, key):
-    with pytest.raises(TLTConfigError, match=f"{key} cannot be read"):
-        findings({key: "${no.such.key}"})
+def test_an_unresolvable_key_is_named(findings):
+    with pytest.raises(TLTConfigError, match=f"{ROLLOUT}.name cannot be read"):
+        findings({f"{ROLLOUT}.name": "${no.such.key}"})
 
 
 @pytest.mark.parametrize(
     ("name", "version", "level"),
     [
-        ("verl", "0.9.1", "ok"), ("verl", "0.9.1.post1", "ok"), ("verl", "0.9.0", "refuse"),
-        ("verl", "0.10.0.dev", "refuse"), ("verl", None, "refuse"), ("verl", "unknown", "refuse"),
-        ("vllm", "0.28.3", "ok"), ("vllm", "0.28.0+cpu", "ok"), ("vllm", "0.31", "ok"), ("vllm", "0.23.1", "refuse"),
-        ("vllm", "0.32.0", "refuse"), ("speculators", None, "refuse"), ("speculators", "0.10.0", "refuse"),
+        ("verl", "0.9.1", "ok"), ("verl", "0.9.0", "refuse"), ("verl", "0.10.0.dev", "refuse"),
+        ("verl", None, "refuse"), ("verl", "unknown", "refuse"), ("vllm", "0.28.0+cpu", "ok"), ("vllm", "0.31", "ok"),
+        ("vllm", "0.23.1", "refuse"), ("vllm", "0.32.0", "refuse"), ("speculators", "0.10.0", "refuse"),
     ],
 )  # fmt: skip
 def test_versions(name, version, level):

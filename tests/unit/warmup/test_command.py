@@ -3,8 +3,6 @@
 import re
 import resource
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -195,12 +193,6 @@ def test_a_pruned_vocabulary_holds_the_most_frequent_tokens(warm, answers):
     assert len(kept) == 12 and counts[kept].min() >= counts[~model.t2d].max()
 
 
-def test_it_goes_on_from_a_drafter(warm, tmp_path):
-    first, _ = warm()
-    second, _ = warm(drafter=first.out, out=tmp_path / "second")
-    assert provenance(second.out)["tau_sim"] >= provenance(first.out)["tau_sim"] - 0.02
-
-
 @pytest.fixture(scope="module")
 def mtp_dir(policy_dir, tmp_path_factory):
     """A Qwen3.5 with the tokenizer of the other policy."""
@@ -251,17 +243,6 @@ def test_a_wrong_option_is_one_sentence_and_leaves_nothing(policy_dir, prompts_f
     code, said = run("warmup", *(word for pair in given.items() for word in pair))
     assert code == 1 and sentence in said, said
     assert [p.name for p in tmp_path.iterdir()] == ["prompts.jsonl"]
-
-
-NEEDED = ["warmup", "--model", "m", "--prompts", "p", "--out", "o"]
-
-
-def test_without_vllm_the_command_ends_in_one_sentence(tmp_path):
-    code = f"import sys; sys.modules['vllm'] = None\nfrom verl_tlt.commands.cli import app\napp({NEEDED!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "verl-tlt warmup needs vllm, not installed here.\n"
-    assert not list(tmp_path.iterdir())
 
 
 def test_answers_too_short_to_learn_from(settings, answer):

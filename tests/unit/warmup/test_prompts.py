@@ -168,8 +168,6 @@ def test_equal_prompts_count_once_and_a_limit_holds(options, prompts_file, tmp_p
     ("name", "content", "sentence"),
     [
         ("p.jsonl", '{"prompt": [{"role": "user", "content": "w1"}]}', "holds 1 different usable prompts, but at"),
-        ("p.csv", "w1", "cannot be read by verl's dataset: Unsupported file format"),
-        ("p.jsonl", '{"prompt": "w1"}\n{', "cannot be read by verl's dataset: "),
         ("p.jsonl", '{"text": "w1"}', "has no `prompt` (its columns: text): add data.prompt_key=NAME"),
         ("p.jsonl", '{"prompt": "w1"}', "prompt 1 is no list of messages with `role` and `content`, such as"),
         ("p.jsonl", "", "p.jsonl is empty."),

@@ -12,7 +12,6 @@ from cli import cli
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
-from verl_tlt.commands.options import EvaluateOptions
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
 from verl_tlt.commands.warmup.prompts import Prompt
@@ -75,16 +74,14 @@ def test_a_command_says_it_too_and_its_paths_begin_where_it_starts_verl(override
     assert set_up(job.recipe, job.changes).model.path == str(policy_dir), "a policy beside the user"
 
 
-def test_what_is_given_by_name_wins_even_if_it_is_the_default(overrides, prompts_file, monkeypatch):
-    words = ("--prompts", prompts_file, "--temperature", 1.0, "--response-length", 50)
-    options = options_of(monkeypatch, *overrides, "actor_rollout_ref.rollout.top_p=0.8", *words)
-    assert options.prompts == [prompts_file] and (options.temperature, options.top_p) == (1.0, 0.8)
-    assert options.response_length == 50
-
-
-def test_evaluate_takes_the_same(overrides, policy_dir, tmp_path):
-    options = EvaluateOptions(**EvaluateOptions.completed({"overrides": overrides, "drafter": tmp_path}))
-    assert options.model == policy_dir and options.temperature == 0.6
+def test_what_is_given_by_name_wins_even_if_it_is_the_default(overrides, tmp_path, monkeypatch):
+    """Data of the run that are on another file system are no matter then."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    more = ("data.train_files=hdfs://far/x.parquet", "actor_rollout_ref.rollout.top_p=0.8")
+    words = ("--prompts=~/mine.jsonl", "--temperature", 1.0, "--response-length", 50)
+    options = options_of(monkeypatch, *overrides, *more, *words)
+    assert options.prompts == [tmp_path / "mine.jsonl"]
+    assert (options.temperature, options.top_p, options.response_length) == (1.0, 0.8, 50)
 
 
 def test_data_may_be_a_pattern_and_lie_where_the_command_starts(overrides, tmp_path):
@@ -92,19 +89,8 @@ def test_data_may_be_a_pattern_and_lie_where_the_command_starts(overrides, tmp_p
     assert found["prompts"] == [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "none" / "x.parquet"]
 
 
-def test_data_on_another_file_system_is_no_matter_where_prompts_are_given(overrides, prompts_file, monkeypatch):
-    options = options_of(monkeypatch, *overrides, "data.train_files=hdfs://far/x.parquet", "--prompts", prompts_file)
-    assert options.prompts == [prompts_file]
-
-
-def test_a_home_directory_is_filled_in(overrides, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    options = options_of(monkeypatch, *overrides, "--prompts=~/mine.jsonl")
-    assert options.prompts == [tmp_path / "mine.jsonl"]
-
-
 def test_without_a_folder_to_write_it_is_asked_for(overrides):
-    assert cli("warmup", *overrides)[1] == "--out is missing: give the folder that the drafter is written to.\n"
+    assert cli("warmup", *overrides)[1].startswith("--out is missing")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +100,6 @@ def test_without_a_folder_to_write_it_is_asked_for(overrides):
         (("--model", "POLICY", "--prompts", "p", "--epochs", "inf"), "--epochs inf needs --max-steps or --max-min"),
         (("--model", "POLICY", "--cache-gb", "inf"), "Invalid value for '--cache-gb'"),
         (("--model", "POLICY"), "--prompts is missing: give it, or your run's command after --"),
-        (("--model", "m"), "m/config.json does not exist."),
         (("data.train_files=hdfs://far/x.parquet",), "is on another file system: give --prompts."),
         (("actor_rollout_ref.rollout.temperature=hot",), "temperature must be a number from 0 to 2"),
         (("actor_rollout_ref.rollout.top_p=1.5",), "top_p must be a number from 1e-06 to 1, not 1.5."),
