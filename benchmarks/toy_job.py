@@ -38,6 +38,8 @@ QUICK_TO_LEARN = (
 """Overrides of TLT by which something is trained in nearly every step of a small job."""
 NO_CLUSTER = "+ray_kwargs.ray_init.address=local"
 """Override by which a job starts a Ray of its own, whatever cluster there is."""
+SETTLE_S = 20.0
+"""Ray's daemons end some seconds after the run."""
 
 
 def make_assets(folder: Path, lengths: Callable[[int], Sequence[int]], rows: int = 64) -> Assets:
@@ -116,6 +118,34 @@ class Job:
                 raise TimeoutError(f"{self.out} has written nothing for {limit_s:.0f} s; see {self.log}")
             time.sleep(poll_s)
 
+    def wait(self, limit_s: float, look: Callable[[], None] = lambda: None) -> int | None:
+        """Its exit status once it has ended; `look` is called every second until then.
+
+        None: it is still running after so many seconds. Its processes say where they stand (faulthandler, into the
+        log), if the job's environment has PYTHONFAULTHANDLER.
+        """
+        deadline = time.monotonic() + limit_s
+        while (status := self.tree.process.poll()) is None and time.monotonic() < deadline:
+            self.processes()
+            look()
+            time.sleep(1)
+        if status is None:
+            for process in self.tree.alive():
+                if process.pid != self.tree.process.pid and "ray::" in process.name():
+                    process.send_signal(signal.SIGABRT)
+            time.sleep(2)
+        return status
+
+    def left(self) -> list[str]:
+        """Processes and files that a job that has ended by itself has not cleared away."""
+        deadline = time.monotonic() + SETTLE_S
+        while (alive := self.tree.alive()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        files = [
+            path for path in self.tree.folder.iterdir() if path.name != "ray" and not _is_empty(path)
+        ]  # Ray's logs stay
+        return sorted([*(f"process {_name(p)}" for p in alive), *map(str, files)])
+
     def processes(self) -> list[psutil.Process]:
         """All that are alive; call it now and then, or what detaches itself is lost sight of."""
         self._known = self.tree.alive()
@@ -137,3 +167,15 @@ class Job:
         with contextlib.suppress(ChildProcessError):  # orphans are this process's children, and zombies until then
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether it is a folder whose files have no content, such as locks."""
+    return path.is_dir() and not any(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "that has just ended"

@@ -3,27 +3,21 @@
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from benchmarks.faults.plan import STEPS, Fault
 from benchmarks.toy_job import QUICK_TO_LEARN, SAMPLES, Job, make_assets
 from verl_tlt.commands.compare.job import read_rows
 from verl_tlt.commands.interrupts import interruptible
-from verl_tlt.commands.processes import ProcessTree
 
 ROOT = Path(__file__).parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
 BATCH, LONG, SHORT = 4, 400, 40
 LIMIT_S = 3000.0
 """A run that takes longer hangs."""
-SETTLE_S = 20.0
-"""Ray's daemons end some seconds after the run."""
 
 TLT = (
     *QUICK_TO_LEARN,
@@ -32,17 +26,21 @@ TLT = (
     "tlt.spot.stop_timeout_s=10",  # sessions get what time engines leave, which on a busy machine is little
     "tlt.gate.enable=false",  # whatever was trained is published, and so every step loads another drafter
 )
+REPLAY = (
+    f"{ROLLOUT}.agent.agent_loop_config_path={Path(__file__).with_name('agent_loop.yaml')}",
+    f"{ROLLOUT}.agent.default_agent_loop=replay",
+    "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.faults.replay",
+    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+)
+"""What is trained on is recorded in the first run and the same in later ones."""
 REPLAYED = (
+    *REPLAY,
     f"data.train_batch_size={BATCH}",
     f"data.max_response_length={LONG + 40}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
     "actor_rollout_ref.actor.optim.lr=1e-5",
     f"{ROLLOUT}.max_model_len={LONG + 120}",
     f"{ROLLOUT}.max_num_seqs={BATCH * SAMPLES}",
-    f"{ROLLOUT}.agent.agent_loop_config_path={Path(__file__).with_name('agent_loop.yaml')}",
-    f"{ROLLOUT}.agent.default_agent_loop=replay",
-    "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.faults.replay",
-    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
     'trainer.logger=["console","file"]',
 )
 
@@ -94,17 +92,12 @@ def run(
         "SAVE_FREQ": str(save_every),
         "TLT": "1" if tlt else "0",
     }
-    begin, left = time.time(), list[str]()
+    begin = time.time()
     job = Job(target, assets, steps, (*REPLAYED, f"{ROLLOUT}.router_config_path={assets.router}", *own), **environment)
     try:
-        while job.tree.process.poll() is None and time.time() - begin < LIMIT_S:
-            job.processes()
-            time.sleep(1)
-        seconds, status = time.time() - begin, job.tree.process.poll()
-        if status is None:
-            _ask_where_it_stands(job.tree)
-        else:
-            left = _left(job.tree)
+        status = job.wait(LIMIT_S)
+        seconds = time.time() - begin
+        left = [] if status is None else job.left()
     finally:
         job.end()
     by_step = read_rows(target / "metrics.jsonl")
@@ -136,31 +129,3 @@ def arm(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:
 def fired(folder: Path) -> dict[str, int]:
     """Notes of the faults that have struck -> the step."""
     return {p.name.removeprefix("fired-"): int(p.read_text().split()[0]) for p in folder.glob("fired-*")}
-
-
-def _ask_where_it_stands(tree: ProcessTree) -> None:
-    for process in tree.alive():
-        if process.pid != tree.process.pid and "ray::" in process.name():
-            process.send_signal(signal.SIGABRT)
-    time.sleep(2)
-
-
-def _left(tree: ProcessTree) -> list[str]:
-    """What a run that has ended by itself has not cleared away."""
-    deadline = time.time() + SETTLE_S
-    while (alive := tree.alive()) and time.time() < deadline:
-        time.sleep(0.2)
-    files = [path for path in tree.folder.iterdir() if path.name != "ray" and not _is_empty(path)]  # Ray keeps its logs
-    return sorted([*(f"process {_name(p)}" for p in alive), *map(str, files)])
-
-
-def _is_empty(path: Path) -> bool:
-    """Whether it is a folder whose files have no content, such as locks."""
-    return path.is_dir() and not any(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "that has just ended"

@@ -9,7 +9,7 @@ machine that could not run them.
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -163,16 +163,3 @@ def _bound(node: ast.AST) -> Iterator[str]:
 def source_root(package: str) -> Path | None:
     folder = location(package)
     return None if folder is None else folder.parent
-
-
-def check_symbols(
-    package: str, root: Path | None = None, symbols: Sequence[Symbol] = SYMBOLS
-) -> list[tuple[Symbol, str | None]]:
-    """Those of `symbols` in `package`, in the same order, with what is wrong with them (None: nothing).
-
-    `root` holds the package; None: the installed one. Nothing where it is not installed.
-    """
-    if (root := root or source_root(package)) is None:
-        return []
-    tree = SourceTree(root)
-    return [(symbol, tree.problem(symbol)) for symbol in symbols if symbol.package == package]

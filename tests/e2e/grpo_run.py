@@ -5,33 +5,31 @@ measured from the first step on.
 """
 
 import contextlib
-import json
-import os
 import re
-import signal
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 
-from benchmarks.toy_job import CONSTANT
-from tests.toy.assets import build_assets
+from benchmarks.toy_job import CONSTANT, FORCED, QUICK_TO_LEARN, Job, make_assets
+from tests.toy.assets import FORCED_LENGTHS
+from verl_tlt.commands.compare.job import read_rows
 from verl_tlt.commands.interrupts import interruptible
-from verl_tlt.commands.processes import ProcessTree
 from verl_tlt.commands.report.reader import RunTrace, read_trace
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "demo" / "demo_grpo.sh"
 BATCH, LONG, SHORT = 8, 600, 80  # prompts a step, of two responses each
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: a hang ends here, with everybody's stack in the log."""
-
-
-Cores = Mapping[int, tuple[int, ...]]
+TLT = (
+    *QUICK_TO_LEARN,
+    f"{CONSTANT}.buffer.min_tokens=100",
+    "tlt.drafter.learning_rate=2e-3",
+    "tlt.spot.max_epochs=24",
+    # By two steps' held-out prompts the gate judges.
+    f"{CONSTANT}.buffer.held_out=0.45",
+    f"{CONSTANT}.buffer.window=256",
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class Run:
     trace: RunTrace
     log: str
     left: list[str]
-    """Processes that were still there some seconds after the run, and had to be ended."""
-    cores: Cores
+    """What was still there some seconds after the run: processes, and files in its temporary folder."""
+    cores: Mapping[int, tuple[int, ...]]
     """Cores on which each process could run when it was last seen, by process id."""
 
     def cores_of(self, name: str) -> list[tuple[int, ...]]:
@@ -54,51 +52,13 @@ class Run:
         return sorted(self.cores[pid] for pid in set(map(int, said)))
 
 
-def skew(path: Path, long: Callable[[int], bool], longest: int) -> None:
-    """Rewrite the prompts' forced lengths: one of `longest` tokens where `long(index)`, everything else short."""
-    rows = pq.read_table(path).to_pylist()
-    for i, row in enumerate(rows):
-        lengths = [SHORT + 3 * k for k in range(len(row["extra_info"]["forced_lengths"]))]
-        if long(i):
-            lengths[0] = longest
-        row["extra_info"]["forced_lengths"] = lengths
-    import pyarrow as pa
-
-    pq.write_table(pa.Table.from_pylist(rows), path)
+def one_long(index: int, long: Callable[[int], bool], longest: int) -> list[int]:
+    """Of a prompt's responses all are short, but for the first one where `long(index)`."""
+    lengths = [SHORT + 3 * k for k in range(FORCED_LENGTHS)]
+    return [longest, *lengths[1:]] if long(index) else lengths
 
 
 @interruptible()  # a time limit on the tests ends them with SIGTERM
-def finish(command: list[str], env: dict[str, str], log: Path, timeout: float) -> tuple[list[str], Cores]:
-    """Run a command to its end, or fail with the last lines of its log; returns what outlived it, and `Run.cores`.
-
-    One that takes too long is asked where it stands (faulthandler, into the log) before it is ended.
-    """
-    tree = ProcessTree(command, env=env | {"PYTHONFAULTHANDLER": "1"}, log=log, cwd=log.parent)
-    cores: dict[int, tuple[int, ...]] = {}
-    try:
-        deadline = time.time() + timeout
-        while tree.process.poll() is None and time.time() < deadline:
-            tree.alive()
-            for process in psutil.process_iter():  # a fork of the tests' own server is in nobody's tree
-                with contextlib.suppress(psutil.Error):  # it has just ended
-                    cores[process.pid] = tuple(process.cpu_affinity())
-            time.sleep(1)
-        if tree.process.poll() is None:
-            for process in tree.alive():
-                if process.pid != tree.process.pid and "ray::" in process.name():
-                    process.send_signal(signal.SIGABRT)
-            time.sleep(2)
-        settled = time.time() + 20
-        while (alive := tree.alive()) and tree.process.poll() is not None and time.time() < settled:
-            time.sleep(0.2)
-        left = [p.name() for p in alive]
-    finally:
-        tree.stop()
-    last = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
-    assert tree.process.returncode == 0, f"ended with {tree.process.returncode} (limit {timeout} s):\n{last}"
-    return left, cores
-
-
 def grpo(
     out: Path,
     assets: Path,
@@ -109,49 +69,33 @@ def grpo(
     **environment: str,
 ) -> Run:
     """Run the demo's recipe, scaled down, to its end."""
-    built = build_assets(assets, width="small", train_rows=64, val_rows=8)
-    skew(built.train, long, longest)
-    env = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OUT": str(out),
-        "ASSETS": str(assets),
-        "POLICY": str(built.policy),
-        "STEPS": str(steps),
-        "DTYPE": "float32",
-        "EXECUTOR": "mp",
-        **environment,
-    }
-    command = [
-        str(RECIPE),
+    made = make_assets(assets, lambda index: one_long(index, long, longest))
+    options = (
+        FORCED,
         f"data.train_batch_size={BATCH}",
-        "data.shuffle=False",
         "data.max_response_length=640",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
         "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.max_model_len=720",
         "actor_rollout_ref.rollout.max_num_seqs=16",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=forced_length",
-        *overrides,
-    ]
-    log = out.with_name(f"{out.name}.log")
-    left, cores = finish(command, env, log, LIMIT_S)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    trace = read_trace(out / "trace") if env.get("TLT") != "0" else RunTrace(out / "trace")
-    return Run(out, {line["step"]: line["data"] for line in lines}, trace, log.read_text(), left, cores)
+    )
+    environment = {"EXECUTOR": "mp", "PYTHONFAULTHANDLER": "1", **environment}
+    cores: dict[int, tuple[int, ...]] = {}
 
+    def look() -> None:
+        for process in psutil.process_iter():  # a fork of the tests' own server is in nobody's tree
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                cores[process.pid] = tuple(process.cpu_affinity())
 
-TLT = (
-    "tlt.speculation.policy=fixed",
-    "tlt.speculation.fixed=2",
-    "tlt.drafter.learning_rate=2e-3",
-    f"{CONSTANT}.drafter.warmup_steps=5",
-    f"{CONSTANT}.drafter.batch_tokens=512",
-    f"{CONSTANT}.buffer.min_tokens=100",
-    "tlt.spot.max_epochs=24",
-    # By two steps' held-out prompts the gate judges.
-    f"{CONSTANT}.buffer.held_out=0.45",
-    f"{CONSTANT}.buffer.window=256",
-)
+    job = Job(out, made, steps, (*options, *overrides), **environment)
+    try:
+        status = job.wait(LIMIT_S, look)
+        left = job.left()
+    finally:
+        job.end()
+    said = job.said()
+    last = "\n".join(said.splitlines()[-60:])
+    assert status == 0, f"ended with {status} (None: not within {LIMIT_S} s):\n{last}"
+    trace = read_trace(out / "trace") if environment.get("TLT") != "0" else RunTrace(out / "trace")
+    return Run(out, read_rows(out / "metrics.jsonl"), trace, said, left, cores)

@@ -1,23 +1,23 @@
 """`verl-tlt compare` on the toy: real jobs in turns from one checkpoint, killed on the way and called again."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from grpo_run import RECIPE, ROOT, skew
+from grpo_run import one_long
 
-from tests.toy.assets import build_assets
+from benchmarks.toy_job import NO_CLUSTER, RECIPE, make_assets, recipe_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
-SHORT = 60
+ROOT = Path(__file__).parents[2]
 RECIPE_SETTINGS = (
-    "+ray_kwargs.ray_init.address=local",
+    NO_CLUSTER,
     "data.shuffle=False",
     "data.train_batch_size=4",
     "data.max_response_length=160",
@@ -31,19 +31,10 @@ RECIPE_SETTINGS = (
 @pytest.fixture
 def command(tmp_path):
     """The command line with more options, its environment and its folder."""
-    built = build_assets(tmp_path / "assets", width="small", train_rows=32, val_rows=4)
-    skew(built.train, lambda index: index % 4 == 0, SHORT * 2)
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OUT": str(tmp_path / "recipe"),
-        "ASSETS": str(tmp_path / "assets"),
-        "POLICY": str(built.policy),
-        "DTYPE": "float32",
-    }
+    made = make_assets(tmp_path / "assets", partial(one_long, long=lambda index: index % 4 == 0, longest=120), rows=32)
+    env = recipe_environment(tmp_path / "recipe", made, steps=2)
     out = tmp_path / "compared"
-    loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={built.agent_loop}"
+    loop = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={made.agent_loop}"
     recipe = [str(RECIPE), *RECIPE_SETTINGS, loop]
 
     def words(*options):

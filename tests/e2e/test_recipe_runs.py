@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.faults.run import REPLAY
 from recipes import check
 from tests.toy.assets import Assets, build_reward_model
 from verl_tlt.commands.report.reader import read_trace
@@ -17,7 +18,6 @@ from verl_tlt.commands.report.timeline import rl_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500.0
 """Six times what a run takes on a slow machine: it ends a hang, and is not about speed."""
 
@@ -39,13 +39,6 @@ FORCED = (
 ROUTER = f"actor_rollout_ref.rollout.router_config_path={Assets.router}"
 """And on a given replica."""
 RECORDED = "TLT_FAULTS_RECORDED"
-REPLAYED = (
-    f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/benchmarks/faults/agent_loop.yaml",
-    "actor_rollout_ref.rollout.agent.default_agent_loop=replay",
-    "trainer.v1.sampler.custom_sampler.path=pkg://benchmarks.faults.replay",
-    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
-)
-"""What is trained on is recorded in the first run and the same in later ones."""
 
 
 def test_conversations_with_a_tool_and_n_grams(tmp_path):
@@ -146,7 +139,7 @@ def megatron(tmp_path_factory):
     weights of the step before would be far off."""
     out = tmp_path_factory.mktemp("megatron")
     (out / "recorded").mkdir()
-    extra = [*FORCED, *REPLAYED, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.save_freq=4"]
+    extra = [*FORCED, *REPLAY, ROUTER, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.save_freq=4"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RECORDED, str(out / "recorded"))
         recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]

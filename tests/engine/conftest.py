@@ -33,26 +33,21 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in root.iterdir()}
 
 
-class _Messages(logging.Handler):
-    """Keeps what is logged. pytest's own handler sits on the root logger, whose handlers' levels libraries change."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lost: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if LOST in record.getMessage():
-            self.lost.append(record.getMessage())
-
-
 @pytest.fixture(autouse=True)
 def lost_probabilities() -> Iterator[list[str]]:
     """Fails a test in whose log vLLM admits that a draft lost its probabilities, unless the test clears the list."""
-    handler, runner_log = _Messages(), logging.getLogger("vllm.v1.worker.gpu_model_runner")
-    runner_log.addHandler(handler)
-    yield handler.lost
-    runner_log.removeHandler(handler)
-    assert not handler.lost
+    lost: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if LOST in record.getMessage():
+            lost.append(record.getMessage())
+        return True
+
+    runner_log = logging.getLogger("vllm.v1.worker.gpu_model_runner")
+    runner_log.addFilter(keep)
+    yield lost
+    runner_log.removeFilter(keep)
+    assert not lost
 
 
 ENGINES = pytest.StashKey[SharedEngines]()

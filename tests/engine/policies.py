@@ -34,11 +34,6 @@ class Scripted(Policy):
         self.steps.append(step)
 
 
-def cycle(arms: tuple[int, ...], largest_batch: int) -> Scripted:
-    """Another K in every step."""
-    return Scripted(lambda n, _: arms[n % len(arms)])
-
-
 def rand(arms: tuple[int, ...], largest_batch: int) -> Scripted:
     """Any K in any step."""
     rng = random.Random(7)

@@ -6,18 +6,42 @@ Prints {case: p-value} as JSON: of the first two tokens of many requests against
 import importlib
 import json
 import os
+from itertools import product
 from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
 import triton
 import triton.language
 import vllm.triton_utils
-from kernel_draws import REQUESTS, K, V, draw_drafts, draw_models, p_value
+from scipy.stats import chisquare
 
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language  # vLLM has a stand-in where there is no GPU
 rejection_sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
+
+V, K, REQUESTS = 5, 2, 800
+
+
+def draw_models(generator):
+    """(target [K + 1, V], drafter [K, V]): distributions by position, whatever came before."""
+    target = torch.rand(K + 1, V, generator=generator).add(0.2)
+    drafter = torch.rand(K, V, generator=generator).add(0.1)
+    return target / target.sum(-1, keepdim=True), drafter / drafter.sum(-1, keepdim=True)
+
+
+def p_value(target, found, generator):
+    """Chi-square of the first two tokens of each request against the target.
+
+    Args:
+        found: [REQUESTS, K + 1], negative from where a step ended early: the next one's is drawn here.
+    """
+    rest = target[1].multinomial(REQUESTS, True, generator=generator)
+    second = torch.where(found[:, 1] < 0, rest, found[:, 1].long())
+    counts = np.bincount((found[:, 0].long() * V + second).numpy(), minlength=V * V)
+    expected = np.array([float(target[0, a] * target[1, b]) for a, b in product(range(V), repeat=2)])
+    return float(chisquare(counts, expected / expected.sum() * REQUESTS).pvalue)
 
 
 def outputs(target, drafter, probs, generator):
@@ -29,7 +53,7 @@ def outputs(target, drafter, probs, generator):
         probs: [REQUESTS * K, V] that they are verified with; None: as certain.
         generator: of the drafts.
     """
-    drafts = draw_drafts(drafter, generator)
+    drafts = torch.stack([row.multinomial(REQUESTS, True, generator=generator) for row in drafter], 1)
     logits = target[:K].log().repeat(REQUESTS, 1)  # [REQUESTS * K, V]
     bonus = target[K].multinomial(REQUESTS, True, generator=generator).int()[:, None]
     metadata = SimpleNamespace(

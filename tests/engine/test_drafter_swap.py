@@ -27,7 +27,9 @@ def weights(models, name):
 
 def test_swapped_in_mid_request_it_changes_acceptance_and_no_token(engine, models, stock_tokens):
     control, vllm_engine = engine.scheduler.tlt, engine.llm.llm_engine
-    assert engine.rpc("tlt_load_drafter", weights(models, "bad"))["ok"]
+    good, bad = (weights(models, name) for name in ("good", "bad"))
+    assert engine.rpc("tlt_load_drafter", bad)["ok"] and holds(engine, bad) and not holds(engine, good)
+    assert engine.live_drafter.shared_modules() == ("embed_tokens", "lm_head")
     control.stats(reset=True)
     lengths = [max(8, TOKENS * (i + 1) // 8) for i in range(8)]
     for i, (prompt, length) in enumerate(zip(prompts(8), lengths, strict=True)):
@@ -40,19 +42,11 @@ def test_swapped_in_mid_request_it_changes_acceptance_and_no_token(engine, model
         step += 1
         if step == 20:
             before = control.stats(reset=True)
-            assert engine.rpc("tlt_load_drafter", weights(models, "good"))["ok"]
+            assert engine.rpc("tlt_load_drafter", good)["ok"] and holds(engine, good) and not holds(engine, bad)
     after = control.stats()
     assert [tokens[i] for i in range(8)] == stock_tokens
     assert before.num_accepted_tokens_per_pos[0] < 0.1 * before.num_drafts
     assert after.num_accepted_tokens_per_pos[0] > 0.5 * after.num_drafts
-
-
-def test_what_is_live_is_what_the_file_holds(engine, models):
-    for name in ("good", "bad"):
-        assert engine.rpc("tlt_load_drafter", weights(models, name))["ok"]
-        assert engine.live_drafter.shared_modules() == ("embed_tokens", "lm_head")
-        other = "bad" if name == "good" else "good"
-        assert holds(engine, weights(models, name)) and not holds(engine, weights(models, other))
 
 
 def test_the_policys_own_tensors_are_never_written(engine, models, tmp_path):
@@ -100,29 +94,24 @@ def test_a_file_is_searched_for_nan_once_and_again_when_it_is_staged_anew(engine
     assert [load(file) for _ in range(2)] == [(False, True), (False, True)]
 
 
-@pytest.mark.parametrize("wrong", ["missing", "lacks", "surplus", "shape", "not finite"])
-def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, models, tmp_path, wrong):
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"fc.weight": None}, "lacks fc.weight, which the served drafter has"),
+        (
+            {"layers.1.mlp.down_proj.weight": torch.zeros(H, H)},
+            "holds layers.1.mlp.down_proj.weight, which the served drafter does not have",
+        ),
+        ({"fc.weight": torch.zeros(H, H)}, f"fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]"),
+    ],
+    ids=["lacks", "surplus", "shape"],
+)
+def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, models, tmp_path, changes, sentence):
     engine.rpc("tlt_load_drafter", weights(models, "good"))
     fine = live_fingerprint(engine)
-    path, tensors = tmp_path / "model.safetensors", load_file(weights(models, "bad"))
-    sentence = {
-        "missing": "does not exist",
-        "lacks": "lacks fc.weight, which the served drafter has",
-        "surplus": "holds layers.1.mlp.down_proj.weight, which the served drafter does not have",
-        "shape": f"fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]",
-        "not finite": "layers.0.mlp.down_proj.weight holds numbers that are not finite",
-    }[wrong]
-    if wrong == "lacks":
-        del tensors["fc.weight"]
-    if wrong == "surplus":
-        tensors["layers.1.mlp.down_proj.weight"] = torch.zeros(H, H)
-    if wrong == "not finite":
-        tensors["layers.0.mlp.down_proj.weight"][3, 5] = float("inf")
-    if wrong == "shape":
-        tensors["fc.weight"] = torch.zeros(H, H)
-    if wrong != "missing":
-        save_file(tensors, path)
+    tensors = load_file(weights(models, "bad")) | changes
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
     answer = engine.rpc("tlt_load_drafter", str(path))
-    assert not answer["ok"]
-    assert sentence in answer["error"]
+    assert not answer["ok"] and sentence in answer["error"]
     assert live_fingerprint(engine) == fine

@@ -27,9 +27,7 @@ LAYOUTS = {
     "SpecForge": {},
     "speculators, residual after the norm": {"norm_before_residual": False},
     "SafeAILab, residual before the norm, narrower than the policy": {"norm_before_residual": True},
-    "speculators, nothing said, narrower than the policy": {},
 }
-HEAVY = "speculators, nothing said, narrower than the policy"
 NARROW = 32  # the policy is 64 wide
 
 
@@ -65,7 +63,7 @@ def narrow(trained, plain, tmp_path_factory):  # noqa: F811
     return save_drafter(model, root / "trained", {})
 
 
-@pytest.mark.parametrize("layout", [pytest.param(of, marks=[pytest.mark.heavy] * (of == HEAVY)) for of in LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_and_served_accept_length_agree(trained, plain, narrow, engine_of, tmp_path, layout):  # noqa: F811
     policy, policy_dir, ours = trained
     theirs = publish(narrow if "narrower" in layout else ours, tmp_path / "theirs", layout)

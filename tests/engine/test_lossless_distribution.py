@@ -24,7 +24,7 @@ def propose_often(engine):
         engine.scheduler.tlt_ngram.index.trust.of = lambda matched: float(matched % 2)
 
 
-SETUPS = {  # the last is the engine that the sabotaged runs have too
+SETUPS = {
     "ngrams-alone": ("llama", {"policy": "policies:longest", "speculation": {"source": "ngram"}}),
     "random": ("llama", {"policy": "policies:rand"}),
     "live_table-under-pressure": (
@@ -38,24 +38,23 @@ SETUPS = {  # the last is the engine that the sabotaged runs have too
             "max_model_len": 64,
         },
     ),
-    "fixed": ("qwen3", {"policy": "policies:longest"}),
 }
-SAMPLINGS = {"hot": HOT, "cool": COOL}
-HEAVY = ("ngrams-alone-cool", "live_table-under-pressure-cool", "fixed-hot", "fixed-cool")
 
 
 @pytest.mark.parametrize(
     ("setup", "sampling"),
     [
-        pytest.param(
-            setup, sampling, id=f"{setup}-{sampling}", marks=[pytest.mark.heavy] * (f"{setup}-{sampling}" in HEAVY)
-        )
-        for setup in SETUPS
-        for sampling in SAMPLINGS
+        ("ngrams-alone", HOT),
+        pytest.param("ngrams-alone", COOL, marks=pytest.mark.heavy),
+        ("random", HOT),
+        ("random", COOL),
+        ("live_table-under-pressure", HOT),
+        pytest.param("live_table-under-pressure", COOL, marks=pytest.mark.heavy),
     ],
+    ids=lambda value: value if isinstance(value, str) else f"T={value.temperature}",
 )
 def test_outputs_have_the_targets_distribution(engine_of, exact, setup, sampling):
-    (family, arguments), sampling = SETUPS[setup], SAMPLINGS[sampling]
+    family, arguments = SETUPS[setup]
     with engine_of("good", **{"family": f"{family}-small", "max_num_seqs": 64, **arguments}) as engine:
         propose_often(engine)
         chi, martingale = p_values(exact[family], draw(engine, sampling), sampling)

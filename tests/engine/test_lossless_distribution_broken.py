@@ -1,4 +1,4 @@
-"""A drafter whose weights are no numbers, or make none, or whose pass raises, leaves the target's distribution."""
+"""A drafter whose weights are no numbers, or whose pass raises, leaves the target's distribution."""
 
 import pytest
 import torch
@@ -23,20 +23,14 @@ def engine(engine_of):
         yield started
 
 
-def break_drafter(engine, how):
-    policys = {id(p) for p in engine.runner.get_model().parameters()}
-    own = [p for p in engine.runner.drafter.model.parameters() if id(p) not in policys and p.is_floating_point()]
+def make_nan(engine):
+    """Other numbers than NaN that make no distribution are in test_finite_logits.py."""
     with torch.no_grad():
-        for weight in own:
-            if how == "huge":
-                weight.mul_(1e30)
-            else:
-                weight.view(-1)[0] = float(how)
+        engine.runner.drafter.model.model.fc.weight[0, 0] = float("nan")
 
 
-@pytest.mark.parametrize("how", ["nan", "inf", "huge"])
-def test_its_drafts_leave_the_targets_distribution(engine, exact, how):
-    break_drafter(engine, how)
+def test_its_drafts_leave_the_targets_distribution(engine, exact):
+    make_nan(engine)
     chi, martingale = p_values(exact, draw(engine, HOT, DRAWS), HOT)
     stats = engine.scheduler.tlt.stats()
     assert stats.num_draft_tokens > 10 * DRAWS
@@ -44,7 +38,7 @@ def test_its_drafts_leave_the_targets_distribution(engine, exact, how):
 
 
 def test_with_the_logits_that_it_computes_they_would_not(engine):
-    break_drafter(engine, "nan")
+    make_nan(engine)
     engine.patch.delattr(engine.runner.drafter.model, "compute_logits")  # ours; the class has vLLM's
     for outputs in draw(engine, HOT, DRAWS):
         assert (outputs[:, 1:] == 0).mean() > 0.4, "NaN does not fool the rejection sampler: drop `finite_logits`?"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import run_script
 
 from benchmarks.lossless.judged import FAILS
-from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir, build_target
+from benchmarks.lossless.tiny_policy import SMALL, V, build_drafter_dir
 from verl_tlt.drafter import (
     VerifierWeights,
     build_drafter,
@@ -126,17 +126,6 @@ def test_a_drafter_of_another_size_is_refused(engine, models, published, tmp_pat
     answer = engine.rpc("tlt_load_drafter", str(tmp_path / "other" / "model.safetensors"))
     assert not answer["ok"] and "the served drafter" in answer["error"]
     assert engine.rpc("tlt_load_drafter", str(published[1]))["ok"]
-
-
-def test_where_policy_and_embedding_are_tied_its_head_is_cut_from_the_embedding(engine_of, models, tmp_path):
-    ids = torch.arange(0, V, 2)
-    models.update({"tied-target": tmp_path / "target", "tied-half": tmp_path / "half"})
-    build_target(models["tied-target"], "llamatied")
-    build_drafter_dir(models["tied-half"], models["tied-target"], informed=True, draft_ids=ids)
-    with engine_of("half", family="tied", policy="policies:longest") as engine:
-        assert engine.rpc("tlt_load_drafter", str(models["tied-half"] / "model.safetensors"))["ok"]
-        embedding, own = engine.runner.get_model().model.embed_tokens.weight, engine.runner.drafter.model.lm_head.weight
-        assert torch.equal(own[: len(ids)], embedding[ids])
 
 
 @pytest.mark.heavy

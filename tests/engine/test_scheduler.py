@@ -103,33 +103,3 @@ def test_off_runs_no_drafter_and_decodes_the_same(engine_of, stock_tokens):
         assert engine.generate(8, TOKENS) == stock_tokens
         stats = engine.scheduler.tlt.stats()
         assert stats.num_accepted_tokens_per_pos[0] > 0.5 * stats.num_drafts
-
-
-def test_a_forced_draft_length_takes_the_steps_that_vllms_own_table_takes(engine_of, monkeypatch):
-    """Whatever else their seconds say: the two verify the same drafts in the same steps."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    with engine_of("good", policy="policies:rand", **SHARED) as engine:
-        scheduler, executor, steps = engine.scheduler, engine.core.model_executor, []
-        execute, longest = executor.execute_model, engine.scheduler.tlt.limits.lengths[-1]
-
-        def counted(output, *args, **kwargs):
-            if output.num_scheduled_tokens:
-                scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-                steps.append((sorted(scheduled.values()), sorted(map(len, drafts.values()))))
-            return execute(output, *args, **kwargs)
-
-        def run():
-            engine.llm.reset_prefix_cache()
-            steps.clear()
-            return engine.generate(8, TOKENS), list(steps)
-
-        monkeypatch.setattr(executor, "execute_model", counted)
-        with monkeypatch.context() as patch:
-            patch.setattr(scheduler, "__class__", Scheduler)
-            patch.setattr(scheduler, "dynamic_sd_lookup", [longest] * 65)
-            theirs = run()
-        scheduler.tlt.control(force_k=longest)
-        ours = run()
-        scheduler.tlt.control(force_k=None)
-    assert ours == theirs and ours[1][-1][1], "drafts were verified to the end"

@@ -1,6 +1,6 @@
-"""The schedulers without a model: a made worker accepts drafts at random, under sync and async scheduling.
+"""The scheduler under async scheduling: a made worker, in place of a model, accepts drafts at random.
 
-vLLM forces sync scheduling on the CPU, so this is the only place where the async one runs here.
+vLLM forces sync scheduling on the CPU, so whole engines have that alone (test_scheduler.py, test_contained.py).
 """
 
 import random
@@ -13,7 +13,7 @@ from verl_tlt.config import TLTConfig
 
 pytestmark = pytest.mark.engine
 
-REQUESTS, PROMPT = 12, 9
+REQUESTS, PROMPT, IN_FLIGHT = 12, 9, 2
 
 
 class MadeWorker:
@@ -39,12 +39,12 @@ class MadeWorker:
         )
 
 
-def make_scheduler(models, is_async, base=None):
+def make_scheduler(models, is_async=True):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from verl_tlt.engine_core.scheduler import TLTAsyncScheduler, TLTScheduler
+    from verl_tlt.engine_core.scheduler import TLTAsyncScheduler
     from verl_tlt.server.engine_arguments import speculative_config
 
     tlt = TLTConfig.from_dict({"speculation": {"policy": "fixed"}}).to_dict()
@@ -60,7 +60,7 @@ def make_scheduler(models, is_async, base=None):
     config.cache_config.num_gpu_blocks = 2000
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
     config.cache_config.block_size = 16
-    return (base or (TLTAsyncScheduler if is_async else TLTScheduler))(
+    return TLTAsyncScheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(2000, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
@@ -68,19 +68,17 @@ def make_scheduler(models, is_async, base=None):
     )
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def scheduler(request, models):
-    made = make_scheduler(models, request.param)
+@pytest.fixture
+def scheduler(models):
+    made = make_scheduler(models)
     yield made
     made.shutdown()
 
 
 def test_one_of_the_wrong_kind_refuses_to_start(models):
     """vLLM would start with it, and draft nothing without a word."""
-    from verl_tlt.engine_core.scheduler import TLTAsyncScheduler
-
     with pytest.raises(ValueError, match="TLTAsyncScheduler with async_scheduling=False would draft nothing"):
-        make_scheduler(models, is_async=False, base=TLTAsyncScheduler)
+        make_scheduler(models, is_async=False)
 
 
 def add_requests(scheduler, rng):
@@ -94,32 +92,25 @@ def add_requests(scheduler, rng):
     return lengths
 
 
-def drain(scheduler, worker, depth):
-    """Run all requests with `depth` steps in flight, as EngineCore.step and step_with_batch_queue do."""
-    from vllm.v1.outputs import DraftTokenIds
-
+def drain(scheduler, worker):
+    """Run all requests, as EngineCore.step_with_batch_queue does."""
     got, in_flight = {}, deque()
     while scheduler.has_unfinished_requests() or in_flight:
-        output = scheduler.schedule() if len(in_flight) < depth and scheduler.has_unfinished_requests() else None
+        room = len(in_flight) < IN_FLIGHT
+        output = scheduler.schedule() if room and scheduler.has_unfinished_requests() else None
         if output is not None and output.num_scheduled_tokens:
             scheduler.get_grammar_bitmask(output)
             in_flight.append(output)
-            if len(in_flight) < depth:
+            if len(in_flight) < IN_FLIGHT:
                 continue
         done = in_flight.popleft()
         for client in scheduler.update_from_output(done, worker.step(done)).values():
             for o in client.outputs:
                 got[o.request_id] = got.get(o.request_id, 0) + len(o.new_token_ids)
-        if depth == 1:
-            live = [r for r in done.num_scheduled_tokens if r in scheduler.requests]
-            drafts = [[7] * scheduler.num_spec_tokens for _ in live]  # a runner that always drafts K_max
-            scheduler.update_draft_token_ids(DraftTokenIds(live, drafts))
     return got
 
 
 def test_after_an_exception_of_ours_nothing_is_drafted_and_every_request_gets_its_tokens(scheduler):
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
     rng = random.Random(5)
     worker = MadeWorker(rng)
     lengths, choose = add_requests(scheduler, rng), scheduler.tlt.policy.choose
@@ -130,7 +121,7 @@ def test_after_an_exception_of_ours_nothing_is_drafted_and_every_request_gets_it
         return choose(load)
 
     scheduler.tlt.policy.choose = choose_and_fail
-    assert drain(scheduler, worker, depth=2 if isinstance(scheduler, AsyncScheduler) else 1) == lengths
+    assert drain(scheduler, worker) == lengths
     assert scheduler.tlt.stats().failure == "ArithmeticError: broken by a test"
     drafted = [bool(widths - {0}) for widths in worker.widths]
     assert any(drafted[:13]) and not any(drafted[16:]) and len(drafted) > 30
@@ -158,18 +149,15 @@ def test_what_the_server_asks_for_counts_every_step_that_is_over(scheduler):
 
 
 def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
     rng = random.Random(3)
     worker = MadeWorker(rng)
     lengths = add_requests(scheduler, rng)
-    got = drain(scheduler, worker, depth=2 if isinstance(scheduler, AsyncScheduler) else 1)
-    assert got == lengths
+    assert drain(scheduler, worker) == lengths
     policy, stats = scheduler.tlt.policy, scheduler.tlt.stats()
     assert stats.failure is None
     assert stats.num_steps == len(policy.chosen) == len(worker.widths)
     for chosen, verified in zip(policy.chosen, worker.widths[1:], strict=False):
-        assert verified <= {chosen}  # the K of a step is the width of the next, cut to size where K_max was drafted
+        assert verified <= {chosen}  # the K of a step is the width of the next
     assert stats.num_generation_tokens == sum(lengths.values())
     # The first token is the prefill's, in the batch in which the prompt ended.
     assert stats.num_decode_tokens == stats.num_generation_tokens - REQUESTS

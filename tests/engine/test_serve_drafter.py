@@ -9,7 +9,8 @@ from tiny_engine import sampled
 
 from verl_tlt.drafter import (
     DrafterTrainer,
-    TrainingSequence,
+    PolicyStates,
+    Text,
     VerifierWeights,
     accept_length,
     acceptance,
@@ -58,12 +59,7 @@ def make_policy():
 
 def observe(policy, texts):
     """Texts of one length as recorded sequences."""
-    seen = {}
-    norm = policy.model.norm.register_forward_pre_hook(lambda _m, args: seen.update(last=args[0]))
-    out = policy(texts, output_hidden_states=True)
-    norm.remove()
-    aux = torch.cat([out.hidden_states[i] for i in AUX], -1)
-    return [TrainingSequence(texts[i], PROMPT, aux[i], seen["last"][i]) for i in range(len(texts))]
+    return PolicyStates(policy, AUX)([Text(tuple(text), PROMPT) for text in texts.tolist()])
 
 
 @pytest.fixture(scope="module")

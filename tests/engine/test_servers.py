@@ -9,16 +9,21 @@ import asyncio
 import contextlib
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import open_dict
 from recorded import ray_cluster, wait_for
-from rollout_servers import ServedPolicy
 
 from benchmarks.faults.plan import ENGINE_KILLED, FAULTS
 from benchmarks.faults.run import arm, fired
-from verl_tlt.trainer.servers import Servers
+from verl_tlt.checks.recipe import compose
+from verl_tlt.config import TLTConfig
+from verl_tlt.messages.rollout import store_name
+from verl_tlt.trainer.run_setup import first_drafter
+from verl_tlt.trainer.servers import DrafterStore, Servers
 from verl_tlt.trainer.waits import CallFailed, ask
 
 pytestmark = pytest.mark.engine
@@ -28,6 +33,45 @@ TRUNCATED = replace(next(fault for fault in FAULTS if fault.action == "truncate"
 KILLED = replace(ENGINE_KILLED, step=2)
 SOON_S = 120.0
 """Seconds for calls that once waited forever; they take one or two on a free machine."""
+SPECULATION = {"policy": "fixed", "max_draft_length": 2}
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without it a CPU's engine has its worker in one more process
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of the servers."""
+
+
+def verls_config(policy, tlt: TLTConfig):
+    rollout = "actor_rollout_ref.rollout"
+    overrides = [
+        f"actor_rollout_ref.model.path={policy}", f"{rollout}.name=vllm",
+        f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.dtype=float32", f"{rollout}.load_format=auto",
+        f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        f"{rollout}.max_model_len=256", f"{rollout}.max_num_seqs=16", f"{rollout}.max_num_batched_tokens=512",
+        "data.max_prompt_length=64", "data.max_response_length=128",
+    ]  # fmt: skip
+    config = compose(overrides, "ppo_trainer")
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.custom = {"tlt": tlt.to_dict()}
+    return config
+
+
+def make_server(config, rank: int, environment: Mapping[str, str]):
+    """A server as verl places it, without resources; not launched yet."""
+    import ray
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.replica import RolloutMode
+
+    from verl_tlt.server.server import TLTvLLMHttpServer
+
+    variables = {"env_vars": {**ENVIRONMENT, **environment}}
+    return ray.remote(TLTvLLMHttpServer).options(max_concurrency=100, num_cpus=0, runtime_env=variables).remote(
+        config=omega_conf_to_dataclass(config.actor_rollout_ref.rollout),
+        model_config=omega_conf_to_dataclass(config.actor_rollout_ref.model),
+        rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=rank,
+        node_rank=0, gpus_per_node=1, nnodes=1, cuda_visible_devices=str(rank),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +90,16 @@ def fleet(tmp_path_factory, armed):
         from tests.toy.assets import build_assets
 
         assets = build_assets(tmp_path_factory.mktemp("assets"), width="small", train_rows=4, val_rows=4)
-        served = ServedPolicy(assets, {})
-        store, drafter = served.store()
+        tlt = TLTConfig.from_dict({"speculation": SPECULATION})
+        config = verls_config(assets.policy, tlt)
+        drafter = ray.put(first_drafter(tlt, str(assets.policy), "float32", 260, None).served)
+        name = store_name(ray.get_runtime_context().get_job_id())
+        store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote([drafter])
         faults = arm(armed, (TRUNCATED, KILLED))
-        servers = {f"server-{rank}": served.server(rank, faults if rank else None) for rank in range(2)}
+        servers = {f"server-{rank}": make_server(config, rank, faults if rank else {}) for rank in range(2)}
         ray.get([s.launch_server.remote() for s in servers.values()], timeout=300)
         balancer = ray.remote(GlobalRequestLoadBalancer).options(num_cpus=0).remote(servers=dict(servers))
-        yield servers, balancer, served.config, drafter
+        yield servers, balancer, config, drafter
         for actor in (*servers.values(), balancer, store):
             ray.kill(actor)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cli import cli
 from safetensors.torch import save_file
+from tiny_recipe import tiny_recipe
 
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.options import EvaluateOptions, WarmupOptions
@@ -58,12 +59,10 @@ def overrides(policy, tmp_path_factory):
     pq.write_table(pa.table({"question": chats}), folder / "train.parquet")
     rollout = "actor_rollout_ref.rollout"
     return [
-        f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
+        *tiny_recipe(policy, folder / "train.parquet"),
         "data.prompt_key=question", "data.max_prompt_length=16", f"data.max_response_length={LONGEST}",
-        "+data.apply_chat_template_kwargs.thinking=True", f"actor_rollout_ref.model.path={policy}",
-        f"{rollout}.name=vllm", f"{rollout}.dtype=float32", f"{rollout}.enforce_eager=True",
-        f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.temperature=0.9", f"{rollout}.max_num_seqs=16",
-        f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        "+data.apply_chat_template_kwargs.thinking=True",
+        f"{rollout}.temperature=0.9", f"{rollout}.max_num_seqs=16",
         "+trainer.plugin=tlt", "tlt.speculation.max_draft_length=2",
     ]  # fmt: skip
 

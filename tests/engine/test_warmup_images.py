@@ -14,6 +14,7 @@ import torch
 from cli import cli
 from PIL import Image
 from rich.console import Console
+from tiny_recipe import tiny_recipe
 
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup import engine
@@ -78,11 +79,9 @@ def answered(tmp_path_factory):
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     rollout = "actor_rollout_ref.rollout"
     script = [
-        f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
-        "data.max_prompt_length=64", "data.max_response_length=32", f"actor_rollout_ref.model.path={policy}",
-        f"{rollout}.name=vllm", f"{rollout}.dtype=float32", f"{rollout}.enforce_eager=True",
-        f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.temperature=0", f"{rollout}.max_num_seqs=4",
-        f"++{rollout}.ignore_eos=True", f"++{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        *tiny_recipe(policy, folder / "train.parquet"),
+        "data.max_prompt_length=64", "data.max_response_length=32",
+        f"{rollout}.temperature=0", f"{rollout}.max_num_seqs=4", f"++{rollout}.ignore_eos=True",
     ]  # fmt: skip
     given = {"overrides": script, "out": folder / "drafter"}
     options = WarmupOptions(**WarmupOptions.completed(given))
