@@ -42,7 +42,7 @@ class Run:
     trace: RunTrace
     log: str
     left: list[str]
-    """What was still there some seconds after the run: processes, and files in its temporary folder."""
+    """Processes that were still there some seconds after the run, and had to be ended."""
     cores: Mapping[int, tuple[int, ...]]
     """Cores on which each process could run when it was last seen, by process id."""
 
@@ -91,7 +91,7 @@ def grpo(
     job = Job(out, made, steps, (*options, *overrides), **environment)
     try:
         status = job.wait(LIMIT_S, look)
-        left = job.left()
+        left = [what for what in job.left() if what.startswith("process ")]  # forks leave files, too
     finally:
         job.end()
     said = job.said()
