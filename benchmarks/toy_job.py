@@ -141,9 +141,8 @@ class Job:
         deadline = time.monotonic() + SETTLE_S
         while (alive := self.tree.alive()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        files = [
-            path for path in self.tree.folder.iterdir() if path.name != "ray" and not _is_empty(path)
-        ]  # Ray's logs stay
+        folder = self.tree.folder
+        files = [path for path in folder.iterdir() if path.name != "ray" and not _only_locks(path)]  # Ray's logs stay
         return sorted([*(f"process {_name(p)}" for p in alive), *map(str, files)])
 
     def processes(self) -> list[psutil.Process]:
@@ -169,9 +168,10 @@ class Job:
                 pass
 
 
-def _is_empty(path: Path) -> bool:
-    """Whether it is a folder whose files have no content, such as locks."""
-    return path.is_dir() and not any(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def _only_locks(path: Path) -> bool:
+    """Whether it is the package's temporary folder with locks alone, which the next run takes again (`private_dir`)."""
+    ours = path.name == f"verl-tlt-{os.getuid()}"
+    return ours and not any(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _name(process: psutil.Process) -> str:

@@ -21,7 +21,7 @@ from verl_tlt.vllm_worker.drafter_pass import set_drafting
 V2 = "vllm/v1/worker/gpu"
 RUNNER = f"{V2}/model_runner.py"
 STEPS, REQUESTS, SLOTS = 3, 2, 5
-release = releases()
+release, any_k = releases(), releases(V2_DRAFTS_FROM)
 
 
 def functions(tree):
@@ -84,6 +84,25 @@ def test_the_step_says_how_many_tokens_to_draft(release):
     # One step at a time: what it leaves is taken by the `sample_tokens` that belongs to it.
     assert "self.execute_model_state = None" in said(method(release, "sample_tokens"), ast.Assign)
     assert drafts_what_is_asked(release) == (release.version >= V2_DRAFTS_FROM)
+
+
+def test_drafts_are_read_by_what_the_scheduler_asks_to_verify(release):
+    conditions = [ast.unparse(n.test) for n in ast.walk(method(release, "sample")) if isinstance(n, ast.If)]
+    assert "input_batch.num_draft_tokens == 0 or self.rejection_sampler is None" in conditions
+    prepared = ast.unparse(release.tree(RUNNER))
+    assert "draft_tokens = scheduler_output.scheduled_spec_decode_tokens" in prepared
+    kernel = release.text(f"{V2}/input_batch.py")
+    assert "num_draft_tokens = num_logits - NUM_NEW_SAMPLED_TOKENS" in kernel and "if num_draft_tokens > 0:" in kernel
+
+
+def test_they_are_verified_with_the_logits_of_their_slot_and_step(any_k):
+    """A buffer of all slots, which the kernels index by slot and step."""
+    buffers = said(any_k.tree(f"{V2}/spec_decode/speculator.py"), ast.Assign)
+    shape = "(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)"
+    assert any(line.startswith("self.draft_logits = ") and shape in line for line in buffers)
+    kernels = ast.unparse(any_k.tree(f"{V2}/spec_decode/rejection_sampler_utils.py"))
+    row = "draft_logits_ptr + req_state_idx * draft_logits_stride_0 + {} * draft_logits_stride_1"
+    assert row.format("draft_step_idx") in kernels and row.format("resample_idx") in kernels
 
 
 def test_routes_of_experts_come_from_it_alone_where_the_doctor_says_so_and_rejected_drafts_have_none(release):

@@ -87,8 +87,11 @@ def test_what_it_says_of_itself(wheel):
     archive = zipfile.ZipFile(wheel)
     info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     points = archive.read(f"{info}/entry_points.txt").decode()
-    for line in ("verl-tlt = verl_tlt.commands.cli:app", "tlt = verl_tlt.plugin"):
-        assert line in points.splitlines()
+    for section in (
+        "[console_scripts]\nverl-tlt = verl_tlt.commands.cli:app\n",
+        "[verl.plugins]\ntlt = verl_tlt.plugin\n",
+    ):
+        assert section in f"{points}\n"
     said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     needed = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
     assert sum(line.startswith("speculators") for line in needed) == 1

@@ -91,9 +91,10 @@ def grpo(
     job = Job(out, made, steps, (*options, *overrides), **environment)
     try:
         status = job.wait(LIMIT_S, look)
-        left = [what for what in job.left() if what.startswith("process ")]  # forks leave files, too
+        ended = [] if status is None else job.left()
     finally:
         job.end()
+    left = [what for what in ended if what.startswith("process ")]  # forks leave files, too
     said = job.said()
     last = "\n".join(said.splitlines()[-60:])
     assert status == 0, f"ended with {status} (None: not within {LIMIT_S} s):\n{last}"

@@ -92,13 +92,13 @@ def test_the_engine_decodes_on_as_stock(engine_of, stock_tokens, caplog, part):
         break_after(owner(scheduler), name, 0 if name == "is_finished" else GOOD_CALLS, engine.patch)
         with says_once(caplog, "speculation.step_control", "decodes with K=0 from here on"):
             assert decodes_as_stock(engine, stock_tokens)
-        stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))
-        assert stats.failure == "ArithmeticError: broken by a test" and not stats.num_steps
+            stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))
+            assert stats.failure == "ArithmeticError: broken by a test" and not stats.num_steps
 
-        before = engine.counters()
-        assert decodes_as_stock(engine, stock_tokens)
-        assert engine.counters() == before, "something was drafted"
-        engine.core.tlt_call("control", {"drafting": True, "force_k": None, "acceptance": [0.5]})
+            before = engine.counters()
+            assert decodes_as_stock(engine, stock_tokens)
+            assert engine.counters() == before, "something was drafted"
+            engine.core.tlt_call("control", {"drafting": True, "force_k": None, "acceptance": [0.5]})
 
 
 @pytest.mark.parametrize("part", ["forward", "compute_logits"])

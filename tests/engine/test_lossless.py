@@ -106,9 +106,16 @@ def test_greedy_tokens_under_pressure(engine_of, stock_tokens):
 def test_without_our_precaution_a_draft_loses_its_probabilities(engine_of, lost_probabilities):
     """It would count as certain: as exact, but accepted far less often. The fixture watches vLLM's log for it."""
     with engine_of("good", policy="policies:rand", **PRESSURE) as engine:
+        drop, dropped = engine.scheduler._tlt_drop_stale_drafts, []
+
+        def watch(scheduled):
+            dropped.extend(r for r in engine.scheduler.running if r.spec_token_ids and r.request_id not in scheduled)
+            drop(scheduled)
+
+        engine.patch.setattr(engine.scheduler, "_tlt_drop_stale_drafts", watch)
         for _ in range(2):
             engine.generate(8, TOKENS, temperature=1.0)
-        assert not lost_probabilities
+        assert dropped and not lost_probabilities
         engine.patch.setattr(engine.scheduler, "_tlt_drop_stale_drafts", lambda _scheduled: None)
         for _ in range(6):  # which request loses its draft is a matter of chance
             engine.generate(8, TOKENS, temperature=1.0)

@@ -161,7 +161,21 @@ def off_for_one_request(engine):
     engine.patch.setattr(engine.runner, "_get_spec_decode_draft_probs", off)
 
 
-@pytest.mark.parametrize("sabotage", [None, off_for_one_request])
+def odd_drafts_cut_for_all(engine):
+    """A K that peeks: nobody's draft is verified where the first request's first token has an odd number."""
+    update = engine.scheduler.update_draft_token_ids
+
+    def peek(drafts):
+        rows = drafts.draft_token_ids
+        if rows and rows[0] and rows[0][0] % 2:
+            for row in rows:
+                row.clear()
+        update(drafts)
+
+    engine.patch.setattr(engine.scheduler, "update_draft_token_ids", peek)
+
+
+@pytest.mark.parametrize("sabotage", [None, off_for_one_request, odd_drafts_cut_for_all])
 def test_every_draft_is_verified_whole_and_with_the_probabilities_it_was_drawn_with(engine_of, sabotage):
     """Looked up for each request: what is wrong for one in sixty is not seen in the distribution of all."""
     with engine_of("good", policy="policies:rand", **SMALL) as engine:
@@ -171,3 +185,20 @@ def test_every_draft_is_verified_whole_and_with_the_probabilities_it_was_drawn_w
         draw(engine, HOT, 200)
     assert len(compared) > 200
     assert bool(wrong) == (sabotage is not None)
+
+
+def test_a_greedy_token_behind_the_draft_is_caught(engine_of, exact):
+    """The token behind a draft that was accepted whole is the likeliest one."""
+    with engine_of("good", policy="policies:longest", **SMALL) as engine:
+        sampler = engine.runner.rejection_sampler.sampler
+        sample = sampler.forward
+
+        def greedy(logits, sampling_metadata, predict_bonus_token=False, **kwargs):
+            if predict_bonus_token:
+                best = logits.argmax(-1, keepdim=True)
+                logits = torch.full_like(logits, -1e4).scatter(-1, best, 0.0)
+            return sample(logits, sampling_metadata, predict_bonus_token=predict_bonus_token, **kwargs)
+
+        engine.patch.setattr(sampler, "forward", greedy)
+        _, martingale = p_values(exact, draw(engine, HOT, DRAWS), HOT)
+    assert martingale < CAUGHT

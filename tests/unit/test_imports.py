@@ -40,7 +40,7 @@ MAY_IMPORT = {
     | {"actor", "bootstrap", "drafter", "idle", "server", "speculation", "spot_trainer", "trace", "upstream"},
     "checks": SHARED | {"drafter", "flag", "idle", "server", "speculation", "upstream"},
     "activation": SHARED | {"checks", "trainer", "upstream"},
-    "plugin": {"activation", "capture", "flag", "trainer", "upstream"},
+    "plugin": {"activation", "capture", "flag", "trainer"},
     # the commands
     "commands": SHARED
     | {"bootstrap", "capture", "checks", "drafter", "flag", "server", "speculation", "trace", "trainer", "upstream"},

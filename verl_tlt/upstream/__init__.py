@@ -1,1 +1,1 @@
-"""What verl-tlt relies on in verl and vLLM, and what it changes there."""
+"""The releases of verl and vLLM that verl-tlt supports."""

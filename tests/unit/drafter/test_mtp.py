@@ -192,6 +192,8 @@ def test_a_run_starts_with_the_policys_own_head(policy_dir, model, tmp_path):
     saved = save_drafter(model, tmp_path / "head", {}, policy=policy_dir)
     given = run_start(policy_dir, path=str(saved))
     assert fingerprint(load(given.served.weights)) == fingerprint(serving_tensors(model, torch.bfloat16))
+    with pytest.raises(DrafterError, match=r"holds a drafter for tlt\.drafter\.method=mtp, not eagle3"):
+        run_start(policy_dir, path=str(saved), method="eagle3")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe"], indirect=True, scope="module")

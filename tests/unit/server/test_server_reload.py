@@ -95,6 +95,7 @@ async def test_a_write_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     server = make_server(_tlt_dir=tmp_path)
     given_up = asyncio.create_task(server.tlt_stage(slow))
     await asyncio.to_thread(began.wait, 20)
+    await asyncio.wait_for(server.tlt_status(), 5)
     assert not given_up.done(), "other calls are answered while a drafter is written"
     given_up.cancel()
     back = asyncio.create_task(server.tlt_stage(replace(NEW, weights=b"before")))

@@ -5,6 +5,7 @@ That is candidate, moments, steps, and both of the gate's references; also what 
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tiny_trainer import (
 )
 
 from verl_tlt.drafter import load_training_state
-from verl_tlt.drafter.checkpoint import STATE, write_state
+from verl_tlt.drafter.checkpoint import STATE, provenance, write_state
 from verl_tlt.errors import DrafterError
 from verl_tlt.spot_trainer import trainer as module
 from verl_tlt.trainer.checkpoints import saved_drafter
@@ -125,6 +126,8 @@ def test_one_that_replaces_another_goes_on_from_what_was_published_with_the_chec
     assert same(new.initial, trainer.initial)
     for one, other in zip(saved, moments(new), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    new.save(str(tmp_path / "again"), replace(FACTS, version=0))
+    assert provenance(tmp_path / "again")["version"] == 1, "also where the RL trainer could not hand it out yet"
     assert session(new).steps == 0, "its buffer is empty"
     new.add(2, texts(60), verifier_arrays())
     assert session(new).steps > 0

@@ -1,4 +1,4 @@
-"""A spot trainer on a device that it may use in sessions only: memory is other memory of the host, and counted."""
+"""A spot trainer on a device that it may use in sessions only: memory is other memory of the host."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """Drafters beside verl's checkpoints: complete before verl names the step, found again, and gone when the policy is."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path
 
 def test_the_drafter_is_written_after_the_policy_and_before_verl_names_the_step(run):
     controller, order = run(), []
-    controller.spot.save = lambda *args: order.append("drafter")
+    controller.spot.save = lambda *args: (time.sleep(0.2), order.append("drafter"))
     policy = SimpleNamespace(save_checkpoint=lambda path: order.append(f"policy in {path}") or 7)
     original = policy.save_checkpoint
     with pytest.raises(OSError, match="disk"), followed(policy, "save_checkpoint", lambda: controller.save(1)):
