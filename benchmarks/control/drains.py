@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_tlt.commands.compare.result import ratio
+from benchmarks.intervals import ratio
 from verl_tlt.speculation.acceptance import expected_accept_lengths
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
@@ -135,10 +135,9 @@ def over_ours(
             for of in (arm, OURS)
         )
         pairs = list(zip(theirs, ours, strict=True))
-        plain = ratio(pairs, lambda side: side[0], lambda _: 1.0)
-        found["plain"][arm] = [plain[end] for end in ("pooled", "low", "high")]
+        found["plain"][arm] = ratio(pairs, lambda side: side[0], lambda _: 1.0)
         adjusted, scale = ratio(pairs, lambda side: side[0], lambda side: side[1]), expected[arm] / expected[OURS]
-        found["adjusted"][arm] = [round(scale * adjusted[end], 4) for end in ("pooled", "low", "high")]
+        found["adjusted"][arm] = [round(scale * value, 4) for value in adjusted]
     return found
 
 

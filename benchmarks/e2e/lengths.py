@@ -18,10 +18,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.control.drains import NONE, OURS, VLLM, predict
+from benchmarks.intervals import pooled
 from verl_tlt.bootstrap import Floats
 from verl_tlt.commands.compare.plan import STOCK, TLT
 from verl_tlt.commands.compare.record import Step
-from verl_tlt.commands.compare.result import pooled
 from verl_tlt.speculation.costs import LatencyTable
 
 REPLICAS, SPLITS = 2, 8

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from benchmarks.intervals import pooled
 from verl_tlt.commands.compare.record import Step
-from verl_tlt.commands.compare.result import pairs, pooled
+from verl_tlt.commands.compare.result import pairs
 
 
 def saved(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, float] | None:

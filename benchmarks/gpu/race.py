@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.control.drains import NONE, OURS, RULE, VLLM, verdict
 from benchmarks.gpu.engines import hold, in_worker, shaped_engine, slept, stats
 from benchmarks.gpu.parts import Bench
-from verl_tlt.commands.compare.result import ratio
+from benchmarks.intervals import ratio
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.server import calibration
 from verl_tlt.server.engine_arguments import most_requests, started_lengths
@@ -133,6 +133,5 @@ def over_ours(rounds: Sequence[Mapping[str, Any]], profile: str) -> dict[str, li
     found = {}
     for arm in [NONE, *(arm for arm in rounds[0][profile] if arm != OURS)]:
         pairs = [(each[NONE] if arm == NONE else each[profile][arm], each[profile][OURS]) for each in rounds]
-        over = ratio(pairs, lambda side: side["seconds"], lambda _: 1.0)
-        found[arm] = [over[end] for end in ("pooled", "low", "high")]
+        found[arm] = ratio(pairs, lambda side: side["seconds"], lambda _: 1.0)
     return found

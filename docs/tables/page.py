@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_tlt.commands.compare.result import faster as faster
+
 FILES = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -33,11 +35,6 @@ def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
         return "|" + "|".join(f" {cell} " if str(cell) else " " for cell in cells) + "|\n"
 
     return line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(line, body))
-
-
-def faster(ratio: Mapping[str, float]) -> str:
-    """How many times as fast, with its interval of 95 %."""
-    return f"{ratio['pooled']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def per_token(found: Mapping[str, Any], arm: str, what: str) -> str:

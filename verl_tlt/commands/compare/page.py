@@ -53,11 +53,12 @@ def table_rows(result: Mapping[str, Any], steps: Mapping[str, Sequence[Step]]) -
 
 
 def draw_ratios(ax: Axes, ratios: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw an arm in each line: its rollout and its step, with intervals."""
+    """Draw an arm in each line: its rollout and its step, with intervals where there are any."""
     names = list(ratios)[::-1]  # from below
     for offset, color, (key, label) in zip((0.12, -0.12), (BLUE, ORANGE), RATIOS.items(), strict=True):
         for y, ratio in enumerate(ratios[name][key] for name in names):
-            ax.plot([ratio["low"], ratio["high"]], [y + offset] * 2, color=color, linewidth=2)
+            if ratio["low"] is not None:
+                ax.plot([ratio["low"], ratio["high"]], [y + offset] * 2, color=color, linewidth=2)
             ax.plot(ratio["pooled"], y + offset, "o", color=color, label=label if y == 0 else None)
     ax.axvline(1.0, color=GREY, linewidth=1, linestyle="--", label=STOCK)
     ax.set_yticks(range(len(names)), names)

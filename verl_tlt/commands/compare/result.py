@@ -3,18 +3,18 @@
 A step of an arm is compared with stock's step of the same turn and number, which had the same prompts. Ratios are of
 sums: all of stock's seconds over all of the arm's. Lengths are sampled, so an arm may have had more to write; the ratio
 per token divides each side by the tokens that it wrote. Jobs differ by more than their steps do, so the interval is of
-the turns' ratios by Student's t; of fewer than three turns it comes from drawing the pairs anew, and decides nothing.
+the turns' ratios, by Student's t.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from verl_tlt.bootstrap import Floats, interval, student
+from verl_tlt.bootstrap import Floats, student
 from verl_tlt.commands.compare.plan import STOCK, TLT, Arm
 from verl_tlt.commands.compare.record import Record, Step, Turn
 
@@ -24,9 +24,8 @@ COVERED = 0.95
 FEWEST = 5
 """Fewest measurements for a verdict: with fewer, intervals hold the true value too seldom."""
 FEWEST_TURNS = 3
-"""Fewest turns for a verdict: of two, chance alone decides how much they differ."""
+"""Fewest turns for an interval and a verdict: of two, chance alone decides how much they differ."""
 Pairs = Sequence[tuple[Step, Step]]
-T = TypeVar("T")
 
 
 def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     both = pairs(record.steps(best), record.steps(TLT))
     if not both:
         return []
-    per_token = of_turns(both, lambda step: step.step_s, lambda step: step.tokens)
+    per_token = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
     return [verdict(TLT, f"{best}, the fastest of the others", per_token, turns(both))]
 
 
@@ -101,24 +100,25 @@ def turns(both: Pairs) -> int:
     return len({ours.turn for _, ours in both})
 
 
-def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], seed: int = 0) -> list[float]:
-    """[of all, low, high]: `figure` of the sums of all rows, and its 95 % interval, wider for few rows."""
-    table = np.asarray(rows, dtype=np.float64)  # [n, columns]
-    of_all = float(figure(table.sum(axis=0, keepdims=True))[0])
-    return [of_all, *interval(table, figure, (1 - COVERED) / 2, seed)]
-
-
-def ratio(
-    both: Sequence[tuple[T, T]], seconds: Callable[[T], float], per: Callable[[T], float], seed: int = 0
-) -> dict[str, Any]:
+def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], float]) -> dict[str, Any]:
     """How many times as fast the arm is: stock's seconds over the arm's, each for what `per` counts.
 
-    `pooled` has an interval from `low` to `high` (95 %); `each` are the ratios of single pairs.
+    `pooled` is of all pairs, with an interval from `low` to `high` (95 %); these are None where there are too few turns
+    to tell how much jobs differ. `each` are the ratios of single pairs.
     """
-    rows = [(seconds(theirs), per(theirs), seconds(ours), per(ours)) for theirs, ours in both]
-    of_all, low, high = (round(value, 4) for value in pooled(rows, _speedup, seed))
-    each = [round(float(value), 4) for value in _speedup(np.asarray(rows, dtype=np.float64))]
-    return {"pooled": of_all, "low": low, "high": high, "each": each}
+    rows = np.array([(seconds(theirs), per(theirs), seconds(ours), per(ours)) for theirs, ours in both])
+    of_turns: defaultdict[int, Floats] = defaultdict(lambda: np.zeros(4))
+    for row, (_, ours) in zip(rows, both, strict=True):
+        of_turns[ours.turn] += row
+    of_all = float(_speedup(rows.sum(axis=0, keepdims=True))[0])
+    low = high = None
+    if len(of_turns) >= FEWEST_TURNS:
+        logs = np.log(_speedup(np.array(list(of_turns.values()))))
+        error = float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
+        width = math.exp(student(1 - (1 - COVERED) / 2, len(logs) - 1) * error)
+        low, high = round(of_all / width, 4), round(of_all * width, 4)
+    each = [round(float(value), 4) for value in _speedup(rows)]
+    return {"pooled": round(of_all, 4), "low": low, "high": high, "each": each}
 
 
 def _speedup(sums: Floats) -> Floats:
@@ -126,29 +126,15 @@ def _speedup(sums: Floats) -> Floats:
     return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
 
 
-def of_turns(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], float]) -> dict[str, Any]:
-    """`ratio` with an interval that contains how much jobs differ, where there are enough turns to tell."""
-    found = ratio(both, seconds, per)
-    sums: defaultdict[int, Floats] = defaultdict(lambda: np.zeros(4))  # by turn
-    for theirs, ours in both:
-        sums[ours.turn] += np.array([seconds(theirs), per(theirs), seconds(ours), per(ours)])
-    if len(sums) >= FEWEST_TURNS:
-        logs = np.log(_speedup(np.array(list(sums.values()))))
-        error = float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
-        width = math.exp(student(1 - (1 - COVERED) / 2, len(logs) - 1) * error)
-        found |= {"low": round(found["pooled"] / width, 4), "high": round(found["pooled"] * width, 4)}
-    return found
-
-
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
     """An arm's rollout and step against stock's, by step and by token, and its lead."""
     both = pairs(stock, arm)
     return {
         "lead": lead(both),
-        "rollout": of_turns(both, lambda s: s.rollout_s, lambda s: 1.0),
-        "rollout_per_token": of_turns(both, lambda s: s.rollout_s, lambda s: s.tokens),
-        "e2e": of_turns(both, lambda s: s.step_s, lambda s: 1.0),
-        "e2e_per_token": of_turns(both, lambda s: s.step_s, lambda s: s.tokens),
+        "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
+        "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
+        "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),
+        "e2e_per_token": ratio(both, lambda s: s.step_s, lambda s: s.tokens),
     }
 
 
@@ -177,12 +163,12 @@ def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
 def verdict(name: str, other: str, ratio: Mapping[str, Any], turns: int) -> str:
     """A sentence on whether arm `name` was faster than `other`, by a pooled ratio of so many turns."""
     faster, low, high = ratio["pooled"], ratio["low"], ratio["high"]
-    count, measured = len(ratio["each"]), f"{faster:.2f}x per token in a step (95 % interval {low:.2f} to {high:.2f})"
-    so_far = f"so far {name} against {other}: {faster:.2f}x"
+    count, so_far = len(ratio["each"]), f"so far {name} against {other}: {faster:.2f}x"
     if count < FEWEST:
         return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}). Take more rounds."
     if turns < FEWEST_TURNS:
         return f"Too few jobs to tell: {turns} of each arm, {FEWEST_TURNS} are needed ({so_far}). Take more rounds."
+    measured = f"{faster:.2f}x per token in a step (95 % interval {low:.2f} to {high:.2f})"
     if low > 1:
         return f"{name} was faster than {other}: {measured}."
     if high < 1:
@@ -227,10 +213,16 @@ def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
     for name, arm in result["arms"].items():
         shown = [result["ratios"][name][key] for key in RATIOS] if name in result["ratios"] else []
         absent = "1" if name == STOCK else "-"
-        ratios = [f"{r['pooled']:.2f}x ({r['low']:.2f} to {r['high']:.2f})" for r in shown] or [absent] * len(RATIOS)
+        ratios = [faster(ratio) for ratio in shown] or [absent] * len(RATIOS)
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         reward = f"{mean(arm['reward']):.3f}"
         if len(arm["reward"]) > 1:
             reward += f" ± {np.std(arm['reward'], ddof=1):.3f}"  # which takes NaN, too
         rows.append([name, *ratios, length, reward])
     return rows
+
+
+def faster(ratio: Mapping[str, Any]) -> str:
+    """How many times as fast, with the interval where there is one."""
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return f"{ratio['pooled']:.2f}x{interval}"
