@@ -15,8 +15,6 @@ SWITCH = f"trainer.{KEY}"
 MAIN = "verl.trainer.main_ppo"
 CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
-OTHERS = ("verl.experimental.fully_async_policy.fully_async_main", "verl.experimental.one_step_off_policy.main_ppo")
-"""verl's experimental trainers. They have no hooks that say when devices are idle or a drafter can be published."""
 OURS = re.compile(rf"\+{{0,2}}({re.escape(SWITCH)}|{NAME}\.[\w.]+)=")
 _CLOSE = 0.8
 """Likeness of two keys, from 0 to 1, above which one is taken for a typing error of the other."""
@@ -73,26 +71,6 @@ def joined(words: Sequence[str]) -> list[str]:
     return [f"++{word.lstrip('+')}" if OURS.match(word) else word for word in words]
 
 
-def mistake(program: str, words: Sequence[str]) -> str | None:
-    """Why a command line that asks for TLT cannot be run, in one sentence; None where it can.
-
-    Args:
-        program: what Python was started with (`started_program`).
-        words: its overrides.
-    """
-    values = {_key(word): word.partition("=")[2].strip("'\"") for word in words}
-    if values.get(SWITCH, "").lower() == NAME and program.endswith(OTHERS):
-        return f"{SWITCH}={NAME} works with {MAIN}, and this is {program}."
-    if not program.endswith(MAIN):
-        return None
-    if NAME in values and SWITCH not in values and not values[NAME].startswith("{"):  # else a config group
-        instead = f"write +{SWITCH}={NAME}, and settings as {NAME}.drafter.path=DIR"
-        return f"{NAME}={values[NAME]} does not switch TLT on: {instead}."
-    return misspelt(
-        {key.removeprefix("trainer."): value for key, value in values.items() if key.startswith("trainer.")}
-    )
-
-
 def misspelt(trainer: Mapping[str, object]) -> str | None:
     """A question that names the right key where a key of the trainer's is `plugin` misspelt; else None."""
     for key in trainer.keys():  # noqa: SIM118 (OmegaConf's iteration over values would resolve all of them)
@@ -101,11 +79,6 @@ def misspelt(trainer: Mapping[str, object]) -> str | None:
         if str(value := trainer[key]).strip("[]'\" ").lower() == NAME:
             return f"trainer.{key}={value} is no setting of verl or verl-tlt. Did you mean +{SWITCH}={NAME}?"
     return None
-
-
-def _key(word: str) -> str:
-    """The key that an override sets."""
-    return word.partition("=")[0].lstrip("+")
 
 
 def _node(config: Mapping[str, object], key: str) -> Mapping[str, object]:

@@ -5,7 +5,7 @@ So it imports nothing but the standard library and wrapt, and does nothing but t
 
 * In the process of `verl.trainer.main_ppo` it lets Hydra take TLT's overrides with or without a plus.
 * It hooks `verl.utils.config.validate_config`, which `main_ppo` calls before Ray starts.
-* It hooks `run_ppo`, which other programs may call without that.
+* It hooks `run_ppo`, which verl's experimental trainers call without that.
 * It hooks the look-up of the trainer's class, in the process that builds the trainer.
 
 Without the switch the hooks call straight through, and nothing else of verl-tlt is imported.
@@ -73,7 +73,10 @@ def _wrap_validate_config(module: ModuleType) -> None:
 
 
 def _wrap_run_ppo(module: ModuleType) -> None:
-    """Refuse a TLT run whose config was not prepared, as of a program that does not call `validate_config`."""
+    """Refuse a TLT run of a program that does not call `validate_config`, as verl's experimental trainers.
+
+    These have no hooks that say when devices are idle or a drafter can be published.
+    """
     if (original := _unhooked(module, "run_ppo")) is None:
         return
 
@@ -82,7 +85,7 @@ def _wrap_run_ppo(module: ModuleType) -> None:
         if _is_tlt_run(config) and not str(config.trainer.v1.trainer_mode).startswith(MODE_PREFIX):
             raise SystemExit(
                 f"verl-tlt: {flag.SWITCH}={flag.NAME} works with {flag.MAIN}, and this program calls its run_ppo "
-                "without verl.utils.config.validate_config."
+                "without verl.utils.config.validate_config, as verl's experimental trainers do."
             )
         return original(config, *args, **kwargs)
 
@@ -120,12 +123,9 @@ def _wrap_get_trainer_cls(module: ModuleType) -> None:
 
 
 def read_command_line() -> None:
-    """Have Hydra take TLT's overrides, which it reads after this; `SystemExit` where they cannot be meant so."""
-    program, words = flag.started_program(sys.argv, sys.orig_argv), sys.argv[1:]
-    if sentence := flag.mistake(program, words):
-        raise SystemExit(f"verl-tlt: {sentence}")
-    if program.endswith(flag.MAIN):
-        sys.argv[1:] = flag.joined(words)
+    """Have Hydra take TLT's overrides, which it reads after this."""
+    if flag.started_program(sys.argv, sys.orig_argv).endswith(flag.MAIN):
+        sys.argv[1:] = flag.joined(sys.argv[1:])
 
 
 # Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start

@@ -78,7 +78,7 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if sentence := next(filter(None, map(_misread, overrides)), None) or flag.mistake(flag.MAIN, overrides):
+    if sentence := next(filter(None, map(_misread, overrides)), None):
         raise TLTConfigError(sentence)
     folder, name = os.path.split(config_name)
     directory = os.path.join(verl, "trainer", folder or "config")

@@ -236,7 +236,6 @@ def test_a_recipe_is_composed_from_verls_own_files():
         ("a={'b'", "Hydra cannot read a={'b': "),
         ("data.train_files=+trainer.plugin=tlt", "the script takes its first argument for data.train_files itself"),
         ("temperature=1", "it has no temperature. Did you mean actor_rollout_ref.rollout.temperature?"),
-        ("+tlt=default", "tlt=default does not switch TLT on: write +trainer.plugin=tlt"),
     ],
 )
 def test_an_override_that_cannot_be_is_one_sentence(wrong, said):
