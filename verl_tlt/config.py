@@ -27,40 +27,6 @@ from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
-REMOVED = {
-    "drafter": {
-        "aux_layers": "a new drafter reads vLLM's default layers; verl-tlt warmup --aux-layers makes another",
-        "intermediate_size": "a new drafter has the policy's width; verl-tlt warmup --intermediate-size makes another",
-        "objective": "training unrolls 3 draft positions (HASS)",
-        "loss": "the loss is the KL divergence",
-        "warmup_steps": "the learning rate rises over 20 optimizer steps",
-        "batch_tokens": "micro-batches have the size that fits the device",
-        "seed": "set data.seed for other prompts",
-    },
-    "speculation": {
-        "arms": "set tlt.speculation.max_draft_length to bound the draft length",
-        "calibrate": "step times are always measured at start",
-        "costs_dir": "each run measures its step times",
-        "control_every": "compare with stock verl by verl-tlt compare",
-    },
-    "spot": {
-        "poll_s": "it needs no setting",
-        "settle_s": "it needs no setting",
-        "min_merge_steps": "nothing is merged any more",
-    },
-    "buffer": {
-        "keep_steps": "set tlt.buffer.max_mb to bound what is kept",
-        "min_tokens": "it needs no setting",
-        "window": "it needs no setting",
-        "held_out": "the share of prompts that judge a drafter follows from the batch",
-    },
-    "gate": {
-        "margin": "set tlt.gate.enable=false to publish every drafter",
-        "min_tokens": "set tlt.gate.enable=false to publish every drafter",
-    },
-    "trace": {"engine_steps": "the trace always has a line for each engine step"},
-}
-"""Settings of the release before this one, and what a user can do instead."""
 BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
 """The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
 
@@ -218,21 +184,12 @@ class TLTConfig:
     @classmethod
     def from_user(cls, node: Mapping[str, object]) -> TLTConfig:
         """Build from the `tlt` node of a user's config, in which constants have no place (`from_dict`)."""
-        for section, removed in REMOVED.items():
-            given = node.get(section)
-            if not isinstance(given, Mapping):
-                continue
-            for key, instead in removed.items():
-                if key in given:
-                    raise TLTConfigError(f"tlt.{section}.{key} was removed: {instead}.")
-        return cls.from_dict(node)
+        return _checked(_build(cls, node, "tlt", constants=False))
 
     @classmethod
     def from_dict(cls, node: Mapping[str, object] | None) -> TLTConfig:
         """Build from nested mappings; `TLTConfigError` for an unknown key, a wrong type, or a contradiction."""
-        config = _build(cls, node or {}, "tlt")
-        _check(config)
-        return config
+        return _checked(_build(cls, node or {}, "tlt", constants=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: survives OmegaConf, JSON and Ray."""
@@ -242,20 +199,21 @@ class TLTConfig:
 T = TypeVar("T")
 
 
-def _build(cls: type[T], node: object, where: str) -> T:
+def _build(cls: type[T], node: object, where: str, *, constants: bool) -> T:
     if not isinstance(node, Mapping):
         raise TLTConfigError(f"{where} must be a mapping of settings, not {node!r}.")
     hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls) if constants or is_setting(f)]  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in node.items():
-        if key not in hints:
-            known = [f.name for f in dataclasses.fields(cls) if is_setting(f)]  # type: ignore[arg-type]
+        if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."
-            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead}")
+            removed = "CHANGELOG.md lists removed settings, and what to do instead."
+            raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead} {removed}")
         section = dataclasses.is_dataclass(hints[key])
         plain = None if value == "None" else value  # Python's spelling of Hydra's null
-        values[key] = _build(hints[key], value, f"{where}.{key}") if section else plain
+        values[key] = _build(hints[key], value, f"{where}.{key}", constants=constants) if section else plain
     try:
         return cls(**values)
     except ValidationError as error:
@@ -276,8 +234,8 @@ def _wrong(error: ValidationError) -> str:
     return f"{key} {' or '.join([allowed, *kinds])}{comma}{given}"
 
 
-def _check(c: TLTConfig) -> None:
-    """Raise a `TLTConfigError` where a number is beyond all use, or settings contradict each other."""
+def _checked(c: TLTConfig) -> TLTConfig:
+    """The settings; a `TLTConfigError` where a number is beyond all use, or settings contradict each other."""
     for section, settings in c.to_dict().items():
         for key, value in settings.items():
             if isinstance(value, int | float) and MOST < value < math.inf:
@@ -289,3 +247,4 @@ def _check(c: TLTConfig) -> None:
         raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")
     if c.drafter.method == "mtp" and c.drafter.vocab is not None:
         raise TLTConfigError("tlt.drafter.vocab shapes an EAGLE-3 head; with tlt.drafter.method=mtp leave it out.")
+    return c

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from verl_tlt import config as module
-from verl_tlt.config import REMOVED, TLTConfig, TLTConfigError, dtype_name, is_setting
+from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name, is_setting
+
+CHANGELOG = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
 
 
 def leaves(tree, prefix=""):
@@ -23,12 +25,13 @@ def settings():
         yield from ((section, f.name) for f in dataclasses.fields(cls) if is_setting(f))
 
 
-def test_a_setting_of_the_release_before_says_what_to_do_instead():
-    with pytest.raises(TLTConfigError, match=r"tlt\.spot\.poll_s was removed: it needs no setting\.$"):
-        TLTConfig.from_user({"spot": {"poll_s": 1.0}})
-    removed = {(section, key) for section, keys in REMOVED.items() for key in keys}
+def test_a_constant_or_a_setting_of_the_release_before_leads_to_what_to_do_instead():
     constants = set(leaves(TLTConfig().to_dict())) - {f"{section}.{key}" for section, key in settings()}
-    assert constants <= {f"{section}.{key}" for section, key in removed} and not removed & set(settings())
+    for name in {"spot.poll_s", *constants}:
+        section, key = name.split(".")
+        with pytest.raises(TLTConfigError, match=rf"^tlt\.{name} is not a setting of .* CHANGELOG\.md lists removed"):
+            TLTConfig.from_user({section: {key: 1}})
+        assert f"| `tlt.{name}` |" in CHANGELOG
 
 
 def test_null_may_be_spelled_as_python_does():
