@@ -167,11 +167,6 @@ def problems(tlt: TLTConfig, user: Mapping[str, Any], enforce_eager: bool, hybri
     for key in OWN_ARGUMENTS:
         if user.get(key) is not None:
             yield f"{WHERE}.{key} is set by verl-tlt itself; remove it, or set tlt.speculation.enable=false."
-    if _ranks(user, "data_parallel_size") > 1:
-        yield (
-            f"{WHERE}.data_parallel_size must be 1: data-parallel ranks inside one engine would choose different draft "
-            "lengths and wait for each other forever; use more replicas."
-        )
     for key, why in WITHOUT_A_DRAFTER.items():
         if user.get(key):
             yield f"{WHERE}.{key} {why}; remove it, or set tlt.speculation.enable=false."

@@ -207,8 +207,10 @@ def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, 
 
 def test_what_does_not_go_with_drafts_is_known_before_ray_starts_and_goes_without(findings):
     pytest.importorskip("vllm")
-    found = findings({f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size": 4, f"{ROLLOUT}.quantization": "fp8"})
-    assert "vllm.data_parallel_size must be 1" in found[f"{ROLLOUT}.engine_kwargs"].sentence
+    key = f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
+    found = findings({key: 4, f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls": "a.B", f"{ROLLOUT}.quantization": "fp8"})
+    assert "use more replicas" in found[key].sentence
+    assert "vllm.scheduler_cls is set by verl-tlt itself" in found[f"{ROLLOUT}.engine_kwargs"].sentence
     assert levels(findings({}, NO_DRAFTS)) == {}
 
 

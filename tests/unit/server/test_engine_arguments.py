@@ -124,7 +124,6 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
 @pytest.mark.parametrize(
     ("user", "sentence"),
     [
-        ({"data_parallel_size": 2}, "vllm.data_parallel_size must be 1"),
         ({"logits_processors": ["a:B"]}, "vllm.logits_processors cannot be used with a drafter"),
         ({"reasoning_config": {"reasoning_start_str": "<t>"}}, "vllm.reasoning_config is for thinking_token_budget"),
         ({"return_sampling_mask": True}, "vllm.return_sampling_mask cannot be used with a drafter"),
