@@ -83,10 +83,10 @@ async def test_a_second_process_without_a_context_is_refused_and_the_engine_wake
     assert calls == ["sleep", "wake_up", "generate"], "the questions that follow need an engine that is awake"
 
 
-@pytest.mark.parametrize(("source", "loads"), [("eagle", 2), ("ngram", 0)])
-async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_is_one(
-    engine, policy, tmp_path, monkeypatch, source, loads
-):
+@pytest.fixture
+def asked(engine, policy, tmp_path, monkeypatch):
+    """Asks that engine for all findings about a recipe with these overrides."""
+
     @asynccontextmanager
     async def start(*_, **__):
         yield engine
@@ -94,8 +94,24 @@ async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_i
     monkeypatch.setattr(engine_check, "start", start)
     monkeypatch.setattr(engine_check, "ask_scheduler", AsyncMock())
     monkeypatch.setattr(engine_check, "hardware_name", lambda: "H100")
-    words = ("+trainer.plugin=tlt", "trainer.device=cpu", f"tlt.speculation.source={source}")
-    answer = await check(EngineJob(Recipe((f"actor_rollout_ref.model.path={policy}", *words))), tmp_path)
+    words = (f"actor_rollout_ref.model.path={policy}", "+trainer.plugin=tlt", "trainer.device=cpu")
+    return lambda *more: check(EngineJob(Recipe((*words, *more))), tmp_path)
+
+
+@pytest.mark.parametrize(("source", "loads"), [("eagle", 2), ("ngram", 0)])
+async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_is_one(engine, asked, source, loads):
+    answer = await asked(f"tlt.speculation.source={source}")
     loaded = [call for call in engine.every.await_args_list if call.args[0] == "tlt_load_drafter"]
     assert len(loaded) == loads and {finding.level for finding in answer.findings} == {"ok"}
     assert any(finding.what == "drafter after sleep" for finding in answer.findings) == bool(loads)
+
+
+async def test_a_drafter_that_is_not_loaded_a_second_time_is_refused(engine, asked):
+    loads = iter([LoadReply(ok=True), LoadReply(ok=False, error="out of memory")])
+
+    async def every(method, *_):
+        return [asdict(next(loads))] if method == "tlt_load_drafter" else [None]
+
+    engine.every.side_effect = every
+    (found,) = [finding for finding in (await asked()).findings if finding.level != "ok"]
+    assert (found.level, found.what, found.sentence) == ("refuse", "drafter", "out of memory")
