@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.disk import CONFIG, free_bytes, remove_model, replacing, replacing_folder
-from verl_tlt.files.json_files import JSONFileError, read_object
+from verl_tlt.files.json_files import read_json
 
 
 def write(target, text):
@@ -141,7 +141,7 @@ def test_a_model_that_is_removed_loses_its_config_first(tmp_path, monkeypatch):
 def test_what_is_no_object_is_one_sentence(tmp_path, content, said):
     if content is not None:
         (tmp_path / "file").write_bytes(content)
-    with pytest.raises(JSONFileError, match=f"^{tmp_path / 'file'} {said}"):
-        read_object(tmp_path / "file")
+    with pytest.raises(DrafterError, match=f"^{tmp_path / 'file'} {said}"):
+        read_json(tmp_path / "file")
     (tmp_path / "file").write_bytes(b'\xef\xbb\xbf{"a": 1}')  # with a byte order mark
-    assert read_object(tmp_path / "file") == {"a": 1}
+    assert read_json(tmp_path / "file") == {"a": 1}

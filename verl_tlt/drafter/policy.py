@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from verl_tlt import LONGEST_DRAFT as LONGEST_DRAFT
 from verl_tlt.errors import DrafterError as DrafterError
 from verl_tlt.files.disk import CONFIG as CONFIG
-from verl_tlt.files.json_files import JSONFileError, read_object
+from verl_tlt.files.json_files import read_json as read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -238,14 +238,6 @@ def unsupported(model_type: str, architectures: Sequence[str], latent: bool) -> 
         return None
     why = _LATENT if latent else UNTESTABLE.get(model_type)
     return f"{f'{why}; ' if why else ''}drafters exist for {', '.join(SUPPORTED)}"
-
-
-def read_json(path: Path) -> Fields:
-    """The JSON object in `path`; a `DrafterError` where there is none."""
-    try:
-        return read_object(path)
-    except JSONFileError as error:
-        raise DrafterError(str(error)) from error
 
 
 def _from_fields(whole: Fields, source: str) -> PolicyShape:

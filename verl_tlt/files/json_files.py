@@ -4,23 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import DrafterError
 
 
-class JSONFileError(TLTError, ValueError):
-    """A file that does not hold what is looked for; the message is a sentence that names it."""
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; a `JSONFileError` where there is none."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a `DrafterError` where there is none."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise JSONFileError(f"{path} does not exist.") from None
+        raise DrafterError(f"{path} does not exist.") from None
     except OSError as error:
-        raise JSONFileError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise DrafterError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise JSONFileError(f"{path} is not readable JSON: {error}.") from error
+        raise DrafterError(f"{path} is not readable JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise JSONFileError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+        raise DrafterError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
     return value

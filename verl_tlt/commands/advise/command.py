@@ -21,7 +21,7 @@ from verl_tlt.commands.console import say
 from verl_tlt.commands.options import AdviseOptions
 from verl_tlt.commands.run_metrics import read_runs
 from verl_tlt.errors import TLTError
-from verl_tlt.files.json_files import read_object
+from verl_tlt.files.json_files import read_json
 from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyTable
 
 
@@ -55,7 +55,7 @@ def read_gains(options: AdviseOptions, run: RunShape) -> tuple[list[DraftingGain
     if not facts.get("acceptance"):
         raise TLTError(f"--drafter {options.drafter} has no measured acceptance: make it with verl-tlt warmup.")
     try:
-        costs = LatencyTable.from_list(read_object(options.costs).get("points"))
+        costs = LatencyTable.from_list(read_json(options.costs).get("points"))
     except TLTError as error:
         raise TLTError(
             f"--costs {options.costs} is not a report of verl-tlt doctor --gpu with measured step times: {error}"
