@@ -30,9 +30,6 @@ def wrong_field(error: Any) -> tuple[str, str]:
 class TLTError(Exception):
     """Something the user can mend; the message says what and where, and quotes whatever it names."""
 
-    def __str__(self) -> str:
-        return printable(super().__str__())
-
 
 class DrafterError(TLTError, ValueError):
     """A drafter, a policy or a file does not fit; the message says which, what it holds and what is needed."""
