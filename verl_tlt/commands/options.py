@@ -61,14 +61,6 @@ class RunOptions:
     def names_a_run(self) -> bool:
         return bool(self.overrides or self.config or self.command)
 
-    def words(self) -> list[str]:
-        """The words of a command line that name the same run."""
-        words = [*(self.overrides or ())]
-        words += [] if self.config is None else ["--config", str(self.config)]
-        words += [] if self.config_name == CONFIG else ["--config-name", self.config_name]
-        words += ["--yes"] if self.yes else []
-        return [*words, "--", *self.command] if self.command else words
-
     def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
         if self.config is not None and self.command:

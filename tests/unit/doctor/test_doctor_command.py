@@ -20,9 +20,8 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.capture import capture, recipe_of
 from verl_tlt.commands.compare.plan import make_plan
-from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus, unread_keys
+from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus, next_step, unread_keys
 from verl_tlt.commands.doctor.standalone_engine import set_up
-from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.commands.warmup.run import decided_options
 from verl_tlt.config import MOST, TLTConfigError
 from verl_tlt.upstream.versions import location, look_first_in
@@ -37,7 +36,7 @@ FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["+trainer.plugin=tlt"], 0, "OK: TLT can run here.\nNext: verl-tlt doctor --gpu data.train_files="),
+        (["+trainer.plugin=tlt"], 0, "OK: TLT can run here.\nNext: verl-tlt doctor --gpu, with the same recipe."),
         ([], 3, "OK, but TLT is off: this recipe trains with stock verl until"),
         (["+trainer.plugin=tlt2"], 1, "No: TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
         (["+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "tlt.spot.typo"),
@@ -65,7 +64,7 @@ def test_a_command_is_judged_where_it_starts_verl(overrides, recipe, policy, tmp
     start = shlex.join([sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *local])
     (script := tmp_path / "recipe.sh").write_text(f'cd {there}\n{start} "$@"\n')
     code, output = cli("doctor", "--", "bash", script, "+trainer.plugin=tlt")
-    assert code == 0 and f"Next: verl-tlt doctor --gpu -- bash {script} +trainer.plugin=tlt" in output, output
+    assert code == 0 and "OK: TLT can run here." in output, output
     found = Recipe((*FLAG, "actor_rollout_ref.model.path=policy"), directory=str(there))
     assert set_up(found).model.path == str(there / "policy")
     own = {"actor_rollout_ref.rollout.engine_kwargs.vllm.dtype": "float32"}
@@ -99,12 +98,16 @@ def test_a_recipe_is_read_with_the_variables_of_its_command(recipe, policy, tmp_
     assert make_plan(found, 4, tmp_path).start is None
 
 
-def test_the_next_command_names_the_same_run(overrides):
+def test_a_config_of_verls_own_may_be_named_with_its_suffix(overrides):
     code, output = cli("doctor", "--config-name", "ppo_trainer.yaml", *overrides, "+trainer.plugin=tlt")
-    assert code == 0 and output.endswith("+trainer.plugin=tlt --config-name ppo_trainer.yaml\n"), output
-    options = DoctorOptions(config=Path("a.yaml"), yes=True)
-    assert options.words() == ["--config", "a.yaml", "--yes"]
-    assert DoctorOptions(command=("bash", "r.sh"), yes=True).words() == ["--yes", "--", "bash", "r.sh"]
+    assert code == 0 and "OK: TLT can run here." in output, output
+
+
+def test_after_the_packages_comes_the_recipe_then_its_engine_then_a_comparison():
+    steps = [next_step(gpu=False, has_recipe=False), *(next_step(gpu=gpu, has_recipe=True) for gpu in (False, True))]
+    assert [step.split(",")[0] for step in steps] == [
+        "verl-tlt doctor -- bash your_recipe.sh", "verl-tlt doctor --gpu", "verl-tlt compare",
+    ]  # fmt: skip
 
 
 def test_a_config_that_is_no_yaml_is_named_with_its_line(tmp_path):

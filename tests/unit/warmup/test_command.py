@@ -38,7 +38,6 @@ def run(*words):
 
 def test_from_prompts_to_a_drafter(warm, tmp_path):
     options, said = warm(epochs=3)
-    assert f"verl-tlt evaluate {options.out} --model {options.model} --response-length=24 --prompts=" in said
     assert "40 prompts x 1 samples = 40 responses of up to 24 tokens" in said
     assert "generate: 40 of 40 responses" in said
     check_drafter(options.out, options.model)
@@ -49,7 +48,8 @@ def test_from_prompts_to_a_drafter(warm, tmp_path):
     card = (options.out / "README.md").read_text()
     assert "vllm serve policy --speculative-config" in card and "| accept length | " in card and "np." not in card
     assert str(tmp_path) not in card and str(options.model.parent) not in card, "no path of this machine"
-    assert "verl-tlt evaluate" in said and f"+trainer.plugin=tlt tlt.drafter.path={options.out}" in said
+    assert f"verl-tlt evaluate {options.out}, with the same recipe, model and prompts" in said
+    assert f"+trainer.plugin=tlt tlt.drafter.path={options.out}" in said
     assert f'"model": "{options.out}"' in said, "the command that serves it"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "prompts.jsonl"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -68,8 +67,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         about = "" if finding.sentence.startswith(finding.what) else f"{finding.what}: "
         say(console, f"{LABELS[finding.level]:7} {about}{finding.sentence}", STYLES[finding.level])
     say(console, answer, "bold")
-    if following := next_command(options, status, has_recipe):
-        say(console, f"Next: {following}")
+    if status != 1:
+        say(console, f"Next: {next_step(options.gpu, has_recipe)}.")
     return status
 
 
@@ -124,14 +123,12 @@ def conclude(findings: Sequence[Finding], has_recipe: bool) -> tuple[str, int]:
     return "OK: TLT can run here.", 0
 
 
-def next_command(options: DoctorOptions, status: int, has_recipe: bool) -> str:
-    """The command that a user would go on with; "" after a refusal."""
-    if status == 1:
-        return ""
+def next_step(gpu: bool, has_recipe: bool) -> str:
+    """The command that a user would go on with; `gpu`: the engine was measured."""
     if not has_recipe:
         return "verl-tlt doctor -- bash your_recipe.sh"
-    words = shlex.join(options.words())
-    return f"verl-tlt compare {words}" if options.gpu else f"verl-tlt doctor --gpu {words}"
+    measures = "verl-tlt compare" if gpu else "verl-tlt doctor --gpu"
+    return f"{measures}, with the same recipe"
 
 
 def unread_keys(recipe: Recipe, config: DictConfig) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from verl_tlt.checks.recipe import quoted
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
 from verl_tlt.commands.lock import take_lock
-from verl_tlt.commands.options import UNLIMITED, EngineOptions, RunOptions, WarmupOptions
+from verl_tlt.commands.options import UNLIMITED, WarmupOptions
 from verl_tlt.commands.serve import serve_command
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.card import model_card
@@ -107,8 +107,6 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
 
 def conclusion(options: WarmupOptions, directory: Path, accept_length: float) -> str:
     """What was written, and what to do with it."""
-    model = [] if options.command else ["--model", str(options.model)]
-    run = [*model, *_of_the_engine(options), *(f"--prompts={file}" for file in options.prompts), *options.words()]
     method = "" if options.method == "eagle3" else f" tlt.drafter.method={options.method}"
     path = str(directory.absolute())
     path = path if re.fullmatch(r"[\w./+-]+", path, re.ASCII) else quoted(path)
@@ -116,17 +114,9 @@ def conclusion(options: WarmupOptions, directory: Path, accept_length: float) ->
         f"Wrote {directory}: accept length {accept_length:.2f} on held-out prompts, drafting {options.draft_length}.",
         f"In your recipe: +trainer.plugin=tlt {shlex.quote(f'tlt.drafter.path={path}')}{method}",
         f"In stock vLLM:  {serve_command(options.method, str(directory), str(options.model))}",
-        f"What it is worth: verl-tlt evaluate {shlex.join([str(directory), *run])}",
+        f"What it is worth: verl-tlt evaluate {shlex.quote(str(directory))}, with the same recipe, model and prompts",
     ]
     return "\n".join(lines)
-
-
-def _of_the_engine(options: EngineOptions) -> list[str]:
-    """The options of policy and engine that have other values than by default, for another command."""
-    of_the_run = {"model", *(f.name for f in fields(RunOptions))}
-    others = {f.name: f.default for f in fields(EngineOptions) if f.name not in of_the_run}
-    given = {name: getattr(options, name) for name in others}
-    return [f"--{name.replace('_', '-')}={given[name]}" for name in others if given[name] != others[name]]
 
 
 def _check(options: WarmupOptions) -> None:
