@@ -100,7 +100,7 @@ FAULTS = (
     Fault("a server raising while it loads the drafter", 21, (f"{SERVER}._tlt_load",), "fail",
           "tlt/reload_failures", "cannot use drafter", "serves", fallback="tlt/drafter_off_frac"),
     Fault("a server raising in tlt_stage", 24, (f"{SERVER}.tlt_stage",), "fail",
-          "tlt/errors_publish", "publish failed", "publishes"),
+          "tlt/errors_publish", "does not take the drafter", "publishes"),
     Fault("a server raising in tlt_stats", 24, (f"{SERVER}.tlt_stats",), "fail",
           "tlt/errors_end_of_sampling", "end of sampling failed", "drafts"),
     Fault("a server raising in tlt_status", 24, (f"{SERVER}.tlt_status",), "fail",

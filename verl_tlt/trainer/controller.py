@@ -6,7 +6,6 @@ Whatever fails in here costs speed only: the `Guard` contains it, and the step g
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,6 @@ WARM_UP_S = 300.0
 """Bound in seconds of tuning the kernels of a session, before the run's first step."""
 COLD_START_STEPS = 2
 """RL steps whose hidden states a cold start needs: fewer hold too little, and the drafter learns them by heart."""
-AGAIN = 3
-"""Times that a replica which did not load the published drafter is handed it again, until another one is published."""
 COLD_START_TRAINS = 0.75
 """Share of a cold start after which its second session begins, which scores what the first one taught."""
 
@@ -82,8 +79,6 @@ class Controller:
         self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
         self._captures = False  # the actor copies hidden states
         self._said_idle = False
-        self._behind: set[str] = set()  # replicas that did not load what was published last
-        self._handed = Counter[str]()  # times that a replica was handed it again
 
     # ------------------------------------------------------------------ on_init_end: before and after the first sync
 
@@ -276,11 +271,6 @@ class Controller:
         self._updated = step
         with self._charged("publish"):
             self._publish(step)
-        with self._charged("publish"):  # also where the block above failed
-            behind = {name for name in self._behind if self._handed[name] < AGAIN}  # a file may be damaged
-            self._behind.clear()
-            self._handed.update(behind)
-            self.guard.count("publish", self.servers.stage_again(behind))
         self._choose_who_drafts(step + 1)
 
     def _publish(self, step: int) -> None:
@@ -293,10 +283,8 @@ class Controller:
         if self._to_publish is not None:
             assert self.spot.published is not None
             if self.tlt.speculation.enable:
-                failed = self.servers.stage(self.spot.published)  # where this raises, the next step tries again
-                self._behind.clear()
-                self._handed.clear()
-                self.guard.count("publish", failed)
+                # Where this raises, the next step tries again.
+                self.guard.count("publish", self.servers.stage(self.spot.published))
             exported, self._to_publish = self._to_publish, None
             self.served = replace(self.served, version=exported.version, acceptance=exported.acceptance)
         elif verdict is not None and verdict.publishes:
@@ -317,7 +305,6 @@ class Controller:
     def _compare(self, step: int, serving: set[str]) -> None:
         statuses = {name: status for name, status in self.servers.drafter_statuses().items() if name in serving}
         self.log.reloaded(step, statuses, self.served.version)
-        self._behind |= {name for name, reload in self.log.reloads.items() if not reload.ok}
 
     def _serving(self, colocated_asleep: bool) -> set[str]:
         return {name for name, info in self.servers.replicas.items() if not (colocated_asleep and info.colocated)}

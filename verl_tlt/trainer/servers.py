@@ -75,7 +75,6 @@ class Servers:
         self.replicas = {replica.name: replica for replica in made}
         self.balancer = (standalone or manager).global_load_balancer
         self._published = drafter
-        self._staged = dict.fromkeys(self.replicas, drafter)
 
     def inflight(self) -> dict[str, int]:
         """Requests in flight by replica, of those that are in the load balancer."""
@@ -112,33 +111,24 @@ class Servers:
     def stage(self, drafter: ObjectRef) -> int:
         """Hand a published drafter, a `DrafterFile`, to every server on every node; how many replicas did not take it.
 
-        A `CallFailed` where none took it: it is not published then.
+        They keep the one before it, the same on all of their nodes. A `CallFailed` where none took it: it is not
+        published then.
         """
-        failed = self._stage(drafter, self.replicas)
-        if len(failed) == len(self.replicas):
-            raise next(iter(failed.values()))
-        self._published = drafter
-        return len(failed)
-
-    def stage_again(self, names: Collection[str]) -> int:
-        """Hand the drafter that was published last to these replicas once more; how many did not take it."""
-        return len(self._stage(self._published, names))
-
-    def _stage(self, drafter: ObjectRef, names: Collection[str]) -> dict[str, CallFailed]:
-        """Why replicas did not take it, by name: they keep what they have, the same on all of their nodes."""
-        calls = {name: [server.tlt_stage.remote(drafter) for server in self.replicas[name].servers] for name in names}
+        calls = {name: [server.tlt_stage.remote(drafter) for server in r.servers] for name, r in self.replicas.items()}
         deadline, failed = Deadline(CALL_S), {}
         for name, of_replica in calls.items():
             try:
                 ask(of_replica, deadline.left())
-                self._staged[name] = drafter
             except CallFailed as error:
                 logger.warning("replica %s does not take the drafter, and keeps the one it has: %s", name, error)
                 failed[name] = error
-        back = [s.tlt_stage.remote(self._staged[name]) for name in failed for s in self.replicas[name].servers]
+        back = [server.tlt_stage.remote(self._published) for name in failed for server in self.replicas[name].servers]
         with suppress(CallFailed):
             ask(back, SLEEP_S)
-        return failed
+        if len(failed) == len(self.replicas):
+            raise next(iter(failed.values()))
+        self._published = drafter
+        return len(failed)
 
     def drafter_statuses(self) -> dict[str, DrafterStatus]:
         return self._of_each("tlt_status")

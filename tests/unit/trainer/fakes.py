@@ -74,16 +74,8 @@ class FakeServers(Fake):
     def stage(self, drafter):
         self._call("stage", drafter)
         self.staged.append(drafter)
-        return self._write(self.replicas)
-
-    def stage_again(self, names):
-        if names:
-            self._call("stage_again", *names)
-        return self._write(names)
-
-    def _write(self, names):
-        self.files |= {name: self.staged[-1] for name in names if name not in self.full}
-        return len(self.full.intersection(names))
+        self.files |= {name: drafter for name in self.replicas if name not in self.full}
+        return len(self.full)
 
     def sync(self):
         """The weight sync: everybody wakes up and loads what is staged."""
