@@ -78,7 +78,6 @@ class Controller:
         # In `separate_async` engines decode all the time, so that there is nothing to stop.
         self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
         self._captures = False  # the actor copies hidden states
-        self._said_idle = False
 
     # ------------------------------------------------------------------ on_init_end: before and after the first sync
 
@@ -324,7 +323,6 @@ class Controller:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
         self._count_failures()
         with self.guard("metrics"):
-            self._say_if_idle()
             self.log.observed.spot_off = bool(self.spot.off) if self.tlt.spot.enable else None
             self.log.observed.buffer = self.spot.stats
             return self.log.finish(step, dict(metrics))
@@ -337,14 +335,6 @@ class Controller:
         self.spot.failures.clear()
         left_out, self.spot.left_out = self.spot.left_out, 0
         self.guard.count("hidden states", left_out)
-
-    def _say_if_idle(self) -> None:
-        """Log, once, where TLT does nothing for the run any more."""
-        random = "the drafter is a random one" if self._start.untrained and not self.served.version else ""
-        undrafted = self.speculation.undrafted_since or random
-        if self.spot.off and undrafted and not self._said_idle:
-            self._said_idle = True
-            logger.error("TLT does nothing for this run any more: %s, and %s", self.spot.off, undrafted)
 
     # ------------------------------------------------------------------ the end of fit
 

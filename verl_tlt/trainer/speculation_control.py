@@ -29,11 +29,6 @@ class SpeculationControl:
         """Why speculation is disabled since it did not pay; empty: it is not."""
         return self.decision.cause
 
-    @property
-    def undrafted_since(self) -> str:
-        """Why nothing is drafted, by the settings or since it did not pay; empty: drafting is allowed."""
-        return self._never or self.decision.never or self.decision.cause
-
     def calibrated(self, table: LatencyTable) -> None:
         self.decision.calibrated(table)
         if not self._never and (why := self.decision.never):
