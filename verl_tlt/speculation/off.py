@@ -78,7 +78,8 @@ class OffDecision:
         """Why drafting is switched off after rollouts that it made slower; empty: it is not."""
         self.against = ""
         """Why no replica drafts in the coming rollout; empty: one does."""
-        self._replicas = list(replicas)
+        self.replicas = list(replicas)
+        """In the order in which they try."""
         self._always = policy == "fixed" or source != "eagle"
         self._by_costs = policy == "live_table" and source == "eagle"
         self._costs: LatencyTable | None = None
@@ -92,14 +93,20 @@ class OffDecision:
         self._tries = 0
         self._trying: str | None = None  # the replica that tries in this rollout
 
-    def calibrated(self, costs: LatencyTable) -> None:
-        """Take note of measured step costs; without a figure for OFF they say nothing."""
+    def calibrated(self, costs: LatencyTable) -> str | None:
+        """Take note of measured step costs; without a figure for OFF they say nothing.
+
+        Returns what the user is to be told; None: nothing.
+        """
         self._costs = costs if OFF in costs.lengths() else None
-        unknown = not costs.lengths() and self._by_costs
-        if unknown or (self._costs and costs.lengths()[-1] <= 0 and not self._always):
-            self.never = self.never or "no step with a draft was measured at start"
         batches = sorted({p.batch for p in costs.points})
         self._work = {batch: batch / float(costs.seconds(OFF, batch, 0.0)) for batch in batches} if self._costs else {}
+        unknown = not costs.lengths() and self._by_costs
+        without_drafts = self._costs and costs.lengths()[-1] <= 0 and not self._always
+        if self.never or not (unknown or without_drafts):
+            return None
+        self.never = "no step with a draft was measured at start"
+        return f"Nothing is drafted in this run: {self.never}."
 
     def drafting(self, acceptance: Sequence[float]) -> list[str]:
         """Replicas that draft in the coming rollout; a drafter of which nothing is known is tried.
@@ -115,12 +122,12 @@ class OffDecision:
             return []
         if not self.against:
             self._wait = 0
-            return self._replicas
+            return self.replicas
         if not self._wait:
             self._begin_to_wait()
         if self._left > 0 or (acceptance and not any(acceptance)):  # nobody tries a random head
             return []
-        self.against, self._trying = "", self._replicas[self._tries % len(self._replicas)]
+        self.against, self._trying = "", self.replicas[self._tries % len(self.replicas)]
         return [self._trying]
 
     def _begin_to_wait(self) -> None:

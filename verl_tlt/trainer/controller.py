@@ -17,12 +17,12 @@ from verl_tlt.idle.planner import IdlePlanner, TrainerIdlePlanner
 from verl_tlt.messages.training import DrafterProvenance, Exported, SessionResult, Verdict
 from verl_tlt.speculation.alarm import falls_short
 from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.off import OffDecision, saved_estimate_s
 from verl_tlt.trace.events import TRAINER_DEVICE, Session
 from verl_tlt.trainer.checkpoints import CHECKPOINT, holds_drafter, remove_halves, tidy
 from verl_tlt.trainer.pending_work import AskPending
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.servers import Servers
-from verl_tlt.trainer.speculation_control import SpeculationControl
 from verl_tlt.trainer.spot import HiddenStates, SpotTrainerHandle
 from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import SETTLE_S, PhaseReport, SamplingWatch
@@ -63,7 +63,7 @@ class Controller:
         self._pending_work = pending_work
         # The first of them try drafters and decode without; those on the trainer's devices may sleep meanwhile.
         replicas = sorted(servers.replicas, key=lambda name: servers.replicas[name].colocated)
-        self.speculation = SpeculationControl(replicas, tlt.speculation)
+        self.speculation = OffDecision(replicas, tlt.speculation.policy, tlt.speculation.source)
         self.served: DrafterProvenance = replace(
             facts.provenance, version=start.served.version, acceptance=start.served.acceptance
         )
@@ -85,7 +85,7 @@ class Controller:
         """Start the spot trainer after `step`. The first weight sync then brings the policy's embedding and head."""
         logger.info("TLT starts from %s", self._start.origin)
         self._updated = step
-        self._choose_who_drafts(step + 1)
+        self._choose_who_drafts()
         with self.guard("start of spot training"):
             if self.tlt.spot.enable:
                 self._start_spot_training()
@@ -111,16 +111,17 @@ class Controller:
                 costs = self.servers.calibrate()
                 self.servers.tell_costs(costs)
             with self.guard("calibration"):
-                self.speculation.calibrated(costs)
-            self._choose_who_drafts(step + 1, at_once=True)
+                if notice := self.speculation.calibrated(costs):
+                    logger.warning("%s", notice)
+            self._choose_who_drafts(at_once=True)
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
 
-    def _choose_who_drafts(self, step: int, *, at_once: bool = False) -> None:
-        """Tell the engines who decodes the rollout of `step` without drafts, from the weight sync on or at once."""
-        with self._charged("speculation control"):
-            undrafted = self.speculation.undrafted(step, self.served.acceptance)
-            if self.tlt.speculation.enable:
-                self.servers.disable_drafting(undrafted, at_once)
+    def _choose_who_drafts(self, *, at_once: bool = False) -> None:
+        """Tell the engines who decodes the coming rollout without drafts, from the weight sync on or at once."""
+        if self.tlt.speculation.enable:
+            with self._charged("speculation control"):
+                drafting = self.speculation.drafting(self.served.acceptance)
+                self.servers.disable_drafting(self.servers.replicas.keys() - drafting, at_once)
 
     # ------------------------------------------------------------------ on_sample_begin, on_sample_end
 
@@ -161,9 +162,9 @@ class Controller:
                 stats = self.servers.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
                 self.guard.warn("acceptance", falls_short(stats.values(), self.served.acceptance))
-                off = self.speculation.off
-                saved_s = self.speculation.rollout_ended(stats)
-                self.log.speculated(step, saved_s, self.speculation.disabled, off)
+                if notice := self.speculation.rollout_ended(stats):
+                    logger.warning("%s", notice)
+                self.log.speculated(step, saved_estimate_s(stats), self.speculation.cause, self.speculation.against)
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):
@@ -270,7 +271,7 @@ class Controller:
         self._updated = step
         with self._charged("publish"):
             self._publish(step)
-        self._choose_who_drafts(step + 1)
+        self._choose_who_drafts()
 
     def _publish(self, step: int) -> None:
         """Have the servers stage what was exported, which the weight sync loads; a late one is published next time."""

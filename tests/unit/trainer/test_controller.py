@@ -10,7 +10,10 @@ from fakes import KEEPS, PUBLISHES
 from rl_steps import LOOKS_S, rest_of_step, rl_step, sampling, training
 
 from verl_tlt.commands.report.reader import read_trace
-from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.rollout import DrafterFile, EngineStats
+from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.off import FIRST_WAIT, IN_A_ROW
+from verl_tlt.speculation.types import OFF
 from verl_tlt.trace.events import TRAINER_DEVICE
 from verl_tlt.trainer import watch
 from verl_tlt.trainer.controller import WARM_UP_S
@@ -469,6 +472,39 @@ def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_
     controller.after_first_sync(0)
     assert controller.guard.counts == {"calibration": 1}
     assert controller.servers.disabled == ({"a", "b"} if off else set())
+
+
+@pytest.mark.parametrize(("policy", "times"), [("live_table", 1), ("fixed", 0), ("off", 0)])
+def test_that_no_draft_was_measured_is_said_once(run, said, policy, times):
+    controller = run(policy=policy)
+    controller.servers.costs = LatencyTable.calibrated({OFF: [(4, 0.01)], 0: [(4, 0.011)]})
+    controller.after_first_sync(0)
+    for step in (1, 2, 3):
+        assert controller.servers.disabled == (set() if policy == "fixed" else {"a", "b"})
+        rl_step(controller, step)
+    assert said.text.count("no step with a draft") == times
+    assert list(read_trace(controller.tlt.trace.dir).off) == ([] if policy == "fixed" else [1, 2, 3])
+
+
+def test_drafting_is_switched_off_where_it_loses_and_one_replica_tries_again(run, said):
+    controller = run(start={"served": DrafterFile(0, "{}", b"")})
+    servers, steps = controller.servers, itertools.count(1)
+    servers.stats = dict.fromkeys("ab", EngineStats(
+        num_drafts=1000, steps_by_draft_length={3: 100}, decode_s=2.0, undrafted_s=1.0
+    ))  # fmt: skip
+    for _ in range(IN_A_ROW):
+        assert servers.disabled == set()
+        metrics = rl_step(controller, next(steps))
+        assert metrics["tlt/saved_estimate_s"] == -1.0
+    assert metrics["tlt/speculation_disabled"] == 1.0 and said.text.count("Drafting is switched off") == 1
+    servers.stats = {}
+    for _ in range(FIRST_WAIT):
+        assert servers.disabled == {"a", "b"}
+        rl_step(controller, next(steps))
+    assert servers.disabled == {"b"}
+    rl_step(controller, last := next(steps))
+    off = read_trace(controller.tlt.trace.dir).off
+    assert list(off) == list(range(last - FIRST_WAIT, last)) and set(off.values()) == {controller.speculation.cause}
 
 
 def test_step_times_are_measured_where_rollouts_are_decoded():
