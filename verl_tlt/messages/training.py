@@ -125,22 +125,24 @@ class BufferStats:
     draftable: int = 0  # those of them that are in the draft vocabulary
 
 
+Decision = Literal["published", "kept", "reverted"]
+"""Kept: the served drafter stays and the candidate trains on. Reverted: the candidate is given up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What becomes of the candidate, and why."""
 
-    decision: Literal["published", "kept", "reverted"] = "kept"
-    """Kept: the served drafter stays and the candidate trains on. Reverted: the candidate is given up."""
+    decision: Decision = "kept"
     reason: str = ""  # in words
     gain: float | None = None
     """The candidate's held-out accept length relative to the served drafter's, minus one; None: not judged."""
-    gain_low: float | None = None  # lower end of the gate's interval around `gain`
     tau: Mapping[str, float] = field(default_factory=dict)
     """Held-out accept length of `candidate`, `served` and `initial`; empty: not scored."""
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance by draft position of the drafter that is served from now on; empty: not scored."""
     publishes: bool = False
-    """The spot trainer has a drafter to publish (`export`)."""
+    """The spot trainer has a drafter to publish (`export`): the candidate, or the initial one if it is reverted."""
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ with all of its sequences. Even so a difference of 1 % takes some 10,000 positio
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from verl_tlt.bootstrap import interval
-from verl_tlt.messages.training import Verdict
+from verl_tlt.messages.training import Decision, Verdict
 
 Which = Literal["candidate", "served", "initial"]
+WHICH: tuple[Which, ...] = get_args(Which)
 
 ERROR = 0.01
 """Chance of a wrong decision at the border. A candidate is judged anew after every session, and one lucky verdict
@@ -64,54 +64,50 @@ class HeldOutScores:
         return tuple(min(1.0, after / before) if before > 0 else 0.0 for before, after in itertools.pairwise(counts))
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What the gate decides."""
-
-    action: Literal["publish", "keep", "revert"]
-    serves: Which  # the drafter that is served from then on
-    reason: str
-    gain_low: float | None = None
-    """Lower end of the interval around (accept length of the candidate / of the served drafter) - 1; None: there was
-    too little to judge by."""
-
-
-def decide(scores: HeldOutScores, *, seed: int, min_positions: int = MIN_POSITIONS, margin: float = MARGIN) -> Decision:
-    """Judge the candidate; the same scores and `seed` of the resampling give the same decision.
+def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
+    """Judge the candidate; the same scores and `seed` of the resampling give the same verdict.
 
     * revert to the better of served and initial drafter where the candidate is surely worse by more than `WORSE`;
-    * publish where it is surely not worse than the served drafter by `margin`, and not seen to be worse than the
+    * publish where it is surely not worse than the served drafter by `MARGIN`, and not seen to be worse than the
       initial one by as much;
     * keep what is served otherwise, and train the candidate on.
     """
-    served, initial, candidate = (scores.accept_length(which) for which in ("served", "initial", "candidate"))
-    best: Which = "initial" if initial > served else "served"
+    tau = {which: scores.accept_length(which) for which in WHICH}
+    best: Which = "initial" if tau["initial"] > tau["served"] else "served"
     positions = int(scores.positions.sum())
     prompts = len(np.unique(scores.prompts[scores.positions > 0]))
     evidence = f"{positions} positions of {prompts} held-out prompts"
 
+    def verdict(decision: Decision, serves: Which, reason: str, gain: float | None = None) -> Verdict:
+        return Verdict(
+            decision=decision,
+            reason=f"{reason} ({evidence})",
+            gain=gain,
+            tau=tau,
+            acceptance=scores.acceptance(serves) if positions else (),
+            publishes=serves != "served",
+        )
+
     if not np.isfinite(scores.candidate).all():
-        return Decision("revert", best, "the candidate's scores are not finite")
-    if positions < min_positions or prompts < MIN_PROMPTS:
-        if positions and max(served, initial) < NOTHING_TO_LOSE:
-            return Decision(
-                "publish", "candidate", f"not judged: the {best} drafter is hardly ever accepted ({evidence})"
-            )
-        return Decision("keep", "served", f"too little to judge by ({evidence})")
+        return verdict("reverted", best, "the candidate's scores are not finite")
+    if positions < MIN_POSITIONS or prompts < MIN_PROMPTS:
+        if positions and max(tau["served"], tau["initial"]) < NOTHING_TO_LOSE:
+            return verdict("published", "candidate", f"not judged: the {best} drafter is hardly ever accepted")
+        return verdict("kept", "served", "too little to judge by")
 
     low = relative_interval(scores, "served", error=ERROR, seed=seed)[0]
     # The better of two references is partly the luckier one: where they differ, each gets half of the error.
     references = 1 if np.array_equal(scores.served, scores.initial) else 2
     high = relative_interval(scores, best, error=ERROR / references, seed=seed)[1]
+    gain = tau["candidate"] / tau["served"] - 1.0
     if high < -WORSE:
-        return Decision("revert", best, f"at least {-high:.2%} worse than the {best} drafter ({evidence})", low)
-    if candidate < initial * (1.0 - margin):
-        behind = 1.0 - candidate / initial
-        return Decision("keep", "served", f"{behind:.2%} worse than the initial drafter so far ({evidence})", low)
-    if low > -margin:
-        gain = candidate / served - 1.0
-        return Decision("publish", "candidate", f"{gain:+.2%} against the served drafter ({evidence})", low)
-    return Decision("keep", "served", f"up to {-low:.2%} worse than the served drafter ({evidence})", low)
+        return verdict("reverted", best, f"at least {-high:.2%} worse than the {best} drafter", gain)
+    if tau["candidate"] < tau["initial"] * (1.0 - MARGIN):
+        behind = 1.0 - tau["candidate"] / tau["initial"]
+        return verdict("kept", "served", f"{behind:.2%} worse than the initial drafter so far", gain)
+    if low > -MARGIN:
+        return verdict("published", "candidate", f"{gain:+.2%} against the served drafter", gain)
+    return verdict("kept", "served", f"up to {-low:.2%} worse than the served drafter", gain)
 
 
 def relative_interval(scores: HeldOutScores, against: Which, *, error: float, seed: int) -> tuple[float, float]:
@@ -131,26 +127,7 @@ def relative_interval(scores: HeldOutScores, against: Which, *, error: float, se
     return interval(sums, relative, error, seed, count=float(weights.sum() ** 2 / np.square(weights).sum()))
 
 
-def verdict(scores: HeldOutScores, decision: Decision) -> Verdict:
-    """What the RL trainer is told of a decision."""
-    tau = {which: scores.accept_length(which) for which in ("candidate", "served", "initial")}
-    judged = decision.gain_low is not None and all(map(math.isfinite, tau.values()))
-    back_to_initial = decision.serves == "initial" and not np.array_equal(scores.served, scores.initial)
-    decisions: dict[str, Literal["published", "kept", "reverted"]] = {
-        "publish": "published", "keep": "kept", "revert": "reverted",
-    }  # fmt: skip
-    return Verdict(
-        decision=decisions[decision.action],
-        reason=decision.reason,
-        gain=tau["candidate"] / tau["served"] - 1.0 if judged else None,
-        gain_low=decision.gain_low if judged else None,
-        tau=tau,
-        acceptance=scores.acceptance(decision.serves) if scores.positions.any() else (),
-        publishes=decision.action == "publish" or back_to_initial,
-    )
-
-
 def combined(parts: Sequence[HeldOutScores]) -> HeldOutScores:
     """Scores of several groups of sequences, at least one, as one."""
-    names = ("prompts", "positions", "candidate", "served", "initial")
+    names = ("prompts", "positions", *WHICH)
     return HeldOutScores(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))

@@ -49,7 +49,7 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_trainer.buffer import Buffer
-from verl_tlt.spot_trainer.gate import decide, verdict
+from verl_tlt.spot_trainer.gate import decide
 from verl_tlt.spot_trainer.scoring import PORTION, Parameters, Scoring
 
 logger = logging.getLogger(__name__)
@@ -225,10 +225,9 @@ class SpotTrainer:
         self._scoring = None
         self._judged = True
         self._trained_tokens = 0
-        decision = decide(scores, seed=self.version + 1)
-        found = verdict(scores, decision)
-        if decision.action == "revert":
-            self._return_to(self.initial if decision.serves == "initial" else self.served)
+        found = decide(scores, seed=self.version + 1)
+        if found.decision == "reverted":
+            self._return_to(self.initial if found.publishes else self.served)
         if found.publishes:
             self._approved = self.candidate
             self._acceptance = found.acceptance

@@ -8,7 +8,7 @@ import pytest
 
 from verl_tlt import bootstrap
 from verl_tlt.spot_trainer import gate
-from verl_tlt.spot_trainer.gate import Decision, HeldOutScores, decide, verdict
+from verl_tlt.spot_trainer.gate import HeldOutScores, decide
 
 K = 3
 
@@ -44,8 +44,9 @@ def counts(drafts, tau):
 def rates(draws, **truth):
     rng = np.random.default_rng(1)
     found = [decide(simulate(rng, **truth), seed=i) for i in range(draws)]
-    actions = [f"revert_{d.serves}" if d.action == "revert" else d.action for d in found]
-    return {a: actions.count(a) / draws for a in ("publish", "keep", "revert_served", "revert_initial")}
+    to = {False: "reverted_to_served", True: "reverted_to_initial"}
+    decisions = [to[v.publishes] if v.decision == "reverted" else v.decision for v in found]
+    return {d: decisions.count(d) / draws for d in ("published", "kept", *to.values())}
 
 
 def no_more_than(claimed, draws):
@@ -66,37 +67,37 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_a_candidate_at_the_margin_is_published_no_more_often_than_claimed(sequences, spread, quick):
     at = {"versus_served": -gate.MARGIN, "sequences": sequences, "spread": spread}
-    assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
+    assert rates(400, **at)["published"] <= no_more_than(gate.ERROR, 400)
 
 
 def test_responses_to_one_prompt_are_no_evidence_of_their_own(quick):
     """Sixteen to a prompt: what suits a drafter in one of them suits it in all, and ten prompts are ten, not 160."""
     at = {"versus_served": -gate.MARGIN, "sequences": 160, "group": 16, "spread": 0.3}
-    assert rates(400, **at)["publish"] <= no_more_than(gate.ERROR, 400)
+    assert rates(400, **at)["published"] <= no_more_than(gate.ERROR, 400)
 
 
 @pytest.mark.parametrize("sequences", [8, 40])
 def test_a_candidate_at_the_revert_line_is_reverted_no_more_often_than_claimed(sequences, quick):
     at = {"versus_served": -gate.WORSE, "sequences": sequences}
-    assert rates(400, **at)["revert_served"] <= no_more_than(gate.ERROR, 400)
+    assert rates(400, **at)["reverted_to_served"] <= no_more_than(gate.ERROR, 400)
 
 
 def test_choosing_the_better_of_served_and_initial_does_not_spoil_the_revert_rate(quick):
     at = {"versus_served": -gate.WORSE, "versus_initial": -gate.WORSE, "sequences": 40}
     measured = rates(600, **at)
-    assert measured["revert_served"] + measured["revert_initial"] <= no_more_than(gate.ERROR, 600)
+    assert measured["reverted_to_served"] + measured["reverted_to_initial"] <= no_more_than(gate.ERROR, 600)
 
 
 def test_clearly_worse_is_hardly_ever_published_and_equal_hardly_ever_reverted(quick):
-    assert rates(200, versus_served=-0.02)["publish"] <= 0.01
+    assert rates(200, versus_served=-0.02)["published"] <= 0.01
     equal = rates(200, versus_served=0.0)
-    assert equal["revert_served"] + equal["revert_initial"] <= 0.01
+    assert equal["reverted_to_served"] + equal["reverted_to_initial"] <= 0.01
 
 
 def test_real_differences_are_seen(quick):
-    assert rates(200, versus_served=0.02)["publish"] > 0.9
-    assert rates(200, versus_served=-0.04)["revert_served"] > 0.9
-    assert rates(200, versus_served=0.10, versus_initial=-0.04)["revert_initial"] > 0.9
+    assert rates(200, versus_served=0.02)["published"] > 0.9
+    assert rates(200, versus_served=-0.04)["reverted_to_served"] > 0.9
+    assert rates(200, versus_served=0.10, versus_initial=-0.04)["reverted_to_initial"] > 0.9
 
 
 # ---------------------------------------------------------------- rules
@@ -104,7 +105,7 @@ def test_real_differences_are_seen(quick):
 
 def test_prompts_are_counted_and_not_their_responses():
     few = decide(simulate(np.random.default_rng(0), sequences=60, group=10, versus_served=-0.1), seed=0)
-    assert (few.action, few.gain_low) == ("keep", None) and "of 6 held-out prompts" in few.reason
+    assert (few.decision, few.gain) == ("kept", None) and "of 6 held-out prompts" in few.reason
 
 
 @pytest.mark.parametrize(("positions", "sequences"), [(511, 50), (5000, 6)])
@@ -113,37 +114,37 @@ def test_with_too_little_to_judge_only_a_useless_drafter_is_replaced(positions, 
     n[:sequences] = positions // sequences
     n[0] += positions - n.sum()
     worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
-    decision = decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), seed=0)
-    assert (decision.action, decision.gain_low) == ("keep", None)
-    assert f"{positions} positions of {sequences} held-out prompts" in decision.reason
+    found = decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), seed=0)
+    assert (found.decision, found.gain) == ("kept", None)
+    assert f"{positions} positions of {sequences} held-out prompts" in found.reason
     nothing = np.zeros_like(n)  # responses that are no longer than a draft
     unknown = decide(HeldOutScores(np.arange(len(n)), nothing, *[counts(nothing, np.ones(60))] * 3), seed=0)
-    assert unknown.action == "keep" and "0 positions of 0 held-out prompts" in unknown.reason
+    assert unknown.decision == "kept" and "0 positions of 0 held-out prompts" in unknown.reason
     useless = counts(n, np.full(60, 1.05))
     published = decide(HeldOutScores(np.arange(len(n)), n, useless, useless, useless), seed=0)
-    assert published.action == "publish" and "hardly ever accepted" in published.reason
-    assert decide(HeldOutScores(np.arange(len(n)), n, worse, useless, better), seed=0).action == "keep"
+    assert published.decision == "published" and "hardly ever accepted" in published.reason
+    assert decide(HeldOutScores(np.arange(len(n)), n, worse, useless, better), seed=0).decision == "kept"
     n[:sequences] += 1
     n[sequences] += 1
     worse, better = counts(n, np.full(60, 1.5)), counts(n, np.full(60, 2.5))
-    assert decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), seed=0).action == "revert"
+    assert decide(HeldOutScores(np.arange(len(n)), n, worse, better, better), seed=0).decision == "reverted"
 
 
 def test_better_than_served_but_seen_to_be_worse_than_initial_keeps_what_is_served():
     scores = simulate(np.random.default_rng(3), sequences=8, versus_served=0.2, versus_initial=-0.02)
     assert scores.accept_length("candidate") < scores.accept_length("initial")
-    decision = decide(scores, seed=0)
-    assert (decision.action, decision.serves) == ("keep", "served")
-    assert "initial" in decision.reason
+    found = decide(scores, seed=0)
+    assert (found.decision, found.publishes) == ("kept", False)
+    assert "initial" in found.reason
 
 
 def test_a_candidate_with_nan_scores_goes_back_to_the_better_one():
     scores = simulate(np.random.default_rng(0), versus_served=0.1, versus_initial=-0.1)
     broken = scores.candidate.copy()
     broken[3, 1] = np.nan
-    decision = decide(dataclasses.replace(scores, candidate=broken), seed=0)
-    assert (decision.action, decision.serves) == ("revert", "initial")
-    assert "not finite" in decision.reason
+    found = decide(dataclasses.replace(scores, candidate=broken), seed=0)
+    assert (found.decision, found.publishes, found.gain) == ("reverted", True, None)
+    assert "not finite" in found.reason
 
 
 def test_accept_length_and_conditional_acceptance():
@@ -158,14 +159,15 @@ def test_accept_length_and_conditional_acceptance():
 
 def test_the_verdict_says_what_the_rl_trainer_has_to_know():
     scores = simulate(np.random.default_rng(0), versus_served=0.1, versus_initial=0.2)
-    found = verdict(scores, decide(scores, seed=0))
+    found = decide(scores, seed=0)
     assert (found.decision, found.publishes) == ("published", True)
-    assert found.gain == pytest.approx(0.1, abs=0.02) and found.gain_low < found.gain
+    assert found.gain == pytest.approx(0.1, abs=0.02)
     assert found.tau["candidate"] > found.tau["served"] > found.tau["initial"]
     assert found.acceptance == scores.acceptance("candidate")
-    for serves, publishes in (("served", False), ("initial", True)):
-        back = verdict(scores, Decision("revert", serves, "", 0.0))
-        assert (back.decision, back.publishes) == ("reverted", publishes)
+    for serves, versus_served, versus_initial in (("served", -0.1, 0.2), ("initial", 0.1, -0.1)):
+        scores = simulate(np.random.default_rng(0), versus_served=versus_served, versus_initial=versus_initial)
+        back = decide(scores, seed=0)
+        assert (back.decision, back.publishes) == ("reverted", serves == "initial")
         assert back.acceptance == scores.acceptance(serves)
 
 

@@ -9,9 +9,9 @@ import pytest
 from tiny_trainer import FACTS, SAMPLING, make_trainer, publish, same, session, stopped_after, texts, verifier_arrays
 
 from verl_tlt.drafter.checkpoint import provenance
+from verl_tlt.messages.training import Verdict
 from verl_tlt.spot_trainer import gate, scoring
 from verl_tlt.spot_trainer import trainer as module
-from verl_tlt.spot_trainer.gate import Decision
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def decides(monkeypatch):
     """Have the gate decide as the test says, and note the scores that it was given."""
     seen = []
 
-    def decide_as(action, serves):
+    def decide_as(decision, serves):
         def decide(scores, *, seed):
             seen.append(scores)
-            return Decision(action, serves, "a test", 0.0)
+            return Verdict(decision=decision, acceptance=scores.acceptance(serves), publishes=serves != "served")
 
         monkeypatch.setattr(module, "decide", decide)
         return seen
@@ -56,7 +56,7 @@ def test_without_enough_tokens_no_session_begins(tmp_path):
 
 
 def test_a_candidate_is_judged_by_the_next_session_and_once(trainer, decides):
-    seen = decides("keep", "served")
+    seen = decides("kept", "served")
     assert session(trainer).verdict is None, "the first drafter is the served one"
     candidate = trainer.candidate
     judged = session(trainer)
@@ -68,7 +68,7 @@ def test_a_candidate_is_judged_by_the_next_session_and_once(trainer, decides):
 
 
 def test_what_is_published_is_the_candidate_that_was_judged(trainer, decides):
-    decides("publish", "candidate")
+    decides("published", "candidate")
     session(trainer)
     candidate = trainer.candidate
     found = session(trainer).verdict
@@ -95,7 +95,7 @@ def test_a_checkpoint_names_the_drafter_that_it_holds(trainer, tmp_path):
 def test_a_candidate_that_is_given_up_takes_what_was_trained_on_it_along(trainer, decides, back):
     publish(trainer)
     session(trainer)  # the candidate is ahead of what was published
-    decides("revert", back)
+    decides("reverted", back)
     begun = trainer.trainer.steps
     found = session(trainer, lambda: trainer._judged or trainer.trainer.steps > begun).verdict
     wanted = getattr(trainer, back)
@@ -107,7 +107,7 @@ def test_a_candidate_that_is_given_up_takes_what_was_trained_on_it_along(trainer
 
 def test_with_the_gate_off_every_trained_candidate_is_published_and_nothing_is_scored(tmp_path, decides):
     """Also where a session is too short to score anything, as it is when a user turns the gate off."""
-    seen = decides("revert", "served")
+    seen = decides("reverted", "served")
     trainer = make_trainer(tmp_path / "policy", 60, gate=False)
     for version in (1, 2, 3):
         result = stopped_after(trainer, 1)
@@ -137,7 +137,7 @@ def stop_after(looks):
 def test_scores_of_a_session_that_was_stopped_are_kept(trainer, decides, monkeypatch):
     monkeypatch.setattr(scoring, "CPU_TOKENS", 40)
     session(trainer)
-    seen, sessions = decides("keep", "served"), 0
+    seen, sessions = decides("kept", "served"), 0
     while not seen:
         result = session(trainer, stop_after(3))
         sessions += 1
@@ -151,7 +151,7 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(trainer, decides, mon
     calls = []
     real = scoring.acceptance
     monkeypatch.setattr(scoring, "acceptance", lambda *args, **named: calls.append(1) or real(*args, **named))
-    decides("publish", "candidate")
+    decides("published", "candidate")
     session(trainer)
     session(trainer)
     two = len(calls)  # candidate, and what is both served and initial
@@ -163,7 +163,7 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(trainer, decides, mon
 
 def test_more_is_scored_the_more_was_trained(trainer, decides):
     """A fifth of the work at most, but for what the gate needs at least."""
-    seen = decides("keep", "served")
+    seen = decides("kept", "served")
     stopped_after(trainer, 1)
     session(trainer)
     few = int((seen[0].positions > 0).sum())

@@ -78,7 +78,7 @@ TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
 
 
 def test_publication():
-    publish = Publish(t=0.0, step=4, version=3, decision="published", tau=TAU, gain=0.1, gain_low=-0.02)
+    publish = Publish(t=0.0, step=4, version=3, decision="published", tau=TAU, gain=0.1)
     reload = Reload(t=0.0, step=4, replica="a", version=2, ok=False)
     assert_has(of(publish=publish, reloads=[reload], served_version=2), {
         "held_out_accept_length_candidate": 2.5, "held_out_accept_length_served": 2.2,
