@@ -23,13 +23,13 @@ from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Batch, DrafterTrainer, default_attention, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
-from verl_tlt.messages.training import RolloutSampling, SpotPlan, VerifierArrays
+from verl_tlt.messages.training import SpotPlan, VerifierArrays
 from verl_tlt.spot_trainer.scoring import Scoring
 from verl_tlt.spot_trainer.trainer import SpotTrainer
 from verl_tlt.trainer.run_setup import first_drafter
 
 PASSES = 3
-SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
 """As in the spot trainer."""
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.shapes import shape_of
 from benchmarks.lossless.child import ANY_LENGTH
 from benchmarks.lossless.tiny_policy import SMALL, build_drafter_dir, build_target
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.doctor.engine_check import failure_of, load_drafter
+from verl_tlt.commands.doctor.engine_check import load_drafter
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
@@ -168,7 +168,7 @@ async def slept(
     if level == 2 and engine.llm.vllm_config.load_config.load_format != "dummy":
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
     found["lost"] = await in_worker(engine, live_digest) != before
-    if error := failure_of(await stage("load drafter", load_drafter(engine))):
+    if error := await stage("load drafter", load_drafter(engine)):
         raise RuntimeError(f"the engine did not load its drafter again: {error}")
     await stage("wake KV cache", engine.llm.wake_up(tags=["kv_cache"]))
     found["reload_is_exact"] = await in_worker(engine, live_digest) == before

@@ -84,7 +84,7 @@ def swaps_and_pauses(engine: Engine, drafters: Sequence[str], more: Callable[[in
 
     def act(step: int) -> None:
         if step % 10 == 3:
-            assert engine.rpc("tlt_load_drafter", drafters[step // 10 % 2])["ok"]
+            assert engine.rpc("tlt_load_drafter", drafters[step // 10 % 2]) is None
         if step % 15 == 7:
             control.control(drafting=not control.drafting)
             engine.rpc("tlt_set_drafting", control.drafting)

@@ -19,7 +19,7 @@ from tests.toy import task
 from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence, VerifierWeights, to_numpy16
-from verl_tlt.messages.training import HiddenStateShard, RolloutSampling, SessionResult, SpotPlan, VerifierArrays
+from verl_tlt.messages.training import HiddenStateShard, SessionResult, SpotPlan, VerifierArrays
 from verl_tlt.spot_trainer.worker import SpotTrainerWorker
 from verl_tlt.trainer.run_setup import first_drafter
 
@@ -116,7 +116,7 @@ def plan_of(resume_from: Path | None = None, config: TLTConfig = CONFIG, **chang
     start = first_drafter(config, str(SHIPPED_POLICY), "bfloat16", 1024, resume_from)
     plan = SpotPlan(
         policy_dir=str(SHIPPED_POLICY), drafter=start.trainable, dtype="bfloat16",
-        sampling=RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1), learning_rate=2e-3, warmup_steps=5,
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1}, learning_rate=2e-3, warmup_steps=5,
         batch_tokens=384, min_tokens=300, held_out=0.25, max_epochs=2.5, window=1024,
         checkpoint=str(start.checkpoint) if start.checkpoint else None,
     )  # fmt: skip

@@ -72,7 +72,7 @@ def wake(engine, target, head=None):
     engine.llm.wake_up(tags=["weights"])
     sync(engine, target)
     answer = head and engine.rpc("tlt_load_drafter", str(head / "model.safetensors"))
-    assert head is None or answer["ok"], answer
+    assert answer is None
     engine.llm.wake_up(tags=["kv_cache"])
     assert engine.llm.reset_prefix_cache()
     return answer
@@ -93,7 +93,7 @@ def test_the_checkpoints_head_drafts_from_the_start_and_comes_back_after_sleep(s
     with start() as engine:
         fresh = live_fingerprint(engine)
         loaded = engine.rpc("tlt_load_drafter", str(good / "model.safetensors"))
-        assert loaded["ok"], loaded
+        assert loaded is None
         assert live_fingerprint(engine) == fresh, "the checkpoint's, though the policy is a dummy"
         assert holds(engine, good / "model.safetensors")
         sync(engine, target)
@@ -122,7 +122,7 @@ def test_experts_that_a_kernel_has_reordered_are_refused(start, models, family):
         experts = next(m for m in engine.runner.drafter.model.modules() if hasattr(m, "w13_weight"))
         engine.patch.setattr(experts.quant_method, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS)
         answer = engine.rpc("tlt_load_drafter", str(models[part_of(family, "bad")] / "model.safetensors"))
-        assert not answer["ok"] and "rollout.engine_kwargs.vllm.moe_backend=triton" in answer["error"], answer
+        assert "rollout.engine_kwargs.vllm.moe_backend=triton" in answer, answer
         assert live_fingerprint(engine) == before
 
 

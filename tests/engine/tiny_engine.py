@@ -88,7 +88,7 @@ class Engine:
         if not self.scheduler.tlt.drafting:
             assert self.rpc("tlt_set_drafting", True) is None
         loaded = self.rpc("tlt_load_drafter", str(weights))
-        assert loaded["ok"], loaded
+        assert loaded is None
         scheduler, control = self.scheduler, self.scheduler.tlt
         control.__init__(load_policy(tlt, scheduler.max_num_running_reqs), control.limits, control.trace)
         control.control(points=policies.COSTS.to_list())
@@ -117,7 +117,7 @@ class Engine:
         found = self.generate(8, tokens)
         return found, self.scheduler.tlt.stats(reset=True).num_accepted_tokens_per_pos
 
-    def sync(self, drafter: Path, level: int = 2) -> dict[str, Any]:
+    def sync(self, drafter: Path, level: int = 2) -> str | None:
         """A weight sync in verl's order, of the same policy and of a drafter's file: what its load answered.
 
         Sleep, wake the weights, send the policy's, load the drafter (`clear_kv_cache`), wake the KV cache
@@ -130,7 +130,7 @@ class Engine:
         answers = self.llm.collective_rpc("tlt_load_drafter", args=(str(drafter),))
         self.llm.wake_up(tags=["kv_cache"])
         assert self.llm.reset_prefix_cache()
-        return next((answer for answer in answers if not answer["ok"]), answers[0])
+        return next((failure for failure in answers if failure is not None), None)
 
     def close(self, beside: bool = False) -> None:
         """Free the engine and, where it was not beside another, vLLM's process groups, which they share."""

@@ -67,13 +67,21 @@ class Command(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PendingWork:
+    """What the trainer knows about work still to come in a sampling phase."""
+
+    pending: int = 0  # groups that no agent loop has taken up yet
+    more: bool = False
+    """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
+
+
+@dataclass(frozen=True)
 class Look:
     """What the fleet looks like at one moment."""
 
     now: float
     inflight: Mapping[str, int]  # requests by replica, of those in the load balancer
-    pending: int = 0  # requests that are on no replica yet
-    more: bool = False  # agent loops or the sampler may send others
+    work: PendingWork = PendingWork()
     ready: bool = True  # a session could begin: the spot trainer is up and has enough to train on
 
 
@@ -167,13 +175,13 @@ class IdlePlanner:
         replica.most = max(replica.most, inflight)
         if replica.state is not State.SERVES:
             return
-        if inflight or look.pending or not replica.most:
+        if inflight or look.work.pending or not replica.most:
             replica.empty_since = None
         elif replica.empty_since is None:
             replica.empty_since = look.now
 
     def _note_end(self, look: Look) -> None:
-        work = look.pending or any(replica.inflight for replica in self._replicas.values())
+        work = look.work.pending or any(replica.inflight for replica in self._replicas.values())
         seen = any(replica.most for replica in self._replicas.values())
         if work or not seen:
             self._last_request = None
@@ -184,7 +192,8 @@ class IdlePlanner:
         """The replica that is to leave now; None: none."""
         others_serve = any(r.state is State.SERVES and r.inflight for r in self._replicas.values())
         away = any(r.state is not State.SERVES for r in self._replicas.values() if not r.stays)
-        if not look.ready or look.pending or look.more or not others_serve or away or self._sessions.over:
+        coming = look.work.pending or look.work.more
+        if not look.ready or coming or not others_serve or away or self._sessions.over:
             return None
         for name, r in self._replicas.items():
             settled = r.empty_since is not None and look.now - r.empty_since >= self._settle_s

@@ -1,4 +1,4 @@
-"""Records between the trainer, the rollout servers, their schedulers and vLLM's workers."""
+"""Records between the trainer, the rollout servers and their schedulers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,15 +88,3 @@ class EngineStats:
     step_times: tuple[StepTime, ...] = ()  # of every draft length and batch with a clean step, ascending
     failure: str | None = None
     """Why there are no figures: the engine did not answer, or verl-tlt failed in it and it drafts nothing since."""
-
-
-# ---------------------------------------------------------------------- vLLM's workers to their server
-
-
-@dataclass(frozen=True)
-class LoadReply:
-    """What one worker answers when it is asked to load a drafter."""
-
-    ok: bool  # False: the drafter is as it was, unless vLLM itself failed half way
-    error: str | None = None
-    seconds: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -74,22 +74,13 @@ class CapturedStates:
 # ---------------------------------------------------------------------- RL trainer -> spot trainer
 
 
-@dataclass(frozen=True)
-class RolloutSampling:
-    """The rollout's sampling settings, under which acceptance is judged."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpotPlan:
     """What the spot trainer is made of: at the start of a run, and again for one that replaces another."""
 
     policy_dir: str  # visible on its node
     drafter: DrafterFile  # the run's first drafter, float32
-    sampling: RolloutSampling
+    sampling: Mapping[str, Any]  # the rollout's temperature, top_p and top_k, under which acceptance is judged
     dtype: str  # of the rollout, in which drafters are published
     device: str = "cpu"  # torch's device type: "cuda" or "cpu"
     checkpoint: str | None = None  # directory of the drafter's checkpoint that the run goes on from
@@ -143,14 +134,6 @@ class Verdict:
     """Conditional acceptance by draft position of the drafter that is served from now on; empty: not scored."""
     publishes: bool = False
     """The spot trainer has a drafter to publish (`export`): the candidate, or the initial one if it is reverted."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A drafter that is ready to be published."""
-
-    version: int
-    acceptance: tuple[float, ...]  # conditional acceptance by draft position; empty: not scored
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.files.disk import private_dir
 from verl_tlt.messages import from_plain
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, LoadReply, store_name
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, store_name
 from verl_tlt.server.calibration import calibrate, draft_once, loads_of, sampling_of
 from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
@@ -299,9 +299,9 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """
         self._tlt_served = replace(self._tlt_served, reloads=self._tlt_served.reloads + 1)
         asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
-        replies = [from_plain(LoadReply, reply) for reply in await answered(self.engine, "load its drafter", asked)]
-        if bad := next((reply for reply in replies if not reply.ok), None):
-            raise DrafterError(bad.error or "load failed")
+        for failure in await answered(self.engine, "load its drafter", asked):
+            if failure is not None:
+                raise DrafterError(failure)
 
     async def _tlt_set_drafting(self, drafting: bool, acceptance: Sequence[float] | None = None) -> None:
         """Turn the drafter's own pass on or off; only between rollouts, right after the caches were cleared.

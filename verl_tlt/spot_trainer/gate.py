@@ -72,7 +72,7 @@ def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
       initial one by as much;
     * keep what is served otherwise, and train the candidate on.
     """
-    tau = {which: scores.accept_length(which) for which in WHICH}
+    tau: dict[str, float] = {which: scores.accept_length(which) for which in WHICH}
     best: Which = "initial" if tau["initial"] > tau["served"] else "served"
     positions = int(scores.positions.sum())
     prompts = len(np.unique(scores.prompts[scores.positions > 0]))

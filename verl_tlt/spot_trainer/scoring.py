@@ -6,13 +6,13 @@ score again: the candidate is the same until it was judged.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
 from verl_tlt.drafter.data import grouped
-from verl_tlt.messages.training import RolloutSampling
 from verl_tlt.spot_trainer.gate import HeldOutScores, Which, combined
 
 Parameters = Mapping[str, np.ndarray]
@@ -32,7 +32,7 @@ class Scoring:
     """The scores so far of one candidate; the sequences to score are chosen when it begins."""
 
     versions: Mapping[Which, Parameters]
-    sampling: RolloutSampling
+    sampling: Mapping[str, Any]  # `SpotPlan.sampling`
     max_draft: int
     left: list[TrainingSequence]
     parts: list[HeldOutScores] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Scoring:
                     if should_stop():
                         return None
                     scores += acceptance(
-                        trainer.model, portion, **vars(self.sampling), max_draft=self.max_draft, budget=budget,
+                        trainer.model, portion, **self.sampling, max_draft=self.max_draft, budget=budget,
                         lm_head=lm_head,
                     )  # fmt: skip
             counts[which] = np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64)

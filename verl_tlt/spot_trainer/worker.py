@@ -25,7 +25,6 @@ from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
     DrafterProvenance,
-    Exported,
     HiddenStateShard,
     SessionResult,
     SpotPlan,
@@ -115,15 +114,15 @@ class SpotTrainerWorker:
         """Ask a running session to end after its micro-batch; returns at once."""
         self._stopping.set()
 
-    async def export(self) -> tuple[Exported | None, DrafterFile | None]:
-        """The drafter to publish, and what the RL trainer has to know of it; None twice where it was given up.
+    async def export(self) -> tuple[DrafterFile | None, DrafterFile | None]:
+        """The drafter to publish, without its weights and with them; None twice where it was given up.
 
-        The drafter goes from here to the rollout servers through the object store, past the RL trainer.
+        The weights go from here to the rollout servers through the object store, past the RL trainer.
         """
         drafter = await self._run(self.trainer.export)
         if drafter is None:
             return None, None
-        return Exported(drafter.version, drafter.acceptance), drafter
+        return replace(drafter, weights=b""), drafter
 
     async def save(self, directory: str, provenance: DrafterProvenance, step: str | None, keeps: int) -> None:
         await self._run(self.trainer.save, directory, provenance, step, keeps)

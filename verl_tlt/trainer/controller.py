@@ -14,7 +14,8 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import most_frequent
 from verl_tlt.files.disk import CONFIG
 from verl_tlt.idle.planner import IdlePlanner, TrainerIdlePlanner
-from verl_tlt.messages.training import DrafterProvenance, Exported, SessionResult, Verdict
+from verl_tlt.messages.rollout import DrafterFile
+from verl_tlt.messages.training import DrafterProvenance, SessionResult, Verdict
 from verl_tlt.speculation.alarm import falls_short
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.off import OffDecision, saved_estimate_s
@@ -67,7 +68,7 @@ class Controller:
         self.served: DrafterProvenance = replace(
             facts.provenance, version=start.served.version, acceptance=start.served.acceptance
         )
-        self._to_publish: Exported | None = None
+        self._to_publish: DrafterFile | None = None  # without its weights
         self._verdict: Verdict | None = None  # of this step, not in the trace yet
         self._updated = 0  # the last RL step with an update of the policy
         self._watch: SamplingWatch | None = None

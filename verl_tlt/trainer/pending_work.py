@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
+
+from verl_tlt.idle.planner import PendingWork
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PendingWork:
-    """What the trainer knows about work still to come in a sampling phase."""
-
-    pending: int = 0  # groups that no agent loop has taken up yet
-    more: bool = False
-    """An agent loop may send another turn, or sampling may still ask for more groups (DAPO filtering, failed ones)."""
 
 
 AskPending = Callable[[], PendingWork]

@@ -20,7 +20,7 @@ from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, dr
 from verl_tlt.errors import TLTError
 from verl_tlt.idle.planner import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
-from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, SpotPlan
+from verl_tlt.messages.training import DrafterProvenance, SpotPlan
 from verl_tlt.trainer.checkpoints import saved_drafter
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
     plan = SpotPlan(
         policy_dir=policy_dir,
         drafter=start.trainable,
-        sampling=RolloutSampling(rollout.temperature, rollout.top_p, rollout.top_k),
+        sampling={name: rollout[name] for name in ("temperature", "top_p", "top_k")},
         dtype=dtype,
         device="cuda" if accelerator else "cpu",
         checkpoint=str(start.checkpoint) if start.checkpoint else None,

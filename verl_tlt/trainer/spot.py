@@ -26,12 +26,12 @@ from verl.plugin.platform.platform_manager import get_platform
 from verl.utils.device import get_torch_device
 
 from verl_tlt.config import TLTConfig
+from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import (
     BufferStats,
     CapturedStates,
     CaptureReady,
     DrafterProvenance,
-    Exported,
     SessionResult,
     SpotPlan,
 )
@@ -284,12 +284,15 @@ class SpotTrainerHandle:
         """Whether a drafter was asked for that is not there yet."""
         return self._export is not None
 
-    def exported(self) -> Exported | None:
-        """The drafter that was asked for, which `published` then refers to; None: it is late, or was given up."""
+    def exported(self) -> DrafterFile | None:
+        """The drafter that was asked for, without its weights; `published` then refers to the whole of it.
+
+        None: it is late, or was given up.
+        """
         if self._export is None or not arrived(self._export[0]):
             return None
         (facts, drafter), self._export = self._export, None
-        exported: Exported | None = self._answer("export", facts, CALL_S)
+        exported: DrafterFile | None = self._answer("export", facts, CALL_S)
         if exported is not None:
             self.published = drafter
         return exported

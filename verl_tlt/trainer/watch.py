@@ -102,9 +102,8 @@ class SamplingWatch:
             self._report.first_dispatch = now + self._unix
         if self._session is not None and (result := self._spot.ended()) is not None:
             self._session_ended(result)
-        work = self._pending_work()
         ready = self._session is None and self._spot.ready()
-        commands = self._planner.observe(Look(now, load, work.pending, work.more, ready))
+        commands = self._planner.observe(Look(now, load, self._pending_work(), ready))
         for lost in {command.replica for command in commands if command.do == "rejoin"} - self._lost:
             logger.warning("the load balancer had lost replica %s; it is put back", lost)
             self._lost.add(lost)

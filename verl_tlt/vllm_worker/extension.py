@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -25,7 +23,6 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl_tlt.drafter.checkpoint import staged_weights
 from verl_tlt.drafter.tensor_file import not_finite, read_file, stacked
 from verl_tlt.errors import DrafterError
-from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.finite_logits import keep_logits_finite
 from verl_tlt.vllm_worker.hybrid_states import keep_states_right
@@ -308,20 +305,21 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
             keep_logits_finite(drafter)
             self.tlt_pass = drafter_pass.contain(self.model_runner, vllm_config)
 
-    def tlt_load_drafter(self, path: str | None = None) -> dict[str, object]:
-        """Load a file into the live drafter; None: what this server staged. Returns a `LoadReply` as a dict."""
-        start = time.perf_counter()
+    def tlt_load_drafter(self, path: str | None = None) -> str | None:
+        """Load a file into the live drafter; None: what this server staged.
+
+        Returns why it was not loaded (the drafter is as it was, unless vLLM itself failed half way); None: it was.
+        """
         if self.tlt_drafter is None:  # a pipeline stage without the drafter
-            return asdict(LoadReply(ok=True))
+            return None
         try:
             if self.tlt_pass is not None and self.tlt_pass.failure:
                 raise DrafterError(f"No drafter is loaded any more: {self.tlt_pass.failure}")
             self.tlt_drafter.load(Path(path) if path else None)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
-            text = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
-            return asdict(LoadReply(ok=False, error=text))
-        return asdict(LoadReply(ok=True, seconds=time.perf_counter() - start))
+            return str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
+        return None
 
     def tlt_set_drafting(self, enabled: bool) -> None:
         drafter_pass.set_drafting(self.model_runner, enabled)

@@ -15,7 +15,6 @@ from verl_tlt.commands.doctor import engine_check
 from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import Answer, EngineJob, check, check_waking, judge_costs, run_job
 from verl_tlt.config import TLTConfigError
-from verl_tlt.messages.rollout import LoadReply
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
@@ -67,7 +66,7 @@ def engine():
     """One that answers everything; its calls are noted."""
     engine = AsyncMock(drafter=Path("drafter"))
     engine.llm = engine
-    engine.every.return_value = [asdict(LoadReply(ok=True))]
+    engine.every.return_value = [None]
     engine.wall_seconds.return_value = {1: 0.01}
     engine.measure_costs.return_value = COSTS
     return engine

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from verl_tlt.idle import planner as module
-from verl_tlt.idle.planner import Command, IdlePlanner, Look, State, TrainerIdlePlanner
+from verl_tlt.idle.planner import Command, IdlePlanner, Look, PendingWork, State, TrainerIdlePlanner
 
 
 def planner(replicas=("a", "b"), candidates=None, *, expected_requests=8, settle_s=0.1):
@@ -19,10 +19,10 @@ def loaded(p, **inflight):
     return p
 
 
-def settle(p, inflight, now=1.0, **facts):
+def settle(p, inflight, now=1.0, ready=True, **work):
     """Two looks at the same load, far enough apart for any settle time used here."""
-    p.observe(Look(now, inflight, **facts))
-    return p.observe(Look(now + 0.5, inflight, **facts))
+    p.observe(Look(now, inflight, PendingWork(**work), ready))
+    return p.observe(Look(now + 0.5, inflight, PendingWork(**work), ready))
 
 
 def training(p=None, name="a", now=2.0):
@@ -51,7 +51,7 @@ def test_a_replica_of_another_node_or_one_that_carried_little_stays(changes):
 
 def test_half_the_fair_share_is_enough_and_counts_at_its_peak():
     p = planner(expected_requests=16)
-    p.observe(Look(0.0, {"a": 4, "b": 4}, pending=8))
+    p.observe(Look(0.0, {"a": 4, "b": 4}, PendingWork(8)))
     p.observe(Look(0.1, {"a": 1, "b": 8}))
     assert settle(p, {"a": 0, "b": 3}) == [Command("leave", "a")]
 
@@ -67,7 +67,7 @@ def test_before_dispatch_everybody_looks_idle_and_nobody_leaves():
 def test_settle_time_restarts_with_every_request_and_does_not_run_while_one_is_pending(requests, pending):
     p = loaded(planner(settle_s=0.25))
     for now, here, coming in ((7.0, 0, 0), (7.125, requests, pending), (7.5, 0, 0), (7.625, 0, 0)):
-        assert p.observe(Look(now, {"a": here, "b": 3}, pending=coming)) == []
+        assert p.observe(Look(now, {"a": here, "b": 3}, PendingWork(coming))) == []
     assert p.observe(Look(7.75, {"a": 0, "b": 3})) == [Command("leave", "a")]
 
 
@@ -201,7 +201,7 @@ def test_the_end_comes_although_one_replica_never_had_a_request():
 def test_the_trainers_device_trains_once_the_wait_for_samples_has_settled():
     p = TrainerIdlePlanner("trainer", begin=10.0, settle_s=0.5)
     assert p.observe(Look(10.4, {})) == [] and p.observe(Look(10.6, {}, ready=False)) == []
-    assert p.observe(Look(10.7, {"far": 3}, pending=4, more=True)) == [Command("train", "trainer")]
+    assert p.observe(Look(10.7, {"far": 3}, PendingWork(4, more=True))) == [Command("train", "trainer")]
     p.training("trainer", 10.7)
     assert p.observe(Look(11.0, {})) == []
     p.end(12.0)
@@ -268,7 +268,7 @@ def test_random_fleets_are_never_starved(seed):
         now += rng.uniform(0.01, 0.2)
         if rng.random() < 0.01:
             recall()
-        carry_out(p.observe(Look(now, {n: running[n] for n in serving}, pending, more=refill > 0)))
+        carry_out(p.observe(Look(now, {n: running[n] for n in serving}, PendingWork(pending, more=refill > 0))))
         if trains is not None and rng.random() < 0.02:
             p.ended(now, over=rng.random() < 0.5)
             trains = None

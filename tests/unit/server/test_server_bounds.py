@@ -13,7 +13,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.errors import TLTError
-from verl_tlt.messages.rollout import DrafterFile, EngineStats, LoadReply
+from verl_tlt.messages.rollout import DrafterFile, EngineStats
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
 from verl_tlt.server.engine_calls import EngineGone
@@ -77,7 +77,7 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
         server.engine.errored = True
         raise Exception("EngineCore encountered an issue.")
 
-    fine = {"tlt_load_drafter": [asdict(LoadReply(ok=True))], "tlt_set_drafting": [None], "control": {}}
+    fine = {"tlt_load_drafter": [None], "tlt_set_drafting": [None], "control": {}}
     server.engine, server.tlt = Engine(**{**fine, method: fail}), TLTConfig.from_dict({})
     server._tlt_staged = DrafterFile(0, "{}", b"")
     if method == "control" and not dies:  # what an engine that answers does not do with the switch

@@ -2,18 +2,18 @@
 
 import asyncio
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from made_server import Engine, make_server
 
 from verl_tlt.drafter.checkpoint import stage
-from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, LoadReply
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
 from verl_tlt.server import server as module
 from verl_tlt.server.server import TLTvLLMHttpServer
 
-FINE = [asdict(LoadReply(ok=True))] * 2
+FINE = [None, None]
 NEW = DrafterFile(version=4, config="{}", weights=b"", acceptance=(0.8, 0.7))
 
 
@@ -44,7 +44,7 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
 @pytest.mark.parametrize(
     ("loads", "why"),
     [
-        ([FINE[0], asdict(LoadReply(ok=False, error="lacks fc.weight"))], "lacks fc.weight"),
+        ([None, "lacks fc.weight"], "lacks fc.weight"),
         (RuntimeError("engine died"), "RuntimeError: engine died"),
         (KeyError("no such key"), "no such key"),  # what nobody thought of
     ],

@@ -175,7 +175,7 @@ def test_more_is_scored_the_more_was_trained(trainer, decides):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_a_candidate_that_is_not_finite_is_given_up(tmp_path, temperature):
-    trainer = make_trainer(tmp_path / "policy", 60, sampling=replace(SAMPLING, temperature=temperature))
+    trainer = make_trainer(tmp_path / "policy", 60, sampling={**SAMPLING, "temperature": temperature})
     session(trainer)
     trainer.trainer.averages()["fc.weight"][0, 0] = np.nan
     result = session(trainer)

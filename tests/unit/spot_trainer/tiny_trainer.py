@@ -8,12 +8,12 @@ import torch
 
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence
-from verl_tlt.messages.training import DrafterProvenance, RolloutSampling, SpotPlan, VerifierArrays
+from verl_tlt.messages.training import DrafterProvenance, SpotPlan, VerifierArrays
 from verl_tlt.spot_trainer.trainer import SpotTrainer
 from verl_tlt.trainer.run_setup import first_drafter
 
 HIDDEN, VOCABULARY = 32, 24
-SAMPLING = RolloutSampling(temperature=1.0, top_p=1.0, top_k=-1)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 FACTS = DrafterProvenance("policy", "data", "hass", 1.0, 1, 3, (0.5, 0.4, 0.3), 1234)
 """Of a checkpoint: version, RL step, acceptance and tokens come last."""
 POLICY = {

@@ -6,12 +6,11 @@ from fakes import FakeHiddenStates, FakeServers, FakeSpot
 from rl_steps import STOP_S, rl_step
 
 from verl_tlt.config import TLTConfig
-from verl_tlt.idle.planner import MODE_RULES
+from verl_tlt.idle.planner import MODE_RULES, PendingWork
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance
 from verl_tlt.trace.events import TraceWriter
 from verl_tlt.trainer.controller import Controller
-from verl_tlt.trainer.pending_work import PendingWork
 from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.step_log import StepLog
 

@@ -7,8 +7,8 @@ what the next session says, `late` holds an export back.
 
 import math
 
-from verl_tlt.messages.rollout import DrafterStatus
-from verl_tlt.messages.training import BufferStats, CapturedStates, CaptureReady, Exported, SessionResult, Verdict
+from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
+from verl_tlt.messages.training import BufferStats, CapturedStates, CaptureReady, SessionResult, Verdict
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.trainer.servers import Replica
 from verl_tlt.trainer.waits import CallFailed
@@ -187,7 +187,7 @@ class FakeSpot(Fake):
             return None
         self.version += 1
         self.published = self.version
-        return Exported(self.version, (0.6, 0.6, 0.6))
+        return DrafterFile(self.version, "{}", b"", (0.6, 0.6, 0.6))
 
     def save(self, directory, provenance, step=None, keeps=0):
         self.saved.append((directory, provenance, step, keeps))
