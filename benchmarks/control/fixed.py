@@ -210,6 +210,7 @@ def _round(engine: Engine, drain: Drain, prompts: Prompts, rng: random.Random) -
         if not arm.startswith(VLLM):
             stats = engine.stats()
             steps = {str(k): n for k, n in stats.steps_by_draft_length.items()}
-            tokens = stats.num_decode_tokens / max(stats.num_passes, 1)
+            passes = stats.num_decode_tokens - sum(stats.num_accepted_tokens_per_pos)  # each samples one token itself
+            tokens = stats.num_decode_tokens / max(passes, 1)
             found[arm] |= {"steps_by_draft_length": steps, "tokens_a_pass": round(tokens, 3)}
     return {arm: found[arm] for arm in ARMS}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from verl_tlt.speculation.costs import LatencyTable
+from step_costs import step_costs
+
 from verl_tlt.speculation.types import OFF, Policy, Step
 
-COSTS = LatencyTable.calibrated(
-    {k: [(b, 0.001 * (1 + 0.03 * b * (k + 1))) for b in (1, 2, 4, 8, 64)] for k in (OFF, *range(8))}
-)
+COSTS = step_costs({k: [(b, 0.001 * (1 + 0.03 * b * (k + 1))) for b in (1, 2, 4, 8, 64)] for k in (OFF, *range(8))})
 """Step costs by which small batches are worth long drafts, and large ones none."""
 
 

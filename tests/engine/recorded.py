@@ -128,6 +128,10 @@ def set_epochs(worker: SpotTrainerWorker, epochs: float) -> None:
     worker.trainer.plan = dataclasses.replace(worker.trainer.plan, max_epochs=epochs)
 
 
+def sequences_kept(worker):
+    return len(worker.trainer.buffer._items)
+
+
 def served_version(worker: SpotTrainerWorker) -> int:
     """Of the drafter that the engines have."""
     return worker.trainer.version

@@ -162,7 +162,7 @@ def test_each_token_has_the_experts_that_it_has_without_drafts(policy_of, engine
             engine.put_in_charge(control)
             found = routes(engine, **asked)
             stats = engine.scheduler.tlt.stats(reset=True)
-            accepted, drafted = sum(stats.num_accepted_tokens_per_pos), stats.num_draft_tokens
+            accepted, drafted = sum(stats.num_accepted_tokens_per_pos), sum(stats.num_draft_tokens_per_pos)
             assert 50 < accepted < drafted - 50, (control, accepted, drafted)
             for (tokens, chosen), (expected, theirs) in zip(found, stock, strict=True):
                 assert tokens == expected and np.array_equal(chosen, theirs), control

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from step_costs import step_costs
 
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 pytestmark = pytest.mark.engine
@@ -35,9 +35,8 @@ def test_the_account_is_vllms_own(engine_of, written):
         outputs = engine.generate(8, TOKENS)
         drafts, draft_tokens, accepted, *per_position = (b - a for a, b in zip(before, engine.counters(), strict=True))
         stats = engine.scheduler.tlt.stats()
-        assert stats.num_generation_tokens == sum(map(len, outputs))
-        assert stats.num_decode_tokens == stats.num_generation_tokens - len(outputs)  # the first one is the prefill's
-        assert (stats.num_drafts, stats.num_draft_tokens) == (drafts, draft_tokens)
+        assert stats.num_decode_tokens == sum(map(len, outputs)) - len(outputs)  # the first one is the prefill's
+        assert stats.num_drafts == drafts
         assert list(stats.num_accepted_tokens_per_pos) == per_position
         assert sum(stats.num_accepted_tokens_per_pos) == accepted
         assert sum(stats.num_draft_tokens_per_pos) == draft_tokens
@@ -64,7 +63,7 @@ def test_only_steady_decode_steps_teach(engine_of):
 
 def test_the_server_can_ask_a_running_engine(engine_of):
     with engine_of("good", speculation={"policy": "live_table"}, **SHARED) as engine:
-        off = LatencyTable.calibrated({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
+        off = step_costs({OFF: [(1, 0.004), (8, 0.005)]}).to_list()
         engine.core.tlt_call("control", {"force_k": 2, "acceptance": [0.8, 0.7, 0.6], "points": off})
         engine.generate(8, TOKENS)
         stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))

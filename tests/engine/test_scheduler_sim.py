@@ -158,10 +158,9 @@ def test_every_request_gets_its_tokens_and_every_step_is_counted(scheduler):
     assert stats.num_steps == len(policy.chosen) == len(worker.widths)
     for chosen, verified in zip(policy.chosen, worker.widths[1:], strict=False):
         assert verified <= {chosen}  # the K of a step is the width of the next
-    assert stats.num_generation_tokens == sum(lengths.values())
     # The first token is the prefill's, in the batch in which the prompt ended.
-    assert stats.num_decode_tokens == stats.num_generation_tokens - REQUESTS
-    assert stats.num_passes >= stats.num_drafts > 100
+    assert stats.num_decode_tokens == sum(lengths.values()) - REQUESTS
+    assert stats.num_drafts > 100
     assert all(a <= o for a, o in zip(stats.num_accepted_tokens_per_pos, stats.num_draft_tokens_per_pos, strict=True))
     assert list(stats.num_accepted_tokens_per_pos) == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
     clean = [step for step in policy.steps if step.clean]

@@ -211,7 +211,7 @@ def test_a_recalled_server_has_compared_its_drafter_and_one_without_weights_stay
     assert called.try_sleep("server-0", keep_weights=True)
     called.wake_up("server-0")
     after = ray.get(server.tlt_status.remote())
-    assert after.ok and after.reloads == before.reloads + 1, (before, after)
+    assert after.ok and after.seconds != before.seconds, (before, after)
     assert called.try_sleep("server-0", keep_weights=False)
     with pytest.raises(CallFailed, match="without its weights"):
         called.wake_up("server-0")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from recorded import Odd, as_shards, plan_of, ray_cluster, record, served_version, set_epochs, wait_for
+from recorded import Odd, as_shards, plan_of, ray_cluster, record, sequences_kept, served_version, set_epochs, wait_for
 
 from verl_tlt.drafter import load_drafter
 from verl_tlt.messages.training import CapturedStates, CaptureReady, DrafterProvenance
@@ -100,7 +100,7 @@ def exported(spot):
 
 
 def test_what_it_captured_is_learned_judged_published_and_saved(spot, tmp_path):
-    assert (spot.stats.sequences, spot.stats.incomplete) == (72, 0), "a rank's capture was left out"
+    assert (of_worker(spot, sequences_kept), spot.stats.incomplete) == (72, 0), "a rank's capture was left out"
     first = session(spot)
     assert first.outcome == "exhausted" and first.steps >= 10 and first.skipped == 0 and first.verdict is None
     second = session(spot)

@@ -56,7 +56,7 @@ def make_run(directory: Path) -> MadeRun:
         version = step - 1  # nothing is trained on in the first step
         if version:
             trained = {"steps": 5, "tokens": 2560, "loss": 6.0 / step, "outcome": "stopped"}
-            times = {"start": idle_from + 0.35, "end": end + 0.05, "stop_latency_s": 0.05}
+            times = {"start": idle_from + 0.35, "end": end + 0.05}
             driver.emit("session", step=step, replica=idle, **times, **trained)
             tau = {"candidate": 1.0 + step / 4, "served": 1.0 + (step - 1) / 4, "initial": 1.01}
             driver.emit("publish", step=step, version=version, decision="published", tau=tau)
@@ -94,7 +94,7 @@ def engine_row(t: float, accepted: tuple[int, ...] | None) -> dict:
 def engine_stats(count: int, accepted: tuple[int, ...] | None) -> EngineStats:
     k, tokens = len(accepted or ()), count * (BATCH + sum(accepted or ()))
     return EngineStats(
-        num_steps=count, num_generation_tokens=tokens, num_decode_tokens=tokens, num_passes=count * BATCH,
+        num_steps=count, num_decode_tokens=tokens,
         num_drafts=count * BATCH if k else 0, num_draft_tokens_per_pos=(count * BATCH,) * k,
         num_accepted_tokens_per_pos=tuple(count * n for n in accepted or ()), steps_by_draft_length={k: count},
     )  # fmt: skip

@@ -282,10 +282,8 @@ class DrafterTrainer:
                 self.parameters[name].copy_(value)
 
 
-def train_until(
-    trainer: DrafterTrainer, batches: Iterable[Batch], should_stop: Callable[[], bool], max_tokens: float = math.inf
-) -> TrainSummary:
-    """Step through `batches` until `should_stop()`, the end of the data, or `max_tokens` rows learned from.
+def train_until(trainer: DrafterTrainer, batches: Iterable[Batch], should_stop: Callable[[], bool]) -> TrainSummary:
+    """Step through `batches` until `should_stop()` or the end of the data.
 
     `should_stop` is called before each micro-batch. A hundred batches in a row without a loss are a `DrafterError`.
     """
@@ -293,7 +291,7 @@ def train_until(
     tokens, empty, stopped = 0, 0, False  # empty: batches in a row without a loss
     results: list[StepResult] = []
     with ahead(batches, trainer.feed()) as source:
-        while tokens < max_tokens and not (stopped := should_stop()):
+        while not (stopped := should_stop()):
             if (fed := next(source, None)) is None:
                 break
             empty = 0 if fed.tokens else empty + 1

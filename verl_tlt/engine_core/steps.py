@@ -50,18 +50,15 @@ class EngineStep(Step):
         self.latency_s = self.finished_s - (self.started_s if paused else self.previous_finished_s)
         self.decode_only = not prefilling and not paused
         if self.sampled and not (self.cut or self.gone or prefilling):
-            self.num_generation_tokens = self.num_decode_tokens = sum(self.sampled)
+            self.num_decode_tokens = sum(self.sampled)
         else:
             self._count_tokens(prefilling)
         self._count_drafts()
 
     def _count_tokens(self, prefilling: Collection[str]) -> None:
         for client in self.outputs.values():
-            self.num_generation_tokens += sum([len(one.new_token_ids) for one in client.outputs])
-            if prefilling:
-                first = [len(one.new_token_ids) for one in client.outputs if one.request_id in prefilling]
-                self.num_decode_tokens -= sum(first)
-        self.num_decode_tokens += self.num_generation_tokens
+            decoded = [len(one.new_token_ids) for one in client.outputs if one.request_id not in prefilling]
+            self.num_decode_tokens += sum(decoded)
 
     def _count_load(self) -> Collection[str]:
         """Count decode-phase requests and their context; returns the requests that compute their prompt."""

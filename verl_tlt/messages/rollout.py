@@ -46,7 +46,6 @@ class DrafterStatus:
     seconds: float = 0.0  # duration of the last load
     error: str | None = None  # why the engine does not draft as it was asked to
     drafting: bool = False  # the drafter's pass runs in this rollout
-    reloads: int = 0
     acceptance: tuple[float, ...] = ()  # `DrafterFile.acceptance` of the drafter that is served
 
 
@@ -66,12 +65,8 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    num_generation_tokens: int = 0  # tokens handed to requests, the first one after a prefill included
-    num_decode_tokens: int = 0  # the part of them that decode-phase requests got
-    num_passes: int = 0
-    """Decode-phase requests summed over engine steps: passes of the target, one per request and step."""
+    num_decode_tokens: int = 0  # tokens that decode-phase requests got, which are all but those of a prefill
     num_drafts: int = 0  # drafts verified: one per request and step that verified
-    num_draft_tokens: int = 0  # tokens in them
     num_draft_tokens_per_pos: tuple[int, ...] = ()
     """[i]: drafts of at least i+1 tokens; K varies, so a rate per position needs it beside the next one."""
     num_accepted_tokens_per_pos: tuple[int, ...] = ()  # [i]: drafts whose first i+1 tokens were all accepted

@@ -106,10 +106,7 @@ class SpotPlan:
 class BufferStats:
     """What the spot trainer's buffer holds after it took over a step's sequences."""
 
-    sequences: int
-    tokens: int
-    train_tokens: int  # the part of `tokens` that is trained on; the rest is held out for the publish gate
-    bytes: int
+    train_tokens: int  # that are trained on; others are held out for the publish gate
     incomplete: int = 0  # sequences of this step that were left out: a rank's shard is missing
     responses: int = 0
     """Response tokens of this step's sequences; 0 where the drafter has the policy's whole vocabulary."""

@@ -297,7 +297,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         Whatever is raised, the engine still holds the policy, and can decode without a drafter.
         """
-        self._tlt_served = replace(self._tlt_served, reloads=self._tlt_served.reloads + 1)
         asked = self.engine.collective_rpc(method="tlt_load_drafter", args=())
         for failure in await answered(self.engine, "load its drafter", asked):
             if failure is not None:

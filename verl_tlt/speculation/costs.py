@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
@@ -61,12 +61,6 @@ class LatencyTable:
     """
 
     points: tuple[LatencyPoint, ...] = ()
-
-    @classmethod
-    def calibrated(cls, rows: Mapping[int, Iterable[tuple[int, float]]]) -> LatencyTable:
-        """A calibration at `SHORT_CONTEXT` alone: (batch, seconds) by draft length."""
-        measured = [(batch, length, seconds) for length, row in rows.items() for batch, seconds in row]
-        return cls(tuple(LatencyPoint(b, b * SHORT_CONTEXT, length, seconds) for b, length, seconds in measured))
 
     def lengths(self) -> tuple[int, ...]:
         """Draft lengths with a point, ascending, OFF included."""

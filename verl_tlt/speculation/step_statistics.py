@@ -16,8 +16,6 @@ LATENCY_SAMPLES = 64
 UNDRAFTED, FEWEST_UNDRAFTED = 16, 4
 """Latest clean steps without drafts that are kept per octave of the batch, also from earlier rollouts, and from how
 many on they alone give the machine's pace. So drafts that cost more than calibrated count as no slower machine."""
-SUMMED = ("control_s", "num_decode_tokens", "num_draft_tokens", "num_drafts", "num_generation_tokens")
-"""Fields that `Step` and `EngineStats` both have."""
 
 
 @dataclass(slots=True)
@@ -117,9 +115,9 @@ class StepSums:
     def add(self, step: Step) -> None:
         sums = self._sums
         sums.num_steps += 1
-        sums.num_passes += step.batch
-        for name in SUMMED:
-            setattr(sums, name, getattr(sums, name) + getattr(step, name))
+        sums.num_decode_tokens += step.num_decode_tokens
+        sums.num_drafts += step.num_drafts
+        sums.control_s += step.control_s
         for i, count in enumerate(step.num_accepted_tokens_per_pos):
             self._offered[i] += step.num_drafts
             self._accepted[i] += count

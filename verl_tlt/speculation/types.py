@@ -35,7 +35,6 @@ class Step:
     clean: bool = False
     """False for steps whose time is no step cost: mixed with prefill, K just changed, after a pause, no drafts made."""
     num_draft_tokens: int = 0  # tokens in the drafts that were verified
-    num_generation_tokens: int = 0  # tokens handed to requests, first tokens after a prefill included
     control_s: float = 0.0  # seconds that the step waited for verl-tlt
     unix_s: float = 0.0  # when it finished
     decode_only: bool = True

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from verl_tlt.drafter import TrainingSequence
 from verl_tlt.drafter.data import grouped, windows
 from verl_tlt.drafter.held_out import digest_of, mark_of
-from verl_tlt.messages.training import BufferStats
 
 KEPT_STEPS = 8
 """RL steps a sequence stays: older ones are of another policy."""
@@ -37,7 +36,9 @@ class Buffer:
         self._max_bytes, self._held_out = max_bytes, held_out
         self._items: list[_Item] = []  # oldest first
         self._trained: int | None = None  # the first prompt, which is trained on: there may be no other
-        self._nbytes = self._train_tokens = 0
+        self._nbytes = 0
+        self.train_tokens = 0
+        """Tokens that are trained on; others are held out."""
         self._queue: list[list[TrainingSequence]] = []  # micro-batches left of the present pass
         self._pass_rows = 0  # of the present pass
         self.epochs = 0.0
@@ -60,7 +61,7 @@ class Buffer:
             self._count(self._items.pop(0), -1)
         self._queue = []  # a new pass begins
 
-    def held_out(self, max_tokens: float = math.inf, fewest: int = 0) -> list[TrainingSequence]:
+    def held_out(self, max_tokens: int, fewest: int) -> list[TrainingSequence]:
         """The gate's sequences, newest first, up to `max_tokens`, and older ones up to `fewest` prompts."""
         chosen: list[TrainingSequence] = []
         prompts: set[int] = set()
@@ -75,7 +76,7 @@ class Buffer:
         return chosen
 
     def ready(self, min_tokens: int) -> bool:
-        return self._train_tokens >= max(1, min_tokens)
+        return self.train_tokens >= max(1, min_tokens)
 
     def begin_session(self, max_epochs: float) -> None:
         """Begin a new pass; `exhausted` after `max_epochs` of them, lest a small buffer is learned by heart."""
@@ -83,7 +84,7 @@ class Buffer:
 
     def exhausted(self) -> bool:
         """Whether the session's passes are used up, or there is nothing to train on."""
-        return self._train_tokens == 0 or self.epochs >= self._max_epochs - 1e-9  # a sum of shares
+        return self.train_tokens == 0 or self.epochs >= self._max_epochs - 1e-9  # a sum of shares
 
     def sample_batch(self, rng: random.Random, budget: int) -> list[TrainingSequence]:
         """The next micro-batch: windows of training sequences, of at most `budget` rows together; empty without any.
@@ -104,10 +105,6 @@ class Buffer:
         self.epochs += sum(piece.rows for piece in batch) / self._pass_rows
         return batch
 
-    def stats(self) -> BufferStats:
-        tokens = sum(len(i.sequence) for i in self._items)
-        return BufferStats(len(self._items), tokens, self._train_tokens, self._nbytes)
-
     def _count(self, item: _Item, sign: int) -> None:
         self._nbytes += sign * item.sequence.nbytes
-        self._train_tokens += sign * len(item.sequence) * (not item.held_out)
+        self.train_tokens += sign * len(item.sequence) * (not item.held_out)

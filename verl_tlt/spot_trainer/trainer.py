@@ -147,13 +147,13 @@ class SpotTrainer:
         self._verifier_known = True
 
     def _stats(self, sequences: list[TrainingSequence]) -> BufferStats:
-        stats = self.buffer.stats()
+        stats = BufferStats(self.buffer.train_tokens)
         if not self.model.use_draft_vocab or not sequences:
             return stats
         turns = [sequence.tokens[turn.start : turn.stop] for sequence in sequences for turn in sequence.turns]
         responses = torch.cat([*turns, torch.empty(0, dtype=torch.int64)])
         draftable = int(self.model.t2d.cpu()[responses].sum())
-        return BufferStats(**{**vars(stats), "responses": len(responses), "draftable": draftable})
+        return replace(stats, responses=len(responses), draftable=draftable)
 
     # ------------------------------------------------------------------ a session
 

@@ -90,8 +90,6 @@ class Session(SessionResult):
     replica: str
     start: float
     end: float
-    stop_latency_s: float | None = None
-    """Seconds from the stop request to the spot trainer's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,7 @@ class SamplingWatch:
             return []
         return self._planner.slept(name) if slept else self._planner.refused(name, self._clock.monotonic())
 
-    def _session_ended(self, result: SessionResult, stop_s: float | None = None) -> None:
+    def _session_ended(self, result: SessionResult) -> None:
         assert self._session is not None
         replica, begun = self._session
         self._session = None
@@ -149,7 +149,7 @@ class SamplingWatch:
         self._planner.ended(now, over=result.outcome != "stopped")
         session = Session(
             **vars(result), t=now + self._unix, step=self._step, replica=replica, start=begun + self._unix,
-            end=now + self._unix, stop_latency_s=stop_s,
+            end=now + self._unix,
         )  # fmt: skip
         self._report.sessions.append(session)
 
@@ -189,8 +189,5 @@ class SamplingWatch:
 
     def _stop(self, stop_timeout_s: float) -> None:
         """Stop the session, if one runs."""
-        if self._session is None:
-            return
-        begun = self._clock.monotonic()
-        result = self._spot.stop(stop_timeout_s)
-        self._session_ended(result, self._clock.monotonic() - begun)
+        if self._session is not None:
+            self._session_ended(self._spot.stop(stop_timeout_s))

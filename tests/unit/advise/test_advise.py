@@ -4,6 +4,7 @@ import json
 
 import pytest
 from cli import cli
+from step_costs import step_costs
 
 from verl_tlt.commands.advise.estimate import RunShape, drafting_gains, shape_of, steps_to_repay, verdict
 from verl_tlt.commands.run_metrics import read_run
@@ -108,9 +109,7 @@ def test_the_verdict(run, said):
     assert said in verdict(run)
 
 
-COSTS = LatencyTable.calibrated(
-    {-1: [(1, 10.0), (64, 20.0)], 1: [(1, 11.0), (64, 40.0)], 3: [(1, 13.0), (64, 80.0), (9, 1.0)]}
-)
+COSTS = step_costs({-1: [(1, 10.0), (64, 20.0)], 1: [(1, 11.0), (64, 40.0)], 3: [(1, 13.0), (64, 80.0), (9, 1.0)]})
 
 
 def test_the_break_even_is_beside_the_measured_accept_length():

@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
+from step_costs import step_costs
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
@@ -18,9 +19,7 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
-COSTS = LatencyTable.calibrated(
-    {OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]}
-)
+COSTS = step_costs({OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]})
 STOCK, CLOSE = [{1: 0.010, 4: 0.020}, {1: 0.0125, 4: 0.025}], {1: 0.0101, 4: 0.0202}
 
 

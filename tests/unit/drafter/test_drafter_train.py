@@ -87,9 +87,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(drafter, seque
     assert not trainer.step(pack(sequences)).skipped
 
 
-def test_token_budget_and_end_of_data_end_a_session(drafter, sequences):
+def test_the_end_of_the_data_ends_a_session(drafter, sequences):
     trainer, batch = DrafterTrainer(drafter, ttt_steps=1, warmup_steps=4), pack(sequences)
-    summary = train_until(trainer, itertools.repeat(batch), lambda: False, max_tokens=3 * batch.tokens)
+    summary = train_until(trainer, itertools.repeat(batch, 3), lambda: False)
     assert (summary.steps, summary.tokens, summary.stopped) == (3, 3 * batch.tokens, False)
     nothing = train_until(trainer, [], lambda: False)
     assert nothing.steps == 0 and math.isnan(nothing.loss)

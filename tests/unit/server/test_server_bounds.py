@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from made_server import Engine, make_server
+from step_costs import step_costs
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
@@ -17,7 +18,6 @@ from verl_tlt.messages.rollout import DrafterFile, EngineStats
 from verl_tlt.server import engine_calls
 from verl_tlt.server import server as module
 from verl_tlt.server.engine_calls import EngineGone
-from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 BOUND_S, LATE_S = 0.2, 8.0
@@ -98,7 +98,7 @@ async def test_a_replica_measures_and_the_others_use_what_it_measured(server, mo
         model_config=SimpleNamespace(get_vocab_size=lambda: 3, max_model_len=1000),
     )  # fmt: skip
     server.config = RolloutConfig(name="vllm", temperature=0.7, top_p=0.9, calculate_log_probs=True)
-    costs, asked = LatencyTable.calibrated({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
+    costs, asked = step_costs({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
     async def calibrate(engine, lengths, loads, vocab_size, sampling):
         assert vocab_size == 3, "tokens that only the tokenizer knows would end the engine"
@@ -109,7 +109,7 @@ async def test_a_replica_measures_and_the_others_use_what_it_measured(server, mo
     monkeypatch.setattr(module, "draft_once", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(module, "calibrate", calibrate)
     assert await server.tlt_calibrate() == costs and asked == [((0, 2), {1, 2, 4, 8})]
-    other = LatencyTable.calibrated({k: [(1, 0.03)] for k in (OFF, 0, 2)})
+    other = step_costs({k: [(1, 0.03)] for k in (OFF, 0, 2)})
     assert await server.tlt_calibrate(other) == other and len(asked) == 1
     assert server.engine.told() == [{"points": costs.to_list()}, {"points": other.to_list()}]
 

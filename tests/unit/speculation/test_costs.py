@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from step_costs import step_costs
 
 from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyPoint, LatencyTable, LiveCosts
 from verl_tlt.speculation.types import OFF, ControlError, Step
@@ -35,7 +36,7 @@ def test_costs_are_linear_between_and_beyond_measured_batches():
     table = table_of()
     assert float(table.seconds(3, 24)) == pytest.approx(true_s(24, 3))
     assert float(table.seconds(OFF, 64)) == pytest.approx(true_s(64, OFF))
-    falling = LatencyTable.calibrated({0: [(1, 0.02), (8, 0.01)]})
+    falling = step_costs({0: [(1, 0.02), (8, 0.01)]})
     assert float(falling.seconds(0, 64)) == 0.01, "noise does not make large batches free"
     assert list(table.seconds(0, [1, 2])) == pytest.approx([true_s(1, 0), true_s(2, 0)])
     assert table.lengths() == (OFF, 0, 1, 3) and table.by_batch(1)[0] == (1, pytest.approx(true_s(1, 1)))

@@ -3,6 +3,7 @@
 from itertools import takewhile
 
 import pytest
+from step_costs import step_costs
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
@@ -11,9 +12,7 @@ from verl_tlt.speculation.step_statistics import Decoded, undrafted_s
 from verl_tlt.speculation.types import OFF
 
 REPLICAS = ["a", "b"]
-COSTS = LatencyTable.calibrated(
-    {OFF: [(1, 0.010), (32, 0.020)], 0: [(1, 0.011), (32, 0.022)], 3: [(1, 0.014), (32, 0.050)]}
-)
+COSTS = step_costs({OFF: [(1, 0.010), (32, 0.020)], 0: [(1, 0.011), (32, 0.022)], 3: [(1, 0.014), (32, 0.050)]})
 UNKNOWN, RANDOM, GOOD, BETTER = (), (0.01, 0.01, 0.01), (0.6, 0.6, 0.6), (0.9, 0.9, 0.9)
 
 
@@ -29,7 +28,7 @@ def rollout(
     stats = EngineStats(
         num_steps=steps, steps_by_draft_length={k: steps},
         num_drafts=drafts, decode_s=decode_s, undrafted_s=undrafted_s, tokens_by_batch=tokens_by_batch or {1: 1000},
-        num_accepted_tokens_per_pos=(accepted,), num_passes=100, mean_context=100.0,
+        num_accepted_tokens_per_pos=(accepted,), mean_context=100.0,
     )  # fmt: skip
     return dict.fromkeys(names, stats)
 
@@ -70,7 +69,7 @@ def test_what_is_saved_is_that_of_the_best_draft_length_at_each_batch():
 
 def test_a_draft_length_without_a_graph_for_a_batch_saves_nothing_there():
     """Its steps were measured up to smaller batches only, and what follows from them for this one is too fast."""
-    costs = LatencyTable.calibrated(
+    costs = step_costs(
         {OFF: [(1, 0.003), (512, 0.004), (1024, 0.010)], 0: [(1, 0.003), (1024, 0.0105)], 1: [(1, 0.003), (256, 0.004)]}
     )
     assert expected_saving(costs, (0.7,), {1024: 100.0}, 32) == pytest.approx(-0.05)
@@ -86,9 +85,9 @@ def test_fixed_and_ngrams_draft_whatever_it_costs_and_off_never():
 
 
 def test_without_a_measured_draft_nothing_is_drafted_and_without_off_it_is_tried():
-    undrafted = decision(costs=LatencyTable.calibrated({OFF: [(1, 0.01)], 0: [(1, 0.011)]}))
+    undrafted = decision(costs=step_costs({OFF: [(1, 0.01)], 0: [(1, 0.011)]}))
     assert undrafted.drafting(BETTER) == [] and "no step with a draft" in undrafted.never
-    unknown = decision(costs=LatencyTable.calibrated({0: [(1, 0.011)], 3: [(1, 0.018)]}))
+    unknown = decision(costs=step_costs({0: [(1, 0.011)], 3: [(1, 0.018)]}))
     assert unknown.drafting(RANDOM) == REPLICAS
     assert decision(costs=LatencyTable()).drafting(BETTER) == [], "K would be 0 in every step, and the drafter runs"
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from step_costs import step_costs
 
 from verl_tlt.speculation import policies
 from verl_tlt.speculation.costs import REBUILD_STEPS, LatencyPoint, LatencyTable
@@ -115,7 +116,7 @@ def test_a_long_context_is_a_reason_to_draft_more():
 def test_a_length_hardly_better_is_no_reason_to_change():
     policy = LiveTablePolicy((0, 3), 8)
     for hardly, chosen in ((0.995, 0), (0.98, 3)):  # of what makes K=3 as fast as K=0
-        policy.set_costs(LatencyTable.calibrated({0: [(1, 0.01)], 3: [(1, 0.01 * 2.952 * hardly)]}))
+        policy.set_costs(step_costs({0: [(1, 0.01)], 3: [(1, 0.01 * 2.952 * hardly)]}))
         policy.set_acceptance(GOOD)
         assert policy.choose(1) == chosen
 

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from step_costs import step_costs
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation import step_control
-from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.policies import PROBES, FixedPolicy
 from verl_tlt.speculation.step_control import Limits, StepControl, StepTrace, context_limit
 from verl_tlt.speculation.step_statistics import FEWEST_UNDRAFTED, Decoded, Undrafted, undrafted_s
@@ -51,7 +51,7 @@ def step(**changes):
 
 
 def points(table):
-    return LatencyTable.calibrated(table).to_list()
+    return step_costs(table).to_list()
 
 
 def record(control, *steps):
@@ -121,8 +121,7 @@ def test_sums_are_those_of_the_steps_and_reset(control):
     record(control, *steps)
     stats = control.stats(reset=True)
     assert control.policy.seen == steps
-    assert (stats.num_steps, stats.num_passes, stats.num_decode_tokens) == (4, 16, 24)
-    assert (stats.num_drafts, stats.num_draft_tokens) == (8, 16)
+    assert (stats.num_steps, stats.num_decode_tokens, stats.num_drafts) == (4, 24, 8)
     assert (stats.num_draft_tokens_per_pos, stats.num_accepted_tokens_per_pos) == ((8, 8), (6, 2))
     assert stats.steps_by_draft_length == {OFF: 1, 0: 1, 2: 2}
     assert stats.tokens_by_batch == {4: 24}
@@ -232,7 +231,7 @@ def test_drafts_that_cost_more_than_calibrated_save_less(control):
 
 def test_the_pace_is_that_of_steps_without_drafts_at_such_batches():
     """In the tail a session may train beside the engine."""
-    costs = LatencyTable.calibrated({OFF: [(1, 0.01), (8, 0.01)], 2: [(1, 0.02), (8, 0.02)]})
+    costs = step_costs({OFF: [(1, 0.01), (8, 0.01)], 2: [(1, 0.02), (8, 0.02)]})
     known = [Undrafted(OFF, batch, 32.0, 0.01 * pace) for batch, pace in ((1, 1.5), (8, 1.0)) for _ in range(16)]
     cells = [Decoded(2, batch, seconds=1.0, tokens=100 * batch, kv_tokens=320 * batch, steps=10) for batch in (1, 8, 4)]
     assert [undrafted_s([cell], costs, known) for cell in cells] == pytest.approx([1.5, 1.0, 1.25])

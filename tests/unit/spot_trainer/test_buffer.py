@@ -16,6 +16,8 @@ from verl_tlt.trainer.run_setup import held_out_share
 
 BYTES = 8 + 2 * 4
 """Of a token: its id, and four states of one number each."""
+ALL = {"max_tokens": 10**9, "fewest": 0}
+"""That is held out."""
 
 
 def named(name, length, prompt_len=0, start=0):
@@ -59,22 +61,22 @@ def test_full_buffers_drop_the_oldest_step(caps, arrivals, kept):
     buffer = filled([], **caps)
     for step, name, length in arrivals:
         buffer.add(step, named(name, length))
-        assert buffer.stats().bytes <= caps.get("max_bytes", 10**12)
-    assert set(names(buffer.sample_batch(random.Random(0), 1000))) == kept and buffer.stats().sequences == len(kept)
+        assert buffer._nbytes <= caps.get("max_bytes", 10**12)
+    assert set(names(buffer.sample_batch(random.Random(0), 1000))) == kept and len(buffer._items) == len(kept)
 
 
 def test_ready_counts_training_tokens_only():
     buffer = filled([100] * 40, held_out=0.25)
-    stats = buffer.stats()
-    assert 0 < stats.train_tokens < stats.tokens == 4000
-    assert buffer.ready(stats.train_tokens) and not buffer.ready(stats.train_tokens + 1)
+    held = sum(map(len, buffer.held_out(**ALL)))
+    assert 0 < buffer.train_tokens == 4000 - held < 4000
+    assert buffer.ready(buffer.train_tokens) and not buffer.ready(buffer.train_tokens + 1)
     assert not filled([]).ready(0)
 
 
 def test_held_out_is_a_fixed_share():
-    held = names(filled([50] * 4000, held_out=0.1).held_out())
+    held = names(filled([50] * 4000, held_out=0.1).held_out(**ALL))
     assert len(held) == pytest.approx(400, abs=60)  # three standard deviations of a fair draw
-    assert held == names(filled([50] * 4000, held_out=0.1).held_out())
+    assert held == names(filled([50] * 4000, held_out=0.1).held_out(**ALL))
 
 
 RUNS = st.fixed_dictionaries({
@@ -99,7 +101,7 @@ def test_no_response_that_is_held_out_has_a_sibling_that_is_trained_on(run):
         responses = [rng.randrange(run["known"]) for _ in range(prompts)] * n
         for prompt in rng.sample(responses, min(len(responses), run["captured"])):
             buffer.add(step, replace(named(prompt, 3), prompt=prompt))
-        held |= set(names(buffer.held_out()))
+        held |= set(names(buffer.held_out(**ALL)))
         trained |= set(names(buffer.sample_batch(rng, 10**6)))
     assert not held & trained
 
@@ -119,8 +121,8 @@ def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_o
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
         buffer.add(step, named(step, length, prompt_len=3))
     buffer.add(5, named(5, 1))  # of one token there is nothing to judge
-    assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out()][:2] == [(0, 40, 3)] * 2
-    assert [names(buffer.held_out(tokens)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
+    assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out(**ALL)][:2] == [(0, 40, 3)] * 2
+    assert [names(buffer.held_out(tokens, 0)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
     assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
 
 
@@ -179,4 +181,4 @@ def test_epochs_are_capped_and_counted_afresh_per_session():
 
 def test_an_empty_buffer_is_exhausted_and_gives_nothing():
     buffer = filled([])
-    assert buffer.exhausted() and buffer.sample_batch(random.Random(0), 100) == [] and buffer.stats().bytes == 0
+    assert buffer.exhausted() and buffer.sample_batch(random.Random(0), 100) == [] and buffer._nbytes == 0

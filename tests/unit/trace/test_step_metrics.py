@@ -10,12 +10,12 @@ from verl_tlt.trace.events import Publish, Reload, Session
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
 
 A = EngineStats(
-    num_steps=10, num_generation_tokens=100, num_decode_tokens=96, num_passes=40, num_drafts=40,
+    num_steps=10, num_decode_tokens=96, num_drafts=40,
     num_draft_tokens_per_pos=(40, 40, 20), num_accepted_tokens_per_pos=(30, 20, 6),
     steps_by_draft_length={-1: 2, 0: 3, 3: 5},
 )  # fmt: skip
 B = EngineStats(
-    num_steps=10, num_generation_tokens=20, num_decode_tokens=12, num_passes=10, num_drafts=10,
+    num_steps=10, num_decode_tokens=12, num_drafts=10,
     num_draft_tokens_per_pos=(10,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 10},
 )  # fmt: skip
 
@@ -112,11 +112,11 @@ def test_the_line_of_a_step():
 
 def test_what_else_is_counted():
     metrics = of(
-        A, buffer=BufferStats(1, 1, 1, 1, responses=4, draftable=3), spot_failures=2, spot_off=True, saved_s=1.5,
+        A, buffer=BufferStats(1, responses=4, draftable=3), spot_failures=2, spot_off=True, saved_s=1.5,
         speculation_disabled=False, errors={"end of sampling": 2, "save": 1},
     )  # fmt: skip
     assert_has(metrics, {
         "draft_vocab_coverage": 0.75, "spot_failures": 2, "spot_off": 1, "saved_estimate_s": 1.5,
         "speculation_disabled": 0, "errors": 3, "errors_end_of_sampling": 2,
     })  # fmt: skip
-    assert "draft_vocab_coverage" not in of(A, buffer=BufferStats(1, 1, 1, 1))
+    assert "draft_vocab_coverage" not in of(A, buffer=BufferStats(1))

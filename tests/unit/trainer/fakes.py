@@ -7,9 +7,10 @@ what the next session says, `late` holds an export back.
 
 import math
 
+from step_costs import step_costs
+
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, CapturedStates, CaptureReady, SessionResult, Verdict
-from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.trainer.servers import Replica
 from verl_tlt.trainer.waits import CallFailed
 
@@ -37,7 +38,7 @@ class FakeServers(Fake):
     def __init__(self, names, clock, standalone=()):
         super().__init__(clock)
         self.replicas = {name: Replica(name, [] if name in standalone else [0], None, []) for name in names}
-        self.stats, self.costs = {}, LatencyTable.calibrated({k: [(1, 0.01)] for k in (0, 3)})
+        self.stats, self.costs = {}, step_costs({k: [(1, 0.01)] for k in (0, 3)})
         self.load, self.loaded = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self.balancer, self.disabled, self.asleep, self.staged = set(names), set(), {}, []
         self.full, self.files = set(), {}  # replicas that cannot write a drafter, and what the others have
@@ -147,7 +148,7 @@ class FakeSpot(Fake):
 
     def add(self, step, captured):
         self._call("add", step)
-        self.stats = BufferStats(sequences=4, tokens=9000, train_tokens=8000, bytes=1000)
+        self.stats = BufferStats(train_tokens=8000)
 
     def ready(self):
         return not self.off and self.stats is not None and self.session is None

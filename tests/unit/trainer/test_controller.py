@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fakes import KEEPS, PUBLISHES
 from rl_steps import LOOKS_S, rest_of_step, rl_step, sampling, training
+from step_costs import step_costs
 
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.messages.rollout import DrafterFile, EngineStats
-from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.off import FIRST_WAIT, IN_A_ROW
 from verl_tlt.speculation.types import OFF
 from verl_tlt.trace.events import TRAINER_DEVICE
@@ -477,7 +477,7 @@ def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_
 @pytest.mark.parametrize(("policy", "times"), [("live_table", 1), ("fixed", 0), ("off", 0)])
 def test_that_no_draft_was_measured_is_said_once(run, said, policy, times):
     controller = run(policy=policy)
-    controller.servers.costs = LatencyTable.calibrated({OFF: [(4, 0.01)], 0: [(4, 0.011)]})
+    controller.servers.costs = step_costs({OFF: [(4, 0.01)], 0: [(4, 0.011)]})
     controller.after_first_sync(0)
     for step in (1, 2, 3):
         assert controller.servers.disabled == (set() if policy == "fixed" else {"a", "b"})

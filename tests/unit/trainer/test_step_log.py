@@ -14,7 +14,7 @@ from verl_tlt.trainer.step_log import StepLog
 from verl_tlt.trainer.watch import PhaseReport
 
 STATS = EngineStats(
-    num_steps=4, num_generation_tokens=6, num_decode_tokens=6, num_passes=4, num_drafts=4,
+    num_steps=4, num_decode_tokens=6, num_drafts=4,
     num_draft_tokens_per_pos=(4,), num_accepted_tokens_per_pos=(2,), steps_by_draft_length={1: 4},
 )  # fmt: skip
 
