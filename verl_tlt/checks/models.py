@@ -57,13 +57,14 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
         why = unsupported(family, fields.get("architectures") or (), has_latent_attention(fields))
         if method == "eagle3" and why:
             return Finding("refuse", POLICY, f"{key} is a {family} model, and {why}.")
-        from verl_tlt.drafter.verifier import rehearse
+        from verl_tlt.drafter.verifier import check_policy_files
 
-        unread = "" if rehearse(located(path), method, fetch=False) else "; its weights are not here to be looked at"
+        here = check_policy_files(located(path), method, fetch=False)
     except NotHereError as error:
         return Finding("warn", POLICY, f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
     except DrafterError as error:
         return Finding("refuse", POLICY, f"{POLICY}: {error}")
+    unread = "" if here else "; its weights are not here to be looked at"
     return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for{unread}")
 
 

@@ -1,29 +1,16 @@
-"""The tensors of the policy that a drafter uses: embedding, output head and final norm; read, and kept current.
-
-`rehearse` tries whether a policy has all that a drafter takes from it, before an engine starts.
-"""
+"""The tensors of the policy that a drafter uses: embedding, output head and final norm; read, and kept current."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from verl_tlt.drafter.build import drafter_config, has_own_embedding, instantiate, make_room
-from verl_tlt.drafter.capture import find_decoder
-from verl_tlt.drafter.policy import (
-    MTP,
-    DrafterError,
-    Model,
-    NotHereError,
-    check_unquantized,
-    first_line,
-    policy_shape,
-    quiet,
-    read_model_config,
-)
+from verl_tlt.drafter.build import drafter_config, has_own_embedding, make_room
+from verl_tlt.drafter.mtp_tensors import mtp_layout
+from verl_tlt.drafter.policy import MTP, DrafterError, Model, NotHereError, check_unquantized, policy_shape
 from verl_tlt.drafter.tensor_file import Header, check_weights, headers, opened, read_parts, tensor_files
 
 if TYPE_CHECKING:
@@ -117,30 +104,16 @@ def is_trained(rows: torch.Tensor, tokens: torch.Tensor, policy: Model, part: st
     return bool((rows.float() - policys).norm() > 0.01 * policys.norm())  # a cast makes 0.002, training far more
 
 
-def rehearse(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
-    """Build what a run builds for a policy; returns whether its weights are here, or on the hub if `fetch`.
+def check_policy_files(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
+    """Check that a policy has all that a drafter takes from it; a `DrafterError` says what it lacks.
 
-    Drafter and policy are built on the meta device, which keeps no numbers; of the weights only headers are read.
+    Only config and headers are read. Returns whether its weights are here, or on the hub if `fetch`.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
     shape = policy_shape(policy)
-    with quiet(), torch.device("meta"):
-        try:
-            if method == MTP:
-                from verl_tlt.drafter.mtp import mtp_config
-
-                instantiate(mtp_config(shape), "eager")
-            else:
-                instantiate(drafter_config(shape), "eager")
-            if shape.model_type in CONFIG_MAPPING:  # verl alone may load others, by code of their own
-                kind: Any = AutoModelForImageTextToText if shape.nested else AutoModelForCausalLM
-                fields = read_model_config(policy)
-                find_decoder(kind.from_config(CONFIG_MAPPING[fields["model_type"]](**fields)), shape.source)
-        except DrafterError:
-            raise
-        except Exception as error:  # whatever transformers or torch raise for sizes that do not fit together
-            raise DrafterError(f"{shape.source} describes no model that can be built: {first_line(error)}.") from error
+    if method == MTP:
+        mtp_layout(shape)
+    else:
+        drafter_config(shape)
     try:
         check_unquantized(policy)
         check_weights(policy)

@@ -46,7 +46,7 @@ from verl_tlt.drafter.policy import (
     unsupported,
 )
 from verl_tlt.drafter.train import DrafterTrainer
-from verl_tlt.drafter.verifier import rehearse
+from verl_tlt.drafter.verifier import check_policy_files
 from verl_tlt.files.disk import check_writable, replacing
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _check(options: WarmupOptions) -> None:
         leave_out = "leave out --aux-layers, --draft-vocab and --intermediate-size"
         raise DrafterError(f"{'--method mtp' if own else '--drafter'} brings its own shape: {leave_out}.")
     check_loadable(options.model)
-    rehearse(options.model, options.method)
+    check_policy_files(options.model, options.method)
     if options.drafter is not None:
         if (kind := check_drafter(options.drafter, options.model).method) != options.method:
             raise DrafterError(f"--drafter {options.drafter} is for --method {kind}, not {options.method}.")
