@@ -15,24 +15,20 @@ SMALL = 16  # tokens in the small vocabulary
 
 
 def build_target(path: Path, family: str = "qwen3", vocab: int = V) -> None:
-    """A model of the family with random weights, saved to `path`; `llamatied` has the embedding for a head."""
+    """A model of the family with random weights, saved to `path`."""
     import transformers
 
-    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "llamatied": "Llama"}[family]
-    tied = family == "llamatied"
+    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         vocab_size=vocab, hidden_size=H, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=tied,
+        num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=False,
         bos_token_id=0, eos_token_id=2, pad_token_id=0, dtype="float32",
     )  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.randn(vocab, H))
-        if tied:  # each token's own logit is the largest by far
-            model.model.norm.weight.mul_(0.022)
-        else:
-            model.lm_head.weight.mul_(10.0)
+        model.lm_head.weight.mul_(10.0)
         for layer in model.model.layers:  # how much the context counts beside the present token
             layer.self_attn.o_proj.weight.mul_(2.0)
             layer.mlp.down_proj.weight.mul_(2.0)

@@ -157,8 +157,7 @@ class LiveDrafter:
         ids = torch.arange(len(offsets), device=offsets.device) + offsets
         whole = self._policy
         policy = whole.get_language_model() if hasattr(whole, "get_language_model") else whole
-        head = getattr(policy, "lm_head", None) or policy.model.embed_tokens  # the latter where they are tied
-        head = getattr(head, "base_layer", head)  # under a LoRA wrapper
+        head = getattr(policy.lm_head, "base_layer", policy.lm_head)  # the former under a LoRA wrapper
         first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
         on_rank = (ids >= first) & (ids < last)  # [DV]
         rows = head.weight.new_zeros(len(ids), head.weight.shape[1])  # [DV, H]
