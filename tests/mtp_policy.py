@@ -85,9 +85,9 @@ def make_mtp_policy(path, family="mimo", dtype=torch.float32, **changes):
     return model
 
 
-def head_of(policy, **arguments):
+def head_of(policy):
     """The head in a policy's folder as a drafter, with the policy's embedding, output head and norm."""
-    model = load_own_head(policy, policy, **arguments)
+    model = load_own_head(policy, policy)
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(policy))
     return model
 

@@ -33,7 +33,7 @@ from benchmarks.control.engine import BLOCK, Engine, Models
 from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.collatz import chat, draw
 from verl_cpu.dtype import find_dtype
-from verl_tlt.drafter import DrafterError, files_digest, policy_shape, provenance
+from verl_tlt.drafter import DrafterError, PolicyShape, files_digest, policy_shape, provenance
 from verl_tlt.files.disk import replacing
 from verl_tlt.speculation.costs import LatencyTable
 
@@ -110,9 +110,17 @@ def open_record(work: Path, models: Models, batch: int) -> tuple[Path, Found]:
     if file.exists():
         return file, dict(json.loads(file.read_text()))
     shape = policy_shape(models.policy)
-    policy = {"parameters": shape.parameters[0], "layers": shape.num_layers, "vocabulary": shape.vocab_size}
+    policy = {"parameters": _parameters(shape), "layers": shape.num_layers, "vocabulary": shape.vocab_size}
     told = {"policy": policy, "acceptance": models.acceptance, "dtype": find_dtype(), "rule": RULE}
     return file, {"machine": machine(), **told, "prompt_tokens": 0, "near": [], "far": [], "loads": {}}
+
+
+def _parameters(shape: PolicyShape) -> int:
+    """Numbers in a policy's matrices."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    mlp = 3 * shape.hidden_size * (shape.num_experts * shape.expert_width or shape.intermediate_size)
+    ends = shape.hidden_size * shape.vocab_size * (1 if shape.tied else 2)
+    return shape.num_layers * (attention + mlp) + ends
 
 
 def _digest(models: Models) -> str:

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-MTP = "mtp"
+from verl_tlt.drafter.policy import MTP
 
 
 def serve_command(method: str, drafter: str, policy: str, draft_length: int = 3) -> str:

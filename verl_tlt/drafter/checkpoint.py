@@ -161,19 +161,18 @@ def load_drafter(
     policy: PolicyLike,
     *,
     min_context: int = 0,
-    attention: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Eagle3DraftModel:
     """A drafter that fits `policy`, in float32; `refresh_verifier_weights` fills its embedding and head.
 
     A stand-alone file's embedding and head are loaded. A head that is no copy of the policy's is the drafter's own, as
     is any where `policy` does not name its files. SpecForge's and SafeAILab's layouts are translated; `save_drafter`
-    writes what vLLM serves. `attention` is `build_drafter`'s, other arguments are `check_drafter`'s. A `DrafterError`
-    for what `check_drafter` refuses, and for numbers that are not finite.
+    writes what vLLM serves. Its attention is `default_attention(device)`; other arguments are `check_drafter`'s. A
+    `DrafterError` for what `check_drafter` refuses, and for numbers that are not finite.
     """
     checked = check_drafter(directory, policy, min_context)
     if checked.method == MTP:
-        return load_own_head(directory, policy, attention=attention, device=device)
+        return load_own_head(directory, policy, device=device)
     config = config_of(checked.config)
     layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
@@ -192,7 +191,7 @@ def load_drafter(
     files = policy if isinstance(policy, str | os.PathLike) else None
     if "lm_head.weight" in tensors and not says:
         config.own_head = files is None or is_trained(tensors["lm_head.weight"], drafted, files, "lm_head")
-    model = _filled(config, tensors, attention or default_attention(device)).to(device)
+    model = _filled(config, tensors, default_attention(device)).to(device)
     embedding = tensors.get("embed_tokens.weight")
     if embedding is None or has_own_embedding(model) or files is None:
         return model
@@ -211,15 +210,13 @@ def _read_checked(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_own_head(
-    source: Model, policy: PolicyLike, *, attention: str | None = None, device: torch.device | str = "cpu"
-) -> Eagle3DraftModel:
+def load_own_head(source: Model, policy: PolicyLike, *, device: torch.device | str = "cpu") -> Eagle3DraftModel:
     """The policy's MTP head as a drafter, in float32: from the policy's own files, or from where one was saved."""
     from verl_tlt.drafter.mtp import mtp_config
 
     shape = policy_shape(policy)
     head = read_head(source, shape)
-    return _filled(mtp_config(shape), head, attention or default_attention(device)).to(device)
+    return _filled(mtp_config(shape), head, default_attention(device)).to(device)
 
 
 def _filled(

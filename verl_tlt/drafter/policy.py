@@ -93,17 +93,6 @@ class PolicyShape:
     nested: bool  # the language model is a part of a larger one, with a config inside its config
 
     @property
-    def parameters(self) -> tuple[int, int]:
-        """(all parameters, those that one token uses) of the matrices; a token uses fewer in a mixture of experts."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        mlp = used = 3 * self.hidden_size * self.intermediate_size
-        if self.num_experts:
-            expert = 3 * self.hidden_size * self.expert_width
-            mlp, used = self.num_experts * expert, self.experts_per_token * expert
-        ends = self.hidden_size * self.vocab_size * (1 if self.tied else 2)
-        return self.num_layers * (attention + mlp) + ends, self.num_layers * (attention + used) + ends
-
-    @property
     def norm_offset(self) -> float:
         """What the final RMSNorm adds to its weight before it multiplies by it."""
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0

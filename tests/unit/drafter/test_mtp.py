@@ -31,6 +31,7 @@ from verl_tlt.drafter import (
     pack,
     policy_shape,
     provenance,
+    refresh_verifier_weights,
     save_drafter,
     serving_tensors,
     to_drafter_file,
@@ -107,7 +108,10 @@ def draft_by_hand(model, sequence, t):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["tlt_by_document", "sdpa", "eager"])
 def test_a_row_of_a_packed_batch_is_a_draft(policy_dir, sequences, attention):
-    model, by_hand = head_of(policy_dir, attention=attention), head_of(policy_dir, attention="sdpa")
+    file = to_drafter_file(head_of(policy_dir), "float32")
+    model, by_hand = from_drafter_file(*file, attention), from_drafter_file(*file, "sdpa")
+    for one in (model, by_hand):
+        refresh_verifier_weights(one, VerifierWeights.from_policy_dir(policy_dir))
     texts = [sequences[0], sequences[1].window(6, 25), sequences[2]]
     seen, begin = passes(model, pack(texts), K), 0
     tolerance = dict(rtol=2e-2, atol=2e-2) if attention == "eager" else dict(rtol=1e-4, atol=1e-4)  # a mask in 16 bits
