@@ -3,9 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import ObjectRef
 
@@ -98,13 +98,12 @@ def is_gone(pid: int, within_s: float) -> bool:
     this, so this module imports nothing large.
     """
     deadline = Deadline(within_s)
-    while True:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third one on
-        except OSError:
-            return True
-        if fields[0] in "ZX" and int(fields[17]) <= 1:  # state and threads
-            return True
-        if deadline.left() <= 0:
-            return False
-        time.sleep(0.05)
+    try:
+        process = psutil.Process(pid)
+        while process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or process.num_threads() > 1:
+            if deadline.left() <= 0:
+                return False
+            time.sleep(0.05)
+    except psutil.NoSuchProcess:
+        pass
+    return True
