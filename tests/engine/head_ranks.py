@@ -42,7 +42,7 @@ if __name__ == "__main__":
         drafter.load_weights = lambda tensors: drafter.get_parameter(OFFSETS).copy_(dict(tensors)["d2t"])
         live = LiveDrafter.__new__(LiveDrafter)
         live.model, live._policy, live._shards, live._config = drafter, policy, 2, VllmConfig()
-        live._kept_buffers, live._own_buffers = {}, ()
+        live._kept_buffers, live._own_buffers, live._finite = {}, (), None
         write, same, refused = drafter.load_weights, [], []
 
         def full(tensors):

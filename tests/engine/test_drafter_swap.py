@@ -3,10 +3,11 @@
 import pytest
 import torch
 from drafter_bits import holds, live_fingerprint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny_engine import prompts, sampled
 
 from benchmarks.lossless.tiny_policy import H
+from verl_tlt.drafter.checkpoint import stage
 from verl_tlt.vllm_worker.extension import own_buffers
 
 pytestmark = pytest.mark.engine
@@ -77,6 +78,22 @@ def test_buffers_ruined_by_sleep_are_restored_with_the_weights(engine, models):
     assert sum(engine.rollout(TOKENS)[1]) == before
 
 
+def test_a_file_is_searched_for_nan_once_and_again_when_it_is_staged_anew(engine, models, tmp_path):
+    def load(path):
+        looked.clear()
+        return engine.rpc("tlt_load_drafter", str(path)) is None, len(looked) > 0
+
+    looked, isfinite = [], torch.Tensor.isfinite
+    engine.patch.setattr(torch.Tensor, "isfinite", lambda tensor: looked.append(1) or isfinite(tensor))
+    stage("{}", (models["good"] / "model.safetensors").read_bytes(), tmp_path / "staged")
+    file = tmp_path / "staged" / "model.safetensors"
+    assert [load(file) for _ in range(2)] == [(True, True), (True, False)]
+    tensors = load_file(file)
+    tensors["norm.weight"][0] = float("nan")
+    stage("{}", save(tensors), file.parent)
+    assert [load(file) for _ in range(2)] == [(False, True), (False, True)]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -85,10 +102,11 @@ def test_buffers_ruined_by_sleep_are_restored_with_the_weights(engine, models):
             {"layers.1.mlp.down_proj.weight": torch.zeros(H, H)},
             "holds layers.1.mlp.down_proj.weight, which the served drafter does not have",
         ),
+        ({"fc.weight": torch.zeros(H, H)}, f"fc.weight is [{H}, {H}], the served drafter's is [{H}, {3 * H}]"),
     ],
-    ids=["lacks", "surplus"],
+    ids=["lacks", "surplus", "shape"],
 )
-def test_a_file_with_other_names_is_refused_and_the_drafter_stays(engine, models, tmp_path, changes, sentence):
+def test_a_file_that_does_not_fit_is_refused_and_the_drafter_stays(engine, models, tmp_path, changes, sentence):
     engine.rpc("tlt_load_drafter", weights(models, "good"))
     fine = live_fingerprint(engine)
     tensors = load_file(weights(models, "bad")) | changes
@@ -97,11 +115,3 @@ def test_a_file_with_other_names_is_refused_and_the_drafter_stays(engine, models
     answer = engine.rpc("tlt_load_drafter", str(path))
     assert sentence in answer
     assert live_fingerprint(engine) == fine
-
-
-def test_tensors_of_another_size_are_refused(engine, models, tmp_path):
-    """By vLLM's loader; the next load is whole again."""
-    save_file(load_file(weights(models, "bad")) | {"fc.weight": torch.zeros(H, H)}, tmp_path / "model.safetensors")
-    answer = engine.rpc("tlt_load_drafter", str(tmp_path / "model.safetensors"))
-    assert str(3 * H) in answer
-    assert engine.rpc("tlt_load_drafter", weights(models, "good")) is None and holds(engine, weights(models, "good"))

@@ -124,7 +124,7 @@ def test_a_head_of_its_own_stays_as_it_is_in_the_file(engine, own_head, publishe
 def test_a_drafter_of_another_size_is_refused(engine, models, published, tmp_path):
     build_drafter_dir(tmp_path / "other", models["target"], informed=False, draft_ids=SIZE - 1)
     answer = engine.rpc("tlt_load_drafter", str(tmp_path / "other" / "model.safetensors"))
-    assert f"[{SIZE - 1}]" in answer
+    assert "the served drafter" in answer
     assert engine.rpc("tlt_load_drafter", str(published[1])) is None
 
 

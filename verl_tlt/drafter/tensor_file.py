@@ -123,10 +123,10 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str | os.PathLike[s
         raise DrafterError(f"{where}: {broken} holds NaN or infinity.")
 
 
-def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of the first tensor with NaN or infinity; None: all are finite."""
+def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str | None:
+    """Name of the first tensor with NaN or infinity, sought on `device` or where it is; None: all are finite."""
     numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
-    return next((name for name, tensor in numbers if not tensor.isfinite().all()), None)
+    return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
 
 
 def plain(name: str) -> str:

@@ -21,7 +21,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_tlt.drafter.checkpoint import staged_weights
-from verl_tlt.drafter.tensor_file import read_file, stacked
+from verl_tlt.drafter.tensor_file import not_finite, read_file, stacked
 from verl_tlt.errors import DrafterError
 from verl_tlt.vllm_worker import drafter_pass
 from verl_tlt.vllm_worker.finite_logits import keep_logits_finite
@@ -56,6 +56,8 @@ class LiveDrafter:
         self._shards: int = vllm_config.parallel_config.tensor_parallel_size
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
+        self._finite: tuple[int, ...] | None = None
+        """Version of the last file whose numbers were all finite."""
 
     def shared_modules(self) -> tuple[str, ...]:
         """Which of embedding and head are the policy's own (vLLM `_maybe_share_embeddings`, `_maybe_share_lm_head`)."""
@@ -70,22 +72,33 @@ class LiveDrafter:
         config.json; None: what the server of this node staged. The policy's own tensors are never written. Under a
         pruned vocabulary the head is cut from the policy that is live here, and the file's rows are not read.
 
-        The file is one that `to_drafter_file` made of the drafter that this engine was started with, so its numbers
-        are finite. Sizes are left to vLLM's loader.
-
-        An exception where the file does not fit, or could not be written, here or on another rank of the engine: a
+        A `DrafterError` where the file does not fit, or could not be written, here or on another rank of the engine: a
         drafter that was not written whole must not draft before it is loaded again.
         """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
         with self._together("refuses the drafter's file"):
             file = file or staged_weights()
-            tensors = _read(file, self.shared_modules())
-            self._check_names(tensors, file)
-            self._restore_buffers()
+            tensors = self._accepted(file, rank)
         with self._together("could not write the drafter"):
             self._copy(tensors)
             rows = self._policys_rows() if _is_cut(tensors) else None
         if rows is not None:
             self._write_head(rows)
+
+    def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
+        """What the file has for this rank, checked; `DrafterError` or whatever reading it raises."""
+        version = _version(file)
+        tensors = _read(file, self.shared_modules())
+        self._check(tensors, file)
+        if version != self._finite:
+            device = next(self.model.parameters()).device  # it is quicker there, and each rank looks at its part
+            if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
+                raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
+            self._finite = version
+        self._restore_buffers()
+        return tensors
 
     @contextmanager
     def _together(self, failure: str) -> Iterator[None]:
@@ -122,11 +135,18 @@ class LiveDrafter:
                     f"{name}, which the drafter shares with the policy, is not what it was at the start."
                 )
 
-    def _check_names(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-        """Compare names, before anything is overwritten: vLLM's loader says nothing of missing ones."""
-        left_out = (OFFSETS, *self.shared_modules(), *((_HEAD,) if _is_cut(tensors) else ()))
-        own = {n: p for n, p in self.model.named_parameters() if not any(part in n for part in left_out)}
-        live = {stacked(name): parameter for name, parameter in own.items()}
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that are not the policy's, the head without the rows that vLLM pads it with."""
+        shared = self.shared_modules()
+        own = {n: p for n, p in self.model.named_parameters() if not any(part in n for part in shared)}
+        if _HEAD in own:
+            own[_HEAD] = own[_HEAD][: self.model.lm_head.shard_indices.num_org_elements]
+        return own
+
+    def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+        """Compare names, and without tensor parallelism shapes, before anything is overwritten; a `DrafterError`."""
+        elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
+        live = {stacked(name): p for name, p in self._own_parameters().items() if name not in elsewhere}
         if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
             raise DrafterError(
                 f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
@@ -136,11 +156,28 @@ class LiveDrafter:
                 f"vLLM's {kernel} kernel reorders the head's experts once they are loaded, so no others can follow; "
                 "set ++actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton."
             )
-        found = {stacked(name) for name in tensors} - {"d2t"}
-        if missing := sorted(live.keys() - found):
+        rows: dict[str, int] = {}
+        columns: dict[str, tuple[int, ...]] = {}
+        for name, tensor in tensors.items():
+            if name == "d2t":
+                if (d2t := dict(self.model.named_parameters()).get(OFFSETS)) is None or len(d2t) != len(tensor):
+                    raise DrafterError(f"{file} drafts {len(tensor)} tokens, and the served drafter does not.")
+                tokens = torch.arange(len(tensor)) + tensor  # [DV]
+                if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
+                    raise DrafterError(f"{file}: d2t names a token outside the policy's vocabulary.")
+                continue
+            name = stacked(name)
+            rows[name] = rows.get(name, 0) + tensor.shape[0]
+            columns[name] = tuple(tensor.shape[1:])
+        if missing := sorted(live.keys() - rows.keys()):
             raise DrafterError(f"{file} lacks {missing[0]}, which the served drafter has.")
-        if unknown := sorted(found - live.keys()):
+        if unknown := sorted(rows.keys() - live.keys()):
             raise DrafterError(f"{file} holds {unknown[0]}, which the served drafter does not have.")
+        for name, parameter in live.items() if self._shards == 1 else ():
+            shape, served = (rows[name], *columns[name]), tuple(parameter.shape)
+            by_vocabulary = "lm_head" in name or "embed_tokens" in name  # vLLM pads their rows, and its loader checks
+            if shape[by_vocabulary:] != served[by_vocabulary:]:
+                raise DrafterError(f"{file}: {name} is {list(shape)}, the served drafter's is {list(served)}.")
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
@@ -204,6 +241,14 @@ def own_buffers(drafter: Eagle3LlamaForCausalLM, policy: torch.nn.Module) -> dic
     """The drafter's buffers by name, without those of the policy (vLLM builds one rotary table for equal settings)."""
     policys = {buffer.data_ptr() for buffer in policy.buffers()}
     return {name: b.detach() for name, b in drafter.named_buffers() if b.numel() and b.data_ptr() not in policys}
+
+
+def _version(file: Path) -> tuple[int, ...] | None:
+    """Inode, time and size, which change when a file is staged again; None: there is no file."""
+    if not file.is_file():
+        return None
+    stat = file.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _same_bits(live: torch.Tensor, kept: torch.Tensor) -> bool:
