@@ -105,10 +105,10 @@ async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_i
 
 
 async def test_a_drafter_that_is_not_loaded_a_second_time_is_refused(engine, asked):
-    loads = iter([LoadReply(ok=True), LoadReply(ok=False, error="out of memory")])
+    loads = iter([None, "out of memory"])
 
     async def every(method, *_):
-        return [asdict(next(loads))] if method == "tlt_load_drafter" else [None]
+        return [next(loads)] if method == "tlt_load_drafter" else [None]
 
     engine.every.side_effect = every
     (found,) = [finding for finding in (await asked()).findings if finding.level != "ok"]
