@@ -146,7 +146,7 @@ class Job:
         return sorted([*(f"process {_name(p)}" for p in alive), *map(str, files)])
 
     def processes(self) -> list[psutil.Process]:
-        """All that are alive; call it now and then, or what detaches itself is lost sight of."""
+        """All that are alive; call it now and then, or detached processes are not found later."""
         self._known = self.tree.alive()
         return self._known
 
@@ -171,7 +171,7 @@ class Job:
 def _only_locks(path: Path) -> bool:
     """Whether it is the package's temporary folder with locks alone, which the next run takes again (`private_dir`)."""
     ours = path.name == f"verl-tlt-{os.getuid()}"
-    return ours and not any(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return ours and all(file.suffix == ".lock" for file in path.iterdir())
 
 
 def _name(process: psutil.Process) -> str:

@@ -31,7 +31,7 @@ def check(config: DictConfig) -> TLTConfig:
         settings = read_settings(config)
         findings = [*rules.examine_packages(), *rules.examine(config, settings)]
     except TLTConfigError as error:
-        raise SystemExit(f"verl-tlt: {error}") from None
+        raise SystemExit(printable(f"verl-tlt: {error}")) from None
     # If the driver joins a cluster, other machines may have what this one lacks. Otherwise it is missing.
     told = {"warn", "if"} if ray_address(config) else {"warn"}
     for finding in findings:

@@ -32,12 +32,17 @@ TRAINER_MODULE = "verl.trainer.ppo.v1.trainer_base"
 logger = logging.getLogger(__name__)
 
 
+def _asked_for() -> bool:
+    """Whether the command line switches TLT on; a config file may, too."""
+    return any(word.lstrip("+").lower() == f"{flag.SWITCH}={flag.NAME}" for word in sys.argv)
+
+
 def _unhooked(module: ModuleType, name: str) -> Callable[..., Any] | None:
     """A function of verl that is to be hooked; None where it is hooked already, or where this verl has none."""
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         sentence = f"verl-tlt: this verl has no {module.__name__}.{name}, so it cannot run with TLT."
-        if any(word.lstrip("+").lower() == f"{flag.SWITCH}={flag.NAME}" for word in sys.argv):
+        if _asked_for():
             raise SystemExit(sentence)
         logger.warning(sentence)
     return None if getattr(function, "_verl_tlt", False) else function
@@ -73,7 +78,7 @@ def _wrap_validate_config(module: ModuleType) -> None:
 
 
 def _wrap_run_ppo(module: ModuleType) -> None:
-    """Refuse a TLT run of a program that does not call `validate_config`, as verl's experimental trainers.
+    """Refuse a TLT run of a program that does not call `validate_config`, such as verl's experimental trainers.
 
     These have no hooks that say when devices are idle or a drafter can be published.
     """
@@ -84,8 +89,8 @@ def _wrap_run_ppo(module: ModuleType) -> None:
     def run_ppo(config: DictConfig, *args: object, **kwargs: object) -> object:
         if _is_tlt_run(config) and not str(config.trainer.v1.trainer_mode).startswith(MODE_PREFIX):
             raise SystemExit(
-                f"verl-tlt: {flag.SWITCH}={flag.NAME} works with {flag.MAIN}, and this program calls its run_ppo "
-                "without verl.utils.config.validate_config, as verl's experimental trainers do."
+                f"verl-tlt: {flag.SWITCH}={flag.NAME} works with {flag.MAIN} only, not with verl's experimental "
+                "trainers, nor with programs that call run_ppo without verl.utils.config.validate_config."
             )
         return original(config, *args, **kwargs)
 
@@ -141,6 +146,9 @@ def arm() -> None:
 read_command_line()
 try:
     arm()
-except Exception:
-    # verl would hide this. A run whose trainer cannot be found stops; see `MODE_PREFIX`.
-    logger.warning("verl-tlt could not install its hooks, so no run is a TLT run.", exc_info=True)
+except Exception as error:
+    if _asked_for():
+        raise SystemExit(
+            f"verl-tlt: its hooks cannot be installed ({error}), so this run cannot be a TLT run."
+        ) from error
+    logger.warning("verl-tlt could not install its hooks, so no run is a TLT run.", exc_info=True)  # verl would hide it

@@ -217,8 +217,5 @@ def _round(engine: Engine, drain: Drain, prompts: Prompts, rng: random.Random) -
         found[arm] = {"seconds": round(done.seconds, 3), "lengths": list(done.lengths)}
         if not arm.startswith(VLLM):
             stats = engine.stats()
-            steps = {str(k): n for k, n in stats.steps_by_draft_length.items()}
-            passes = stats.num_decode_tokens - sum(stats.num_accepted_tokens_per_pos)  # each samples one token itself
-            tokens = stats.num_decode_tokens / max(passes, 1)
-            found[arm] |= {"steps_by_draft_length": steps, "tokens_a_pass": round(tokens, 3)}
+            found[arm] |= {"steps_by_draft_length": {str(k): n for k, n in stats.steps_by_draft_length.items()}}
     return {arm: found[arm] for arm in ARMS}

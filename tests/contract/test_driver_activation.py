@@ -129,7 +129,7 @@ def ended(place, forked):
 @pytest.mark.parametrize(
     ("name", "sentences"),
     [
-        ("fully async", "trainer.plugin=tlt works with verl.trainer.main_ppo, and this program calls its run_ppo"),
+        ("fully async", "trainer.plugin=tlt works with verl.trainer.main_ppo only"),
         ("missing files", "data.train_files=/nowhere/train.parquet does not\ntlt.drafter.path=/nowhere/drafter is not"),
     ],
 )
@@ -160,7 +160,7 @@ def test_without_the_flag_verl_is_as_without_the_plugin(ended):
 def test_what_was_meant_for_tlt_never_trains_stock_verl_in_silence(ended):
     ends, without = (report(ended[name])["ends"] for name in ("no flag", "no plugin"))
     assert ends["own"] == "verl-tlt: tlt.spot.max_epochs must be greater than 0, not -1."
-    assert "calls its run_ppo without verl.utils.config.validate_config" in ends["unprepared"]
+    assert "call run_ppo without verl.utils.config.validate_config" in ends["unprepared"]
     assert ends["+trainer.plugin=tlt2"].startswith("verl-tlt: trainer.plugin=tlt2 names no trainer plugin")
     assert ends["+tlt.drafter.path=/d"] is None, "it says that it is stock verl"
     assert without.pop("tlt.spot.enable=false").startswith("Could not override"), "there is no such key"

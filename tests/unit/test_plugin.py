@@ -86,10 +86,14 @@ def test_importing_the_plugin_loads_the_standard_library_and_wrapt_only():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_a_plugin_that_cannot_install_its_hooks_says_so():
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [([], 0, "could not install its hooks"), (["+trainer.plugin=tlt"], 1, "this run cannot be a TLT run")],
+)
+def test_a_plugin_that_cannot_install_its_hooks_says_so(words, status, said):
     code = "import sys; sys.modules['wrapt'] = None; import verl_tlt.plugin"
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
-    assert "could not install its hooks" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *words], timeout=300, capture_output=True, text=True)
+    assert done.returncode == status and said in done.stderr
 
 
 @pytest.mark.parametrize("switched_on", [False, True])
@@ -113,7 +117,7 @@ def test_a_program_that_does_not_prepare_the_config_runs_stock_alone(trainer, ru
     stock = types.ModuleType("stock")
     stock.run_ppo = lambda config, **_: "ran"
     plugin._wrap_run_ppo(stock)
-    with contextlib.nullcontext() if runs else pytest.raises(SystemExit, match=r"calls its run_ppo without"):
+    with contextlib.nullcontext() if runs else pytest.raises(SystemExit, match=r"call run_ppo without"):
         assert stock.run_ppo(closed({"trainer": trainer}), task_runner_class=None) == "ran"
 
 

@@ -64,7 +64,7 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
         return Finding("warn", POLICY, f"{str(error).rstrip('.')}, so the family of {POLICY} was not checked.")
     except DrafterError as error:
         return Finding("refuse", POLICY, f"{POLICY}: {error}")
-    unread = "" if here else "; its weights are not here to be looked at"
+    unread = "" if here else "; its weights are not on this machine and were not checked"
     return Finding("ok", POLICY, f"{POLICY} is a {family} model, which drafters are made for{unread}")
 
 

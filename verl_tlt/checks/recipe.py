@@ -90,6 +90,10 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
         unknown = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
         known = [word for word in overrides if unknown and word.partition("=")[0] != unknown[1]]
         if unknown and len(known) < len(overrides):
+            section, _, key = unknown[1].rpartition(".")
+            values = [word.partition("=")[2] for word in overrides if word not in known]
+            if section == "trainer" and (sentence := flag.misspelt({key: values[0]})):
+                raise TLTConfigError(sentence) from error
             reason = f"it has no {unknown[1]}.{likely_meant(unknown[1], compose(known, config_name))}"
         elif "Could not load 'ppo_" in reason:
             reason += " A config of your own finds verl's by `hydra: {searchpath: [pkg://verl.trainer.config]}`."

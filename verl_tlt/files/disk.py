@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from verl_tlt.errors import TLTError
 
 CONFIG = "config.json"
 """The file of a model's folder that is written last and removed first: a folder without it holds no model."""
-_HELD: list[BinaryIO] = []
+_HELD: list[IO[str]] = []
 """Locks of this process's private folders, held until it ends."""
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EROFS)
 """What mounts answer that do not know `fsync`."""
@@ -148,27 +148,37 @@ def private_dir(name: str) -> Path:
     It is the first of `name-0`, `name-1`, ... that no living process has, so the next process with this `name` gets the
     same path. On a file system without locks it is a new one each time, and a killed process's stays.
     """
-    mine = Path(tempfile.gettempdir(), f"verl-tlt-{os.getuid()}", socket.gethostname())  # nodes may share the folder
+    place = Path(tempfile.gettempdir(), f"verl-tlt-{os.getuid()}")
     try:
-        mine.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in sorted(mine.glob("*.lock")):
-            if lock := _locked(left):
-                shutil.rmtree(left.with_suffix(""), ignore_errors=True)
-                lock.close()
-        path, lock = next((mine / f"{name}-{n}", lock) for n in count() if (lock := _locked(mine / f"{name}-{n}.lock")))
-        path.mkdir(mode=0o700)
+        place.mkdir(mode=0o700, exist_ok=True)
+        path, lock = next(
+            (place / f"{name}-{n}", lock) for n in count() if (lock := _locked(place / f"{name}-{n}.lock"))
+        )
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        _HELD.append(lock)
+        for other in place.glob("*.lock"):
+            left = other.with_suffix("")
+            if left.exists() and (free := _locked(other)):
+                shutil.rmtree(left, ignore_errors=True)
+                free.close()
     except OSError:
         return Path(tempfile.mkdtemp(prefix="verl-tlt-"))
-    _HELD.append(lock)
     return path
 
 
-def _locked(path: Path) -> BinaryIO | None:
-    """A file that this process has locked; None: another one has."""
-    file = path.open("ab")
+def _locked(path: Path) -> IO[str] | None:
+    """A file that this process has locked; None: another one has, or one of another machine may have."""
+    file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        if (host := file.read()) in ("", socket.gethostname()):  # machines may share the folder, and not its locks
+            if not host:
+                file.write(socket.gethostname())
+                file.flush()
+            return file
     except BlockingIOError:
-        file.close()
-        return None
-    return file
+        pass
+    file.close()
+    return None

@@ -65,7 +65,7 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    num_decode_tokens: int = 0  # tokens that decode-phase requests got, which are all but those of a prefill
+    num_decode_tokens: int = 0  # sampled tokens, without the first one after a prefill
     num_drafts: int = 0  # drafts verified: one per request and step that verified
     num_draft_tokens_per_pos: tuple[int, ...] = ()
     """[i]: drafts of at least i+1 tokens; K varies, so a rate per position needs it beside the next one."""

@@ -106,7 +106,7 @@ class SpotPlan:
 class BufferStats:
     """What the spot trainer's buffer holds after it took over a step's sequences."""
 
-    train_tokens: int  # that are trained on; others are held out for the publish gate
+    train_tokens: int  # tokens to train on; the others are held out for the publish gate
     incomplete: int = 0  # sequences of this step that were left out: a rank's shard is missing
     responses: int = 0
     """Response tokens of this step's sequences; 0 where the drafter has the policy's whole vocabulary."""

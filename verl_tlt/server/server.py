@@ -105,8 +105,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         policy = read_model_config(self.model_config.local_path)
         kwargs.update(engine_kwargs(self.tlt, path, self.config, kwargs, hybrid=is_hybrid(policy)))
         end_at_stop_strings(OutputProcessor)
-        # The engine core and its workers are children of this process and inherit these; they differ per replica and
-        # node, so they cannot travel in vLLM's config, which is part of its compile-cache key.
+        # The engine core and its workers are children of this process and inherit these. Each node of an engine has its
+        # own folder, which vLLM's config cannot say.
         own = {"TLT_REPLICA": str(self.replica_rank), STAGE_DIR: path}
         os.environ.update(own | engine_environment())
         if self.tlt.trace.dir:

@@ -111,8 +111,8 @@ class Servers:
     def stage(self, drafter: ObjectRef) -> int:
         """Hand a published drafter, a `DrafterFile`, to every server on every node; how many replicas did not take it.
 
-        They keep the one before it, the same on all of their nodes. A `CallFailed` where none took it: it is not
-        published then.
+        They are handed the one that was published before it; a node that cannot write that either keeps its own. A
+        `CallFailed` where none took it: it is not published then.
         """
         calls = {name: [server.tlt_stage.remote(drafter) for server in r.servers] for name, r in self.replicas.items()}
         deadline, failed = Deadline(CALL_S), {}
@@ -120,7 +120,9 @@ class Servers:
             try:
                 ask(of_replica, deadline.left())
             except CallFailed as error:
-                logger.warning("replica %s does not take the drafter, and keeps the one it has: %s", name, error)
+                logger.warning(
+                    "replica %s does not take the drafter, and goes on with the one before it: %s", name, error
+                )
                 failed[name] = error
         back = [server.tlt_stage.remote(self._published) for name in failed for server in self.replicas[name].servers]
         with suppress(CallFailed):

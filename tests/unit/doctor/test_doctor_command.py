@@ -233,6 +233,7 @@ def test_a_recipe_is_composed_from_verls_own_files():
     [
         ("+trainer.x=", "+trainer.x= has no value"),
         ("trainer.n_gpus=1", "it has no trainer.n_gpus. Did you mean trainer.n_gpus_per_node?"),
+        ("trainer.plugn=tlt", "Did you mean +trainer.plugin=tlt?"),
         (" ", "An override is empty: look for a space behind a backslash"),
         ("val.parquet", "val.parquet is no override, KEY=VALUE. An option with several files is given once for each"),
         ("tlt.drafter.path=~/x", "Hydra cannot read tlt.drafter.path=~/x: put its value into quotes inside quotes"),

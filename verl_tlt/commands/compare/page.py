@@ -27,7 +27,9 @@ def comparison_page(arms: Sequence[Arm], record: Record, result: Mapping[str, An
     charts = []
     if result["ratios"]:
         title = "How many times as fast as stock verl"
-        note = "Seconds per token, all steps together; the line is the 95 % interval. Right of 1 is faster."
+        note = (
+            "Seconds per token of all steps. Right of 1 is faster. The line is the 95 % interval, from three rounds on."
+        )
         charts.append(Chart(title, note, partial(draw_ratios, ratios=result["ratios"]), 1.6 + 0.7 * len(arms)))
     note = "Seconds for 1,000 response tokens, and the mean as a line; the first step of each turn is left out."
     charts.append(Chart("Seconds of every step", note, partial(draw_steps, steps=steps)))

@@ -103,7 +103,7 @@ def _checked(fields: Mapping[str, object], directory: Path) -> dict[str, Any]:
 
 
 async def load_drafter(engine: StandaloneEngine) -> str | None:
-    """Have every worker load the drafter; why one of them did not, None: all did."""
+    """Have every worker load the drafter; the first failure, or None where all loaded it."""
     assert engine.drafter is not None
     answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
     return next((failure for failure in answers if failure is not None), None)
