@@ -135,7 +135,10 @@ def read_command_line() -> None:
 
 # Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start
 def arm() -> None:
-    """Install the hooks; calling it again changes nothing that is already wrapped."""
+    """Install the hooks; calling it again changes nothing that is already wrapped.
+
+    wrapt calls a hook at once if its module is there, even half executed: none of these is when verl loads plugins.
+    """
     from wrapt import register_post_import_hook
 
     register_post_import_hook(_wrap_validate_config, CONFIG_MODULE)

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 import sysconfig
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
 from verl_tlt.capture import APPEND, MODULES, environment_for, with_appended
 from verl_tlt.checks.recipe import Recipe
-from verl_tlt.commands.capture import capture, check_words, environment_of, recipe_of, started_in
+from verl_tlt.commands.capture import capture, check_words, environment_of, recipe_of, run_until_answer, started_in
 from verl_tlt.config import TLTConfigError
 
 pytest.importorskip("verl")
@@ -154,6 +154,13 @@ def test_an_interrupted_command_shows_what_it_waited_for(script, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         capture(["bash", script(f"echo waiting for nodes; touch {tmp_path}/printed; sleep 600")])
     assert f"Ended before it started {MAIN}. Its last lines:\n    waiting for nodes\n" in capfd.readouterr().err
+
+
+def test_an_interrupt_before_the_command_has_a_log_is_an_interrupt(monkeypatch, capfd):
+    monkeypatch.setattr("verl_tlt.commands.capture.running", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_until_answer(["true"], {})
+    assert "It printed nothing." in capfd.readouterr().err
 
 
 def test_a_script_that_loses_the_flag(script):

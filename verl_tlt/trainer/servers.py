@@ -111,7 +111,7 @@ class Servers:
     def stage(self, drafter: ObjectRef) -> int:
         """Hand a published drafter, a `DrafterFile`, to every server on every node; how many replicas did not take it.
 
-        They are handed the one that was published before it; a node that cannot write that either keeps its own. A
+        Those replicas are handed the drafter before it again; a node that cannot write that either keeps its own. A
         `CallFailed` where none took it: it is not published then.
         """
         calls = {name: [server.tlt_stage.remote(drafter) for server in r.servers] for name, r in self.replicas.items()}
