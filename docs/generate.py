@@ -45,7 +45,7 @@ wrong setting stops the run before Ray starts, with a message that names the key
 """
 
 NOTES = {
-    "drafter": "`vocab` is refused with `method=mtp`. A new run that trained nothing does not overwrite a drafter"
+    "drafter": "`vocab` is refused with `method=mtp`. A new run that published nothing does not overwrite a drafter"
     " already in `save_dir`.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
     " to the longest one. Every node must be able to import the module of `module:Class`"

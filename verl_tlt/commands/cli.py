@@ -142,7 +142,7 @@ def warmup(options: WarmupOptions) -> None:
 @app.command(cls=CommandAfterDashes)
 @takes_options(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Measure a drafter's accept length in stock vLLM.
+    """Measure a drafter's accept length in vLLM.
 
     Also compares it with the accept length computed without vLLM. Exit status 1: they differ by more than 5 % plus
     chance.

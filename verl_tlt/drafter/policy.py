@@ -9,6 +9,7 @@ there (`EagleModelMixin._maybe_add_hidden_state`), ascending; `hidden_states[i]`
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -315,11 +316,17 @@ def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
     An image patch's three positions are equal for text. Factors for a part of a head (Phi-4-mini) fit no whole one.
+    YaRN's scale is vLLM's, which reads `attn_factor` alone, where transformers reads `attention_factor` and `mscale`.
     """
     left_out = ("type", "partial_rotary_factor")
     if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    return {key: value for key, value in rope.items() if key not in left_out and "mrope" not in key}
+    rope = {key: value for key, value in rope.items() if key not in left_out and "mrope" not in key}
+    if rope["rope_type"] != "yarn":
+        return rope
+    scale = 0.1 * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+    kept = {key: value for key, value in rope.items() if "mscale" not in key}
+    return {**kept, "attention_factor": scale * rope.get("attn_factor", 1.0)}
 
 
 def aux_layers_for(num_layers: int) -> tuple[int, int, int]:

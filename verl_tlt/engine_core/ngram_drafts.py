@@ -8,10 +8,8 @@ sampling stays exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.ngram_index import NgramIndex
 
 if TYPE_CHECKING:
@@ -28,17 +26,7 @@ class NgramDrafts:
 
     def __init__(self, index: NgramIndex) -> None:
         self.index = index
-        self.num_drafts = 0
-        self.num_accepted = 0
         self._matched: dict[str, int] = {}  # request → tokens of the match that its present draft follows
-
-    def counted(self, stats: EngineStats, reset: bool) -> EngineStats:
-        """`stats` with the n-grams verified since the last reset, and those whose first token was accepted."""
-        stats = replace(stats, num_ngram_drafts=self.num_drafts, num_ngram_accepted=self.num_accepted)
-        if reset:
-            self.num_drafts = 0
-            self.num_accepted = 0
-        return stats
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Begin the requests that a step admitted in the index, and end those that have finished."""
@@ -56,8 +44,6 @@ class NgramDrafts:
             matched = self._matched.pop(request, None)
             if tokens and matched is not None:
                 self.index.trust.learn(matched, tokens > 1)
-                self.num_drafts += 1
-                self.num_accepted += tokens > 1
 
     def emitted(self, outputs: Iterable[EngineCoreOutput]) -> None:
         for output in outputs:

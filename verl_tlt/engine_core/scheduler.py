@@ -30,7 +30,6 @@ from vllm.v1.request import RequestStatus
 
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep
-from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.graph_rules import row_limit, token_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
@@ -168,17 +167,12 @@ class TLTScheduler(Scheduler):
         """
         self._tlt_learn()
         if operation == "stats":
-            return asdict(self.tlt_stats(**arguments))
+            return asdict(self.tlt.stats(**arguments))
         if operation == "policy_changed":
             if self.tlt_ngram:
                 self.tlt_ngram.index.new_policy()
             return {}
         return {"control": self.tlt.control}[operation](**arguments)
-
-    def tlt_stats(self, reset: bool = False) -> EngineStats:
-        """Sums since the last reset, n-grams included where they are in use."""
-        stats = self.tlt.stats(reset)
-        return self.tlt_ngram.counted(stats, reset) if self.tlt_ngram else stats
 
     # ------------------------------------------------------------------ before the step
 

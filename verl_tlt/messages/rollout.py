@@ -73,8 +73,6 @@ class EngineStats:
     steps_by_draft_length: Mapping[int, int] = field(default_factory=dict)
     """Engine steps by the K they verified; -1: the drafter did not run."""
     control_s: float = 0.0  # seconds that engine steps waited for the controller
-    num_ngram_drafts: int | None = None  # the part of `num_drafts` that were n-grams; None: n-grams are not in use
-    num_ngram_accepted: int = 0  # those of them whose first token was accepted
     tokens_by_batch: Mapping[int, int] = field(default_factory=dict)  # tokens of decode-only steps by their batch
     mean_context: float = 0.0  # tokens of context of a decode-phase request, on average
     decode_s: float = 0.0  # seconds of decode-only steps

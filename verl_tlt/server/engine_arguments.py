@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+WORKER_EXTENSION = "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
+"""What vLLM mixes into the workers of an engine that speculates."""
 OWN_ARGUMENTS = (
     "speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls", "worker_extension_cls",
 )  # fmt: skip

@@ -29,7 +29,7 @@ from verl_tlt.files.disk import private_dir
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus, EngineStats, store_name
 from verl_tlt.server.calibration import calibrate, draft_once, loads_of, sampling_of
-from verl_tlt.server.engine_arguments import engine_environment, engine_kwargs, started_lengths
+from verl_tlt.server.engine_arguments import WORKER_EXTENSION, engine_environment, engine_kwargs, started_lengths
 from verl_tlt.server.engine_calls import EngineGone, SchedulerCallError, answered, ask_scheduler, fail_calls_when_dead
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.speculation.costs import LatencyTable
@@ -115,7 +115,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
     def _get_worker_extension_cls(self) -> str:
         if not self.tlt.speculation.enable:
             return super()._get_worker_extension_cls()
-        return "verl_tlt.vllm_worker.extension.TLTWorkerExtension"
+        return WORKER_EXTENSION
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any

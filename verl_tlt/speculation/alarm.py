@@ -19,8 +19,8 @@ def falls_short(stats: Iterable[EngineStats], held_out: Sequence[float]) -> str 
     """
     drafts = accepted = 0
     for engine in stats:
-        drafts += engine.num_drafts - (engine.num_ngram_drafts or 0)
-        accepted += next(iter(engine.num_accepted_tokens_per_pos), 0) - engine.num_ngram_accepted
+        drafts += engine.num_drafts
+        accepted += next(iter(engine.num_accepted_tokens_per_pos), 0)
     if not held_out or drafts < FEWEST_DRAFTS or accepted / drafts >= FAR_BELOW * held_out[0]:
         return None
     return (

@@ -54,8 +54,6 @@ from verl_tlt.spot_trainer.scoring import PORTION, Parameters, Scoring
 
 logger = logging.getLogger(__name__)
 
-POLICY = "actor"
-"""Directory of the policy inside verl's `global_step_N`."""
 INITIAL = "initial"
 """Key of the initial parameters in a checkpoint's training state; absent where they are the served ones."""
 HELD_OUT_TOKENS = 32_768
@@ -268,7 +266,9 @@ class SpotTrainer:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, directory: str, provenance: DrafterProvenance, step: str | None = None, keeps: int = 0) -> None:
+    def save(
+        self, directory: str, provenance: DrafterProvenance, step: str | None = None, rotates: bool = False
+    ) -> None:
         """Write the served drafter with the training state, so that `directory` is complete or as it was before.
 
         A `DrafterError`, and no file, where `check_room` says that the disk is too small for the policy's checkpoint in
@@ -283,7 +283,7 @@ class SpotTrainer:
             state[INITIAL] = {name: torch.from_numpy(value) for name, value in self.initial.items()}
         if step is not None:
             leaves = tree_leaves([tensors, state])
-            check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), keeps)
+            check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), rotates)
         facts = {**asdict(provenance), "steps": state["steps"]}
         if self._exported is not None and self._exported.version > provenance.version:  # the RL trainer has yet to hear
             facts |= {"version": self._exported.version, "acceptance": self._exported.acceptance}
@@ -330,15 +330,12 @@ class SpotTrainer:
                 logger.warning("no kernel is tuned before the run: %s", error)
 
 
-def check_room(step: Path, needed: int, keeps: int) -> None:
+def check_room(step: Path, needed: int, rotates: bool) -> None:
     """Raise a `DrafterError` where the disk cannot take `needed` bytes, and then the policy's next checkpoint.
 
-    `step` is the present checkpoint, whose policy is written. verl `keeps` so many policies (0: all), and removes the
-    oldest before it writes another one.
+    `step` is the present checkpoint, whose policy is written; `rotates`: verl removes another one before the next.
     """
-    policy = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
-    rotates = 0 < keeps <= len(list(step.parent.glob(f"global_step_*/{POLICY}")))
-    coming = 0 if rotates else policy
+    coming = 0 if rotates else sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
     free = free_bytes(step)
     if free is not None and free < needed + coming:
         raise DrafterError(

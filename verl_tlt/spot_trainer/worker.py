@@ -124,8 +124,8 @@ class SpotTrainerWorker:
             return None, None
         return replace(drafter, weights=b""), drafter
 
-    async def save(self, directory: str, provenance: DrafterProvenance, step: str | None, keeps: int) -> None:
-        await self._run(self.trainer.save, directory, provenance, step, keeps)
+    async def save(self, directory: str, provenance: DrafterProvenance, step: str | None, rotates: bool) -> None:
+        await self._run(self.trainer.save, directory, provenance, step, rotates)
 
 
 def _yield_to_engines() -> None:

@@ -75,6 +75,7 @@ class Controller:
         self._handed_over = 0  # RL steps whose hidden states went to the spot trainer
         self._tokens = start.tokens_trained
         self._tokens_to_choose = 0 if start.chosen else start.draft_vocab
+        self._saves = 0
         drafts = tlt.speculation.enable and tlt.speculation.policy != "off" and tlt.speculation.source != "ngram"
         # In `separate_async` engines decode all the time, so that there is nothing to stop.
         self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
@@ -244,9 +245,11 @@ class Controller:
         if not self.spot.running:
             return
         directory = self.facts.checkpoints / f"global_step_{step}"
+        self._saves += 1
+        rotates = 0 < self.facts.keeps <= self._saves  # verl does not remove what an earlier process saved
         with self._charged("save"):
             try:
-                self.spot.save(directory / CHECKPOINT, self._provenance(step), directory, self.facts.keeps)
+                self.spot.save(directory / CHECKPOINT, self._provenance(step), directory, rotates)
             except Exception:
                 remove_halves(directory)
                 raise
@@ -347,9 +350,10 @@ class Controller:
                 self._watch.finish(self.tlt.spot.stop_timeout_s)
         with self.guard("final drafter"):
             directory = Path(str(self.tlt.drafter.save_dir))
-            nothing_new = self._tokens == 0 and self._start.checkpoint is None
+            asked_for_none = self.spot.published is None and not self.spot.exporting
+            nothing_new = asked_for_none and self._start.checkpoint is None
             if self.spot.running and nothing_new and (directory / CONFIG).is_file():
-                logger.warning("nothing was trained, so %s keeps the drafter of an earlier run", directory)
+                logger.warning("nothing was published, so %s keeps the drafter of an earlier run", directory)
             elif self.spot.running:
                 self.spot.save(directory, self._provenance(self._updated))
         self._count_failures()

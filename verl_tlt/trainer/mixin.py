@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -73,6 +74,8 @@ class TLTMixin(PPOTrainer):
         self._tlt_first = ray.put(start.served)
         # Each server asks for it while it starts.
         self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote([self._tlt_first])
+        without_weights = replace(start, served=replace(start.served, weights=b""))
+        self._tlt_run = (*self._tlt_run[:2], without_weights, self._tlt_run[3])
         super()._setup()
 
     def on_init_end(self) -> None:
@@ -102,8 +105,11 @@ class TLTMixin(PPOTrainer):
         return super()._add_prompts_to_generate(num_prompts)
 
     def on_sample_end(self) -> None:
-        self.tlt.sample_end(self.global_steps, last=self.local_trigger_step == self.parameter_sync_step - 1)
+        self.tlt_sample_end()
         super().on_sample_end()
+
+    def tlt_sample_end(self) -> None:
+        self.tlt.sample_end(self.global_steps, last=self.local_trigger_step == self.parameter_sync_step - 1)
 
     def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
         with self.tlt.log.phase("reward", self.global_steps):
@@ -183,6 +189,10 @@ class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
     def _setup(self) -> None:
         trainer_separate_async.logger = _WithoutFlush(trainer_separate_async.logger, {})
         super()._setup()
+
+    def on_sample_end(self) -> None:
+        PPOTrainerSeparateAsync.on_sample_end(self)  # its clock of the wait for samples stops before TLT's own work
+        self.tlt_sample_end()
 
     def tlt_colocated_asleep(self) -> bool:
         return self.current_mode != HybridEngineMode.ROLLOUT  # then they are lent to rollout

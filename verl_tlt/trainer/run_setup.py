@@ -124,10 +124,14 @@ def node_bytes() -> float:
 
 
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
+    from verl.trainer.ppo.utils import need_critic
+
     rollout, data = config.actor_rollout_ref.rollout, config.data
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
     keeps, one = (config.trainer.get(key) for key in ("max_actor_ckpt_to_keep", "remove_previous_ckpt_in_save"))
     last = one or keeps == 1 or OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
+    if need_critic(config) and config.trainer.get("max_critic_ckpt_to_keep") != keeps:
+        last = True  # verl may keep more critics
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
@@ -159,7 +163,7 @@ def hardware_name(cluster: Iterable[str], accelerator: bool) -> str:
 def first_drafter(
     config: TLTConfig, policy_dir: str, dtype: str, context: int, resume_from: Path | None
 ) -> FirstDrafter:
-    """Build or load the drafter; a `DrafterError` where a given one does not fit.
+    """Build or load the drafter, an empty file where n-grams draft; a `DrafterError` where a given one does not fit.
 
     `policy_dir` is local, `dtype` the rollout's, `context` its longest sequence plus the longest draft in tokens,
     `resume_from` the `global_step_N` directory that is resumed.
@@ -167,6 +171,8 @@ def first_drafter(
     from verl_tlt.drafter import host_bytes, to_drafter_file
     from verl_tlt.drafter.build import has_chosen_tokens, policy_width
 
+    if config.speculation.enable and config.speculation.source == "ngram":
+        return FirstDrafter(nothing := DrafterFile(0, "{}", b""), nothing, (), "n-grams, without a drafter")
     checkpoint = saved_drafter(resume_from)
     model, facts, origin = _first_model(config, policy_dir, context, checkpoint)
     resumed = facts if checkpoint else {}

@@ -297,16 +297,18 @@ class SpotTrainerHandle:
             self.published = drafter
         return exported
 
-    def save(self, directory: Path, provenance: DrafterProvenance, step: Path | None = None, keeps: int = 0) -> None:
+    def save(
+        self, directory: Path, provenance: DrafterProvenance, step: Path | None = None, rotates: bool = False
+    ) -> None:
         """Write the served drafter and its training state; a `CallFailed` where it was not written.
 
-        `step` and `keeps` are `check_room`'s. One that is just starting is waited for, and one that dies meanwhile is
+        `step` and `rotates` are `check_room`'s. One that is just starting is waited for, and one that dies meanwhile is
         replaced and asked once more: the end of a run has time for this. One that hangs in an earlier call is found by
         that call's bound, which is shorter.
         """
         self._look_for_add(wait=True)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        arguments = (str(directory.absolute()), provenance, step and str(step.absolute()), keeps)
+        arguments = (str(directory.absolute()), provenance, step and str(step.absolute()), rotates)
         within_s = SAVE_S + (0.0 if self.started() else START_S)  # before the call: `started` may replace the actor
         try:
             answer(self._actor.save.remote(*arguments), within_s)

@@ -16,6 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -85,6 +86,27 @@ def contain(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig) -> 
     contained = ContainedPass(runner.drafter)
     runner.drafter.propose = contained
     return contained
+
+
+# Changes vllm: patches/README.md#a-drafter-counts-positions-from-the-start-of-its-sequence
+def count_positions(proposer: SpecDecodeBaseProposer, vllm_config: VllmConfig) -> None:
+    """Give an EAGLE-3 head of a policy with M-RoPE each token's place in its sequence as position, as it is trained.
+
+    vLLM's V1 runner gives it one of the policy's three positions, which is smaller behind an image, and computes from
+    it which slot of the KV cache the second and later drafts of a step are written to.
+    """
+    if proposer.uses_mrope or not vllm_config.model_config.uses_mrope:
+        return
+    set_inputs = proposer.set_inputs_first_pass
+
+    def run(*, target_positions: torch.Tensor, cad: CommonAttentionMetadata, **inputs: Any) -> object:
+        starts, lengths = cad.query_start_loc[:-1], cad.query_start_loc.diff()
+        tokens = target_positions.shape[-1]
+        rows = torch.repeat_interleave(lengths, output_size=tokens)  # the request of each token
+        places = torch.arange(tokens, device=rows.device) + (cad.seq_lens - lengths - starts)[rows]
+        return set_inputs(target_positions=places.expand(3, -1), cad=cad, **inputs)  # vLLM takes the first of three
+
+    proposer.set_inputs_first_pass = run
 
 
 # Changes vllm: patches/README.md#no-drafter-pass-in-a-rollout-that-is-off

@@ -302,6 +302,8 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         if drafter is not None:
             self.tlt_drafter = LiveDrafter(self.model_runner, vllm_config)
             keep_logits_finite(drafter)
+            if not hasattr(self.model_runner, "speculator"):
+                drafter_pass.count_positions(self.model_runner.drafter, vllm_config)
             self.tlt_pass = drafter_pass.contain(self.model_runner, vllm_config)
 
     def tlt_load_drafter(self, path: str | None = None) -> str | None:

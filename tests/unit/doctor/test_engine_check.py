@@ -101,6 +101,7 @@ async def test_a_drafter_is_loaded_after_sleep_and_after_the_costs_where_there_i
     answer = await asked(f"tlt.speculation.source={source}")
     loaded = [call for call in engine.every.await_args_list if call.args[0] == "tlt_load_drafter"]
     assert len(loaded) == loads and {finding.level for finding in answer.findings} == {"ok"}
+    assert bool(answer.costs.points) == bool(loads), "n-grams in random prompts would look free"
     assert any(finding.what == "drafter after sleep" for finding in answer.findings) == bool(loads)
 
 

@@ -29,7 +29,7 @@ def server():
 
 
 async def test_the_schedulers_sums_arrive_as_they_were_and_are_reset(server):
-    sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, tokens_by_batch={4: 9}, num_ngram_drafts=3)
+    sums = EngineStats(num_steps=7, steps_by_draft_length={-1: 2, 3: 5}, tokens_by_batch={4: 9})
     server.engine = Engine(stats=asdict(sums))
     assert await server.tlt_stats() == sums
     assert server.engine.asked == [("stats", {"reset": True})]

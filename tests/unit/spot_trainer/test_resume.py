@@ -138,17 +138,16 @@ def test_a_drafter_is_written_where_the_policys_next_checkpoint_has_room_too(tmp
     trainer.save(str(tmp_path / "sized"), FACTS)
     drafter_bytes = sum(file.stat().st_size for file in (tmp_path / "sized").rglob("*.safetensors"))
     policy_bytes = 1 << 18
-    for step in ("global_step_1", "global_step_2"):  # verl's part of a checkpoint
-        (tmp_path / step / "actor").mkdir(parents=True)
-        (tmp_path / step / "actor" / "model.pt").write_bytes(bytes(policy_bytes))
     newest = tmp_path / "global_step_2"
-    for keeps, left in ((0, policy_bytes), (3, policy_bytes), (2, 0)):  # two policies: verl removes one before
+    (newest / "actor").mkdir(parents=True)
+    (newest / "actor" / "model.pt").write_bytes(bytes(policy_bytes))  # verl's part of a checkpoint
+    for rotates, left in ((False, policy_bytes), (True, 0)):
         monkeypatch.setattr(module, "free_bytes", lambda _, left=left: drafter_bytes + left - policy_bytes // 2)
         with pytest.raises(DrafterError, match="global_step_2 gets no drafter"):
-            trainer.save(str(newest / "tlt_drafter"), FACTS, str(newest), keeps)
+            trainer.save(str(newest / "tlt_drafter"), FACTS, str(newest), rotates)
         assert [path.name for path in newest.iterdir()] == ["actor"]
         monkeypatch.setattr(module, "free_bytes", lambda _, left=left: drafter_bytes + left)
-        trainer.save(str(newest / "tlt_drafter"), FACTS, str(newest), keeps)
+        trainer.save(str(newest / "tlt_drafter"), FACTS, str(newest), rotates)
         shutil.rmtree(newest / "tlt_drafter")
 
 

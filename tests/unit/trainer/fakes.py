@@ -190,8 +190,8 @@ class FakeSpot(Fake):
         self.published = self.version
         return DrafterFile(self.version, "{}", b"", (0.6, 0.6, 0.6))
 
-    def save(self, directory, provenance, step=None, keeps=0):
-        self.saved.append((directory, provenance, step, keeps))
+    def save(self, directory, provenance, step=None, rotates=False):
+        self.saved.append((directory, provenance, step, rotates))
         self._call("save", directory)
 
     def close(self):

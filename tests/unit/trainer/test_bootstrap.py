@@ -64,3 +64,12 @@ def test_a_random_head_in_a_checkpoint_is_still_untrained(tmp_path):
     save_drafter(build_drafter(policy, max_position_embeddings=SHORT), step / CHECKPOINT, facts, policy=policy)
     start = first_drafter(settings(3), str(policy), "bfloat16", SHORT, step)
     assert start.untrained and start.checkpoint == step / CHECKPOINT
+
+
+def test_with_n_grams_no_head_is_built_and_nothing_is_known_of_the_drafter_that_is_named(tmp_path):
+    policy = policy_with(tmp_path, rope_type="default")
+    facts = {"acceptance": [0.8, 0.7, 0.6]}
+    drafter = save_drafter(build_drafter(policy, max_position_embeddings=SHORT), tmp_path / "own", facts, policy=policy)
+    asked = TLTConfig.from_dict({"speculation": {"source": "ngram"}, "drafter": {"path": str(drafter)}})
+    start = first_drafter(asked, str(policy), "bfloat16", SHORT, None)
+    assert not start.served.weights and start.served.acceptance == () and not start.untrained

@@ -402,7 +402,10 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
     controller.save(1)
     step = tmp_path / "ckpt" / "global_step_1"
     assert [save[0] for save in controller.spot.saved] == [step / "tlt_drafter"]
-    assert controller.spot.saved[0][2:] == (step, 3), "what a disk's room is judged by"
+    controller.save(2)
+    controller.save(3)
+    rotates = [save[3] for save in controller.spot.saved]
+    assert controller.spot.saved[0][2] == step and rotates == [False, False, True], "what a disk's room is judged by"
     trained_step(controller, 2)
     controller.finish()
     directory, provenance, *_ = controller.spot.saved[-1]
@@ -411,13 +414,16 @@ def test_the_drafter_is_written_beside_the_policy_and_at_the_runs_end(filled, tm
     assert tuple(provenance.acceptance) == (0.6, 0.6, 0.6)
 
 
-def test_the_end_of_a_run_that_trained_nothing_leaves_an_earlier_runs_drafter_alone(run, tmp_path):
+def test_the_end_of_a_run_that_published_nothing_leaves_an_earlier_runs_drafter_alone(filled, tmp_path):
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "config.json").touch()
     for start, saves in (({}, 0), ({"checkpoint": tmp_path / "global_step_9" / "tlt_drafter"}, 1)):
-        controller = run(start=start)
-        controller.finish()
-        assert len(controller.spot.saved) == saves and controller.guard.counts.total() == 0
+        for trained in (False, True):
+            controller = filled(start=start)
+            if trained:
+                trained_step(controller, 2, KEEPS)
+            controller.finish()
+            assert len(controller.spot.saved) == saves and controller.guard.counts.total() == 0
 
 
 def test_a_checkpoint_on_another_nodes_disk_is_told(run, said, tmp_path):

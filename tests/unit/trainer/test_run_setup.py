@@ -82,10 +82,12 @@ def test_the_spot_trainer_gets_sizes_that_fit(composed, monkeypatch, device, giv
     ("given", "prunes", "keeps"),
     [
         ([], False, 0),
-        (["trainer.max_actor_ckpt_to_keep=3"], True, 3),
+        (["trainer.max_actor_ckpt_to_keep=3", "critic.enable=False"], True, 3),
         (["trainer.max_actor_ckpt_to_keep=1"], True, 0),
         (["trainer.max_actor_ckpt_to_keep=3", "++trainer.remove_previous_ckpt_in_save=True"], True, 0),
         (["trainer.max_actor_ckpt_to_keep=3", "actor_rollout_ref.actor.checkpoint.async_save=True"], True, 0),
+        (["trainer.max_actor_ckpt_to_keep=3", "critic.enable=True"], True, 0),
+        (["trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3", "critic.enable=True"], True, 3),
     ],
 )
 def test_when_verl_removes_old_policies_is_known(composed, given, prunes, keeps):

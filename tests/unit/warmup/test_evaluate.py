@@ -60,6 +60,10 @@ def test_of_its_own_prompts_only_held_out_ones_judge_it(policy_dir, prompts_file
     few = options_of(policy_dir, prompts_file, tmp_path, {**facts, "prompts_limit": 20})
     assert len(choose_prompts(replace(few, prompts=[other]), tmp_path)) == 40, "the limit of other files"
     facts["prompts_digest"] = "of the prompts with tools"
+    template = "{{ strftime_now('w8') }} {% for m in messages %}{{ m.content }} {% endfor %}".replace("'", "\\'")
+    dated = (f"actor_rollout_ref.model.custom_chat_template='{template}'",)
+    with pytest.raises(DrafterError, match="on another day, and the chat template writes the day into each prompt"):
+        choose_prompts(options_of(policy_dir, prompts_file, tmp_path, facts, overrides=dated), tmp_path)
     with pytest.raises(DrafterError, match=r"was warmed up with these files, in the form that another run gives them"):
         choose_prompts(options_of(policy_dir, prompts_file, tmp_path, facts), tmp_path)
 

@@ -141,7 +141,8 @@ async def start(
 ) -> AsyncIterator[StandaloneEngine]:
     """Start an engine as the recipe's run would; without `drafting` as stock verl would.
 
-    Commands start engines nowhere else. `extra` are further arguments of vLLM's.
+    Commands start engines nowhere else. `extra` are further arguments of vLLM's: a drafter among them has a run's
+    workers, and vLLM's own scheduler.
     """
     from verl_tlt.server.launch import Launch
 
@@ -164,7 +165,8 @@ async def start(
     before = dict(os.environ)
     if drafting:
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment())
-    extension = "verl_tlt.vllm_worker.extension.TLTWorkerExtension" if drafting else None
+    speculates = drafting or "speculative_config" in (extra or {})
+    extension = engine_arguments.WORKER_EXTENSION if speculates else None
     llm = await Launch(setup.rollout, setup.model, arguments, extension).launched()
     watch = asyncio.create_task(fail_calls_when_dead(llm))
     try:

@@ -95,7 +95,8 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
                 run()
         except torch.OutOfMemoryError as error:
             less = f"give a smaller --batch-tokens than {options.batch_tokens}, or more GPUs; the responses are kept"
-            raise DrafterError(f"The GPU has too little memory: {less}. ({first_line(error)})") from error
+            whole = "If that is not enough, give another --out and shorter responses: held-out ones are scored whole"
+            raise DrafterError(f"The GPU has too little memory: {less}. {whole}. ({first_line(error)})") from error
         except KeyboardInterrupt:
             say(console, f"Interrupted: the same command goes on with what is in {options.work}.")
             raise

@@ -1,8 +1,8 @@
-"""Responses to prompts from stock vLLM in a process of its own, and how many drafted tokens it accepted.
+"""Responses to prompts from vLLM in a process of its own, and how many drafted tokens it accepted.
 
-The engine is started as a run of verl's starts it (`commands.doctor.standalone_engine`), without a plugin of ours.
-Responses are written one by one as they finish, so that a killed run keeps what it has. The parent calls `generate`;
-the child is this module run as a program. `Stage` shows how far a command is.
+The engine is started as a run of verl's starts it (`commands.doctor.standalone_engine`); with a drafter, its workers
+are those of a run with TLT. Responses are written one by one as they finish, so that a killed run keeps what it has.
+The parent calls `generate`; the child is this module run as a program. `Stage` shows how far a command is.
 """
 
 from __future__ import annotations

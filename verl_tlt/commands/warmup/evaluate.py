@@ -1,4 +1,4 @@
-"""`verl-tlt evaluate`: the accept length of a drafter, predicted from recorded text and counted by stock vLLM.
+"""`verl-tlt evaluate`: the accept length of a drafter, predicted from recorded text and counted by vLLM.
 
 vLLM answers prompts with the drafter at work and counts what it accepts. The same answers are then scored without an
 engine (`verl_tlt.drafter.acceptance`). The two numbers come from the same text, so only the randomness of speculative
@@ -100,7 +100,8 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
                 library = PolicyTexts(drafter, options, texts, device, max_bytes=0)
                 simulated = library.score(drafter, range(len(texts)), BATCH_TOKENS, tell)
             except torch.OutOfMemoryError as error:
-                raise DrafterError(f"The GPU has too little memory; take more GPUs. ({first_line(error)})") from error
+                less = "take more GPUs, or shorter responses, which are scored whole"
+                raise DrafterError(f"The GPU has too little memory: {less}. ({first_line(error)})") from error
     return Verdict(simulated, served, len(responses), sum(len(r.tokens) for r in responses))
 
 
@@ -120,6 +121,11 @@ def choose_prompts(options: EvaluateOptions, images: Path) -> list[Prompt]:
         if own.digest == known:
             return [own.all[i] for i in sorted(own.held_out)][: options.limit]
         if own.files_digest == facts.get("prompts_sha256"):
+            if own.dated:
+                raise DrafterError(
+                    f"{options.drafter} was warmed up with these files on another day, and the chat template writes "
+                    "the day into each prompt: give other --prompts."
+                )
             raise DrafterError(
                 f"{options.drafter} was warmed up with these files, in the form that another run gives them: give the "
                 "command of that run after --, or other --prompts."
