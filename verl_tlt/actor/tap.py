@@ -73,7 +73,7 @@ class HiddenStateTap:
         self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
 
     def count(self, batch: TensorDict) -> None:
-        """Count the tokens of a batch's responses, once where that was asked for (`TappedStates.token_counts`)."""
+        """Count the tokens of a batch's responses, once where that was asked for (`CapturedStates.token_counts`)."""
         if self.counts_tokens:
             ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
             tokens = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
