@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,6 +57,37 @@ def test_a_recipe_may_be_a_config_that_has_the_flag_without_overrides(tmp_path):
     assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))
     assert composed(plan, arm_of(TLT)).trainer.nnodes == 7
     assert f"--config-path={tmp_path}" in plan.job(arm_of(TLT), 0, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "horizon", "rate"),
+    [
+        (["lr_warmup_steps=10"], None, 1.0),
+        (["lr_warmup_steps=10", "lr_decay_style=cosine"], None, 1.0),
+        (["lr_warmup_steps=10", "lr_decay_style=linear", "lr_decay_steps=30"], 30, 0.75),
+        (["lr_warmup_steps_ratio=0.5"], 4, 1.0),
+        (["lr_warmup_steps=10", "lr_decay_style=linear", "trainer.total_training_steps=30"], 30, 0.75),
+        (["lr_warmup_steps_ratio=0.1", "lr_decay_style=linear", "trainer.total_training_steps=100"], 100, 85 / 90),
+        (["lr_warmup_steps=10", "trainer.total_training_steps=30", "trainer.v1.trainer_mode=separate_async"], 120, 1.0),
+    ],
+)
+def test_megatrons_learning_rate_is_that_of_the_real_run(tmp_path, words, horizon, rate):
+    """By Megatron's own schedule, which does not take a warmup that is longer than its decay."""
+    pytest.importorskip("megatron.core")
+    from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
+
+    given = [w if w[0] == "t" else f"{node}.optim.{w}" for node in ("actor_rollout_ref.actor", "critic") for w in words]
+    plan = plan_of(tmp_path, "model_engine=megatron", *dict.fromkeys(given))
+    for arm in (arm_of(STOCK), arm_of(TLT)):
+        config = composed(plan, arm)
+        for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
+            optim.total_training_steps = config.trainer.total_training_steps  # as verl's trainer does
+            optimizer = Mock(param_groups=[{}])
+            schedule = get_megatron_optimizer_param_scheduler(optimizer, optim)
+            schedule.step(15)
+            assert horizon in (None, schedule.lr_decay_steps)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(optim.lr * rate)
+    assert not any("lr_decay_steps" in word for word in plan_of(tmp_path).overrides(arm_of(TLT), 0)), "of FSDP"
 
 
 def test_every_turn_goes_on_from_the_one_before(tmp_path):

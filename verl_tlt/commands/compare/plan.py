@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
 from verl_tlt.checks.models import DRAFTER, METHOD, Finding, located
-from verl_tlt.checks.recipe import Recipe, compose, quoted, read_run_dir, select
+from verl_tlt.checks.recipe import Recipe, compose, number, quoted, read_run_dir, select, trainer_mode
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose
 from verl_tlt.config import TLTConfigError
@@ -121,6 +121,8 @@ class Plan:
     """Overrides that the user gave besides the command."""
     around: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment in which jobs are started."""
+    decay: tuple[str, ...] = ()
+    """Overrides that keep learning rates as in the real run, though a turn has fewer steps."""
 
     def of_arm(self, arm: Arm) -> Recipe:
         overrides = (*self.recipe.overrides, FLAG if arm.tlt else NO_FLAG, *arm.overrides)
@@ -150,7 +152,7 @@ class Plan:
             f"trainer.save_freq={NEVER}",  # so that only the last step is saved
             "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=[console,file]",
             "trainer.project_name=verl-tlt-compare", f"trainer.experiment_name={arm.name}",
-            "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False",
+            "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False", *self.decay,
             *(f"{ENV_VARS}.{name}={quoted(value)}" for name, value in variables.items()),
         ]  # fmt: skip
 
@@ -181,8 +183,8 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
     """The plan for a recipe, which may have TLT's flag and settings already; `given` are further fields of it."""
     if not command and recipe == Recipe(()):
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
-    start = _start(recipe, compose(recipe.overrides, recipe.config))
-    return Plan(recipe, start, steps, folder, tuple(command), **given)
+    config = compose(recipe.overrides, recipe.config)
+    return Plan(recipe, _start(recipe, config), steps, folder, tuple(command), decay=tuple(_decay(config)), **given)
 
 
 def key_of(override: str) -> str:
@@ -240,6 +242,23 @@ def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
 def _refused(recipe: Recipe) -> list[Finding]:
     """What the doctor has against a recipe, and against its drafter on this machine, where the jobs will run."""
     return [f for f in diagnose(recipe) if f.level == "refuse" or (f.level == "if" and f.what == DRAFTER)]
+
+
+def _decay(config: DictConfig) -> Iterator[str]:
+    """Megatron's decay steps as in the real run: verl would set them to the steps of a turn.
+
+    Where the real run's steps are not known they are taken to be endless. A warmup that is a share of them then stays
+    a share of the turn's.
+    """
+    total = number(config, "trainer.total_training_steps", 0)
+    updates = number(config, f"trainer.v1.{trainer_mode(config)}.parameter_sync_step", 1)
+    for node in ("actor_rollout_ref.actor", "critic"):
+        optim = f"{node}.optim"
+        if select(config, f"{node}.strategy") != "megatron" or select(config, f"{optim}.lr_decay_steps") is not None:
+            continue
+        warmup = select(config, f"{optim}.lr_warmup_steps")
+        if total or (isinstance(warmup, int) and warmup > 0):
+            yield f"++{optim}.lr_decay_steps={total * updates or NEVER}"
 
 
 def _start(recipe: Recipe, config: DictConfig) -> Path | None:
