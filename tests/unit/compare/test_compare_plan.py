@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from importlib.metadata import version
 from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import verl_tlt
 from verl_tlt import flag
 from verl_tlt.checks.recipe import Recipe, compose, quoted
 from verl_tlt.commands.compare.plan import (
@@ -16,6 +18,7 @@ from verl_tlt.commands.compare.plan import (
     check_arms,
     first_drafter,
     make_plan,
+    measured_with,
     named_arms,
     vllm_arm,
 )
@@ -187,6 +190,18 @@ def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_
     with pytest.raises(TLTError, match=r"^nobody/no-head is no folder here and could not be fetched"):
         check_arms(plan_of(tmp_path), named_arms(["vllm-3"], "nobody/no-head"), "nobody/no-head")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_keeps_the_releases_and_the_gpu_it_was_measured_with(monkeypatch):
+    """vLLM's platform names the GPU; here is none, so vLLM's name of this machine stands for it."""
+    here = measured_with(Recipe(BASE))
+    assert here == {"verl": version("verl"), "vllm": version("vllm"), "verl-tlt": verl_tlt.__version__}
+    on_gpu = Recipe((*BASE, "trainer.device=cuda", "trainer.n_gpus_per_node=1"))
+    assert measured_with(on_gpu) == here
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert measured_with(on_gpu) == {**here, "GPU": "cpu"}
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # whose machines may have others
+    assert measured_with(on_gpu) == here
 
 
 def test_what_two_calls_may_differ_in_is_no_other_comparison(tmp_path):

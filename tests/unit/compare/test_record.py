@@ -48,11 +48,28 @@ def test_a_comparison_that_is_called_again_goes_on(kept):
 
 
 def test_one_with_other_arguments_is_refused_by_name_and_arms_may_be_added(kept):
-    for changed in ({"--steps": 5}, {"recipe": ["a=2"]}, {"arm tlt": []}):
-        refused(kept, f"another {next(iter(changed))}: give another --out", ASKED | changed)
+    for changed, said in (
+        ({"--steps": 5}, r"another --steps \(4 then, 5 now\)"),
+        ({"recipe": ["b=1", "a=2"]}, r"another recipe \(a=1 then, b=1 a=2 now\)"),
+        ({"recipe": ["a=1", "a=1"]}, r"another recipe \(in another order\)"),
+        ({"arm tlt": []}, r"another arm tlt \(\+trainer\.plugin=tlt then, nothing now\)"),
+    ):
+        refused(kept, f"{said}: go back to that, or give another --out", ASKED | changed)
     Record(kept, {"--steps": 4, "recipe": ["a=1"], "arm vllm-3": ["k=3"]}).add(turn("vllm-3"))
     assert not Record(kept, ASKED).left(["vllm-3"], 1)
     refused(kept, "arm vllm-3", {"arm vllm-3": ["k=4"]})
+
+
+def test_turns_of_another_release_or_gpu_are_not_divided_by_these(tmp_path):
+    here = {"verl": "0.9.1", "vllm": "0.28.0", "verl-tlt": "0.2.0", "GPU": "NVIDIA H200"}
+    Record(tmp_path / "older", ASKED).add(turn("tlt"))
+    Record(tmp_path / "older", ASKED | here).add(turn("stock"))  # which did not know where it was measured
+    Record(tmp_path / "out", ASKED | here).add(turn("tlt"))
+    Record(tmp_path / "out", ASKED | here)
+    other = here | {"vllm": "0.29.0", "GPU": "NVIDIA B200"}
+    said = r"another vllm \(0\.28\.0 then, 0\.29\.0 now\) and another GPU \(NVIDIA H200 then, NVIDIA B200 now\): "
+    for folder in ("older", "out"):
+        refused(tmp_path / folder, said, ASKED | other)
 
 
 def test_time_left_is_that_of_the_turns_before(tmp_path):

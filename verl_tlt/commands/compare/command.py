@@ -19,6 +19,7 @@ from verl_tlt.commands.compare.plan import (
     check_arms,
     first_drafter,
     make_plan,
+    measured_with,
     named_arms,
     without_drafter,
 )
@@ -47,7 +48,7 @@ def compare(options: CompareOptions, console: Console) -> None:
     drafter = first_drafter(plan, names, options.drafter)
     arms = named_arms(names, drafter)
     check_arms(plan, arms, drafter)
-    record = Record(plan.folder, plan.asked(arms))
+    record = Record(plan.folder, plan.asked(arms) | measured_with(plan.recipe))
     announce(plan, arms, options, record, drafter, console)
     try:
         take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))

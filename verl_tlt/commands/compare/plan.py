@@ -13,16 +13,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import verl_tlt
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
 from verl_tlt.checks.models import DRAFTER, METHOD, Finding, located
-from verl_tlt.checks.recipe import Recipe, compose, number, quoted, read_run_dir, select, trainer_mode
+from verl_tlt.checks.recipe import Recipe, compose, number, quoted, ray_address, read_run_dir, select, trainer_mode
 from verl_tlt.commands.compare.record import STEP, CompareError
-from verl_tlt.commands.doctor.command import diagnose
+from verl_tlt.commands.doctor.command import diagnose, examine_gpus
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter.check import drafter_folder
 from verl_tlt.flag import CONFIG, MAIN
 from verl_tlt.trainer.checkpoints import saved_drafter
+from verl_tlt.upstream.versions import installed
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -185,6 +187,17 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
     config = compose(recipe.overrides, recipe.config)
     return Plan(recipe, _start(recipe, config), steps, folder, tuple(command), decay=tuple(_decay(config)), **given)
+
+
+def measured_with(recipe: Recipe) -> dict[str, str]:
+    """The releases that jobs run with, and the kind of GPU if they run on this machine's GPUs: as `asked`."""
+    found = {name: str(installed(name)) for name in ("verl", "vllm")} | {"verl-tlt": verl_tlt.__version__}
+    with recipe.composed() as config:
+        if not ray_address(config) and any(gpus.level == "ok" for gpus in examine_gpus(config)):
+            from verl_tlt.commands.doctor.engine_check import hardware_name
+
+            found["GPU"] = hardware_name()
+    return found
 
 
 def key_of(override: str) -> str:

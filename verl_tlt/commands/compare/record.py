@@ -100,10 +100,20 @@ def schedule(arms: Iterable[str], rounds: int) -> Iterator[tuple[str, int]]:
             yield names[(place + turn) % len(names)], turn
 
 
+def _change(then: object, now: object) -> str:
+    """What a value was and what it is; of lists only the words in which they differ."""
+    if isinstance(then, list) and isinstance(now, list):
+        lost, new = ([word for word in words if word not in others] for words, others in ((then, now), (now, then)))
+        if not lost and not new:
+            return "in another order"
+        then, now = " ".join(lost) or "nothing", " ".join(new) or "nothing"
+    return f"{then} then, {now} now"
+
+
 class Record:
     """The turns measured so far, in the `turns.json` of a folder that one process at a time uses.
 
-    `asked` must stay the same for turns to be comparable, by its name on the command line: else a CompareError.
+    `asked` must stay the same for turns to be comparable, by names that users know: else a CompareError.
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
@@ -130,9 +140,10 @@ class Record:
             raise CompareError(f"{what}: give another --out to begin anew.") from error
         if not self.turns:
             return
-        for name in asked.keys() & self._asked.keys():
-            if asked[name] != self._asked[name]:
-                raise CompareError(f"{self.file} was measured with another {name}: give another --out to begin anew.")
+        now = {name: value for name, value in self._asked.items() if name in asked and asked[name] != value}
+        if changes := [f"another {name} ({_change(asked[name], value)})" for name, value in now.items()]:
+            what = f"{self.file} was measured with {' and '.join(changes)}"
+            raise CompareError(f"{what}: go back to that, or give another --out to begin anew.")
         self._asked = {**asked, **self._asked}
 
     def left(self, arms: Iterable[str], rounds: int) -> list[tuple[str, int]]:
