@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -13,8 +14,8 @@ from policy_config import write_policy
 
 @pytest.fixture
 def variables():
-    """Takes back the variables that a user's command leaves in this process, which captures it."""
-    with patch.dict(os.environ):
+    """Takes back the variables and the places of modules that a user's command leaves in this process."""
+    with patch.dict(os.environ), patch.object(sys, "path", [*sys.path]):
         yield
 
 

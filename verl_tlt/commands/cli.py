@@ -115,7 +115,6 @@ def compare(options: CompareOptions) -> None:
     Example:
       verl-tlt compare --drafter drafters/qwen3-8b --out compare-out -- bash recipe.sh
     """
-    _need("compare", "verl", "vllm")
     from verl_tlt.commands.compare.command import compare as run
 
     run(options, make_console())

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import shlex
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,8 +91,10 @@ def _read_recipe(
         recipe = Recipe(overrides, os.path.abspath(config.with_suffix("")))
     else:
         recipe = Recipe(overrides, config_name)
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    look_first_in([recipe.directory or os.getcwd(), *folders])  # as `python -m` would
+    begin = recipe.directory or os.getcwd()
+    more = [os.path.join(begin, folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    look_first_in([begin, *more])  # as `python -m` would
+    sys.path += [folder for folder in (begin, *more) if folder not in sys.path]  # last: what is imported already stays
     return recipe
 
 

@@ -15,6 +15,7 @@ import transformers
 from cli import cli
 from omegaconf import OmegaConf, open_dict
 
+import verl_tlt
 from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
@@ -216,6 +217,37 @@ def test_a_clone_where_the_run_starts_hides_the_installed_verl(overrides, tmp_pa
     assert code == 1 and "verl 0.8.0 is installed, and verl-tlt was tested with verl 0.9.1" in output
     assert f"verl is read in {clone}, which hides that in" in output
     assert "\nNo: verl 0.8.0" in output
+
+
+def test_a_clone_that_is_not_installed_and_modules_beside_the_recipe_are_found(overrides, tmp_path):
+    """Where every package is installed but verl, which the script starts from its clone's root."""
+    for name in ("site", "clone", "own"):
+        (tmp_path / name).mkdir()
+    for path in (verl := location("verl")).parent.iterdir():
+        if path.suffix != ".pth" and path.name.partition("-")[0] != "verl":
+            (tmp_path / "site" / path.name).symlink_to(path)
+    (tmp_path / "clone" / "verl").symlink_to(verl)
+    (tmp_path / "own" / "my_agents.py").touch()
+    script = tmp_path / "recipe.sh"
+    script.write_text(
+        f"""cd {tmp_path}/clone
+        export VERL_USE_EXTERNAL_MODULES=my_agents PYTHONPATH=$PYTHONPATH:../own
+        {sys.executable} -S -m verl.trainer.main_ppo {shlex.join(overrides)} "$@"
+        """
+    )
+    packages = os.pathsep.join(map(str, (tmp_path / "site", Path(verl_tlt.__file__).parents[1])))
+
+    def ended(*words):
+        command = [sys.executable, "-S", "-P", "-m", "verl_tlt.commands.cli", *words, "--", "bash", str(script)]
+        own = {**os.environ, "PYTHONPATH": packages, "COLUMNS": "400"}
+        done = subprocess.run(command, env=own, cwd=tmp_path / "own", capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    code, output = ended("doctor", "--all")
+    assert code == 3 and "OK, but TLT is off" in output, output
+    assert f"verl is read in {tmp_path}/clone/verl" in output and "verl takes the rollout's and the actor's" in output
+    code, output = ended("compare", "--arms", "none")
+    assert code == 1 and "There is no arm 'none'" in output, output
 
 
 # ---------------------------------------------------------------------- the recipe
