@@ -55,11 +55,11 @@ class Recipe:
         """Run a `with` block in `place`, with the composed config; `changes` are other values by their dotted keys."""
         from omegaconf import OmegaConf, open_dict
 
-        config = compose(self.overrides, self.config)
-        with open_dict(config):
-            for key, value in (changes or {}).items():
-                OmegaConf.update(config, key, value, force_add=True)
         with self.place():
+            config = compose(self.overrides, self.config)
+            with open_dict(config):
+                for key, value in (changes or {}).items():
+                    OmegaConf.update(config, key, value, force_add=True)
             yield config
 
 

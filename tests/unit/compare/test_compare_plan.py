@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import verl_tlt
 from verl_tlt import flag
-from verl_tlt.checks.recipe import Recipe, compose, quoted
+from verl_tlt.checks.recipe import Recipe, _composed, compose, quoted
 from verl_tlt.commands.compare.plan import (
     STOCK,
     TLT,
@@ -21,9 +21,11 @@ from verl_tlt.commands.compare.plan import (
     measured_with,
     named_arms,
     vllm_arm,
+    without_drafter,
 )
 from verl_tlt.commands.compare.record import CompareError
 from verl_tlt.errors import TLTError
+from verl_tlt.upstream.versions import location
 
 BASE = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", "trainer.resume_mode=disable")
 WITH = (*BASE, "+trainer.plugin=tlt", "tlt.spot.max_epochs=3")
@@ -91,6 +93,23 @@ def test_megatrons_learning_rate_is_that_of_the_real_run(tmp_path, words, horizo
             assert horizon in (None, schedule.lr_decay_steps)
             assert optimizer.param_groups[0]["lr"] == pytest.approx(optim.lr * rate)
     assert not any("lr_decay_steps" in word for word in plan_of(tmp_path).overrides(arm_of(TLT), 0)), "of FSDP"
+
+
+def test_a_config_is_searched_for_where_the_script_starts_verl(tmp_path, overrides):
+    """As verl's own examples have it, for which a script changes to the clone's folder."""
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "verl").symlink_to(location("verl"))
+    (tmp_path / "mine.yaml").write_text(MINE.replace("pkg://verl.trainer.config", "file://verl/trainer/config"))
+    words = (*overrides, "trainer.resume_mode=disable", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True")
+    recipe = Recipe(words, str(tmp_path / "mine"), str(tmp_path / "clone"))
+    plan, arms = make_plan(recipe, 4, tmp_path), [arm_of(STOCK), arm_of(TLT)]
+    assert first_drafter(plan, [TLT], None) is None
+    check_arms(plan, arms)
+    _composed.cache_clear()
+    assert without_drafter(plan, arms) == {TLT: True}
+    _composed.cache_clear()
+    with recipe.composed() as config:
+        assert config.trainer.device == "cpu"
 
 
 def test_every_turn_goes_on_from_the_one_before(tmp_path):

@@ -185,8 +185,9 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
     """The plan for a recipe, which may have TLT's flag and settings already; `given` are further fields of it."""
     if not command and recipe == Recipe(()):
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
-    config = compose(recipe.overrides, recipe.config)
-    return Plan(recipe, _start(recipe, config), steps, folder, tuple(command), decay=tuple(_decay(config)), **given)
+    with recipe.composed() as config:
+        start, decay = _start(recipe, config), tuple(_decay(config))
+    return Plan(recipe, start, steps, folder, tuple(command), decay=decay, **given)
 
 
 def measured_with(recipe: Recipe) -> dict[str, str]:
@@ -212,7 +213,8 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
     """
     if given is not None and not given.strip():
         raise CompareError("--drafter is empty: give a folder or a name on the hub, or leave it out.")
-    config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
+    with plan.recipe.place():
+        config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
     if own and given and {TLT, NO_SPOT} & {*arms}:
         raise CompareError(f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out.")
@@ -230,7 +232,8 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
     """
     for arm in arms:
         try:
-            compose([*plan.recipe.overrides, *plan.overrides(arm, 0)], plan.recipe.config)
+            with plan.recipe.place():
+                compose([*plan.recipe.overrides, *plan.overrides(arm, 0)], plan.recipe.config)
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     for arm in (arm for arm in arms if arm.tlt):
@@ -246,7 +249,8 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
 
 def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
     """Names of TLT's arms whose drafter is a random one at first, where none is given, and whether they train it."""
-    config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
+    with plan.recipe.place():
+        config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     needs_none = select(config, METHOD) == "mtp" or select(config, "tlt.speculation.source") == "ngram"
     trains = select(config, "tlt.spot.enable", True) is not False
     return {} if needs_none else {arm.name: trains and arm.name != NO_SPOT for arm in arms if arm.tlt}
