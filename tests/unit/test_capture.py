@@ -195,6 +195,13 @@ def test_a_script_that_loses_the_flag(script):
         ("echo password | sudo -S python3", True, "recipe.sh has `sudo`"),
         ("echo $(ssh host hostname); true", True, "recipe.sh has `ssh`"),
         ("echo no-docker; rm file; ray status; echo my.ssh", False, None),
+        ("srun --export=NONE python3 -m x", True, "recipe.sh has `srun --export=NONE`"),
+        ("srun -N1 --export=A=1,B=ALL,INSTALL python3", True, "has `srun -N1 --export=A=1,B=ALL,INSTALL`"),
+        ("srun --mpi=none --export 'A=1' python3", True, "recipe.sh has `srun --mpi=none --export 'A=1'`"),
+        ("srun -N1 \\\n  --ntasks 1 \\\n  --export=$VARS python3", True, "has `srun -N1   --ntasks 1   --export=$VARS`"),
+        ("srun --export=ALL python3; srun --export A=1,ALL,B=2 x; srun --export='ALL,A=x y' x", False, None),
+        ("srun --export-file=f --export  ALL x; srun x; conda list --export", False, None),
+        ("# with srun \\\ndocker run image", True, "line 3 of"),
     ],
 )
 def test_a_few_words_are_refused_before_anything_runs(script, line, yes, said):

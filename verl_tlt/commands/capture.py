@@ -37,9 +37,12 @@ POLL_S = 0.2
 _START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
 LEAVES = re.compile(
     rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
-    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit)(?=[\s<>;&]|$)"
+    r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit"
+    r"|srun\s(?:[^;&|]*\s)?--export[=\s](?!\s*['\"]?(?:[^\s'\"]*,)?(?i:all)(?:[\s,'\"]|$))[^\s;&|]*)(?=[\s<>;&]|$)"
 )
-"""Programs that start others without this environment, or elsewhere: the command would train there."""
+"""Programs that start others without this environment, or elsewhere: the command would train there.
+
+Tasks of `srun` have the environment unless `--export` has a list without ALL."""
 CHANGES = re.compile(
     rf"{_START}(ray stop|pkill|kill(?!\s+-0\b)|killall|fuser\s.*-\w*k|rm\s+(?:-\S+\s+)*(?:-\w*[rR]\w*|--recursive)"
     r"|find\s.*-delete|git (?:-C \S+ )?(?:clean|reset)"
@@ -93,7 +96,7 @@ def check_words(command: Sequence[str], yes: bool) -> None:
 
     Looks for words in the command, and in the shell scripts that it names; it understands neither.
     """
-    lines = {"the command": [" ".join(command)]}
+    lines = {"the command": [_done(" ".join(command))]}
     for place, word in enumerate(command):
         if os.path.isfile(word) and _is_shell_script(word, command[:place]):
             if b"\r\n" in (script := Path(word).read_bytes()):
@@ -101,10 +104,11 @@ def check_words(command: Sequence[str], yes: bool) -> None:
                     f"Nothing was run: {word} has Windows line ends, which bash takes for parts of words. Remove them "
                     f"with `sed -i 's/\\r$//' {shlex.quote(word)}`."
                 )
-            lines[word] = [COMMENT.sub("", line) for line in script.decode(errors="replace").splitlines()]
+            read = script.decode(errors="replace").splitlines()
+            lines[word] = _joined([_done(COMMENT.sub("", line)) for line in read])
     told = []
     for source, texts in lines.items():
-        for number, text in enumerate(map(_done, texts), start=1):
+        for number, text in enumerate(texts, start=1):
             where = source if source == "the command" else f"line {number} of {source}"
             told += [(where, match[1], kind) for kind in (LEAVES, CHANGES) if (match := kind.search(text))]
             files = [file for file in EMPTIES.findall(text) if os.path.isfile(file) and os.path.getsize(file)]
@@ -117,6 +121,14 @@ def check_words(command: Sequence[str], yes: bool) -> None:
     if told and not yes:
         listed = "; ".join(f"{place}: {word}" for place, word, _ in told)
         raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
+
+
+def _joined(lines: list[str]) -> list[str]:
+    """The lines of a script, those that a backslash continues at the place of their first."""
+    for i in reversed(range(len(lines) - 1)):
+        if lines[i].endswith("\\"):
+            lines[i : i + 2] = [lines[i][:-1] + lines[i + 1], ""]
+    return lines
 
 
 def _done(line: str) -> str:
