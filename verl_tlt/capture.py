@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 from verl_tlt.flag import MAIN, started_program
 
 CAPTURE, APPEND, MODULES = "VERL_TLT_CAPTURE", "VERL_TLT_APPEND", "VERL_USE_EXTERNAL_MODULES"
+RAY_WORKER = "ray._private.workers.default_worker"
+"""The program of Ray's workers."""
 ENDED_WITHIN_S = 600.0
 """Seconds after which a process that should have been ended ends itself: the command that captures is gone."""
 
@@ -54,6 +56,8 @@ def _capture(file: str) -> None:
         })  # fmt: skip
     if program.startswith(("verl.trainer.", "verl.experimental.")):
         _answer(file, {"other": program})
+    if program.endswith(RAY_WORKER):  # started by a program that does not import verl itself
+        _answer(file, {"other": "a program that trains in Ray's workers"})
 
     def init(*args: object, **kwargs: object) -> None:  # another program that trains, such as a recipe's own main
         _answer(file, {"other": "python -c" if sys.argv[0] == "-c" else program or sys.argv[0]})

@@ -119,6 +119,20 @@ def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, sa
     assert said in str(error.value)
 
 
+def test_a_program_that_imports_verl_in_rays_workers_alone_does_not_train(script, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, ray\n"
+        "def train():\n"
+        "    import verl\n"
+        f"    pathlib.Path('{tmp_path}/trained').touch()\n"
+        "ray.init(num_cpus=1, include_dashboard=False)\n"
+        "ray.get(ray.remote(train).remote())\n"
+    )
+    with pytest.raises(TLTConfigError, match=rf"starts a program that trains in Ray's workers, not {MAIN}\. It was"):
+        capture(["python3", str(tmp_path / "mine.py")])
+    assert not (tmp_path / "trained").exists()
+
+
 def test_srun_is_named_where_nothing_answers(tmp_path, monkeypatch):
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "srun").chmod(0o755)
