@@ -132,7 +132,7 @@ def _setup(
 
 async def hold(engine: StandaloneEngine, arm: int | None) -> None:
     """Draft so many tokens in every step from here on; `OFF`: without the drafter's pass; None: the policy chooses."""
-    await engine.rpc("tlt_set_drafting", arm != OFF)
+    await engine.every("tlt_set_drafting", arm != OFF)
     await engine.llm.reset_prefix_cache()
     await ask_scheduler(engine.llm, "control", drafting=arm != OFF, force_k=None if arm is None else max(arm, 0))
 

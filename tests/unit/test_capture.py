@@ -212,7 +212,7 @@ def test_a_script_that_loses_the_flag(script):
         ("srun --export=NONE python3 -m x", True, "recipe.sh has `srun --export=NONE`"),
         ("srun -N1 --export=A=1,B=ALL,INSTALL python3", True, "has `srun -N1 --export=A=1,B=ALL,INSTALL`"),
         ("srun --mpi=none --export 'A=1' python3", True, "recipe.sh has `srun --mpi=none --export 'A=1'`"),
-        ("srun -N1 \\\n  --ntasks 1 \\\n  --export=$VARS python3", True, "has `srun -N1   --ntasks 1   --export=$VARS`"),
+        ("srun -N1 \\\n  -n 1 \\\n  --export=$VARS python3", True, "has `srun -N1   -n 1   --export=$VARS`"),
         ("srun --export=ALL python3; srun --export A=1,ALL,B=2 x; srun --export='ALL,A=x y' x", False, None),
         ("srun --export-file=f --export  ALL x; srun x; conda list --export", False, None),
         ("# with srun \\\ndocker run image", True, "line 3 of"),

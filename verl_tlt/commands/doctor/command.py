@@ -155,12 +155,9 @@ def build_dataclasses(config: DictConfig) -> Finding:
 
 
 def examine_gpus(config: DictConfig) -> list[Finding]:
-    """Whether the GPUs that the recipe asks for are seen here; no finding for a recipe that runs on the CPU."""
-    device, what = device_of(config), "GPUs"
-    if device == "cpu":
+    """Whether the GPUs that the recipe asks for are seen here; no finding for a recipe that runs on other devices."""
+    if device_of(config) != "cuda":
         return []
-    if device != "cuda":
-        return [Finding("if", what, f"trainer.device={device}: such devices were not looked for.")]
     import torch
 
     own = {  # pools of devices beside the trainer's
@@ -171,10 +168,10 @@ def examine_gpus(config: DictConfig) -> list[Finding]:
     nodes = ["trainer", *(node for node in own if own[node])]
     asked, seen = sum(devices(config, node) for node in nodes), torch.cuda.device_count()
     if asked <= seen:
-        return [Finding("ok", what, f"{seen} GPUs found")]
+        return [Finding("ok", "GPUs", f"{seen} GPUs found")]
     names = [f"{node}.{name}" for node in nodes for name in ("nnodes", "n_gpus_per_node")]
     counts = " and ".join(f"{name}={number(config, name, 1)}" for name in names)
-    return [Finding("if", what, f"{asked} GPUs needed ({counts}), {seen} found.")]
+    return [Finding("if", "GPUs", f"{asked} GPUs needed ({counts}), {seen} found.")]
 
 
 def measure_engine(recipe: Recipe, options: DoctorOptions, console: Console) -> list[Finding]:

@@ -100,10 +100,6 @@ class StandaloneEngine:
         """Decode `prompt` to exactly so many new tokens."""
         await calibration.decode(self.llm, prompt, temperature=1.0, max_tokens=tokens, ignore_eos=True)
 
-    async def rpc(self, method: str, *args: object) -> Any:
-        """Call every worker; the first one's answer."""
-        return (await self.every(method, *args))[0]
-
     async def every(self, method: str, *args: object) -> list[Any]:
         """Call every worker; all answers, in the order of ranks."""
         return list(await answered(self.llm, f"answer {method}", self.llm.collective_rpc(method, args=args)))
