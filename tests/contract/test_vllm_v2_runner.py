@@ -242,9 +242,3 @@ def test_the_installed_runner_is_switched(installed):
     assert rows.dtype == torch.int64 and rows.tolist() == [[0] * STEPS] * REQUESTS
     with pytest.raises(TypeError, match="last_hidden_states"):  # vLLM's own propose
         installed.speculator.propose(input_batch=None, dummy_run=True)
-
-
-def test_a_pipeline_stage_without_the_drafter_has_nothing_to_switch(installed):
-    installed.speculator = None
-    set_drafting(installed, False)
-    assert not vars(installed).get("execute_model")

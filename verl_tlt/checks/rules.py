@@ -278,11 +278,16 @@ def _with_drafts(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str,
     hybrid = is_hybrid(policy_fields(config))
     for sentence in problems(settings, user, enforce_eager(config), hybrid) if installed("vllm") else ():
         yield f"{ROLLOUT}.engine_kwargs", sentence
-    for key in (f"{ROLLOUT}.{name}data_parallel_size" for name in ("", "engine_kwargs.vllm.")):
-        if (ranks := number(config, key, 1)) > 1:
-            why = "data parallelism inside one engine would need all its ranks to agree on every draft length"
-            instead = "use more replicas, or set tlt.speculation.enable=False"
-            yield key, f"{key}={ranks} is not supported: {why}; {instead}."
+    agree = "data parallelism inside one engine would need all its ranks to agree on every draft length"
+    stages = "in a pipeline vLLM hands no drafts from its last stage to the first"
+    for key, why in (
+        ("data_parallel_size", agree),
+        ("engine_kwargs.vllm.data_parallel_size", agree),
+        ("engine_kwargs.vllm.pipeline_parallel_size", stages),
+    ):
+        if (ranks := number(config, f"{ROLLOUT}.{key}", 1)) > 1:
+            instead = f"use more replicas or {ROLLOUT}.tensor_model_parallel_size, or set tlt.speculation.enable=False"
+            yield f"{ROLLOUT}.{key}", f"{ROLLOUT}.{key}={ranks} is not supported: {why}; {instead}."
     key, tokens, requests = f"{ROLLOUT}.max_num_batched_tokens", most_tokens(config), most_requests(config)
     if (needed := requests * (1 + longest_draft(config, settings))) > tokens and lora_rank(config):
         why = f"vLLM asks for {needed} with LoRA: {ROLLOUT}.max_num_seqs={requests} times a draft and one token"

@@ -113,8 +113,8 @@ def count_positions(proposer: SpecDecodeBaseProposer, vllm_config: VllmConfig) -
 def set_drafting(runner: GPUModelRunner | V2ModelRunner, enabled: bool) -> None:
     """Run or skip the drafter's own pass in steps that draft nothing."""
     is_v2 = hasattr(runner, "speculator")
-    proposer = runner.speculator if is_v2 else getattr(runner, "drafter", None)
-    if proposer is None or isinstance(proposer, NoProposals):  # the former on a pipeline stage without the drafter
+    proposer = runner.speculator if is_v2 else runner.drafter
+    if isinstance(proposer, NoProposals):
         return
     if not hasattr(proposer, "tlt_drafting"):
         (_make_v2_skippable if is_v2 else _make_v1_skippable)(runner, proposer)

@@ -212,7 +212,7 @@ class LiveDrafter:
 
 
 def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
-    """The drafter's module, out of its CUDA-graph wrapper; None on a pipeline stage without one, or with n-grams."""
+    """The drafter's module, out of its CUDA-graph wrapper; None: n-grams draft."""
     holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     drafter = getattr(holder, "model", None)
     while drafter is not None and not isinstance(drafter, torch.nn.Module) and hasattr(drafter, "unwrap"):
@@ -311,8 +311,7 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
 
         Returns why it was not loaded (the drafter is as it was, unless vLLM itself failed half way); None: it was.
         """
-        if self.tlt_drafter is None:  # a pipeline stage without the drafter
-            return None
+        assert self.tlt_drafter is not None
         try:
             if self.tlt_pass is not None and self.tlt_pass.failure:
                 raise DrafterError(f"No drafter is loaded any more: {self.tlt_pass.failure}")

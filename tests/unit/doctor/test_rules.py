@@ -209,9 +209,10 @@ def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, 
 
 def test_what_does_not_go_with_drafts_is_known_before_ray_starts_and_goes_without(findings):
     pytest.importorskip("vllm")
-    key = f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
-    found = findings({key: 4, f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls": "a.B", f"{ROLLOUT}.quantization": "fp8"})
-    assert "use more replicas" in found[key].sentence
+    key, stages = (f"{ROLLOUT}.engine_kwargs.vllm.{name}_parallel_size" for name in ("data", "pipeline"))
+    changes = {key: 4, stages: 2, f"{ROLLOUT}.quantization": "fp8"}
+    found = findings({**changes, f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls": "a.B"})
+    assert "use more replicas" in found[key].sentence and "=2 is not supported: in a pip" in found[stages].sentence
     assert "vllm.scheduler_cls is set by verl-tlt itself" in found[f"{ROLLOUT}.engine_kwargs"].sentence
     assert levels(findings({}, NO_DRAFTS)) == {}
 
