@@ -20,13 +20,14 @@ import multiprocessing, os, sys, time
 from verl_tlt.commands.child_engine import serve_job
 from verl_tlt.errors import TLTError
 
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 time.sleep(float(os.environ.get("IMPORTS_S", "0")))  # as long as the imports of an engine take
 
 def work(job, directory):
     (directory / "pid").write_text(str(os.getpid()))
     print("the child was here", flush=True)
     match job["do"]:
-        case "answer": return {"sum": sum(job["numbers"]), "said": os.environ.get("SAID")}
+        case "answer": return {"sum": sum(job["numbers"]), "said": os.environ.get("SAID"), "starts": os.environ[METHOD]}
         case "refuse": raise TLTError("No such policy.")
         case "crash": raise MemoryError("no room for the weights")
         case "vanish": os._exit(0)
@@ -69,9 +70,10 @@ def test_a_job_is_answered_where_a_users_file_has_the_name_of_a_module(tmp_path,
     (notes := tmp_path / "notes").mkdir()
     (notes / "json.py").write_text("raise SystemExit('a file of the user was imported')")
     monkeypatch.chdir(notes)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     told = []
     answer = ask(tmp_path / "job", tell=lambda: told.append(1), do="answer", numbers=[1, 2])
-    assert answer == {"sum": 3, "said": "hello"}
+    assert answer == {"sum": 3, "said": "hello", "starts": "spawn"}, "the GPUs were counted: no fork can use them"
     assert told and "the child was here" in (tmp_path / "job" / child_engine.LOG).read_text()
 
 

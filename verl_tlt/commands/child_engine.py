@@ -24,6 +24,8 @@ from verl_tlt.errors import TLTError
 
 LOG = "engine.log"
 POLL_S = 1.0
+SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""Importing verl counts GPUs, after which a forked process can use none; and vLLM forks, except in Ray's processes."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -64,8 +66,9 @@ def run_job(
 ) -> dict[str, Any]:
     """Have a child process do `job`, and return its answer.
 
-    `environment` is added to this process's own; `tell` is called every `POLL_S` while the child runs. A
-    `ChildEngineError` says that the child refused, ended without an answer, or took too long.
+    `environment` is added to this process's own, and `SPAWNED` where that says nothing else; `tell` is called every
+    `POLL_S` while the child runs. A `ChildEngineError` says that the child refused, ended without an answer, or took too
+    long.
     """
     directory.mkdir(parents=True, exist_ok=True)
     answer, log = directory / "answer.json", directory / LOG
@@ -74,7 +77,7 @@ def run_job(
     (directory / "job.json").write_text(json.dumps(job))
     deadline = time.monotonic() + timeout_s
     command = [sys.executable, "-P", "-m", module, str(directory), str(os.getpid())]  # -P: nothing of the user's folder
-    with running(command, env={**os.environ, **environment}, log=log) as tree:
+    with running(command, env={**SPAWNED, **os.environ, **environment}, log=log) as tree:
         while tree.process.poll() is None:
             tell()
             if time.monotonic() > deadline:

@@ -140,13 +140,18 @@ def engine_kwargs(
         "speculative_config": speculative,
         "scheduler_cls": f"verl_tlt.engine_core.scheduler.{'TLTAsyncScheduler' if is_async else 'TLTScheduler'}",
         "async_scheduling": is_async,
-        **({"enable_prefix_caching": False} if hybrid else {}),
+        **(for_hybrids() if hybrid else {}),
         # Part of vLLM's compile-cache key: static values only, the same on every replica.
         "additional_config": {
             **_mapping(user, "additional_config"),
             "tlt": {"speculation": tlt.to_dict()["speculation"], "arms": list(lengths)},
         },
     }
+
+
+def for_hybrids() -> dict[str, Any]:
+    """vLLM's arguments for drafts of a hybrid policy (`vllm_worker.hybrid_states`)."""
+    return {"async_scheduling": False, "enable_prefix_caching": False}
 
 
 def engine_environment() -> dict[str, str]:

@@ -151,17 +151,18 @@ async def start(
         served = first_drafter(setup.tlt, setup.model.path, dtype_name(setup.rollout.dtype), longest, None).served
         stage(served.config, served.weights, drafter)
 
+    speculates = drafting or "speculative_config" in (extra or {})
+    hybrid = speculates and is_hybrid(read_model_config(setup.model.path))
+
     def arguments(user: Mapping[str, Any]) -> dict[str, Any]:
-        if drafter is None:
-            return dict(extra or {})
-        policy = read_model_config(setup.model.path)
-        ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, hybrid=is_hybrid(policy))
+        ours = engine_arguments.for_hybrids() if hybrid else {}
+        if drafter is not None:
+            ours = engine_arguments.engine_kwargs(setup.tlt, str(drafter), setup.rollout, user, hybrid=hybrid)
         return {**ours, **(extra or {})}
 
     before = dict(os.environ)
-    if drafting:
+    if speculates:
         os.environ.update(TLT_REPLICA="0", **engine_arguments.engine_environment())
-    speculates = drafting or "speculative_config" in (extra or {})
     extension = engine_arguments.WORKER_EXTENSION if speculates else None
     llm = await Launch(setup.rollout, setup.model, arguments, extension).launched()
     watch = asyncio.create_task(fail_calls_when_dead(llm))
