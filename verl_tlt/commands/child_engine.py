@@ -67,8 +67,8 @@ def run_job(
     """Have a child process do `job`, and return its answer.
 
     `environment` is added to this process's own, and `SPAWNED` where that says nothing else; `tell` is called every
-    `POLL_S` while the child runs. A `ChildEngineError` says that the child refused, ended without an answer, or took too
-    long.
+    `POLL_S` while the child runs. A `ChildEngineError` says that the child refused, ended without an answer, or took
+    too long.
     """
     directory.mkdir(parents=True, exist_ok=True)
     answer, log = directory / "answer.json", directory / LOG
