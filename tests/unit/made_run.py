@@ -38,8 +38,8 @@ def make_run(directory: Path) -> MadeRun:
     made, clock = MadeRun(directory), SimpleNamespace(now=1_800_000_000.0)
     driver = TraceWriter(directory, "trainer", lambda: clock.now)
     engines = {name: TraceWriter(directory, f"engine-{name}") for name in NAMES}
-    config, drafter = {"speculation": {"max_draft_length": 3}}, str(directory / "drafter")
-    driver.emit("run", step0=1, replicas=NAMES, gpus=2, config=config, policy="toy", drafter=drafter)
+    config = {"speculation": {"max_draft_length": 3}}
+    driver.emit("run", step0=1, replicas=NAMES, gpus=2, config=config, policy="toy")
     for step, accepted in enumerate(ACCEPTED, 1):
         start, busy, idle = clock.now, NAMES[step % 2], NAMES[1 - step % 2]
         counts = {busy: 60 + 8 * step, idle: 20 + step}  # engine steps

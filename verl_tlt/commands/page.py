@@ -33,8 +33,6 @@ class Page:
     """Numbers at the top of the page, with their units, by name."""
     charts: Sequence["Chart"] = ()
     tables: Sequence[PageTable] = ()
-    command: str = ""
-    """Shell command that serves the drafter."""
 
 
 def write_page(path: Path, page: Page) -> Path:

@@ -49,8 +49,6 @@ class RunStarted:
     """Installed versions by distribution."""
     policy: str = ""
     """Where the policy was loaded from."""
-    drafter: str = ""
-    """Directory of the latest drafter that vLLM can serve."""
     name: str = ""
     """Project and experiment, as verl's logger has them."""
     hardware: str = ""

@@ -93,8 +93,8 @@ class StepLog:
                 versions[name] = importlib.metadata.version(name)
         self.trace.emit(
             "run", step0=step0, replicas=list(replicas), standalone=standalone, gpus=facts.gpus,
-            config=config.to_dict(), versions=versions, policy=facts.provenance.policy, drafter=config.drafter.save_dir,
-            name=facts.name, hardware=facts.hardware,
+            config=config.to_dict(), versions=versions, policy=facts.provenance.policy, name=facts.name,
+            hardware=facts.hardware,
         )  # fmt: skip
 
     @contextmanager

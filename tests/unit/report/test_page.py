@@ -1,7 +1,5 @@
 """The page of a run: the answer first, its numbers, and what failed."""
 
-import json
-import shlex
 from html.parser import HTMLParser
 from itertools import count
 
@@ -9,7 +7,7 @@ import pytest
 from cli import cli
 
 from verl_tlt.commands.page import write_page
-from verl_tlt.commands.report.page import about, how_to_serve, run_page
+from verl_tlt.commands.report.page import about, run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.trace.events import TraceWriter
 
@@ -110,26 +108,6 @@ def test_a_run_that_was_begun_anew_has_its_own_date(tmp_path):
         writer.emit("run", step0=step0)
         writer.emit("step", step=step0, metrics={})
     assert "1970-01-03" in about(read_trace(tmp_path))
-
-
-def test_the_command_that_serves_the_drafter(tmp_path, writer):
-    run = {"policy": "assets/policy", "drafter": "demo-out/the drafter"}
-    writer.emit("run", step0=1, **run, config={"speculation": {"max_draft_length": 5}})
-    argv = shlex.split(how_to_serve(read_trace(tmp_path)))
-    assert argv[:3] == ["vllm", "serve", "assets/policy"]
-    config = json.loads(argv[4])
-    assert config["model"] == "demo-out/the drafter" and config["num_speculative_tokens"] == 5
-    writer.emit("run", step0=1, **run, config={"drafter": {"method": "mtp"}})
-    argv = shlex.split(how_to_serve(read_trace(tmp_path)))
-    assert argv[:5] == ["verl-tlt", "write-back", "demo-out/the drafter", "assets/policy", "&&"]
-    config = json.loads(argv[-1])
-    assert config["method"] == "mtp" and "model" not in config, "vLLM looks for it in the policy's directory"
-    writer.emit("run", step0=1, **run, config={"spot": {"enable": False}, "drafter": {"path": "heads/mine"}})
-    assert '"model": "heads/mine"' in how_to_serve(read_trace(tmp_path)), "it was not trained, so none was saved"
-    writer.emit("run", step0=1, **run, config={"speculation": {"source": "ngram"}})
-    assert how_to_serve(read_trace(tmp_path)) == ""
-    writer.emit("run", step0=1, config={"speculation": None})
-    assert how_to_serve(read_trace(tmp_path)) == ""
 
 
 def test_the_command_writes_the_page_to_a_file_or_a_folder(made_run, tmp_path):

@@ -9,7 +9,6 @@ from verl_tlt.commands.page import Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import IN_PAGES, did_it_pay, own_work_s, rows_of_trace, sentences, table
 from verl_tlt.commands.report.timeline import most_trained, rl_steps
-from verl_tlt.commands.serve import serve_command
 
 
 def run_page(trace: RunTrace) -> Page:
@@ -25,7 +24,6 @@ def run_page(trace: RunTrace) -> Page:
         facts=dict(_facts(rows)),
         charts=[step_chart(trace, steps[most_trained(steps)]), *run_charts(trace)],
         tables=list(_tables(trace)),
-        command=how_to_serve(trace),
     )
 
 
@@ -73,16 +71,3 @@ def about(trace: RunTrace) -> str:
     start = datetime.fromtimestamp((first or trace.runs)[-1].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
     return "; ".join(part for part in (run.policy, start, where, versions) if part)
-
-
-def how_to_serve(trace: RunTrace) -> str:
-    """The shell command that serves the policy with the run's drafter; empty where it has none on disk."""
-    run = trace.run
-    if run is None:
-        return ""
-    speculation, drafter, spot = (run.config.get(part) or {} for part in ("speculation", "drafter", "spot"))
-    kept = run.drafter if spot.get("enable", True) else drafter.get("path")
-    if not run.policy or not kept or speculation.get("source") == "ngram":
-        return ""
-    longest = speculation.get("max_draft_length") or 3
-    return serve_command(drafter.get("method") or "eagle3", kept, run.policy, longest)
