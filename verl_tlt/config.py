@@ -77,7 +77,8 @@ class DrafterConfig:
     """Kind of drafter: `eagle3`, a separate head, or `mtp`, the multi-token prediction head in the policy's files."""
     path: str | None = None
     """Folder of the drafter to start from, or its name on the Hugging Face hub. Null: a random EAGLE-3 head, or the
-    policy's own MTP head. A resumed run takes the drafter of its checkpoint instead."""
+    policy's own MTP head. A resumed run takes the drafter of its checkpoint instead or, where that has none, of the
+    newest earlier checkpoint in the same folder that has one."""
     save_dir: str | None = None
     """Folder in which the trained drafter is saved at the end. Null: `<trainer.default_local_dir>/tlt_drafter`."""
     vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None

@@ -23,7 +23,8 @@ POLICY = "actor"
 def saved_drafter(resume_from: Path | None) -> Path | None:
     """The drafter's directory to resume from, by a `global_step_N` directory, which need not exist; None: none.
 
-    Where the run was killed while it wrote that step's drafter, the newest earlier step's is taken.
+    Where that step has none, the newest earlier step's is taken: the run was killed while it wrote the drafter, or went
+    on with TLT switched off.
     """
     if resume_from is None:
         return None
@@ -34,7 +35,10 @@ def saved_drafter(resume_from: Path | None) -> Path | None:
     if not earlier:
         return None
     drafter = steps[max(earlier)] / CHECKPOINT
-    logger.warning("%s has no complete drafter; the run goes on with %s", resume_from, drafter)
+    logger.warning(
+        "%s has no complete drafter; the run goes on with %s. To start with tlt.drafter.path instead, remove %s from "
+        "the checkpoints up to %s", resume_from, drafter, CHECKPOINT, resume_from.name,
+    )  # fmt: skip
     return drafter
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_tlt.files.disk import remove_model
 from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, followed, saved_drafter, tidy
 
 
@@ -32,6 +33,14 @@ def test_a_resumed_run_takes_its_steps_drafter_or_the_newest_before_it(checkpoin
     directory = saved_drafter(checkpoints / f"global_step_{asked}")
     assert directory == checkpoints / f"global_step_{found}" / CHECKPOINT
     assert bool(said.records) == (asked != found)
+
+
+def test_without_the_drafters_up_to_its_step_a_resumed_run_starts_with_its_own(checkpoints, said):
+    saved_drafter(checkpoints / "global_step_6")
+    assert "tlt.drafter.path" in said.text and "up to global_step_6" in said.text
+    for step in range(1, 7):
+        remove_model(checkpoints / f"global_step_{step}" / CHECKPOINT)
+    assert saved_drafter(checkpoints / "global_step_6") is None
 
 
 def test_nothing_to_resume_from(checkpoints):

@@ -217,7 +217,10 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
         config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
     if own and given and {TLT, NO_SPOT} & {*arms}:
-        raise CompareError(f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out.")
+        raise CompareError(
+            f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out, or remove "
+            f"{own.name} from the checkpoints up to {plan.start}."
+        )
     if given:
         return located(given)
     with plan.recipe.place():
