@@ -356,6 +356,12 @@ class Controller:
                 logger.warning("nothing was published, so %s keeps the drafter of an earlier run", directory)
             elif self.spot.running:
                 self.spot.save(directory, self._provenance(self._updated))
+                if not (directory / CONFIG).is_file():
+                    logger.warning(
+                        "the trained drafter is in %s on the disk of another node, the spot trainer's (Ray's id %s): "
+                        "copy it from there, and put tlt.drafter.save_dir on a file system that all nodes share",
+                        directory, self.spot.place.node,
+                    )  # fmt: skip
         self._count_failures()
         with self.guard("end of the run"):
             self.spot.close()

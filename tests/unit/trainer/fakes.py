@@ -12,6 +12,7 @@ from step_costs import step_costs
 from verl_tlt.messages.rollout import DrafterFile, DrafterStatus
 from verl_tlt.messages.training import BufferStats, CapturedStates, CaptureReady, SessionResult, Verdict
 from verl_tlt.trainer.servers import Replica
+from verl_tlt.trainer.spot import Place
 from verl_tlt.trainer.waits import CallFailed
 
 PUBLISHES = Verdict(decision="published", reason="better", publishes=True, tau={"candidate": 2.2, "served": 2.0})
@@ -109,7 +110,7 @@ class FakeHiddenStates(Fake):
 
     def set_up(self, config, aux_layers, counts_tokens):
         self._call("set_up", tuple(aux_layers), counts_tokens)
-        return [CaptureReady(0, "node", "0", self.refusal)]
+        return [CaptureReady(0, "far-node", "0", self.refusal)]
 
     def take(self, counts):
         self._call("take")
@@ -136,6 +137,7 @@ class FakeSpot(Fake):
     def start(self, ranks, replicas):
         self._call("start", tuple(replicas))
         self.off, self.running, self.replicas = "", True, dict.fromkeys(replicas, 0)
+        self.place = Place.beside(ranks, replicas)
 
     def rehearse(self, within_s):
         self._call("rehearse", within_s)

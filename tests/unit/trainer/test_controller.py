@@ -437,6 +437,23 @@ def test_a_checkpoint_on_another_nodes_disk_is_told(run, said, tmp_path):
     assert said.text.count("trainer.default_local_dir") == 1
 
 
+def test_a_final_drafter_on_another_nodes_disk_is_told(run, said, tmp_path):
+    run().finish()
+    assert f"{tmp_path / 'drafter'} on the disk of another node" in said.text and "Ray's id far-node" in said.text
+    said.clear()
+    controller = run()
+    save = controller.spot.save
+
+    def here(directory, *args):
+        save(directory, *args)
+        directory.mkdir()
+        (directory / "config.json").touch()
+
+    controller.spot.save = here
+    controller.finish()
+    assert controller.spot.saved and not said.records and controller.guard.counts.total() == 0
+
+
 def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
     controller = run()
     controller.spot.broken["save"] = CallFailed("No space left on device")
