@@ -19,6 +19,12 @@ def variables():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """A Ray cluster that runs on this machine is none of a test's."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
 @pytest.fixture
 def said(monkeypatch, caplog):
     """What TLT logs from here on, whatever was done to this process's loggers before."""

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf, open_dict
+from ray._private import services
+from ray._private.utils import write_ray_address
 
 from verl_tlt import activation
+from verl_tlt.checks.recipe import ray_address
 from verl_tlt.config import TLTConfig
 
 
@@ -81,6 +84,42 @@ def test_what_a_driver_that_joins_a_cluster_lacks_may_be_on_its_other_machines(r
     recipe.data.train_files = "/nowhere/train.parquet"
     activate(recipe)
     assert "verl-tlt: data.train_files=/nowhere/train.parquet does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "ray_init", "joined"),
+    [
+        ({"RAY_TMPDIR": "HERE"}, {}, "10.0.0.1:6379"),
+        ({"TMPDIR": "HERE", "RAY_ADDRESS": "auto"}, {"address": None}, "10.0.0.1:6379"),
+        ({"RAY_TMPDIR": "HERE"}, {"address": "auto"}, "10.0.0.1:6379"),
+        ({"RAY_TMPDIR": "/nowhere"}, {"_temp_dir": "HERE/ray"}, "10.0.0.1:6379"),
+        ({"RAY_TMPDIR": "HERE", "RAY_ADDRESS": "10.0.0.2:1"}, {"address": "auto"}, "10.0.0.2:1"),
+        ({"RAY_TMPDIR": "HERE", "RAY_ADDRESS": "10.0.0.2:1"}, {"address": "10.0.0.3:1"}, "10.0.0.3:1"),
+        ({"RAY_TMPDIR": "HERE", "RAY_ADDRESS": "local"}, {}, None),
+        ({"RAY_TMPDIR": "HERE"}, {"address": "local"}, None),
+        ({"RAY_TMPDIR": "/nowhere", "TMPDIR": "HERE"}, {}, None),
+    ],
+)
+def test_a_run_joins_the_cluster_that_ray_finds(recipe, tmp_path, monkeypatch, variables, ray_init, joined):
+    """As `ray.init` resolves it, which would start a cluster where it finds none."""
+    (tmp_path / "ray").mkdir()
+    write_ray_address("10.0.0.1:6379", str(tmp_path / "ray"))
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: set())  # of other users of this machine
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
+    given = {name: value and value.replace("HERE", str(tmp_path)) for name, value in ray_init.items()}
+    with open_dict(recipe):
+        recipe.ray_kwargs.ray_init = given
+    assert services.canonicalize_bootstrap_address(given.get("address"), given.get("_temp_dir")) == joined
+    assert ray_address(recipe) == (joined or "")
+    recipe.data.train_files = "/nowhere/train.parquet"
+    if joined:
+        activate(recipe)
+    else:
+        with pytest.raises(SystemExit, match=r"/nowhere/train\.parquet does not exist on this machine"):
+            activate(recipe)
 
 
 def test_every_reason_is_one_line_and_nothing_is_rewritten(recipe):

@@ -13,8 +13,9 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_tlt import MODE_PREFIX, flag
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+RAY_CLUSTER = "ray_current_cluster"
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,23 @@ def read_run_dir(config: DictConfig) -> str:
 
 
 def ray_address(config: DictConfig) -> str:
-    """Address of the Ray cluster that the run is told to join; empty: Ray finds one on this machine, or starts one."""
-    address = str(select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", ""))
+    """Address of the Ray cluster that the run joins, as `ray.init` finds it; empty: Ray starts one for the run."""
+    ray_init = "ray_kwargs.ray_init"
+    address = str(select(config, f"{ray_init}.address") or "")
+    if address in ("", "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
+    if address in ("", "auto"):
+        folder = select(config, f"{ray_init}._temp_dir")
+        file = Path(str(folder), RAY_CLUSTER) if folder else cluster_file(os.environ)
+        with contextlib.suppress(OSError):
+            address = file.read_text(errors="replace").strip() or address
     return "" if address == "local" else address
+
+
+def cluster_file(environment: Mapping[str, str]) -> Path:
+    """File by which processes with this environment find the Ray cluster that `ray start` started or joined here."""
+    base = environment.get("RAY_TMPDIR", environment.get("TMPDIR", "/tmp"))  # as `get_default_system_temp_dir` of Ray
+    return Path(base, "ray", RAY_CLUSTER)
 
 
 def trace_dir(config: DictConfig, settings: TLTConfig) -> str:

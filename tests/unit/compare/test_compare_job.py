@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -103,16 +102,15 @@ def test_rows_are_finished_steps(tmp_path):
     assert read_rows(file) == {1: {"timing_s/step": 2.0}}
 
 
-def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path, monkeypatch):
+def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path):
     """Ray looks for it in the temporary folder, and a job has one of its own."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    assert "RAY_TMPDIR" not in with_cluster({})
+    here = {"TMPDIR": str(tmp_path)}
+    assert "RAY_TMPDIR" not in with_cluster(here)
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
-    found = with_cluster({"MINE": "1"})
+    found = with_cluster({**here, "MINE": "1"})
     assert (found["RAY_TMPDIR"], found["MINE"]) == (str(tmp_path), "1")
-    assert with_cluster({"RAY_TMPDIR": "/scratch"})["RAY_TMPDIR"] == "/scratch"
+    assert with_cluster({**here, "RAY_TMPDIR": "/scratch"})["RAY_TMPDIR"] == "/scratch"
     assert found["RAY_DEDUP_LOGS"] == "0", "every replica's lines of accept length are counted"
 
 

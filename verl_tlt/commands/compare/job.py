@@ -3,11 +3,11 @@
 import contextlib
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from verl_tlt.checks.recipe import cluster_file
 from verl_tlt.commands.compare.plan import Arm, Plan
 from verl_tlt.commands.compare.record import STEP, CompareError, Turn, read_step
 from verl_tlt.commands.console import last_lines, lines_of
@@ -17,8 +17,6 @@ from verl_tlt.flag import MAIN
 
 LOOK_S = 1.0
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
-RAY_CLUSTER = "ray/ray_current_cluster"
-"""File in the temporary folder by which Ray finds a cluster that was started here."""
 ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens")
 ERROR = re.compile(r"(?:^|\s)((?:[\w.]+)?(?:Error|Exception|Refused)\b: .+|verl-tlt: .+)")
 
@@ -99,8 +97,8 @@ def with_cluster(environment: dict[str, str]) -> dict[str, str]:
     """A job's environment with what Ray needs to find a cluster that was started here."""
     # Ray would drop lines of one replica that are like another's, such as those with vLLM's accept length.
     env = {**environment, "RAY_DEDUP_LOGS": "0"}
-    if (Path(tempfile.gettempdir()) / RAY_CLUSTER).exists():
-        env.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # else the job's temporary folder hides the cluster
+    if (file := cluster_file(env)).exists():
+        env["RAY_TMPDIR"] = str(file.parent.parent)  # else the job's temporary folder hides the cluster
     return env
 
 
