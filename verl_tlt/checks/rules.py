@@ -306,7 +306,10 @@ def _with_drafts(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str,
 
 def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The run's folder must be named, and policy, drafter and data be there before workers start."""
-    read_run_dir(config)
+    key, run_dir = "trainer.default_local_dir", read_run_dir(config)
+    if ray_address(config) and not os.path.isabs(run_dir):
+        differ = "on a Ray cluster verl takes it from the directory where Ray was started, TLT from this one"
+        yield Finding("warn", key, f"{key}={run_dir} is relative: {differ}; give an absolute path.")
     if ray_address(config).startswith("ray://"):  # the driver's disk is not the cluster's
         unchecked = "Ray is reached through a client, so paths on the cluster were not checked from here."
         yield Finding("warn", "ray_init.address", unchecked)

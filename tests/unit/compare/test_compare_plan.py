@@ -157,6 +157,22 @@ def test_arms_of_vllm_are_given_the_drafter_and_are_stock_otherwise(tmp_path, dr
     assert composed(plan, arms[TLT]).tlt.drafter.path == drafter
 
 
+def test_on_a_cluster_a_relative_checkpoint_is_not_looked_for_here(tmp_path, monkeypatch):
+    """Where Ray was started, verl may find one."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    auto, named = "trainer.resume_mode=auto", "trainer.resume_mode=resume_path"
+    for words, key in (
+        ([auto], "default_local_dir"),
+        ([named, "trainer.resume_from_path=run/global_step_3"], "resume_from_path"),
+    ):
+        with pytest.raises(CompareError, match=rf"^trainer\.{key}=.* is relative"):
+            plan_of(tmp_path, *words)
+    (begin := tmp_path / "run" / "global_step_3").mkdir(parents=True)
+    assert plan_of(tmp_path).start is None, "this recipe resumes from nothing"
+    assert plan_of(tmp_path, auto, f"trainer.default_local_dir={tmp_path}").start is None
+    assert plan_of(tmp_path, named, f"trainer.resume_from_path={begin}").start == begin
+
+
 def test_all_arms_begin_with_the_drafter_of_the_checkpoint(tmp_path):
     (begin := tmp_path / "run" / "global_step_30").mkdir(parents=True)
     plan = plan_of(tmp_path / "out", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={begin}")

@@ -281,6 +281,17 @@ def test_a_ray_client_driver_looks_at_no_file(findings, monkeypatch):
     assert levels(found) == {"ray_init.address": "warn"}
 
 
+def test_a_relative_folder_of_checkpoints_is_another_one_on_a_cluster(findings, monkeypatch):
+    key = "trainer.default_local_dir"
+    assert levels(findings({key: "checkpoints/a/b"})) == {}
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = findings()
+    assert levels(found) == {key: "warn"} and "give an absolute path" in found[key].sentence
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    assert levels(findings()) == {key: "warn", "ray_init.address": "warn"}
+    assert key not in findings({key: "/shared/run"})
+
+
 def test_a_drafter_that_cannot_be_is_known_before_ray_starts(findings):
     found = findings({}, TLTConfig(drafter=DrafterConfig(vocab=10**6)))["tlt.drafter.path"]
     assert found.level == "refuse" and found.sentence.startswith("tlt.drafter.vocab must be 2..")

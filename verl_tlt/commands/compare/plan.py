@@ -284,8 +284,13 @@ def _decay(config: DictConfig) -> Iterator[str]:
 def _start(recipe: Recipe, config: DictConfig) -> Path | None:
     """The checkpoint that the recipe would resume from."""
     mode, here = select(config, "trainer.resume_mode", "auto"), Path(recipe.directory or ".").absolute()
+    key = "trainer.resume_from_path" if mode == "resume_path" else "trainer.default_local_dir"
+    place = str(select(config, key, ""))
+    if mode in ("auto", "resume_path") and ray_address(config) and not os.path.isabs(place):
+        instead = "give an absolute path, or trainer.resume_mode=disable to begin with the policy"
+        raise CompareError(f"{key}={place} is relative: on a Ray cluster verl looks where Ray was started; {instead}.")
     if mode == "resume_path":
-        path = here / os.path.expanduser(str(select(config, "trainer.resume_from_path", "")))
+        path = here / os.path.expanduser(place)
     elif mode == "auto" and (latest := here / read_run_dir(config) / LATEST).is_file():
         path = latest.parent / f"{STEP}{latest.read_text(errors='replace').strip()}"
     else:
