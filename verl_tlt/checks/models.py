@@ -18,6 +18,7 @@ from verl_tlt.drafter.policy import (
     PolicyShape,
     aux_layers_for,
     draft_vocab_size,
+    elsewhere,
     folder,
     has_latent_attention,
     is_name,
@@ -47,7 +48,7 @@ def check_policy(path: str, method: str = "eagle3") -> Finding:
     key = f"{POLICY}={path}"
     if not path:
         return Finding("refuse", POLICY, f"{POLICY} is not set.")
-    if "://" in path:
+    if elsewhere(path):
         return Finding("warn", POLICY, f"{key} is on another file system, so its family was not checked from here.")
     if _no_folder(path):
         return Finding("if", POLICY, f"{key} is not a directory on this machine{_read_as(path)}.")
@@ -75,6 +76,9 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
         if settings.drafter.path is None or own.level == "refuse":
             return own
     path, positions = settings.drafter.path, context + settings.speculation.longest
+    if path is not None and elsewhere(path):
+        copy = "copy it to a folder that every node sees"
+        return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is on another file system: {copy}.")
     if path is not None and _no_folder(path):
         return Finding("if", DRAFTER, f"{DRAFTER}={path} is not a directory on this machine{_read_as(path)}.")
     try:
@@ -147,8 +151,8 @@ def _read_as(path: str) -> str:
 
 
 def located(path: str) -> str:
-    """A model's folder as an absolute path; a name on the hub as it is."""
-    return path if is_name(path) else absolute(path)
+    """A model's folder as an absolute path; a name on the hub, or an address on another file system, as it is."""
+    return path if is_name(path) or elsewhere(path) else absolute(path)
 
 
 def absolute(path: str) -> str:

@@ -31,6 +31,8 @@ Model = str | os.PathLike[str]
 """A folder, or a name on the hub such as "Qwen/Qwen3-8B"."""
 _NAME = re.compile(r"\w(?:[\w-]|\.(?!\.))*/\w(?:[\w-]|\.(?!\.))*")
 """Owner and model; neither begins with a dot or holds two in a row, so that no name leads out of the cache."""
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*):/{1,2}")
+"""How one on another file system begins, of which `Path` takes a slash away."""
 
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
@@ -112,12 +114,20 @@ def is_name(model: Model) -> bool:
     return _NAME.fullmatch(text) is not None and not os.path.exists(text)
 
 
+def elsewhere(model: Model) -> str | None:
+    """The address of a model on another file system, such as hdfs://node/model; None: it is a folder or a name."""
+    match = _ADDRESS.match(text := os.fspath(model))
+    return f"{match[1]}://{text[match.end() :]}" if match and not os.path.exists(text) else None
+
+
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
     """The local folder of a model on the hub, with one or more files of `any_of`; another model's own path.
 
     Files that are not in the cache are fetched if `fetch` (else `NotHereError`), with `besides` where the hub has them.
     """
     if not is_name(model):
+        if address := elsewhere(model):
+            raise DrafterError(f"{address} is on another file system: copy it here, and give its folder.")
         return Path(os.path.expanduser(model))
     from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError

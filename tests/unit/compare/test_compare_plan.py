@@ -215,10 +215,12 @@ def test_what_the_doctor_or_hydra_refuses_is_refused_before_anything_starts(tmp_
     with pytest.raises(TLTError, match=r"no\.such\.key"):
         plan_of(tmp_path, "no.such.key=1")
     other = plan_of(tmp_path, "actor_rollout_ref.rollout.name=sglang")
+    far = first_drafter(other, [TLT], "hdfs://nn/d")
     for arms, drafter, said in (
         ([arm_of(TLT)], None, r"Arm tlt: .*rollout\.name=sglang is not supported"),
         ([Arm("odd", "", False, ("no.such.key=1",))], None, r"Arm odd: .*no\.such\.key"),
         (named_arms(["vllm-3"], "/no/drafter"), "/no/drafter", r"tlt\.drafter\.path=/no/drafter is not a directory"),
+        ([arm_of(TLT, far)], far, r"tlt\.drafter\.path=hdfs://nn/d is on another file system"),
     ):
         with pytest.raises(CompareError, match=said):
             check_arms(other, arms, drafter)

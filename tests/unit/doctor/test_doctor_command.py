@@ -72,6 +72,12 @@ def test_a_command_is_judged_where_it_starts_verl(overrides, recipe, policy, tmp
     assert set_up(found, own).rollout.dtype == "float32", "the drafter's, too"
 
 
+def test_an_engine_for_a_policy_on_another_file_system_is_not_measured(overrides):
+    words = (*overrides, "+trainer.plugin=tlt", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True")
+    code, output = cli("doctor", "--gpu", *words, "actor_rollout_ref.model.path=hdfs://nn/q")
+    assert code == 1 and "No: actor_rollout_ref.model.path=hdfs://nn/q is on another file system: copy it" in output
+
+
 def test_a_composed_config_is_a_recipe_too(overrides, tmp_path):
     file = tmp_path / "composed.yaml"
     OmegaConf.save(compose(overrides, "ppo_trainer"), file)

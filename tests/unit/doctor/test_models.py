@@ -43,6 +43,14 @@ def test_a_name_is_resolved_or_that_it_cannot_be_is_said_and_no_refusal(cached, 
     assert "another file system" in check_policy("hdfs://cluster/policy").sentence
 
 
+def test_a_drafter_on_another_file_system_is_refused(policy):
+    """verl copies a policy from there, and nobody a drafter."""
+    for of in (policy, "hdfs://nn/policy"):
+        found = judged(of, "hdfs://nn/drafter")
+        assert (found.level, found.what) == ("refuse", "tlt.drafter.path")
+        assert found.sentence.startswith("tlt.drafter.path=hdfs://nn/drafter is on another file system: copy it")
+
+
 def test_a_name_that_the_hub_does_not_have_is_told(monkeypatch):
     def absent(name, **_):
         raise RepositoryNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))

@@ -74,13 +74,17 @@ def test_a_command_says_it_too_and_its_paths_begin_where_it_starts_verl(override
     assert set_up(job.recipe, job.changes).model.path == str(policy_dir), "a policy beside the user"
 
 
-def test_what_is_given_by_name_wins_even_if_it_is_the_default(overrides, tmp_path, monkeypatch):
-    """Data of the run that are on another file system are no matter then."""
+def test_what_is_given_by_name_wins_even_if_it_is_the_default(overrides, policy_dir, tmp_path, monkeypatch):
+    """A policy and data of the run that are on another file system are no matter then."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    more = ("data.train_files=hdfs://far/x.parquet", "actor_rollout_ref.rollout.top_p=0.8")
-    words = ("--prompts=~/mine.jsonl", "--temperature", 1.0, "--response-length", 50)
+    more = (
+        "data.train_files=hdfs://far/x.parquet",
+        "actor_rollout_ref.model.path=hdfs://far/q",
+        "actor_rollout_ref.rollout.top_p=0.8",
+    )
+    words = (f"--model={policy_dir}", "--prompts=~/mine.jsonl", "--temperature", 1.0, "--response-length", 50)
     options = options_of(monkeypatch, *overrides, *more, *words)
-    assert options.prompts == [tmp_path / "mine.jsonl"]
+    assert (options.model, options.prompts) == (policy_dir, [tmp_path / "mine.jsonl"])
     assert (options.temperature, options.top_p, options.response_length) == (1.0, 0.8, 50)
 
 
@@ -96,6 +100,12 @@ def test_without_a_folder_to_write_it_is_asked_for(overrides):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (
+            ("actor_rollout_ref.model.path=hdfs://nn/q",),
+            "=hdfs://nn/q is on another file system: copy it here, and",
+        ),
+        (("--model", "hdfs://nn/q", "--prompts", "p"), "hdfs://nn/q is on another file system: copy it here"),
+        (("--model", "POLICY", "--prompts", "p", "--drafter", "s3://b/d"), "s3://b/d is on another file system: copy"),
         ((), "--model is missing: give it, or your run's command after --, which says it too."),
         (("--model", "POLICY", "--prompts", "p", "--epochs", "inf"), "--epochs inf needs --max-steps or --max-min"),
         (("--model", "POLICY", "--cache-gb", "inf"), "Invalid value for '--cache-gb'"),

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import Recipe, context_tokens, device_of, engine_dtype, read_settings, select
-from verl_tlt.config import TLTConfig, dtype_name
-from verl_tlt.drafter.policy import NotHereError, first_line, is_name, read_model_config
+from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
+from verl_tlt.drafter.policy import NotHereError, elsewhere, first_line, is_name, read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
@@ -48,8 +48,10 @@ class Setup:
 def set_up(recipe: Recipe, changes: dict[str, Any] | None = None) -> Setup:
     """The parts of a recipe's engine, with other values at the dotted keys of `changes`."""
     with recipe.composed(changes) as config:
+        if elsewhere(path := str(select(config, POLICY, ""))):
+            raise TLTConfigError(f"{POLICY}={path} is on another file system: copy it here, and give its folder.")
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-        model.path, rollout.max_model_len = located(str(select(config, POLICY, ""))), context_tokens(config)
+        model.path, rollout.max_model_len = located(path), context_tokens(config)
         rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"

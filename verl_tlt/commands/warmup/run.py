@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.models import POLICY, absolute, located
 from verl_tlt.checks.recipe import ROLLOUT, Recipe, number, read_mapping, select
 from verl_tlt.config import MOST, TLTConfigError
+from verl_tlt.drafter.policy import elsewhere
 from verl_tlt.files.disk import matching
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, An
     """Options of the commands that a recipe decides, by field, without those that are `given`."""
     with recipe.composed() as config:
         decided = {
-            "model": Path(located(str(select(config, POLICY, "")))),
+            "model": None if "model" in given else _policy(config),
             "prompts": [] if "prompts" in given else list(_data_files(config)),
             "response_length": number(config, f"{ROLLOUT}.response_length", 512),
             "temperature": _float(config, "temperature", 0.0, MOST),
@@ -34,6 +35,13 @@ def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, An
             "method": str(select(config, "tlt.drafter.method") or "eagle3"),
         }
     return {name: value for name, value in decided.items() if name not in given}
+
+
+def _policy(config: DictConfig) -> Path:
+    """The run's policy: a folder, or a name on the hub."""
+    if elsewhere(path := str(select(config, POLICY, ""))):
+        raise TLTConfigError(f"{POLICY}={path} is on another file system: copy it here, and give --model.")
+    return Path(located(path))
 
 
 def _data_files(config: DictConfig) -> Iterator[Path]:
