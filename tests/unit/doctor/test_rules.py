@@ -76,6 +76,8 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
         ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation", "prefill and decode"),
         ({f"{ROLLOUT}.checkpoint_engine": {"backend": "delta_sharded"}}, f"{ROLLOUT}.checkpoint_engine.backend",
          "delta_sharded is not supported"),
+        ({f"{ROLLOUT}.checkpoint_engine": {"backend": "naive"}, "trainer.v1.trainer_mode": "separate_async"},
+         f"{ROLLOUT}.checkpoint_engine.backend", "set another, such as nccl"),
         ({f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.data_parallel_size",
          "use more replicas"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
@@ -205,6 +207,12 @@ def test_one_replica_alone_warns_that_nothing_will_ever_be_idle(findings, mode, 
     assert levels(findings(changes)) == ({} if mode == "separate_async" else {"trainer.n_gpus_per_node": "warn"})
     assert levels(findings({}, UNTRAINED)) == {}
     assert levels(findings({f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2})) == {}
+
+
+def test_backends_of_the_modes_that_verl_starts_are_taken(findings):
+    for mode, backend in (("sync", "naive"), ("colocate_async", "naive"), ("separate_async", "nccl")):
+        changes = {f"{ROLLOUT}.checkpoint_engine.backend": backend, "trainer.v1.trainer_mode": mode}
+        assert levels(findings(changes)) == {}
 
 
 def test_what_does_not_go_with_drafts_is_known_before_ray_starts_and_goes_without(findings):
