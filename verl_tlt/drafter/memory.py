@@ -255,6 +255,7 @@ class TrainingDevice:
             yield
             return
         self.device = torch.device(self.device.type, index)
+        self.memory()  # opens a context
         with torch.cuda.device(self.device):
             yield
 
@@ -266,8 +267,13 @@ class TrainingDevice:
             return pack(sequences, pinned=True)
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of an accelerator."""
-        return torch.cuda.mem_get_info(self.device)
+        """(free, total) bytes of an accelerator; a `NoRoomError` where not even a context of CUDA's has room."""
+        try:
+            return torch.cuda.mem_get_info(self.device)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            raise NoRoomError(f"{self.device} has no memory left for a CUDA context.") from error
 
     def receive(self, trainer: DrafterTrainer) -> None:
         """Make the sessions' host memory in advance: it takes seconds for a large drafter, and no session may wait."""

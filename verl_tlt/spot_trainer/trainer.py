@@ -320,14 +320,14 @@ class SpotTrainer:
         """Run a forward and a backward pass, so that no session waits for kernels to be tuned; nothing is learned."""
         if not self.place.is_accelerator:
             return
-        with self.place.at(0):
-            scored = max(PORTION, self.plan.window)
-            rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored)
-            try:
+        scored = max(PORTION, self.plan.window)
+        try:
+            with self.place.at(0):
+                rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored)
                 with self.place.resident(self.trainer, rows, scored, trains=False):
                     self.trainer.rehearse(rows)
-            except NoRoomError as error:
-                logger.warning("no kernel is tuned before the run: %s", error)
+        except NoRoomError as error:
+            logger.warning("no kernel is tuned before the run: %s", error)
 
 
 def check_room(step: Path, needed: int, rotates: bool) -> None:

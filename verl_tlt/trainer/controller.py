@@ -131,6 +131,8 @@ class Controller:
         """Watch the rollout: a replica of the spot trainer's node that has nothing to decode trains the drafter."""
         self._count_failures()
         with self.guard("watch"):
+            if self.facts.rule.idle == "trainer" and not self.spot.off:
+                self.hidden_states.release()
             self._watch = SamplingWatch(
                 self.servers, self.spot, self._planner(), self._pending_work, self.log.trace, step,
                 self.facts.rule.recall, self.log.clock,

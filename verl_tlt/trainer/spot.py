@@ -93,6 +93,10 @@ class HiddenStates:
         taken: list[CapturedStates] = answer(self._actor.tlt_take(counts), CALL_S)
         return taken
 
+    def release(self) -> None:
+        """Have every rank return GPU memory that nothing uses."""
+        answer(self._actor.tlt_release(), CALL_S)
+
     def stop(self) -> None:
         """Have no rank capture any more."""
         answer(self._actor.tlt_stop(), CALL_S)

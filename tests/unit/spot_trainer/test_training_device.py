@@ -9,7 +9,7 @@ import torch
 from tiny_trainer import make_trainer, same, session
 
 from verl_tlt.drafter import pack, session_bytes, train
-from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, TrainingDevice, check_room
+from verl_tlt.drafter.memory import FEWEST_ROWS, MARGIN, NoRoomError, TrainingDevice, check_room
 from verl_tlt.errors import TLTError
 from verl_tlt.spot_trainer import trainer as module
 from verl_tlt.spot_trainer.scoring import PORTION
@@ -125,3 +125,14 @@ def test_on_an_accelerator_the_policys_weights_are_kept_in_16_bits(tmp_path):
     trainer = make_trainer(tmp_path / "policy", device="cuda")
     assert {p.dtype for p in trainer.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in trainer.trainer.parameters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("said", "kind"), [("CUDA error: out of memory", NoRoomError), ("misaligned", RuntimeError)])
+def test_a_device_too_full_for_a_context_has_no_room(monkeypatch, said, kind):
+    def mem_get_info(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    found = "for a CUDA context" if kind is NoRoomError else said
+    with pytest.raises(kind, match=found), TrainingDevice("cuda").at(0):
+        pytest.fail("a session began")

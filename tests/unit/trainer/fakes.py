@@ -117,6 +117,9 @@ class FakeHiddenStates(Fake):
         known = [found if counts else None for found in self.token_counts]
         return [CapturedStates(None, None, seconds=0.0, errors=0, token_counts=found) for found in known]
 
+    def release(self):
+        self._call("release")
+
     def stop(self):
         self._call("stop")
 

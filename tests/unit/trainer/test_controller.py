@@ -385,6 +385,7 @@ def test_where_rollout_has_its_own_devices_the_trainers_train_while_it_waits(run
         controller.spot.verdict = PUBLISHES if last else None
         controller.sample_end(1, last=last)
     assert len(controller.spot.called("train")) == 2 and controller.servers.called("leave") == []
+    assert len(controller.hidden_states.called("release")) == 2, "the actor held GPU memory that it did not use"
     assert controller.servers.balancer == {"far"}, "verl has taken the others out"
     controller.before_sync(1)
     controller.servers.loaded["far"] = 1
