@@ -94,6 +94,7 @@ async def distribution(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]
     drawn anew in every step; and of two halves without drafts.
 
     The first token comes with the prompt, the others are drafted. The halves show what the test says of equals.
+    `uniform_share`: of the tokens with the longest drafts, those from steps that only verified drafts.
     """
     draws, tokens = (300, 4) if bench.tiny else (4000, 4)
     alike = [BEGINNING] * draws
@@ -111,6 +112,7 @@ async def distribution(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]
         "tokens": tokens,
         "drafts": done.num_drafts,
         "accepted": list(done.num_accepted_tokens_per_pos),
+        "uniform_share": round(sum(done.tokens_by_batch.values()) / max(1, done.num_decode_tokens), 4),
         "steps_by_drawn_length": dict(varied.steps_by_draft_length),
         "drafted_against_plain": compare(drafted, plain),
         "drawn_against_plain": compare(drawn, plain),

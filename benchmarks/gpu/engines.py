@@ -24,6 +24,7 @@ from verl_tlt.commands.doctor.engine_check import load_drafter
 from verl_tlt.commands.doctor.standalone_engine import Setup, StandaloneEngine, set_up, start
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.server.engine_arguments import most_requests
 from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.types import OFF
 
@@ -178,7 +179,11 @@ async def slept(
 async def sample(
     engine: StandaloneEngine, after: Sequence[list[int]], tokens: int, lora: LoRARequest | None = None
 ) -> list[list[int]]:
-    """So many tokens after each prompt, sampled at temperature 1, all of them in flight together."""
+    """So many tokens after each prompt, sampled at temperature 1.
+
+    Prompts come in waves of as many as the engine decodes at once, and all of a wave begin in the same step: later
+    steps then verify drafts of one length for every request, as vLLM's FULL CUDA graphs need it.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -190,7 +195,17 @@ async def sample(
             found = list(output.outputs[0].token_ids)
         return found
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in after)))
+    sampled: list[list[int]] = []
+    width, llm = most_requests(engine.llm), engine.llm
+    for begin in range(0, len(after), width):
+        wave = after[begin : begin + width]
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        answers = asyncio.gather(*(one(prompt) for prompt in wave))
+        while llm.output_processor.get_num_unfinished_requests() < len(wave) and not answers.done():
+            await asyncio.sleep(0.001)
+        await llm.resume_generation()
+        sampled += await answers
+    return sampled
 
 
 def prompts(count: int) -> list[list[int]]:
