@@ -139,8 +139,16 @@ async def hold(engine: StandaloneEngine, arm: int | None) -> None:
 
 
 async def stats(engine: StandaloneEngine) -> EngineStats:
-    """Of what the engine did since the last call."""
-    return from_plain(EngineStats, await ask_scheduler(engine.llm, "stats", reset=True))
+    """Of what the engine did since the last call; RuntimeError where drafting failed: then it costs nothing."""
+    found = from_plain(EngineStats, await ask_scheduler(engine.llm, "stats", reset=True))
+    if failure := found.failure or await in_worker(engine, pass_failure):
+        raise RuntimeError(f"the engine drafts nothing any more: {failure}")
+    return found
+
+
+def pass_failure(worker: Any) -> str:
+    """Why the drafter's pass is not run any more; empty: it is."""
+    return worker.tlt_pass.failure if worker.tlt_pass else ""
 
 
 async def slept(

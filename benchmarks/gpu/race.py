@@ -73,6 +73,7 @@ async def _costs(engine: StandaloneEngine, found: dict[str, Any]) -> LatencyTabl
     """Step costs by a calibration as in a run, and its seconds."""
     start = time.monotonic()
     table = await engine.measure_costs(calibration.BUDGET_S)
+    await stats(engine)  # raises where drafts cost nothing
     found["calibration_as_in_a_run_s"] = round(time.monotonic() - start, 1)
     found["costs_ms"] = {k: [(b, round(1e3 * s, 3)) for b, s in table.by_batch(k)] for k in table.lengths()}
     found["costs"] = table.to_list()
