@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu.parts import Bench, Part, clock, main, peak_gib, planned_gib, seconds
 from benchmarks.gpu.shapes import Shape, draft_vocab_of, drafter, rows_of, shape_of, texts, verifier_weights
 from verl_tlt.config import TLTConfig
-from verl_tlt.drafter import Batch, DrafterTrainer, default_attention, pack, to_numpy16
+from verl_tlt.drafter import Batch, DrafterTrainer, StepResult, default_attention, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.training import SpotPlan, VerifierArrays
 from verl_tlt.spot_trainer.scoring import Scoring
@@ -38,26 +38,29 @@ TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
 
 
 def numerics(bench: Bench) -> dict[str, Any]:
-    """One batch of three documents on both sides; on the CPU alone the kernel that CUDA gets meets the one it does not.
+    """One batch of three documents on both sides, with all draft positions. On the CPU alone the kernel that CUDA gets
+    meets the one it does not.
 
     Returns:
         both losses; each parameter's |g - g0| / |g0|, the largest of them.
     """
     shape = shape_of(bench, "small")
     batch = pack(texts(shape, (300, 180, 33)))
-    loss0, gradients0 = _gradients(shape, "cpu", default_attention("cpu"), batch)
-    loss, gradients = _gradients(shape, bench.device, default_attention("cuda"), batch)
+    step0, gradients0 = _gradients(shape, "cpu", default_attention("cpu"), batch)
+    step, gradients = _gradients(shape, bench.device, default_attention("cuda"), batch)
     errors = {n: float((gradients[n] - g).norm() / g.norm().clamp_min(1e-12)) for n, g in gradients0.items()}
     return {
-        "loss": {"cpu_float32": loss0, "tested": loss},
+        "loss": {"cpu_float32": step0.loss, "tested": step.loss},
+        "draft_positions": len(step.acc_by_position),
         "relative_error": errors,
         "largest_error": max(errors.values()),
     }
 
 
-def _gradients(shape: Shape, device: str, attention: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients before they are clipped) of the trainer's own step."""
+def _gradients(shape: Shape, device: str, attention: str, batch: Batch) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """The trainer's own step, and its gradients before they are clipped."""
     trainer = DrafterTrainer(drafter(shape, device, attention), ttt_steps=PASSES)
+    trainer.passes = PASSES
     seen: dict[str, torch.Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -70,7 +73,7 @@ def _gradients(shape: Shape, device: str, attention: str, batch: Batch) -> tuple
     with TrainingDevice(device).resident(trainer, batch.rows):
         for name, parameter in trainer.parameters.items():
             parameter.register_post_accumulate_grad_hook(watch(name))
-        return trainer.step(batch).loss, seen
+        return trainer.step(batch), seen
 
 
 # ---------------------------------------------------------------------- speed
@@ -122,6 +125,7 @@ def _timed(bench: Bench, trainer: DrafterTrainer, batch: Batch) -> dict[str, Any
 def stop(bench: Bench) -> dict[str, Any]:
     """Sessions of the real learner that are told to stop: seconds from the word to the end of the session."""
     learner = _learner(bench)
+    learner.trainer.passes = PASSES  # as once drafts are accepted: a step takes longest
     found: dict[str, Any] = {"warm_up_s": seconds(bench.device, [learner.rehearse])[0], "sessions": []}
     peak_gib(bench.device)
     for wait in (1.0, 1.0, 1.0) if bench.tiny else (15.0, 8.0, 8.0):
@@ -163,8 +167,11 @@ def _stopped_session(learner: SpotTrainer, wait: float) -> dict[str, Any]:
     end = time.perf_counter()
     timer.cancel()
     latency = round(end - at[0], 4) if told.is_set() else None
-    return {"outcome": result.outcome, "steps": result.steps, "tokens": result.tokens, "skipped": result.skipped,
-            "loss": result.loss, "session_s": round(result.seconds, 3), "stop_latency_s": latency}  # fmt: skip
+    return {
+        "outcome": result.outcome, "draft_positions": learner.trainer.passes, "steps": result.steps,
+        "tokens": result.tokens, "skipped": result.skipped, "loss": result.loss,
+        "session_s": round(result.seconds, 3), "stop_latency_s": latency,
+    }  # fmt: skip
 
 
 def scoring(bench: Bench) -> dict[str, Any]:

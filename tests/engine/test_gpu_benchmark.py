@@ -25,6 +25,8 @@ def test_the_quarter_of_an_hour_ends_with_a_report_of_each_part(tmp_path):
     parts = {file.stem: json.loads(file.read_text())["parts"][file.stem] for file in tmp_path.glob("*.json")}
     assert parts.keys() == {"numerics", "stop", "small", "sync", "race"}
     assert all("found" in part and "error" not in part for part in parts.values()), parts
+    training = [parts["numerics"]["found"], *parts["stop"]["found"]["sessions"]]
+    assert all(each["draft_positions"] == 3 for each in training), "as once drafts are accepted"
     sleep, nan, distribution = (parts["small"]["found"][name] for name in ("sleep", "nan", "distribution"))
     assert sleep["lost"] and sleep["reload_is_exact"] and nan["drafts_verified"] > 0
     assert all(distribution[f"{which}_against_plain"]["p"] > 1e-5 for which in ("drafted", "drawn", "plain"))
