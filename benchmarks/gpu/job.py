@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.job --out FILE --budget 560
 
-* sync: two GRPO steps with the policy sent to the engines by CUDA IPC, replicas that sleep while it is trained, and
-  spot training beside them. One GPU is enough; with two or more an engine is two GPUs wide, and of four GPUs two
+* sync: three GRPO steps with the policy sent to the engines by CUDA IPC, replicas that sleep while it is trained, and
+  in the third step spot training beside sleeping engines, which load its drafter. One GPU is enough; with two or more an engine is two GPUs wide, and of four GPUs two
   replicas are made, of which one may train while the other decodes.
 * nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
   cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
@@ -27,6 +27,7 @@ from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.report.reader import read_trace
 
 BATCH, LONG, SHORT = 4, 200, 40
+COLD_START = "tlt.spot.cold_start_s=6"
 QUIET_S = 600.0
 """Without a line in the trace a job hangs."""
 SHOWN = (
@@ -37,10 +38,12 @@ SHOWN = (
 
 
 def sync(bench: Bench) -> dict[str, Any]:
-    """Two steps with engines as wide as there are devices for, two at most."""
+    """Three steps with engines as wide as there are devices for, two at most. A single replica never leaves, so that it
+    is the cold start, in the third step, which trains beside it.
+    """
     devices = len(device_memory()) if bench.cuda else 2
     wide = min(2, devices)
-    return job(bench, steps=2, replicas=min(2, devices // wide), wide=wide)
+    return job(bench, 3, min(2, devices // wide), wide, [COLD_START])
 
 
 def nan(bench: Bench) -> dict[str, Any]:

@@ -31,6 +31,9 @@ def test_the_quarter_of_an_hour_ends_with_a_report_of_each_part(tmp_path):
     assert sleep["lost"] and sleep["reload_is_exact"] and nan["drafts_verified"] > 0
     assert all(distribution[f"{which}_against_plain"]["p"] > 1e-5 for which in ("drafted", "drawn", "plain"))
     assert distribution["uniform_share"] > 0.9, "FULL graphs are for steps that only verify drafts"
+    sync = parts["sync"]["found"]
+    assert any(session["steps"] for session in sync["sessions"]) and all(load["ok"] for load in sync["reloads"])
+    assert sync["reloads"][-1]["version"] > 0, "what the session made is loaded"
     race = parts["race"]["found"]
     assert race["policy"] == OURS, "the arm of that name must not have a fixed K"
     assert not race["rounds"][0]["synthetic"], "the CPU's sampler accepts by the policy alone"
