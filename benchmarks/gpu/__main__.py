@@ -72,8 +72,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def keep_logs(scratch: Path, out: Path) -> None:
-    """The ends of what the parts' processes printed, which explain a failure."""
-    for log in scratch.rglob("*.log"):
+    """The ends of what the parts' processes printed, which explain a failure; no file for those that printed nothing."""
+    for log in (log for log in scratch.rglob("*.log") if log.stat().st_size):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_BYTES))
             (out / "-".join(log.relative_to(scratch).parts)).write_bytes(file.read())

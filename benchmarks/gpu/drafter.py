@@ -126,15 +126,17 @@ def stop(bench: Bench) -> dict[str, Any]:
     """Sessions of the real learner that are told to stop: seconds from the word to the end of the session."""
     learner = _learner(bench)
     learner.trainer.passes = PASSES  # as once drafts are accepted: a step takes longest
-    found: dict[str, Any] = {"warm_up_s": seconds(bench.device, [learner.rehearse])[0], "sessions": []}
+    planned = planned_gib(learner.model, rows_of(bench), PASSES, learner.plan.window)
+    found: dict[str, Any] = {"rows": rows_of(bench), "planned_gib": planned, "sessions": []}
+    found["warm_up_s"] = seconds(bench.device, [learner.rehearse])[0]
     peak_gib(bench.device)
     for wait in (1.0, 1.0, 1.0) if bench.tiny else (15.0, 8.0, 8.0):
         found["sessions"].append(_stopped_session(learner, wait))
+        found["sessions"][-1]["peak_gib"] = peak_gib(bench.device)
         if bench.cuda:
             found["sessions"][-1]["left_on_device_mib"] = torch.cuda.memory_reserved() >> 20
-    found |= {"rows": rows_of(bench), "peak_gib": peak_gib(bench.device)}
-    planned = planned_gib(learner.model, rows_of(bench), PASSES, learner.plan.window)
-    return {**found, "planned_gib": planned}
+        bench.note(**found)
+    return found
 
 
 def _learner(bench: Bench) -> SpotTrainer:

@@ -13,6 +13,7 @@ Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand 
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def nan(bench: Bench) -> dict[str, Any]:
 def job(
     bench: Bench, steps: int, replicas: int, wide: int, overrides: Sequence[str] = (), **environment: str
 ) -> dict[str, Any]:
-    """What a job of so many replicas, each so many devices wide, wrote of its steps; RuntimeError where it failed."""
+    """What a job of so many replicas, each so many devices wide, wrote of its steps; RuntimeError where it failed.
+
+    What a job wrote that fails or hangs is noted.
+    """
     assets = make_assets(bench.directory / "assets", lambda index: [SHORT if index % BATCH else LONG] * SAMPLES)
     shape = {"REPLICAS": str(replicas), "TP": str(wide), "EXECUTOR": "mp", "DEVICE": bench.device, "SAVE_FREQ": "-1"}
     run = Job(
@@ -70,6 +74,11 @@ def job(
     )
     memory: list[list[float]] = []
     looked = 0.0
+
+    def found() -> dict[str, Any]:
+        by_device: Any = [[min(d), max(d)] for d in zip(*memory, strict=True)] if bench.cuda else NEEDS_CUDA
+        return {"replicas": replicas, "tensor_parallel": wide, "memory_gib": by_device, **_written(run.out)}
+
     try:
         for _ in run.events(QUIET_S, poll_s=0.2):
             if bench.cuda and time.monotonic() > looked + 1.0:
@@ -78,9 +87,10 @@ def job(
         if status := run.tree.process.returncode:
             raise RuntimeError(f"the job ended with {status}: " + "\n".join(run.said().splitlines()[-40:]))
     finally:
+        with suppress(Exception):  # it may have written nothing
+            bench.note(**found())
         run.end()
-    by_device: Any = [[min(d), max(d)] for d in zip(*memory, strict=True)] if bench.cuda else NEEDS_CUDA
-    return {"replicas": replicas, "tensor_parallel": wide, "memory_gib": by_device, **_written(run.out)}
+    return found()
 
 
 def _sizes(bench: Bench) -> Sequence[str]:
@@ -108,7 +118,7 @@ def _chosen(facts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: facts[name] for name in names if name in facts}
 
 
-PARTS = {"sync": Part(sync, 110, most_s=290), "nan": Part(nan, 220)}
+PARTS = {"sync": Part(sync, 110, most_s=200), "nan": Part(nan, 220)}
 """In the order of what a user meets first."""
 
 if __name__ == "__main__":
