@@ -42,6 +42,7 @@ def test_the_quarter_of_an_hour_ends_with_a_report_of_each_part(tmp_path):
     assert sync["reloads"][-1]["version"] > 0, "what the session made is loaded"
     race = parts["race"]["found"]
     assert race["policy"] == OURS, "the arm of that name must not have a fixed K"
+    assert race["sleep_7b"]["lost"] and race["sleep_7b"]["reload_is_exact"]
     assert not race["rounds"][0]["synthetic"], "the CPU's sampler accepts by the policy alone"
 
 
