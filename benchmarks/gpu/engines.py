@@ -36,6 +36,10 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """The latter lets functions of this file be sent to vLLM's workers (`in_worker`)."""
 
 
+CAPTURED = [*range(8, 257, 8), *range(288, 513, 32), *range(576, 1025, 64), *range(1152, 2049, 128)]
+"""Tokens of a step: all batches to 32 requests at K=7, and above them at most an eighth of padding."""
+
+
 @dataclass(frozen=True)
 class Share:
     """What an engine takes of a device. vLLM measures free memory at its start and refuses where another process gives
@@ -94,7 +98,7 @@ def shaped_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]
     context, batch = (256, 4) if bench.tiny else (4096, 256)
     more: dict[str, Any] = {"load_format": "dummy"}
     if bench.cuda:  # vLLM's own largest graph, of 512 tokens, would make K=7 a K=1 above 128 requests
-        more["compilation_config"] = {"cudagraph_capture_sizes": [1 << i for i in range(12)]}
+        more["compilation_config"] = {"cudagraph_capture_sizes": CAPTURED}
     setup = _setup(bench, policy, "live_table", None, context, batch, share=MOST, more=more)
     return start(setup, bench.directory)
 
