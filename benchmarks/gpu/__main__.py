@@ -72,7 +72,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def keep_logs(scratch: Path, out: Path) -> None:
-    """The ends of what the parts' processes printed, which explain a failure; no file for those that printed nothing."""
+    """The ends of what the parts' processes printed, which explain a failure; no empty files."""
     for log in (log for log in scratch.rglob("*.log") if log.stat().st_size):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_BYTES))

@@ -249,8 +249,9 @@ def live_weights(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def live_digest(worker: Any) -> str:
-    """A digest over the bits of `live_weights`, without the head of a pruned draft vocabulary: a load cuts its rows from
-    the policy, which has lost its own where nobody sends them again (`load_format=dummy`).
+    """A digest over the bits of `live_weights`, without the head of a pruned draft vocabulary.
+
+    A load cuts that head from the policy's, which sleep has overwritten if its weights are made up.
     """
     digest = hashlib.sha256()
     config = worker.model_runner.drafter.model.config

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.job --out FILE --budget 560
 
 * sync: three GRPO steps with the policy sent to the engines by CUDA IPC, replicas that sleep while it is trained, and
-  in the third step spot training beside sleeping engines, which load its drafter. One GPU is enough; with two or more an engine is two GPUs wide, and of four GPUs two
-  replicas are made, of which one may train while the other decodes.
+  in the third step spot training beside sleeping engines, which load its drafter. One GPU is enough; with two or more
+  an engine is two GPUs wide, and of four GPUs two replicas are made, of which one may train while the other decodes.
 * nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
   cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
 

@@ -31,8 +31,8 @@ PROFILES = {
 }
 """P(draft token i is accepted | those before it were): accept lengths of 2.9 and 2.2 at K=3."""
 ARMS = (
-    "All arms run in one engine with K_max=7. With vLLM's V1 runner its FULL CUDA graphs are for K=7 alone, so a fixed K "
-    "here is not that of an engine that was started with it."
+    "All arms run in one engine with K_max=7. With vLLM's V1 runner its FULL CUDA graphs are for K=7 alone, so off, "
+    "vllm-k1 and vllm-k3 are not what stock vLLM does without drafts or with that K."
 )
 SLEEP_S = 20.0
 """Seconds that are left for the sleep."""
