@@ -114,7 +114,8 @@ def test_a_drafter_that_raises_in_its_pass_leaves_the_engine_as_stock(engine_of,
         assert "ArithmeticError: broken by a test" in reply
 
 
-def test_a_worker_of_several_ranks_does_not_contain_what_the_others_wait_in():
+@pytest.mark.parametrize(("ranks", "ours"), [(2, {"tlt": {}}), (1, {})])
+def test_a_failure_is_not_contained_where_other_ranks_wait_or_where_figures_are_counted(ranks, ours):
     runner = SimpleNamespace(drafter=SimpleNamespace(propose=max))
-    ranks = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    assert contain(runner, ranks) is None and runner.drafter.propose is max
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks), additional_config=ours)
+    assert contain(runner, config) is None and runner.drafter.propose is max

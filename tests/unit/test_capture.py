@@ -215,6 +215,8 @@ def test_a_script_that_loses_the_flag(script):
         ("srun -N1 \\\n  -n 1 \\\n  --export=$VARS python3", True, "has `srun -N1   -n 1   --export=$VARS`"),
         ("srun --export=ALL python3; srun --export A=1,ALL,B=2 x; srun --export='ALL,A=x y' x", False, None),
         ("srun --export-file=f --export  ALL x; srun x; conda list --export", False, None),
+        ("srun -N 1 --mpi pmix python3 convert.py --export onnx", False, None),
+        ('srun -N 1 "--export=NONE" python3', True, 'recipe.sh has `srun -N 1 "--export=NONE"`'),
         ("# with srun \\\ndocker run image", True, "line 3 of"),
     ],
 )

@@ -266,7 +266,7 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
         why = "it sends only what has changed of the weights, and the drafter's shared parts would stay as they were"
         yield key, f"{key}={backend} is not supported: {why}."
     if backend == "naive" and (mode := trainer_mode(config)) == "separate_async":
-        yield key, f"{key}=naive does not go with trainer.v1.trainer_mode={mode} in verl: set another, such as nccl."
+        yield key, f"verl does not take {key}=naive with trainer.v1.trainer_mode={mode}: set another, such as nccl."
     for key in QUANTIZES if drafter_drafts(settings) else ():
         if value := select(config, key):
             yield key, f"{key}={value} {_QUANTIZED}."

@@ -38,7 +38,7 @@ _START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
 LEAVES = re.compile(
     rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
     r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit"
-    r"|srun\s(?:[^;&|]*\s)?--export[=\s](?!\s*['\"]?(?:[^\s'\"]*,)?(?i:all)(?:[\s,'\"]|$))[^\s;&|]*)(?=[\s<>;&]|$)"
+    r"|srun\s+(?:-\S+\s+(?:[^-\s]\S*\s+)?)*['\"]?--export[=\s](?!\s*['\"]?(?:[^\s'\"]*,)?(?i:all)(?:[\s,'\"]|$))[^\s;&|]*)(?=[\s<>;&]|$)"
 )
 """Programs that start others without this environment, or elsewhere: the command would train there.
 

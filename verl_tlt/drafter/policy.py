@@ -326,17 +326,28 @@ def drafter_rope(rope: Fields) -> Fields:
     """RoPE for a drafter of a policy with `rope`: all of each head is rotated, by one position.
 
     An image patch's three positions are equal for text. Factors for a part of a head (Phi-4-mini) fit no whole one.
-    YaRN's scale is vLLM's, which reads `attn_factor` alone, where transformers reads `attention_factor` and `mscale`.
     """
     left_out = ("type", "partial_rotary_factor")
     if rope["rope_type"] == "mrope" or ("long_factor" in rope and rope.get("partial_rotary_factor", 1) != 1):
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     rope = {key: value for key, value in rope.items() if key not in left_out and "mrope" not in key}
-    if rope["rope_type"] != "yarn":
-        return rope
-    scale = 0.1 * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
-    kept = {key: value for key, value in rope.items() if "mscale" not in key}
-    return {**kept, "attention_factor": scale * rope.get("attn_factor", 1.0)}
+    return _with_scale(rope) if rope["rope_type"] == "yarn" and rope.get("factor") else rope
+
+
+def _with_scale(rope: Fields) -> Fields:
+    """YaRN's settings with the attention's scale as transformers computes it, under both names that releases of vLLM
+    read: `attention_factor`, and `attn_factor`, a factor of the usual scale.
+    """
+
+    def usual(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    scale, one, all_dim = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if scale is None:
+        scale = usual(one) / usual(all_dim) if one and all_dim else usual()
+    others = ("mscale", "mscale_all_dim", "apply_yarn_scaling")
+    kept = {key: value for key, value in rope.items() if key not in others}
+    return {**kept, "attention_factor": scale, "attn_factor": scale / usual()}
 
 
 def aux_layers_for(num_layers: int) -> tuple[int, int, int]:

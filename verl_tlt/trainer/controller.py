@@ -130,9 +130,10 @@ class Controller:
     def sample_begin(self, step: int) -> None:
         """Watch the rollout: a replica of the spot trainer's node that has nothing to decode trains the drafter."""
         self._count_failures()
-        with self.guard("watch"):
-            if self.facts.rule.idle == "trainer" and not self.spot.off:
+        if self.facts.rule.idle == "trainer" and not self.spot.off:
+            with self.guard("hidden states"):
                 self.hidden_states.release()
+        with self.guard("watch"):
             self._watch = SamplingWatch(
                 self.servers, self.spot, self._planner(), self._pending_work, self.log.trace, step,
                 self.facts.rule.recall, self.log.clock,

@@ -96,8 +96,8 @@ class TLTMixin(PPOTrainer):
     # ------------------------------------------------------------------ a step
 
     def on_sample_begin(self) -> None:
-        super().on_sample_begin()
         self.tlt.sample_begin(self.global_steps)
+        super().on_sample_begin()  # begins to count the wait for samples in `separate_async`
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         if hasattr(self, "tlt"):  # the first prompts are sent while the trainer is built
@@ -191,7 +191,7 @@ class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
         super()._setup()
 
     def on_sample_end(self) -> None:
-        PPOTrainerSeparateAsync.on_sample_end(self)  # its clock of the wait for samples stops before TLT's own work
+        PPOTrainerSeparateAsync.on_sample_end(self)  # the wait for samples is over
         self.tlt_sample_end()
 
     def tlt_colocated_asleep(self) -> bool:

@@ -130,8 +130,9 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
     keeps, one = (config.trainer.get(key) for key in ("max_actor_ckpt_to_keep", "remove_previous_ckpt_in_save"))
     last = one or keeps == 1 or OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
-    if need_critic(config) and config.trainer.get("max_critic_ckpt_to_keep") != keeps:
-        last = True  # verl may keep more critics
+    critics = config.trainer.get("max_critic_ckpt_to_keep") or 0
+    if need_critic(config) and not 1 < critics <= (keeps or 0):
+        last = True  # verl may keep more critics, or write one before it removes one
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),

@@ -87,9 +87,8 @@ def installed(name: str) -> str | None:
 
     Metadata alone does not count: a distribution called `vllm` without modules cannot serve.
     """
-    module = sys.modules.get(name)
-    folder = location(name)
-    if module is None and _spec(name) is None:
+    module, spec, folder = sys.modules.get(name), _spec(name), location(name)
+    if module is None and (spec is None or spec.origin is None):  # or a folder of that name that is no package
         return None
     if folder is not None and (own := folder / "version" / "version").is_file():  # verl's, also in a clone
         return own.read_text().strip()

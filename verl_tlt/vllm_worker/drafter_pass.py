@@ -80,8 +80,10 @@ def contain(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig) -> 
 
     * On several ranks: the others wait in a collective operation of the pass, or would take the next one for it.
     * On the V2 model runner: its verification reads the drafts' logits from a buffer that the pass left unfinished.
+    * In an engine of `verl-tlt evaluate`, which has vLLM's own scheduler: its figures would be of no drafter.
     """
-    if hasattr(runner, "speculator") or vllm_config.parallel_config.world_size > 1:
+    of_a_run = "tlt" in (vllm_config.additional_config or {})
+    if hasattr(runner, "speculator") or vllm_config.parallel_config.world_size > 1 or not of_a_run:
         return None
     contained = ContainedPass(runner.drafter)
     runner.drafter.propose = contained
@@ -92,8 +94,8 @@ def contain(runner: GPUModelRunner | V2ModelRunner, vllm_config: VllmConfig) -> 
 def count_positions(proposer: SpecDecodeBaseProposer, vllm_config: VllmConfig) -> None:
     """Give an EAGLE-3 head of a policy with M-RoPE each token's place in its sequence as position, as it is trained.
 
-    vLLM's V1 runner gives it one of the policy's three positions, which is smaller behind an image, and computes from
-    it which slot of the KV cache the second and later drafts of a step are written to.
+    vLLM's V1 runner gives it one of the policy's three positions, which is smaller behind an image. From that position
+    it computes which slots of the KV cache the second and later drafts of a step are written to.
     """
     if proposer.uses_mrope or not vllm_config.model_config.uses_mrope:
         return

@@ -187,10 +187,16 @@ def test_a_drafters_rope_rotates_whole_heads_by_one_position():
     phi3 = rope(rope_theta=10000.0, rope_scaling=factors, model_type="phi3")
     assert phi3 == plain, "vLLM would choose another factor than training"
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert rope(rope_scaling=yarn)["attention_factor"] == pytest.approx(1.1386294)
-    assert rope(rope_scaling=yarn | {"attn_factor": 0.8782488562869419})["attention_factor"] == pytest.approx(1.0)
-    deepseek = rope(rope_scaling=yarn | {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 2.0})
-    assert deepseek == rope(rope_scaling=yarn), "vLLM's drafter reads attn_factor alone"
+    for given, scale in (
+        ({}, 1.1386294),
+        ({"attn_factor": 0.8782488562869419}, 1.1386294),  # which transformers does not read
+        ({"attention_factor": 2.0}, 2.0),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+    ):
+        found = rope(rope_scaling=yarn | given)
+        assert found["attention_factor"] == pytest.approx(scale)
+        assert found["attn_factor"] * 1.1386294 == pytest.approx(scale), "vLLM 0.28's name for it"
+        assert not {"mscale", "mscale_all_dim"} & found.keys()
     beside = {"rope_parameters": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5}
     assert rope_of(beside) == linear
     by_kind = {"full_attention": {**plain, "rope_theta": 5.0}, "sliding_attention": plain}

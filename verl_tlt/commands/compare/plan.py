@@ -267,8 +267,8 @@ def _refused(recipe: Recipe) -> list[Finding]:
 def _decay(config: DictConfig) -> Iterator[str]:
     """Megatron's decay steps as in the real run: verl would set them to the steps of a turn.
 
-    Where the real run's steps are not known they are taken to be endless. A warmup that is a share of them then stays
-    a share of the turn's.
+    Where the real run's steps are not known, the learning rate does not decay; a warmup that is given as a ratio is
+    then one of the turn's steps.
     """
     total = number(config, "trainer.total_training_steps", 0)
     updates = number(config, f"trainer.v1.{trainer_mode(config)}.parameter_sync_step", 1)
