@@ -118,6 +118,7 @@ bench-real: $(STAMP)
 	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out demo-out/real.json
 	$(BIN)/python -m benchmarks.e2e --policy real --load wide --cold-start 300 --rounds 3 --steps 5 --work demo-out/real-wide --out demo-out/real_wide.json
 	$(BIN)/python -m benchmarks.e2e.along --work demo-out/along --out demo-out/along.json
+	$(BIN)/python -m benchmarks.e2e.along --seed 1 --work demo-out/along_1 --out demo-out/along_1.json
 
 clean:
 	rm -rf demo-out outputs .cache build dist *.egg-info verl_cpu/build verl_cpu/*.egg-info .pytest_cache .mypy_cache .ruff_cache

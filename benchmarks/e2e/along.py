@@ -1,6 +1,6 @@
 """Is a drafter that is trained along better for its policy than one that stays as it was? GRPO of a language model.
 
-    python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 17]
+    python -m benchmarks.e2e.along --out benchmarks/results/along.json [--steps 17] [--seed 1]
 
 The run starts with a head of `verl-tlt warmup` that has seen little text, and trains it in idle time with the spot
 trainer's defaults. Then stock vLLM serves the policy before the run and the policy after it, each with the head of the
@@ -50,13 +50,13 @@ JUDGED = 64
 """Prompts that are served."""
 
 
-def subject() -> Subject:
-    """The policy and its head, made unless they are there."""
+def subject(seed: int) -> Subject:
+    """The policy and its head, made unless they are there; `seed`: of the order of the run's prompts."""
     make_policy(PLACE, FINE_TUNING)
     if not made_so_far(PLACE):
         train(PLACE, PROMPTS, ("--epochs", str(EPOCHS)))
     assets, head = real_assets(PLACE), PLACE / "drafter"
-    besides = ("data.shuffle=True", "data.seed=0", f"data.max_response_length={LONGEST}")
+    besides = ("data.shuffle=True", f"data.seed={seed}", f"data.max_response_length={LONGEST}")
     drafts = ("tlt.speculation.policy=fixed", f"tlt.speculation.fixed={K}", f"tlt.speculation.max_draft_length={K}")
     drafter = (f"tlt.drafter.vocab={DRAFT_VOCAB}", f"tlt.drafter.path={quoted(head)}")
     training = ("tlt.drafter.learning_rate=1e-3", "tlt.spot.max_epochs=3")  # the defaults; the demo's recipe has others
@@ -95,11 +95,12 @@ def served(policy: Path, head: Path, prompts: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=17, help="of GRPO, of which the first does not count")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the run's prompts")
     parser.add_argument("--work", type=Path, default=Path("demo-out/along"), help="folder that keeps the run")
     parser.add_argument("--out", type=Path)
     options, console = parser.parse_args(), make_console()
     os.environ.update(CPU_ENGINE | {"OMP_NUM_THREADS": str(os.cpu_count())})  # of what is served here
-    work, run = options.work.resolve(), subject()
+    work, run = options.work.resolve(), subject(options.seed)
     say(console, say_dtype(find_dtype()))
     plan = make_plan(recipe_of(work, run, LOADS["small"], forced=False), options.steps, work)
     record = Record(work, plan.asked([ARM]))
@@ -120,7 +121,12 @@ def main() -> None:
         shown = ("step", "accept_length", "reward", "tokens")
         steps = [{name: getattr(step, name) for name in shown} for step in record.steps(TLT)]
         trained = provenance(heads[AFTER])["tokens_trained"]
-        facts = {"dtype": find_dtype(), "draft_length": K, "fine_tuning": fine_tuned(policies[BEFORE])}
+        facts = {
+            "dtype": find_dtype(),
+            "seed": options.seed,
+            "draft_length": K,
+            "fine_tuning": fine_tuned(policies[BEFORE]),
+        }
         store(options.out, {**facts, "tokens_trained": trained, "served": found, "steps": steps}, {"CLONE": ROOT})
 
 

@@ -96,6 +96,16 @@ def test_a_stage_without_a_terminal_says_every_tenth_and_every_minute(now, share
     assert [(float(share), int(second)) for share, second in told] == lines
 
 
+@pytest.mark.parametrize(("before", "left"), [(0.0, 70), (0.2, 210)], ids=["a new one", "one that goes on"])
+def test_a_stage_tells_the_time_left_by_what_it_did_itself(now, before, left):
+    console = Console(file=io.StringIO(), width=200)
+    stage = engine.Stage(engine.make_bars(console), "train", "begins")
+    stage.tell(before, "")
+    now[0] = 30
+    stage.tell(0.3, "")
+    assert f"about {left} s left" in console.file.getvalue().splitlines()[-1]
+
+
 def test_an_engine_of_more_gpus_than_there_are_is_not_started(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -147,15 +147,18 @@ class Stage:
     def __init__(self, bars: Progress, name: str, note: str) -> None:
         self.bars, self._name, self._began = bars, name, time.monotonic()
         self._task, self._tenths, self._line_at = bars.add_task(name, total=1.0, note=note), 0, self._began
+        self._before: float | None = None  # share that an earlier try had done
 
     def tell(self, share: float, note: str) -> None:
         """Show the share that is done on the bar, and where the output is no terminal in a line now and then."""
         now, tenths = time.monotonic(), int(10 * share)
+        before = self._before = share if self._before is None else self._before
         self.bars.update(self._task, completed=share, note=note)
         if not self.bars.console.is_terminal and (tenths > self._tenths or now > self._line_at + LINE_S):
             self._tenths, self._line_at = tenths, now
-            left = f", about {(now - self._began) * (1 / share - 1):.0f} s left" if share else ""
-            self.say(f"{note} after {now - self._began:.0f} s{left}")
+            spent, done = now - self._began, share - before
+            left = f", about {spent * (1 - share) / done:.0f} s left" if done else ""
+            self.say(f"{note} after {spent:.0f} s{left}")
 
     def say(self, text: str) -> None:
         say(self.bars.console, f"{self._name}: {text}")

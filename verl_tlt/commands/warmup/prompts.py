@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ HELD_OUT = 0.1
 """Share of the prompts that are never trained on."""
 MIN_PROMPTS = 16
 """Fewest prompts: responses to fewer are learnt by heart, and nothing is left to judge the drafter on."""
+WIRING = "verl.utils.tokenizer.continuous_token_wiring"
+"""verl's logger that warns at each prompt of a policy whose family it does not know, such as Llama."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ async def _first_requests(
 
     with _as_drafter_error("verl cannot prepare the agent loop of this policy"):
         worker = AgentLoopWorker(config, _Recorder(images))
+    logging.getLogger(WIRING).setLevel(logging.ERROR)
     silent = contextlib.redirect_stdout(io.StringIO())  # verl prints counts
     with silent, _as_drafter_error(f"{named} cannot be read by verl's dataset"):
         most = config.data.get("train_max_samples", -1)
