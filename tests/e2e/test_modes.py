@@ -8,6 +8,7 @@ import pytest
 from grpo_run import BATCH, TLT, Run, grpo
 
 from benchmarks.toy_job import CONSTANT
+from tests.toy.assets import Assets
 from verl_tlt.trace.events import TRAINER_DEVICE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -29,12 +30,14 @@ ASYNC = (
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory) -> Run:
     """Six steps with one prompt more in flight than a step takes; every second step waits for long responses that the
-    step before began, and everything else is done by then. The later of them scores what the earlier taught."""
+    step before began, and everything else is done by then. The later of them scores what the earlier taught. All long
+    responses have the same replica, so the other one is idle."""
     base = tmp_path_factory.mktemp("colocated")
     return grpo(
         base / "run", base / "assets", 6, *TLT, *ASYNC,
         "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0.25",
-        long=lambda index: index % 16 in (0, 9), longest=LONGEST, SAVE_FREQ="-1",
+        f"actor_rollout_ref.rollout.router_config_path={Assets.router}",
+        long=lambda index: index % 16 in (0, 10), longest=LONGEST, SAVE_FREQ="-1",
     )  # fmt: skip
 
 
