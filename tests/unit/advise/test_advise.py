@@ -31,8 +31,8 @@ def csv_file(steps, step="Step", prefix="my run - "):
     return "\n".join(",".join(f'"{cell}"' for cell in row) for row in [[step, *columns], *rows])
 
 
-def shape(rollout_s=80.0, longest=3600.0, tool_share=0.0):
-    return RunShape(3, rollout_s, 100.0, rollout_s / 100.0, 900.0, longest, tool_share)
+def shape(rollout_s=80.0, longest=3600.0):
+    return RunShape(3, rollout_s, 100.0, rollout_s / 100.0, 900.0, longest)
 
 
 STEPS = list(RUN.items())
@@ -91,14 +91,12 @@ def test_a_file_without_a_run_of_stock_verl_is_one_sentence(name, text, said, tm
 def test_amdahl():
     run = shape(50.0)
     assert [round(run.step_speedup(s), 3) for s in (1.5, 2.0, float("inf"))] == [1.2, 1.333, 2.0]
-    assert shape(50.0, tool_share=0.5).step_speedup(2.0) == pytest.approx(1 / 0.875), "tools take as long as before"
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         (shape(22.0), "Rollout is 22% of a step: at most 1.28x. Not worth it."),
-        (shape(70.0, tool_share=0.8), "80% of it tools: at most 1.16x. Not worth it."),
         (shape(80.0, longest=1000.0), "only 1.1 times the mean"),
         (shape(30.0), "Only worth it with a good drafter: 1.18x if"),
         (shape(100.0), "Rollout is 100% of a step: a step gains what the rollout gains. Worth trying: 2.00x"),
@@ -107,6 +105,14 @@ def test_amdahl():
 )
 def test_the_verdict(run, said):
     assert said in verdict(run)
+
+
+@pytest.mark.parametrize(("turns", "told"), [((2.0, 2.0, 9.0), None), ((2.0, 4.5, 5.0), "4.50 turns")])
+def test_tools_of_which_verl_logs_no_time_are_told_where_responses_have_several_turns(turns, told, tmp_path):
+    steps = [(n, {**STEP, "training/num_turns/mean": mean}) for n, mean in enumerate((9.0, *turns), start=1)]
+    (path := tmp_path / "a.jsonl").write_text(file_log(steps))
+    said = verdict(shape_of(read_run(path), ""))
+    assert said == verdict(shape()) if told is None else (told in said and said.startswith(verdict(shape())))
 
 
 COSTS = step_costs({-1: [(1, 10.0), (64, 20.0)], 1: [(1, 11.0), (64, 40.0)], 3: [(1, 13.0), (64, 80.0), (9, 1.0)]})

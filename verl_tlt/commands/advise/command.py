@@ -35,8 +35,6 @@ def advise(options: AdviseOptions, console: Console) -> None:
         which = f"{'each ' if run.steps > 1 else ''}the first after a start, and slow: give a longer run"
     say(console, f"{source}: {counted(run.steps)} of stock verl, {which}")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
-    if run.tool_share:
-        say(console, f"  tools             {run.tool_share:.0%} of a response's time, which drafts do not shorten")
     if run.tail is not None:
         say(console, f"  longest response  {run.longest:,.0f} tokens, {run.tail:.1f} times the mean")
     console.print(ceilings_table(run))

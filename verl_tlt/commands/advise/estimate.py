@@ -17,7 +17,7 @@ from verl_tlt.speculation.types import OFF
 
 ROLLOUT, STEP, CHECKPOINT = "timing_s/gen", "timing_s/step", "timing_s/save_checkpoint"
 MEAN_LENGTH, LONGEST, PROMPT = "response_length/mean", "response_length/max", "prompt_length/mean"
-TOOLS, GENERATION = "timing_s/agent_loop/tool_calls/mean", "timing_s/agent_loop/generate_sequences/mean"
+TURNS = "training/num_turns/mean"
 SPEEDUPS = (1.5, 2.0, 3.0)
 """How many times as fast the rollout is assumed to become; the paper's rollouts are at most 2.3 times as fast."""
 WORTH = 1.15
@@ -26,6 +26,8 @@ NO_LIMIT = 100.0
 """Speed-up of a step above which it is no limit: all but the rollout then takes less than 1 % of a step."""
 SHORT_TAIL = 1.5
 """Longest response over the mean one, below which engines stay full until the end."""
+SINGLE_TURN = 2.0
+"""Turns that verl counts in a response without tools: the prompt and the answer."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class RunShape:
     """Tokens; None: not logged."""
     longest: float | None
     """Tokens of a step's longest response; None: not logged."""
-    tool_share: float
-    """Part of a response's time in which it waits for tools: drafts do not shorten it."""
+    turns: float | None = None
+    """Turns of a response, on average; None: not logged."""
     prompt: float = 0.0
     """Tokens of a prompt, on average; 0: not logged."""
     only_first: bool = False
@@ -55,8 +57,7 @@ class RunShape:
 
     def step_speedup(self, rollout_speedup: float) -> float:
         """How many times as fast a step becomes if decoding does."""
-        decoding = self.share * (1.0 - self.tool_share)
-        return 1.0 / max(1.0 - decoding + decoding / rollout_speedup, 1e-3)
+        return 1.0 / max(1.0 - self.share + self.share / rollout_speedup, 1e-3)
 
     @property
     def ceiling(self) -> float:
@@ -104,7 +105,6 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
     later = [metrics for step, metrics in finished.items() if step not in run.starts]
     rows = later or list(finished.values())
     seconds = [(row[ROLLOUT], row[STEP] - row.get(CHECKPOINT, 0.0)) for row in rows]
-    tools = [row[TOOLS] / (row[TOOLS] + row[GENERATION]) for row in rows if row.get(TOOLS) and row.get(GENERATION)]
 
     def usual(name: str) -> float | None:
         values = [row[name] for row in rows if name in row]
@@ -117,8 +117,8 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
         share=min(1.0, median(rollout / step for rollout, step in seconds)),
         mean_length=usual(MEAN_LENGTH),
         longest=usual(LONGEST),
+        turns=usual(TURNS),
         prompt=usual(PROMPT) or 0.0,
-        tool_share=median(tools) if tools else 0.0,
         only_first=not later,
     )
 
@@ -151,10 +151,16 @@ def steps_to_repay(run: RunShape, rollout_speedup: float, minutes: float) -> flo
 
 
 def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
-    """The answer in one sentence or two."""
-    tools = f", {run.tool_share:.0%} of it tools" if run.tool_share else ""
+    """The answer in one sentence or two, and what it does not know."""
+    if run.turns is None or run.turns <= SINGLE_TURN:
+        return _answer(run, gains)
+    tools = "verl does not log the time of tools, so this estimate counts it as decoding."
+    return f"{_answer(run, gains)} Responses have {run.turns:.2f} turns on average: {tools}"
+
+
+def _answer(run: RunShape, gains: Sequence[DraftingGain]) -> str:
     most = f"at most {run.ceiling:.2f}x" if run.ceiling < NO_LIMIT else "a step gains what the rollout gains"
-    known = f"Rollout is {run.share:.0%} of a step{tools}: {most}."
+    known = f"Rollout is {run.share:.0%} of a step: {most}."
     measure = "Measure it: verl-tlt compare -- YOUR COMMAND."
     twice = run.step_speedup(2.0)
     if twice < WORTH:
