@@ -100,6 +100,16 @@ def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):
     } <= set(written(tmp_path).words)  # fmt: skip
 
 
+def test_the_idle_devices_of_a_run_with_standalone_engines_are_the_trainers(tmp_path, writer):
+    writer.emit("step", step=4, metrics={"timing_s/step": 4.0, "timing_s/gen": 2.0, "tlt/idle_s": 1.5})
+    colocated = written(tmp_path).text
+    assert "rollout's share of a step 50%" in colocated and "idle time of replicas" in colocated
+    writer.emit("run", step0=5, replicas=["a", "b"], standalone=["a", "b"])
+    page = written(tmp_path).text
+    assert "rollout's share" not in page and "nothing to decode while another" not in page
+    assert "wait for samples, share of a step 50%" in page and "idle time of the trainer's devices 1.5 s" in page
+
+
 def test_a_run_that_was_begun_anew_has_its_own_date(tmp_path):
     """In the folder of one that was given up; and it was resumed."""
     days = iter(range(0, 10**6, 86400))

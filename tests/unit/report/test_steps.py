@@ -8,6 +8,7 @@ from rich.console import Console
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.steps import (
     counted,
+    did_it_pay,
     learned,
     new_drafters,
     own_work_s,
@@ -140,5 +141,14 @@ def test_what_a_replica_decoded_at_a_moment(tmp_path):
 def test_where_engines_decode_beside_the_trainer_what_they_save_is_not_the_steps(tmp_path, standalone):
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("run", step0=1, replicas=["a"], standalone=standalone)
-    said = " ".join(sentences(read_trace(tmp_path)))
+    metrics = {
+        "timing_s/step": 40.0, "timing_s/gen": 2.0, "response_length/mean": 60.0, "prompt_length/mean": 20.0,
+        "perf/total_num_tokens": 800.0, "tlt/saved_estimate_s": 10.0, "tlt/draft_length_mean": 2.0,
+    }  # fmt: skip
+    writer.emit("step", step=1, metrics=metrics)
+    trace = read_trace(tmp_path)
+    said = " ".join(sentences(trace))
     assert ("Engines decode while the trainer works" in said) == bool(standalone)
+    assert ("tokens/s" in said) != bool(standalone), "the wait for samples is not the time of their tokens"
+    share = "" if standalone else " of 50 s (20.0%)"
+    assert did_it_pay(trace).startswith(f"TLT saved an estimated 10.0 s{share} in steps 1 to 1:")

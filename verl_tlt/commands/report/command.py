@@ -16,7 +16,7 @@ def report(trace_dir: Path, out: Path | None) -> None:
     """Print the answer and the steps, and write the page; `out` is its file or folder, by default beside the trace."""
     console, trace = make_console(), read_trace(trace_dir)
     rows = rows_of_trace(trace)
-    say(console, did_it_pay(rows), "bold")
+    say(console, did_it_pay(trace), "bold")
     for sentence in sentences(trace):
         say(console, sentence)
     console.print(rich_table(rows, str(trace_dir)))

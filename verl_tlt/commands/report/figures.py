@@ -68,6 +68,8 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
     note = "Share of engine steps by draft length. OFF: the drafter did not run."
     yield from bar_chart("Draft length K", note, "share of engine steps", draft_lengths(trace))
     note = "Seconds in which replicas had nothing to decode while another one did, summed over replicas."
+    if trace.standalone:
+        note = "Seconds in which the trainer's devices waited for samples."
     trained = rows.idle_trained_s.fillna(0.0)
     unused = Series("unused", LIGHT, (rows.idle_s - trained).clip(lower=0.0))
     yield from bar_chart("Idle time", note, "seconds", [Series("training the drafter", ORANGE, trained), unused])

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-import pandas as pd
-
 from verl_tlt.commands.page import Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import IN_PAGES, did_it_pay, own_work_s, rows_of_trace, sentences, table
@@ -15,27 +13,31 @@ def run_page(trace: RunTrace) -> Page:
     """The page of a traced run; a `TraceError` says that it has no finished rollout."""
     from verl_tlt.commands.report.figures import run_charts, step_chart
 
-    steps, rows = rl_steps(trace), rows_of_trace(trace)
+    steps = rl_steps(trace)
     return Page(
         heading=trace.run.name if trace.run and trace.run.name else "A run with verl-tlt",
         about=about(trace),
-        answer=did_it_pay(rows),
+        answer=did_it_pay(trace),
         sentences=list(sentences(trace)),
-        facts=dict(_facts(rows)),
+        facts=dict(_facts(trace)),
         charts=[step_chart(trace, steps[most_trained(steps)]), *run_charts(trace)],
         tables=list(_tables(trace)),
     )
 
 
-def _facts(rows: pd.DataFrame) -> Iterator[tuple[str, str]]:
+def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
+    rows = rows_of_trace(trace)
+    share, devices = "rollout's share of a step", "replicas"
+    if trace.standalone:
+        share, devices = "the trainer's wait for samples, share of a step", "the trainer's devices"
     if whole := rows.step_s.sum():
         yield "mean step", f"{rows.step_s.mean():.1f} s"
-        yield "rollout's share of a step", f"{rows.rollout_s.sum() / whole:.0%}"
+        yield share, f"{rows.rollout_s.sum() / whole:.0%}"
         yield "TLT's own work", f"{own_work_s(rows).sum() / whole:.1%} of the time"
     if (lengths := rows.accept_length.dropna()).size:
         yield "accept length, last step", f"{lengths.iloc[-1]:.2f} tokens per draft"
     if idle := rows.idle_s.sum():
-        yield "idle time of replicas", f"{idle:.1f} s, {rows.idle_trained_s.sum() / idle:.0%} trained the drafter"
+        yield f"idle time of {devices}", f"{idle:.1f} s, {rows.idle_trained_s.sum() / idle:.0%} trained the drafter"
     if (versions := rows.drafter_version_served.dropna()).size:
         yield "drafter served", f"version {versions.iloc[-1]:.0f}"
 

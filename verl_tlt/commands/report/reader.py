@@ -71,6 +71,11 @@ class RunTrace:
     def run(self) -> RunStarted | None:
         return self.runs[-1] if self.runs else None
 
+    @property
+    def standalone(self) -> bool:
+        """Whether engines decode while the trainer works: a step's `timing_s/gen` is then its wait for samples."""
+        return self.run is not None and bool(self.run.standalone)
+
     @cached_property
     def replicas(self) -> list[str]:
         """Names of all replicas: those of the `run` event in its order, then others by name, and trainer's devices."""

@@ -73,8 +73,9 @@ def own_work_s(rows: pd.DataFrame) -> pd.Series:
     return rows.overhead_s.fillna(0.0) - rows.control_s.where(rows.saved_s.notna()).fillna(0.0)
 
 
-def did_it_pay(rows: pd.DataFrame) -> str:
+def did_it_pay(trace: RunTrace) -> str:
     """The answer in one sentence, by TLT's estimate."""
+    rows = rows_of_trace(trace)
     if rows.empty:
         return "No step is finished yet."
     known, work, whole = rows.saved_s.dropna(), own_work_s(rows).sum(), rows.step_s.sum()
@@ -85,8 +86,8 @@ def did_it_pay(rows: pd.DataFrame) -> str:
         return f"TLT saved nothing in {steps}: nothing was drafted. Its own work took {work:.1f} s."
     drafts = known.sum()
     net = drafts - work
-    undrafted = whole + net  # what the steps would have taken
-    share = f" of {undrafted:.0f} s ({abs(net) / undrafted:.1%})" if undrafted > 0 else ""
+    undrafted = whole + net  # what the steps would have taken, unless engines decode beside them
+    share = f" of {undrafted:.0f} s ({abs(net) / undrafted:.1%})" if undrafted > 0 and not trace.standalone else ""
     return (
         f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: drafts "
         f"{'saved' if drafts >= 0 else 'lost'} {abs(drafts):.1f} s in {len(known)} of {len(rows)} rollouts, and TLT's "
@@ -98,9 +99,10 @@ def sentences(trace: RunTrace) -> Iterator[str]:
     """What else a reader must know about a run, before its figures."""
     rows = rows_of_trace(trace)
     yield "This is TLT's estimate; verl-tlt compare measures it against stock verl."
-    if trace.run is not None and trace.run.standalone:
+    if trace.standalone:
         yield "Engines decode while the trainer works: where the trainer is slower, a step gains less than they do."
-    yield from filter(None, (speed(rows), learned(trace)))
+        yield "The rollout's time is the trainer's wait for samples."
+    yield from filter(None, ("" if trace.standalone else speed(rows), learned(trace)))
     if trace.off:
         last, why = list(trace.off.items())[-1]
         yield f"Nothing was drafted in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
