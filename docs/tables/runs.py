@@ -65,7 +65,8 @@ def savings(file: str) -> str:
     found = load(file)
     body = []
     for name, of in found["ratios"].items():
-        saved = of["saved"]
+        if (saved := of["saved"]) is None:
+            continue
         error = saved["claimed_s"] - saved["measured_s"]
         body.append([
             f"`{name}`",

@@ -93,6 +93,11 @@ class OffDecision:
         self._tries = 0
         self._trying: str | None = None  # the replica that tries in this rollout
 
+    @property
+    def knows_costs(self) -> bool:
+        """Whether a step without the drafter was measured; else nobody knows what drafts save."""
+        return self._costs is not None
+
     def calibrated(self, costs: LatencyTable) -> str | None:
         """Take note of measured step costs; without a figure for OFF they say nothing.
 

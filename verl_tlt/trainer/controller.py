@@ -169,7 +169,8 @@ class Controller:
                 self.guard.warn("acceptance", falls_short(stats.values(), self.served.acceptance))
                 if notice := self.speculation.rollout_ended(stats):
                     logger.warning("%s", notice)
-                self.log.speculated(step, saved_estimate_s(stats), self.speculation.cause, self.speculation.against)
+                saved_s = saved_estimate_s(stats) if self.speculation.knows_costs else None
+                self.log.speculated(step, saved_s, self.speculation.cause, self.speculation.against)
         if self.facts.rule.recall:
             # Responses that verl aborts now are sent again within a second: to all replicas, as in stock verl.
             with self._charged("rejoin"):

@@ -81,7 +81,7 @@ def test_without_savings_the_page_says_so(tmp_path, writer):
     )
     page = written(tmp_path)
     assert "TLT saved nothing in steps 1 to 1: nothing was drafted." in page.text and "0.7" not in page.text
-    writer.emit("step", step=2, metrics={"tlt/accept_length": 1.6, "tlt/draft_length_mean": 1.0})
+    writer.emit("step", step=2, metrics={"tlt/accept_length": 1.0, "tlt/draft_length_mean": 1.0})
     assert "What TLT saved in steps 1 to 2 is not known" in written(tmp_path).text
 
 

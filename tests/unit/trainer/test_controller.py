@@ -498,6 +498,17 @@ def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_
     assert controller.servers.disabled == ({"a", "b"} if off else set())
 
 
+@pytest.mark.parametrize(("costs", "saved_s"), [({OFF: [(4, 0.01)], 3: [(4, 0.011)]}, 1.5), ({}, None)])
+def test_savings_are_told_where_step_times_are_known(run, costs, saved_s):
+    controller = run(policy="fixed")
+    controller.servers.costs = step_costs(costs)
+    controller.after_first_sync(0)
+    controller.servers.stats = dict.fromkeys("ab", EngineStats(
+        num_steps=10, num_drafts=10, steps_by_draft_length={3: 10}, decode_s=1.0, undrafted_s=2.5
+    ))  # fmt: skip
+    assert rl_step(controller, 1).get("tlt/saved_estimate_s") == saved_s
+
+
 @pytest.mark.parametrize(("policy", "times"), [("live_table", 1), ("fixed", 0), ("off", 0)])
 def test_that_no_draft_was_measured_is_said_once(run, said, policy, times):
     controller = run(policy=policy)
@@ -513,6 +524,8 @@ def test_that_no_draft_was_measured_is_said_once(run, said, policy, times):
 def test_drafting_is_switched_off_where_it_loses_and_one_replica_tries_again(run, said):
     controller = run(start={"served": DrafterFile(0, "{}", b"")})
     servers, steps = controller.servers, itertools.count(1)
+    servers.costs = step_costs({OFF: [(1, 0.01)], 3: [(1, 0.01)]})
+    controller.after_first_sync(0)
     servers.stats = dict.fromkeys("ab", EngineStats(
         num_drafts=1000, steps_by_draft_length={3: 100}, decode_s=2.0, undrafted_s=1.0
     ))  # fmt: skip

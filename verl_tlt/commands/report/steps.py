@@ -81,7 +81,7 @@ def did_it_pay(trace: RunTrace) -> str:
     known, work, whole = rows.saved_s.dropna(), own_work_s(rows).sum(), rows.step_s.sum()
     steps = f"steps {rows.index[0]} to {rows.index[-1]}"
     if known.empty:
-        if (rows.accept_length > 1.0).any():
+        if (rows.draft_length > 0.0).any():
             return f"What TLT saved in {steps} is not known; its own work took {work:.1f} s."
         return f"TLT saved nothing in {steps}: nothing was drafted. Its own work took {work:.1f} s."
     drafts = known.sum()
