@@ -37,6 +37,11 @@ def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
     return line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(line, body))
 
 
+def two_places(value: float | None) -> str:
+    """A figure, such as an accept length; empty: nothing was measured."""
+    return "" if value is None else f"{value:.2f}"
+
+
 def per_token(found: Mapping[str, Any], arm: str, what: str) -> str:
     """How many times as fast as stock an arm's "rollout" or "step" is per token, adjusted for lengths where it can be.
 

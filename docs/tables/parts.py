@@ -8,7 +8,7 @@ from operator import mul
 from statistics import mean, median
 from typing import Any
 
-from tables.page import load, recorded, rows, source
+from tables.page import load, recorded, rows, source, two_places
 
 KILLED = {
     "start": "while it resumed", "rollout": "in a rollout", "session": "while a replica trained",
@@ -98,9 +98,13 @@ def _in_the_run(found: Mapping[str, Any]) -> str:
     steps = found["steps"]
     parts = [steps[begin : begin + 4] for begin in range(0, len(steps), 4)]
     head = ("in the run", *(f"steps {part[0]['step']} to {part[-1]['step']}" for part in parts))
-    means = {what: [mean(step[name] for step in part) for part in parts]
-             for what, name in (("accept length", "accept_length"), ("reward", "reward"))}  # fmt: skip
-    return "\n" + rows(head, [[what, *(f"{value:.2f}" for value in of)] for what, of in means.items()])
+
+    def average(part: list[dict[str, Any]], name: str) -> float | None:
+        values = [step[name] for step in part if step[name] is not None]
+        return mean(values) if values else None
+
+    shown = (("accept length", "accept_length"), ("reward", "reward"))
+    return "\n" + rows(head, [[what, *(two_places(average(part, name)) for part in parts)] for what, name in shown])
 
 
 def lossless() -> str:

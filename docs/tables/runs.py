@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from statistics import mean
 from typing import Any
 
-from tables.page import faster, load, per_token, rows, source
+from tables.page import faster, load, per_token, rows, source, two_places
 
 
 def arms() -> str:
@@ -21,7 +21,7 @@ def end_to_end(file: str) -> str:
     body = []
     for name in found["ratios"]:
         arm = found["arms"][name]
-        accepted = f"{arm['accept_length']:.2f}" if arm["accept_length"] else ""
+        accepted = two_places(arm["accept_length"])
         speeds = [per_token(found, name, what) for what in ("rollout", "step")]
         body.append([f"`{name}`", *speeds, _outside(_steps(found, name)), accepted, f"{mean(arm['reward']):.2f}"])
     reward = mean(found["arms"]["stock"]["reward"])
@@ -46,11 +46,12 @@ def cold_start(file: str) -> str:
         steps, seconds = _steps(found, name), of["lead"]["seconds"]
         low_at, low = min(seconds, key=lambda row: row[1])
         last, end = seconds[-1]
+        lengths = [step["accept_length"] for step in steps if step["accept_length"] is not None]
         cold, at = max((step["cold_start_s"] or 0.0, step["step"]) for step in steps)
         body.append([
             f"`{name}`",
             f"{cold:.1f} s in step {at}" if cold else "",
-            f"{steps[0]['accept_length']:.2f} to {steps[-1]['accept_length']:.2f}",
+            f"{lengths[0]:.2f} to {lengths[-1]:.2f}" if lengths else "",
             faster(of["e2e"]),
             f"{-low:.0f} s, step {low_at}" if low < 0 else "",
             f"step {of['lead']['from_step']}" if of["lead"]["from_step"] else "not yet",
@@ -70,7 +71,7 @@ def savings(file: str) -> str:
         error = saved["claimed_s"] - saved["measured_s"]
         body.append([
             f"`{name}`",
-            f"{found['arms'][name]['accept_length']:.2f}",
+            two_places(found["arms"][name]["accept_length"]),
             *(faster(of[key]) for key in ("rollout", "e2e")),
             f"{saved['claimed_s']:.1f} s",
             f"{saved['measured_s']:.1f} s ({saved['measured_low_s']:.1f} to {saved['measured_high_s']:.1f})",

@@ -31,6 +31,7 @@ class MadeRun:
     """Over all replicas."""
     saved_s: dict[int, float] = field(default_factory=dict)
     accept_length: dict[int, float] = field(default_factory=dict)
+    """Of the steps in which something was drafted."""
 
 
 def make_run(directory: Path) -> MadeRun:
@@ -66,7 +67,8 @@ def make_run(directory: Path) -> MadeRun:
         for name in NAMES:
             driver.emit("reload", step=step, replica=name, version=version, ok=True, seconds=0.01)
         made.rollout_s[step], made.bubble_s[step], made.saved_s[step] = end - start, end - idle_from, 1.5 * step
-        made.accept_length[step] = 1 + sum(accepted or ()) / BATCH
+        if accepted:
+            made.accept_length[step] = 1 + sum(accepted) / BATCH
         observations = StepObservations(
             replicas={name: engine_stats(count, accepted) for name, count in counts.items()},
             idle_s={idle: end - idle_from}, trained_s=end - idle_from - 0.35 if version else 0.0,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 def accept_length(accepted: float, drafts: float) -> float:
-    """Tokens per verified draft, with the one that the target adds; 1 where nothing was drafted."""
-    return 1.0 + accepted / drafts if drafts else 1.0
+    """Tokens per verified draft, of at least one, with the token that the target adds."""
+    return 1.0 + accepted / drafts
 
 
 # ---------------------------------------------------------------------- the trainer to a rollout server

@@ -70,14 +70,13 @@ def step_metrics(observations: StepObservations) -> dict[str, float]:
 def _speculation_metrics(replicas: Sequence[EngineStats]) -> Metrics:
     """Acceptance and draft lengths, from counters summed over all engines.
 
-    The accept length is tokens per verified draft, with the token that the target adds; it is 1 where nothing was
-    drafted.
+    The accept length is tokens per verified draft, with the token that the target adds.
     """
     if not any(r.num_steps for r in replicas):
         return {}
     drafts = sum(r.num_drafts for r in replicas)
     accepted = _by_position(r.num_accepted_tokens_per_pos for r in replicas)
-    metrics: Metrics = {"tlt/accept_length": accept_length(sum(accepted), drafts)}
+    metrics: Metrics = {"tlt/accept_length": accept_length(sum(accepted), drafts) if drafts else None}
     for i, offered in enumerate(_by_position(r.num_draft_tokens_per_pos for r in replicas)):
         if offered:
             metrics[f"tlt/accept_rate_pos_{i + 1}"] = accepted[i] / offered

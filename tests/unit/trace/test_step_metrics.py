@@ -45,7 +45,7 @@ def test_acceptance_is_weighted_by_tokens_over_replicas():
 
 
 def test_draft_lengths_are_shares_of_engine_steps():
-    assert of(replace(A, num_drafts=0))["accept_length"] == 1.0
+    assert "accept_length" not in of(replace(A, num_drafts=0)), "nothing was drafted"
     metrics = of(A, B)
     shares = {f"draft_length_frac_{k}": share for k, share in enumerate([0.15, 0.5, 0.0, 0.25])}
     mean = (3 * 5 + 10) / 20

@@ -61,7 +61,7 @@ def run_charts(trace: RunTrace) -> Iterator[Chart]:
     )
     if rows.accept_length.count():
         first = pd.Series({p.step: p.tau.get("initial") for p in trace.publishes}, dtype=float).dropna()
-        note = "Tokens per verified draft; 1 where nothing was drafted."
+        note = "Tokens per verified draft; none where nothing was drafted."
         note += "" if first.empty else " The first drafter is scored on held-out text."
         lengths = [Series("this run", BLUE, rows.accept_length), Series("first drafter", GREY, first)]
         yield Chart("Accept length", note, partial(draw_accept_length, series=lengths, new=new_drafters(rows)))

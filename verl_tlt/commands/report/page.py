@@ -35,7 +35,7 @@ def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
         yield share, f"{rows.rollout_s.sum() / whole:.0%}"
         yield "TLT's own work", f"{own_work_s(rows).sum() / whole:.1%} of the time"
     if (lengths := rows.accept_length.dropna()).size:
-        yield "accept length, last step", f"{lengths.iloc[-1]:.2f} tokens per draft"
+        yield f"accept length, step {lengths.index[-1]}", f"{lengths.iloc[-1]:.2f} tokens per draft"
     if idle := rows.idle_s.sum():
         yield f"idle time of {devices}", f"{idle:.1f} s, {rows.idle_trained_s.sum() / idle:.0%} trained the drafter"
     if (versions := rows.drafter_version_served.dropna()).size:

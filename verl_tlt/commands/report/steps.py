@@ -134,8 +134,11 @@ def learned(trace: RunTrace) -> str:
     """A sentence on the accept length before and after idle time trained the drafter; empty if it published none."""
     lengths = rows_of_trace(trace).accept_length.dropna()
     published = [p for p in trace.publishes if p.decision == "published"]
-    if not published or lengths.empty:
+    if not published:
         return ""
+    first_and_last = pd.concat([lengths[:1], lengths[1:][-1:]])
+    ends = ", ".join(f"{length:.2f} in step {step}" for step, length in first_and_last.items())
+    measured = f": accept length {ends}" if ends else ""
     times = "once" if len(published) == 1 else f"{len(published)} times"
     held_out = [p.tau for p in published if {"initial", "candidate"} <= p.tau.keys()]
     judged = (
@@ -144,10 +147,7 @@ def learned(trace: RunTrace) -> str:
         if held_out
         else ""
     )
-    return (
-        f"A drafter trained in idle time was published {times}: accept length {lengths.iloc[0]:.2f} in step "
-        f"{lengths.index[0]}, {lengths.iloc[-1]:.2f} in step {lengths.index[-1]}{judged}."
-    )
+    return f"A drafter trained in idle time was published {times}{measured}{judged}."
 
 
 def new_drafters(rows: pd.DataFrame) -> list[int]:
