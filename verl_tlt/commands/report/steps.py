@@ -131,7 +131,7 @@ def speed(rows: pd.DataFrame) -> str:
 
 
 def learned(trace: RunTrace) -> str:
-    """A sentence on the accept length before and after idle time trained the drafter; empty if it published none."""
+    """A sentence on the accept length before and after new drafters were published; empty if none was."""
     lengths = rows_of_trace(trace).accept_length.dropna()
     published = [p for p in trace.publishes if p.decision == "published"]
     if not published:
@@ -147,7 +147,7 @@ def learned(trace: RunTrace) -> str:
         if held_out
         else ""
     )
-    return f"A drafter trained in idle time was published {times}{measured}{judged}."
+    return f"A newly trained drafter was published {times}{measured}{judged}."
 
 
 def new_drafters(rows: pd.DataFrame) -> list[int]:
