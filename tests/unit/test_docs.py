@@ -85,7 +85,7 @@ def test_tables_of_runs_go_without_accept_lengths_of_steps_that_drafted_nothing(
     assert f"| {steps[1]['accept_length']:.2f} to {steps[-1]['accept_length']:.2f} |" in runs.cold_start("cold_start")
     lengths = [None, 1.5, 2.5, None, *(None,) * 4]
     steps = [{"step": i, "accept_length": length, "reward": 0.5} for i, length in enumerate(lengths, start=2)]
-    assert "| accept length | 2.00 |  |" in parts._in_the_run({"steps": steps})
+    assert "| accept length | 2.00 | |" in parts._in_the_run({"steps": steps})
 
 
 def test_the_figures_in_tables_are_those_of_the_files(docs_module):

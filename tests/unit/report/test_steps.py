@@ -74,7 +74,7 @@ def test_what_training_taught_the_drafter(made_run, tmp_path):
     writer.emit("step", step=1, metrics={"tlt/draft_length_mean": 0.0})
     assert learned(read_trace(tmp_path)) == ""
     writer.emit("publish", step=1, version=1, decision="published")
-    assert learned(read_trace(tmp_path))== "A newly trained drafter was published once.", "in idle time or in a cold start"
+    assert learned(read_trace(tmp_path)) == "A newly trained drafter was published once.", "or by a cold start"
     writer.emit("step", step=2, metrics={"tlt/accept_length": 1.6})
     assert learned(read_trace(tmp_path)).endswith("published once: accept length 1.60 in step 2.")
 

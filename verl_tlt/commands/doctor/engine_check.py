@@ -21,7 +21,7 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.errors import TLTError
 from verl_tlt.messages import from_plain
 from verl_tlt.server.engine_calls import ask_scheduler
-from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.costs import SHORT_CONTEXT, LatencyTable
 from verl_tlt.speculation.types import OFF
 
 BATCHES = (1, 4, 16, 64)
@@ -183,7 +183,8 @@ def judge_costs(costs: LatencyTable, stock: Sequence[Mapping[int, float]], off: 
     for k in (k for k in costs.lengths() if k >= 0):
         by_batch = ", ".join(f"{batch}: {float(costs.seconds(k, batch)) / step_s:.2f}x" for batch, step_s in off_s)
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
-        findings.append(Finding("ok", f"K={k} against off", f"by batch {by_batch}; {meaning}"))
+        sentence = f"at {SHORT_CONTEXT} tokens of context, by batch {by_batch}; {meaning}"
+        findings.append(Finding("ok", f"K={k} against off", sentence))
     return findings
 
 
