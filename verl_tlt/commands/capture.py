@@ -1,8 +1,8 @@
 """How a user's own command starts `verl.trainer.main_ppo`: the command is run until it does, and then ended.
 
-Nothing of it is interpreted. `verl_tlt.capture`, which verl imports in the command's processes, reports the arguments.
-Whatever the command does before it starts `main_ppo` really happens, so commands that would leave this environment
-are refused, and those that end, remove or overwrite something need `--yes`.
+The command is not parsed. `verl_tlt.capture`, which verl imports in the command's processes, reports the arguments.
+Whatever the command does before it starts `main_ppo` really happens. So it is searched for a few words: a program that
+would leave this environment is refused, and one that ends, removes or overwrites something needs `--yes`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import CONFIG, MAIN, OURS
 
 GIVEN = "VERL_TLT_CAPTURED"
-"""Variable with which a command goes on under the interpreter of the user's command: descriptor of a file that has the
-answer, and the environment in which the command was started."""
+"""Variable with which a command goes on under the interpreter of the user's command: descriptor of a file that holds
+the answer, and the environment in which the command was started."""
 POLL_S = 0.2
 _START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
 LEAVES = re.compile(
@@ -58,10 +58,10 @@ SHELL_WORDS = ("cd", "source", ".", "export", "set", "eval", "module")
 
 
 def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str, str] = os.environ) -> Recipe:
-    """How `command`, run in `environment`, starts `main_ppo`; goes on under its interpreter where that is not this one.
+    """How `command`, run in `environment`, starts `main_ppo`.
 
-    From then on this process has the environment of `main_ppo`. A `TLTConfigError` says that the command is not run,
-    and why, or that it did not start `main_ppo`.
+    If the command uses another Python, this program is started again under it. Afterwards this process has the
+    environment of `main_ppo`. A `TLTConfigError` says why the command was not run, or that it did not start `main_ppo`.
     """
     if GIVEN in os.environ:
         answer = _given()["answer"]
@@ -106,20 +106,22 @@ def check_words(command: Sequence[str], yes: bool) -> None:
                 )
             read = script.decode(errors="replace").splitlines()
             lines[word] = _joined([_done(COMMENT.sub("", line)) for line in read])
-    told = []
+    leaving, changing = list[tuple[str, str]](), list[tuple[str, str]]()  # (place, word)
     for source, texts in lines.items():
         for number, text in enumerate(texts, start=1):
             where = source if source == "the command" else f"line {number} of {source}"
-            told += [(where, match[1], kind) for kind in (LEAVES, CHANGES) if (match := kind.search(text))]
+            leaving += [(where, match[1]) for match in LEAVES.finditer(text)]
+            changing += [(where, match[1]) for match in CHANGES.finditer(text)]
             files = [file for file in EMPTIES.findall(text) if os.path.isfile(file) and os.path.getsize(file)]
-            told += [(where, f"empty {file}", EMPTIES) for file in files]
-    if left := next((entry for entry in told if entry[2] is LEAVES), None):
+            changing += [(where, f"empty {file}") for file in files]
+    if leaving:
+        where, word = leaving[0]
         raise TLTConfigError(
-            f"Nothing was run: {left[0]} has `{left[1]}`, which starts programs without the environment of this "
+            f"Nothing was run: {where} has `{word}`, which starts programs without the environment of this "
             "command. Put `verl-tlt ... --` directly before `python` there, or give verl's overrides alone."
         )
-    if told and not yes:
-        listed = "; ".join(f"{place}: {word}" for place, word, _ in told)
+    if changing and not yes:
+        listed = "; ".join(f"{where}: {word}" for where, word in changing)
         raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERSIONS_HELD = 4
-"""Copies of the trained parameters beside the model's own: initial and served drafter, the candidate, and for moments
-the one before it, which is being published."""
+"""Copies of the trained parameters beside the model's own: the initial drafter, the served one, the candidate, and for
+a moment the drafter that is being published."""
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
 BLOCK = 1 << 27
@@ -112,7 +112,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def views(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes in `block`, uint8 [bytes], as `layout` places them; as many as it holds."""
+    """Tensors of these shapes and dtypes in `block`, uint8 [bytes], where `layout` places them; no more than fit."""
     begins, _ = layout([t.nbytes for t in like])
     inside = [(t, begin) for t, begin in zip(like, begins, strict=True) if begin + t.nbytes <= len(block)]
     return [block[begin : begin + t.nbytes].view(t.dtype).view(t.shape) for t, begin in inside]
@@ -193,7 +193,7 @@ class DrafterMemory:
 
     @contextmanager
     def on(self, device: torch.device, *, trains: bool = True) -> Iterator[None]:
-        """Put the drafter on a device for a `with` block; unless the block `trains`, nothing is copied back."""
+        """Put the drafter on a device for a `with` block; weights are copied back only if the block `trains`."""
         on_device = torch.empty(0)
         try:
             source = self.block if trains else self.block[: self.optimizer]
@@ -305,7 +305,7 @@ class TrainingDevice:
     ) -> AbstractContextManager[None]:
         """The drafter on the device inside the block, and off it afterwards; a `NoRoomError` where it does not fit.
 
-        `rows`, `scored`: of the largest batch trained and scored; unless it `trains`, nothing has to come back.
+        `rows`, `scored`: of the largest batch trained and scored; only a block that `trains` changes the weights.
         """
         if not self.is_accelerator:
             return nullcontext()

@@ -22,7 +22,10 @@ PAUSE_SHARE = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineStep(Step):
-    """A `Step` with vLLM's objects; `verified` is what the step before drafted until `count` ran."""
+    """A `Step` with vLLM's objects, which `count` fills in.
+
+    Until then `verified` is the K at which the step before drafted.
+    """
 
     output: SchedulerOutput
     started_s: float

@@ -14,8 +14,9 @@ from verl_tlt.speculation.types import OFF, Step
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
 UNDRAFTED, FEWEST_UNDRAFTED = 16, 4
-"""Latest clean steps without drafts that are kept per octave of the batch, also from earlier rollouts, and from how
-many on they alone give the machine's pace. So drafts that cost more than calibrated count as no slower machine."""
+"""Latest clean steps without drafts that are kept per octave of the batch, also from earlier rollouts, and the fewest
+of them that give a pace. Steps with drafts give none where there are so many: drafts that cost more than calibrated
+would look like a slower machine."""
 
 
 @dataclass(slots=True)
@@ -56,13 +57,16 @@ class Undrafted(NamedTuple):
 
 
 def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable, undrafted: Iterable[Undrafted] = ()) -> float:
-    """Estimated seconds that the same tokens take without drafts.
+    """Estimated seconds that the same tokens take without drafts: calibrated seconds of OFF, times the machine's pace.
 
-    They are the calibrated seconds of a step without the drafter, times the machine's pace. The pace is the median of
-    measured over calibrated seconds, of clean steps without drafts in the same octave of the batch; of all such steps
-    where those are few; and of all clean steps where these are few, too. A step with the drafter never takes less than
-    one without: where it was calibrated so, that was noise, and its cost counts. Steps that were OFF count as they are;
-    so do all where OFF was not calibrated.
+    The pace of a batch is the median of measured over calibrated seconds. The steps that give it are
+
+    1. the clean steps without drafts in the batch's octave, if there are `FEWEST_UNDRAFTED`;
+    2. otherwise all clean steps without drafts, if there are so many;
+    3. otherwise all clean steps.
+
+    If the calibration says that a step with the drafter is faster than one without, its seconds count for both: that
+    was noise. Steps that were OFF count with their measured seconds; so do all steps where OFF was not calibrated.
     """
     cells = list(decoded)
     if OFF not in costs.lengths():
@@ -72,15 +76,15 @@ def undrafted_s(decoded: Iterable[Decoded], costs: LatencyTable, undrafted: Iter
         if step.draft_length in costs.lengths():
             calibrated = float(costs.seconds(step.draft_length, step.batch, step.context))
             paces[step.batch.bit_length()].append(step.seconds / calibrated)
-    everywhere = [pace for of_octave in paces.values() for pace in of_octave]
-    if len(everywhere) < FEWEST_UNDRAFTED:
+    all_paces = [pace for of_octave in paces.values() for pace in of_octave]
+    if len(all_paces) < FEWEST_UNDRAFTED:
         clean = [cell for cell in cells if cell.clean_steps and cell.draft_length in costs.lengths()]
         expected = sum(c.clean_steps * float(costs.seconds(c.draft_length, c.batch, c.context)) for c in clean)
-        everywhere = [sum(cell.clean_seconds for cell in clean) / expected if expected else 1.0]
+        all_paces = [sum(cell.clean_seconds for cell in clean) / expected if expected else 1.0]
 
     def pace_at(octave: int) -> float:
         own = paces[octave]
-        return statistics.median(own if len(own) >= FEWEST_UNDRAFTED else everywhere)
+        return statistics.median(own if len(own) >= FEWEST_UNDRAFTED else all_paces)
 
     total = 0.0
     for cell in cells:
