@@ -78,7 +78,7 @@ class _AsyncView:
     async def reset_prefix_cache(self) -> None:
         self._engine.llm.reset_prefix_cache()
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[object]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: None) -> AsyncIterator[object]:
         """The outputs of a request, step by step; the request that has none left takes the next step for all."""
         engine, mine = self._engine.llm.llm_engine, self._outputs.setdefault(request_id, [])
         try:

@@ -1,7 +1,11 @@
 """A policy served with a LoRA adapter, and a drafter beside it: drafts are verified against the adapted policy."""
 
+import asyncio
+
 import pytest
-from tiny_engine import prompts, sampled
+from tiny_engine import DoctorsEngine, prompts, sampled
+
+from verl_tlt.commands.doctor.engine_check import check_sleep
 
 pytestmark = pytest.mark.engine
 LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=1)
@@ -48,3 +52,6 @@ def test_the_adapted_policy_decides_every_token(engine_of, models, adapter, stoc
             engine.llm.sleep(level=1)  # verl's, where adapters are sent: the policy stays on the host
             engine.llm.wake_up(tags=["weights"])
         engine.llm.wake_up(tags=["kv_cache"])
+        doctors = DoctorsEngine(engine, models["good"], lambda: pytest.fail("the policy stays on the host"))
+        assert asyncio.run(check_sleep(doctors)).level == "ok"
+        assert generate(engine, adapter) == wanted

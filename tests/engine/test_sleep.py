@@ -8,7 +8,7 @@ import asyncio
 import pytest
 import torch
 from drafter_bits import live_fingerprint
-from tiny_engine import sampled
+from tiny_engine import DoctorsEngine, sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
 from verl_tlt.commands.doctor.engine_check import check_sleep
@@ -56,28 +56,6 @@ def test_a_drafter_of_nan_leaves_nothing_behind_in_the_next_rollout(engine, file
         assert sum(accepted) > 0.9 * sum(before[1])
     else:
         assert accepted == before[1]
-
-
-class DoctorsEngine:
-    """The engine as `doctor --gpu` has it; `lost` is called after its weights were sent again."""
-
-    def __init__(self, engine, drafter, lost):
-        self._engine, self.drafter, self._lost = engine, drafter, lost
-        self.llm = self
-        self.model_config = engine.runner.model_config
-
-    async def every(self, method, *args):
-        return [self._engine.rpc(method, *args)]
-
-    async def sleep(self, level):
-        self._engine.llm.sleep(level=level)
-
-    async def wake_up(self, tags):
-        self._engine.llm.wake_up(tags=tags)
-
-    async def collective_rpc(self, method):
-        self._engine.llm.collective_rpc(method)
-        self._lost()
 
 
 @pytest.fixture

@@ -140,3 +140,25 @@ class Engine:
             self.core.shutdown()
         del self.llm, self.core, self.scheduler, self.runner, self.live_drafter, self.drafters_pass
         gc.collect()
+
+
+class DoctorsEngine:
+    """The engine as `doctor --gpu` has it; `lost` is called after its weights were sent again."""
+
+    def __init__(self, engine, drafter, lost):
+        self._engine, self.drafter, self._lost = engine, drafter, lost
+        self.llm = self
+        self.model_config, self.vllm_config = engine.runner.model_config, engine.runner.vllm_config
+
+    async def every(self, method, *args):
+        return [self._engine.rpc(method, *args)]
+
+    async def sleep(self, level):
+        self._engine.llm.sleep(level=level)
+
+    async def wake_up(self, tags):
+        self._engine.llm.wake_up(tags=tags)
+
+    async def collective_rpc(self, method):
+        self._engine.llm.collective_rpc(method)
+        self._lost()

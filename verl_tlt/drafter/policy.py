@@ -219,8 +219,8 @@ def check_unquantized(model: Model) -> None:
     for file, key, given in found:
         method = (given.get("quant_method") or given.get("quant_algo")) if isinstance(given, dict) else None
         raise DrafterError(
-            f"{file}: {key} ({method or 'no method named'}): verl's weight sync does not quantize, and drafters beside "
-            "a quantized policy were not tested; use the policy in 16 bits."
+            f"{file}: {key} ({method or 'no method named'}): drafters beside a quantized policy "
+            "were not tested; use the policy in 16 bits."
         )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _USUAL = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight", "norm": "model.norm.weight"}
 _PATTERNS = {
-    part: re.compile(rf"(?:(?:base_model|model|language_model)\.)*{ending}\.weight")
+    part: re.compile(rf"(?:(?:model|language_model)\.)*{ending}\.weight")
     for part, ending in (("embed", "embed_tokens"), ("lm_head", "lm_head"), ("norm", r"(?:model|language_model)\.norm"))
 }
 

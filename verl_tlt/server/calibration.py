@@ -24,6 +24,7 @@ from verl_tlt.speculation.types import OFF
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -98,14 +99,15 @@ async def calibrate(
     vocab_size: int,
     budget_s: float = BUDGET_S,
     sampling: Mapping[str, Any] = MappingProxyType({"temperature": 1.0}),
+    lora: LoRARequest | None = None,
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    Requests are sampled with `sampling`. None but the first load is begun after `budget_s` seconds, and contexts are
-    shorter where their prompts would take too much of them. A draft length without a clean step at a load has no point
-    there. `SchedulerCallError` where nobody answers.
+    Requests are sampled with `sampling`, and have the adapter `lora`. None but the first load is begun after `budget_s`
+    seconds, and contexts are shorter where their prompts would take too much of them. A draft length without a clean
+    step at a load has no point there. `SchedulerCallError` where nobody answers.
     """
-    measured = _Measurement(engine, vocab_size, sampling)
+    measured = _Measurement(engine, vocab_size, sampling, lora)
     deadline = time.monotonic() + budget_s
     points: list[LatencyPoint] = []
     try:
@@ -129,12 +131,12 @@ async def calibrate(
     return LatencyTable(tuple(points))
 
 
-async def draft_once(engine: AsyncLLM, length: int, vocab_size: int) -> None:
+async def draft_once(engine: AsyncLLM, length: int, vocab_size: int, lora: LoRARequest | None = None) -> None:
     """Have a live engine verify a few drafts of the longest kind; an exception where it dies of them.
 
-    `engine` and `vocab_size` are as for `calibrate`, which leaves the engine in the same state.
+    The other arguments are as for `calibrate`, which leaves the engine in the same state.
     """
-    measured = _Measurement(engine, vocab_size, {})
+    measured = _Measurement(engine, vocab_size, {}, lora)
     try:
         await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), math.inf)
     finally:
@@ -146,18 +148,21 @@ async def decode(
     prompt: Sequence[int],
     media: Mapping[str, Any] | None = None,
     enough: Callable[[int], bool] = lambda outputs: False,
+    lora: LoRARequest | None = None,
     **sampling: Any,
 ) -> list[int]:
     """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`.
 
-    `media` are further fields of vLLM's prompt: images, and how they are cut. The request is aborted once
+    `media` are further fields of vLLM's prompt: images, and how they are cut. `lora` is the adapter of the policy that
+    answers; None: its base. The request is aborted once
     `enough` says so of the number of outputs that it got from the engine, of which the first is the prompt's.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(detokenize=False, **sampling)
     asked, last, seen = {"prompt_token_ids": list(prompt), **(media or {})}, None, 0
-    async with contextlib.aclosing(engine.generate(asked, params, request_id=uuid4().hex)) as outputs:
+    answers = engine.generate(asked, params, request_id=uuid4().hex, lora_request=lora)
+    async with contextlib.aclosing(answers) as outputs:
         async for output in outputs:
             last, seen = output, seen + 1
             if enough(seen):
@@ -193,10 +198,13 @@ class _Steps:
 class _Measurement:
     """Holds an engine at one draft length and reads its step times."""
 
-    def __init__(self, engine: AsyncLLM, vocab_size: int, sampling: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: AsyncLLM, vocab_size: int, sampling: Mapping[str, Any], lora: LoRARequest | None
+    ) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
         self._sampling = dict(sampling)
+        self._lora = lora
         self._rng = random.Random(0)
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
@@ -255,5 +263,5 @@ class _Measurement:
         prompts = [prompt[:context] for prompt in self._prompts[load]]
         steps = _Steps(load.batch, ends)
         sampling = self._sampling | {"max_tokens": tokens, "ignore_eos": True}
-        asked = (decode(self._engine, p, enough=steps.of_request(), **sampling) for p in prompts)
+        asked = (decode(self._engine, p, enough=steps.of_request(), lora=self._lora, **sampling) for p in prompts)
         await answered(self._engine, "decode", asyncio.gather(*asked))

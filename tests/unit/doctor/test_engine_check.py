@@ -66,6 +66,7 @@ def engine():
     """One that answers everything; its calls are noted."""
     engine = AsyncMock(drafter=Path("drafter"))
     engine.llm = engine
+    engine.vllm_config.lora_config = None
     engine.every.return_value = [None]
     engine.wall_seconds.return_value = {1: 0.01}
     engine.measure_costs.return_value = COSTS

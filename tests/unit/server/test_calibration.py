@@ -30,10 +30,11 @@ class MadeEngine:
         cache = SimpleNamespace(enable_prefix_caching=True)
         self.vllm_config = SimpleNamespace(scheduler_config=self.scheduler_config, cache_config=cache)
         self.drafting, self.force_k = True, None
-        self.latency, self.tokens, self.prompts, self.running = {}, 0, [], 0
+        self.latency, self.tokens, self.prompts, self.running, self.adapters = {}, 0, [], 0, set()
 
-    async def generate(self, prompt, params, request_id):
+    async def generate(self, prompt, params, request_id, lora_request=None):
         self.running += 1
+        self.adapters.add(lora_request)
         self.tokens += params.max_tokens
         self.prompts.append(len(prompt["prompt_token_ids"]))
         await asyncio.sleep(0)
@@ -79,6 +80,13 @@ def test_every_draft_length_is_measured_at_every_batch_and_two_contexts():
     assert engine.drafting and engine.force_k is None, "left as it was found"
 
 
+def test_every_request_has_the_adapter_of_the_policy():
+    for adapter in (None, "adapter"):
+        engine = MadeEngine()
+        asyncio.run(calibrate(engine, (0, 1), plan_loads(2, 100, 1000), 100, lora=adapter))
+        assert engine.adapters == {adapter}
+
+
 class EngineOfManySteps(MadeEngine):
     """Answers requests until they are aborted, the last `late` rounds after the others; its clock counts outputs."""
 
@@ -89,7 +97,7 @@ class EngineOfManySteps(MadeEngine):
     def monotonic(self):
         return self.output_s * sum(self.outputs)
 
-    async def generate(self, prompt, params, request_id):
+    async def generate(self, prompt, params, request_id, lora_request=None):
         async for _ in super().generate(prompt, params, request_id):
             pass
         self.outputs.append(0)
@@ -128,7 +136,7 @@ class EngineWithSlowPrompts(MadeEngine):
     def monotonic(self):
         return self.seconds_passed
 
-    async def generate(self, prompt, params, request_id):
+    async def generate(self, prompt, params, request_id, lora_request=None):
         remembers = self.vllm_config.cache_config.enable_prefix_caching
         if not remembers or (params.max_tokens == 1 and self.computed < len(prompt["prompt_token_ids"])):
             self.seconds_passed += 1e-3 * len(prompt["prompt_token_ids"])
@@ -156,7 +164,8 @@ def test_where_prompts_are_slow_contexts_are_as_long_as_the_time_allows(monkeypa
 
 async def test_the_first_drafts_leave_the_engine_as_it_was():
     engine = MadeEngine()
-    await draft_once(engine, 3, 100)
+    await draft_once(engine, 3, 100, "adapter")
+    assert engine.adapters == {"adapter"}
     assert engine.tokens and engine.drafting and engine.force_k is None
 
 
@@ -170,7 +179,7 @@ def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
 def test_a_failing_measurement_restores_the_engine():
     engine = MadeEngine()
 
-    async def fail(prompt, params, request_id):
+    async def fail(*_, **__):
         raise RuntimeError("engine died")
         yield
 

@@ -5,6 +5,7 @@ import logging
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from made_server import Engine, make_server
@@ -90,7 +91,8 @@ async def test_a_weight_sync_ends_in_one_sentence_where_the_engine_died_or_hangs
     assert server.engine.asked[-1][0] == method, "an engine that is gone is asked nothing more"
 
 
-async def test_a_replica_measures_and_the_others_use_what_it_measured(server, monkeypatch):
+@pytest.mark.parametrize(("rank", "loaded", "adapter"), [(0, [], None), (8, [], None), (8, [123], 123)])
+async def test_a_replica_measures_and_the_others_use_what_it_measured(server, monkeypatch, rank, loaded, adapter):
     server.tlt, server.engine = TLTConfig.from_dict({}), Engine(control={}, stats={})
     server.engine.vllm_config = SimpleNamespace(
         additional_config={"tlt": {"arms": [0, 2]}}, scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -100,7 +102,11 @@ async def test_a_replica_measures_and_the_others_use_what_it_measured(server, mo
     server.config = RolloutConfig(name="vllm", temperature=0.7, top_p=0.9, calculate_log_probs=True)
     costs, asked = step_costs({k: [(1, 0.01), (8, 0.02)] for k in (OFF, 0, 2)}), []
 
-    async def calibrate(engine, lengths, loads, vocab_size, sampling):
+    server.model_config = SimpleNamespace(lora_rank=rank, lora={})
+    server.engine.list_loras = AsyncMock(return_value=set(loaded))
+
+    async def calibrate(engine, lengths, loads, vocab_size, sampling, lora):
+        assert (lora and lora.lora_int_id) == adapter, "as in the rollout"
         assert vocab_size == 3, "tokens that only the tokenizer knows would end the engine"
         assert sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "logprobs": 0}, "as in the rollout"
         asked.append((lengths, {load.batch for load in loads}))

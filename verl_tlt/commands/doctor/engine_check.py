@@ -86,10 +86,13 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         await engine.every("tlt_set_drafting", False)
         await ask_scheduler(engine.llm, "control", drafting=False)
         off = await engine.wall_seconds(BATCHES)
+        has_adapter = _has_adapter(engine)
     stock = [before, await stock_seconds()]  # a machine's pace changes within minutes
     if not has_drafter:  # drafts would look free
         findings.append(Finding("ok", "step cost", "n-grams match nothing in random prompts, so no cost was measured"))
         return Answer(findings, costs, hardware_name())
+    if has_adapter:
+        findings.append(Finding("ok", "step cost", "measured without the adapter, which a run measures with it"))
     return Answer([*findings, *judge_costs(costs, stock, off)], costs, hardware_name())
 
 
@@ -112,16 +115,22 @@ async def load_drafter(engine: StandaloneEngine) -> str | None:
     return next((failure for failure in answers if failure is not None), None)
 
 
+def _has_adapter(engine: StandaloneEngine) -> bool:
+    return engine.llm.vllm_config.lora_config is not None
+
+
 async def check_sleep(engine: StandaloneEngine) -> Finding:
-    """Whether the drafter can be loaded again after verl's deepest sleep, where the engine has one.
+    """Whether the drafter can be loaded again after the sleep that verl has for this policy, where the engine has one.
 
     The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
     """
     what, sleeps = "drafter after sleep", engine.llm.model_config.enable_sleep_mode
     if sleeps:
-        await engine.llm.sleep(level=2)
+        keeps_policy = _has_adapter(engine)  # verl sends the adapter alone
+        await engine.llm.sleep(level=1 if keeps_policy else 2)
         await engine.llm.wake_up(tags=["weights"])
-        await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
+        if not keeps_policy:
+            await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
     begun = time.perf_counter()
     error = await load_drafter(engine)
     seconds = time.perf_counter() - begun
