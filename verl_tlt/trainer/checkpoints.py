@@ -61,14 +61,18 @@ def remove_halves(step: Path) -> None:
 def tidy(step: Path, prunes: bool) -> None:
     """Remove what no run will resume from, once the checkpoint in the directory of a step is complete.
 
-    `prunes`: verl removes old policies. Where it does not, a drafter without a policy was put there by the user.
+    The newest drafter stays, also without its policy: later steps got none. `prunes`: verl removes old policies. Where
+    it does not, a drafter without a policy was put there by the user.
     """
     remove_halves(step)  # also of a run that was killed while it wrote
     if not prunes or not (step / POLICY).is_dir():  # on another node's disk: nothing is known here
         return
-    for old in step.parent.glob("global_step_*"):
+    steps = [path for path in step.parent.glob("global_step_*") if _number(path) <= _number(step)]
+    newest = max((path for path in steps if holds_drafter(path)), key=_number, default=None)
+    for old in steps:
         if not (old / POLICY).is_dir():
-            remove_model(old / CHECKPOINT)
+            if old != newest:
+                remove_model(old / CHECKPOINT)
             remove_halves(old)
 
 

@@ -57,6 +57,18 @@ def test_drafters_go_with_their_policies(checkpoints):
     assert not list(checkpoints.glob(f"*/.{CHECKPOINT}*")), "nothing is left under another name"
 
 
+def test_the_newest_drafter_stays_until_a_later_step_has_one(checkpoints):
+    for step in (4, 5):
+        remove_model(checkpoints / f"global_step_{step}" / CHECKPOINT)  # its save failed
+    tidy(checkpoints / "global_step_5", prunes=True)
+    assert drafters(checkpoints) == [3, 6, 7]
+    assert saved_drafter(checkpoints / "global_step_5") == checkpoints / "global_step_3" / CHECKPOINT
+    (checkpoints / "global_step_6" / CHECKPOINT / "config.json").touch()
+    (checkpoints / "global_step_5" / POLICY).rmdir()
+    tidy(checkpoints / "global_step_6", prunes=True)
+    assert drafters(checkpoints) == [6, 7]
+
+
 @pytest.mark.parametrize(("step", "prunes"), [(5, False), (3, True)])
 def test_where_verl_keeps_every_policy_or_on_another_disk_only_what_a_killed_save_left_goes(checkpoints, step, prunes):
     left = checkpoints / f"global_step_{step}" / f".{CHECKPOINT}.new-0123"
