@@ -335,9 +335,10 @@ def check_room(step: Path, needed: int, rotates: bool) -> None:
 
     `step` is the present checkpoint, whose policy is written; `rotates`: verl removes another one before the next.
     """
+    if (free := free_bytes(step)) is None:
+        return
     coming = 0 if rotates else sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
-    free = free_bytes(step)
-    if free is not None and free < needed + coming:
+    if free < needed + coming:
         raise DrafterError(
             f"{step} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes {needed / 1e9:.3f} GB, "
             f"and the policy's next checkpoint {coming / 1e9:.3f} GB."

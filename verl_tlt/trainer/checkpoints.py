@@ -6,6 +6,7 @@ the drafters of the others go with them.
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,12 +69,18 @@ def tidy(step: Path, prunes: bool) -> None:
     if not prunes or not (step / POLICY).is_dir():  # on another node's disk: nothing is known here
         return
     steps = [path for path in step.parent.glob("global_step_*") if _number(path) <= _number(step)]
-    newest = max((path for path in steps if holds_drafter(path)), key=_number, default=None)
-    for old in steps:
-        if not (old / POLICY).is_dir():
-            if old != newest:
+    newer = earlier = False  # a step that was looked at has a complete drafter; one before `step` has any
+    for old in sorted(steps, key=_number, reverse=True):
+        names = os.listdir(old) if old.is_dir() else []
+        ours = any(CHECKPOINT in name for name in names)
+        if POLICY not in names:
+            if earlier and not ours:
+                break  # earlier calls have seen to the thousands of steps before it
+            if newer or not holds_drafter(old):
                 remove_model(old / CHECKPOINT)
             remove_halves(old)
+        newer = newer or holds_drafter(old)
+        earlier = earlier or (ours and old != step)
 
 
 # Changes verl: patches/README.md#the-drafter-is-in-a-checkpoint-before-verl-names-it-as-the-one-to-resume-from

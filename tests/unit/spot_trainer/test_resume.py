@@ -151,6 +151,12 @@ def test_a_drafter_is_written_where_the_policys_next_checkpoint_has_room_too(tmp
         shutil.rmtree(newest / "tlt_drafter")
 
 
+def test_where_free_bytes_are_unknown_no_file_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda _: None)
+    monkeypatch.setattr("os.scandir", lambda _: pytest.fail("a folder was read"))
+    module.check_room(tmp_path, 1, rotates=False)
+
+
 def test_a_place_that_is_a_link_stays_one(tmp_path):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (tmp_path / "latest").symlink_to(elsewhere / "drafter")  # also before there is anything

@@ -1,5 +1,6 @@
 """Drafters beside verl's checkpoints: complete before verl names the step, found again, and gone when the policy is."""
 
+import os
 import time
 from types import SimpleNamespace
 
@@ -66,7 +67,17 @@ def test_the_newest_drafter_stays_until_a_later_step_has_one(checkpoints):
     (checkpoints / "global_step_6" / CHECKPOINT / "config.json").touch()
     (checkpoints / "global_step_5" / POLICY).rmdir()
     tidy(checkpoints / "global_step_6", prunes=True)
-    assert drafters(checkpoints) == [6, 7]
+    assert drafters(checkpoints) == [6, 7], "also where steps between them have none"
+
+
+def test_steps_before_one_that_was_seen_to_are_not_looked_at_again(checkpoints, monkeypatch):
+    looked = []
+    listdir = os.listdir
+    monkeypatch.setattr("os.listdir", lambda path: looked.append(path.name) or listdir(path))
+    for seen in ([5, 4, 3, 2, 1], [5, 4, 3]):
+        tidy(checkpoints / "global_step_5", prunes=True)
+        assert looked == [f"global_step_{step}" for step in seen]
+        looked.clear()
 
 
 @pytest.mark.parametrize(("step", "prunes"), [(5, False), (3, True)])
