@@ -223,6 +223,14 @@ def test_in_a_run_that_trains_nothing_there_is_nothing_to_publish():
     assert not (spot.running or spot.replicas or spot.ready())
 
 
+def test_a_call_on_its_node_runs_in_a_process_of_its_own_and_has_a_bound(cluster):
+    spot = SpotTrainerHandle(plan_of())
+    spot.place = Place(cluster, (), {})
+    assert spot.on_its_node(is_gone, os.getpid(), 0.0) is False
+    with pytest.raises(CallFailed, match="no answer within 1 s"):
+        spot.on_its_node(is_gone, os.getpid(), 20.0, within_s=1.0)
+
+
 def test_the_memory_of_a_killed_process_is_waited_for():
     process = subprocess.Popen(["sleep", "60"])
     os.kill(process.pid, signal.SIGSTOP)

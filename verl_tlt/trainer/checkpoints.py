@@ -62,11 +62,12 @@ def remove_halves(step: Path) -> None:
 def tidy(step: Path, prunes: bool) -> None:
     """Remove what no run will resume from, once the checkpoint in the directory of a step is complete.
 
-    The newest drafter stays, also without its policy: later steps got none. `prunes`: verl removes old policies. Where
-    it does not, a drafter without a policy was put there by the user.
+    It is called on the spot trainer's node, which has drafters and policies on its disk, be that shared or its own. The
+    newest drafter stays, also without its policy: later steps got none. `prunes`: verl removes old policies. Where it
+    does not, a drafter without a policy was put there by the user.
     """
     remove_halves(step)  # also of a run that was killed while it wrote
-    if not prunes or not (step / POLICY).is_dir():  # on another node's disk: nothing is known here
+    if not prunes or not (step / POLICY).is_dir():  # without this step's policy, nothing is known of the others
         return
     steps = [path for path in step.parent.glob("global_step_*") if _number(path) <= _number(step)]
     newer = earlier = False  # a step that was looked at has a complete drafter; one before `step` has any

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from verl_tlt.trainer.run_setup import FirstDrafter, RunFacts
 from verl_tlt.trainer.servers import Servers
 from verl_tlt.trainer.spot import HiddenStates, SpotTrainerHandle
 from verl_tlt.trainer.step_log import StepLog
+from verl_tlt.trainer.waits import CallFailed
 from verl_tlt.trainer.watch import SETTLE_S, PhaseReport, SamplingWatch
 
 logger = logging.getLogger(__name__)
@@ -255,7 +257,8 @@ class Controller:
             try:
                 self.spot.save(directory / CHECKPOINT, self._provenance(step), directory, rotates)
             except Exception:
-                remove_halves(directory)
+                with suppress(CallFailed):
+                    self.spot.on_its_node(remove_halves, directory.absolute())
                 raise
             if not holds_drafter(directory):
                 logger.warning(
@@ -266,8 +269,11 @@ class Controller:
     def saved(self, step: int) -> None:
         """The checkpoint is complete, and verl has named its step."""
         self._count_failures()
+        if not self.spot.running:
+            return
+        directory = self.facts.checkpoints / f"global_step_{step}"
         with self._charged("save"):
-            tidy(self.facts.checkpoints / f"global_step_{step}", self.facts.prunes)
+            self.spot.on_its_node(tidy, directory.absolute(), self.facts.prunes)
 
     def _provenance(self, step: int) -> DrafterProvenance:
         return replace(self.served, policy_step=step, tokens_trained=self._tokens)

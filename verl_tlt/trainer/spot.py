@@ -12,7 +12,7 @@ the drafter into checkpoints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -324,6 +324,12 @@ class SpotTrainerHandle:
         if step is not None:
             self.plan = replace(self.plan, checkpoint=str(directory.absolute()))
 
+    def on_its_node(self, function: Callable[..., Any], *arguments: object, within_s: float = CALL_S) -> Any:
+        """Call a function in another process of the spot trainer's node, whose disk may be its own."""
+        there = NodeAffinitySchedulingStrategy(self.place.node, soft=False)
+        call = ray.remote(function).options(num_cpus=0, scheduling_strategy=there)
+        return answer(call.remote(*arguments), within_s)
+
     def close(self) -> None:
         """The run is over."""
         if self._running:
@@ -361,10 +367,8 @@ class SpotTrainerHandle:
 
     def _await_memory(self, pid: int) -> None:
         """Wait until a process that was killed is gone, and with it its memory on the GPUs; bounded."""
-        there = NodeAffinitySchedulingStrategy(self.place.node, soft=False)
         try:
-            gone = ray.remote(is_gone).options(num_cpus=0, scheduling_strategy=there).remote(pid, MEMORY_S)
-            if not answer(gone, 2 * MEMORY_S):
+            if not self.on_its_node(is_gone, pid, MEMORY_S, within_s=2 * MEMORY_S):
                 logger.error("process %d of the spot trainer was killed %.0f s ago and still there", pid, MEMORY_S)
         except CallFailed as error:
             logger.error("nobody could say whether the spot trainer's process %d is gone: %s", pid, error)

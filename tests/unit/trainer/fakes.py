@@ -199,5 +199,9 @@ class FakeSpot(Fake):
         self.saved.append((directory, provenance, step, rotates))
         self._call("save", directory)
 
+    def on_its_node(self, function, *arguments):
+        self._call("on_its_node", function.__name__)
+        return function(*arguments)
+
     def close(self):
         self._call("close")

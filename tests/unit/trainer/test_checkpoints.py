@@ -8,6 +8,7 @@ import pytest
 
 from verl_tlt.files.disk import remove_model
 from verl_tlt.trainer.checkpoints import CHECKPOINT, POLICY, followed, saved_drafter, tidy
+from verl_tlt.trainer.waits import CallFailed
 
 
 @pytest.fixture
@@ -95,6 +96,18 @@ def test_a_run_prunes_when_its_checkpoint_is_complete(run, checkpoints, tmp_path
     assert drafters(checkpoints) == [1, 2, 3, 4, 5, 6, 7], "verl has not named the step"
     controller.saved(5)
     assert drafters(checkpoints) == [4, 5, 6, 7] and controller.guard.counts.total() == 0
+
+
+def test_a_disk_of_the_spot_trainers_node_alone_is_tidied_too(run, checkpoints, tmp_path):
+    controller = run(facts={"prunes": True, "checkpoints": tmp_path / "disk of this node"})
+    controller.spot.on_its_node = lambda function, step, *rest: function(checkpoints / step.name, *rest)
+    left = checkpoints / "global_step_5" / f".{CHECKPOINT}.new-0123"
+    left.mkdir()
+    controller.spot.broken["save"] = CallFailed("it was killed", died=True)
+    controller.save(5)
+    assert not left.exists() and drafters(checkpoints) == [1, 2, 3, 4, 5, 6, 7]
+    controller.saved(5)
+    assert drafters(checkpoints) == [4, 5, 6, 7] and controller.guard.counts == {"save": 1}
 
 
 def test_the_drafter_is_written_after_the_policy_and_before_verl_names_the_step(run):

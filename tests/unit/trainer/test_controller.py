@@ -280,6 +280,7 @@ WAITED_FOR = {
     ("servers", "rejoin"): "rejoin", ("servers", "engine_stats"): "statistics", ("servers", "stage"): "publish",
     ("servers", "disable_drafting"): "speculation_control", ("hidden_states", "take"): "hidden_states",
     ("servers", "drafter_statuses"): "rejoin", ("servers", "wake_up"): "recall", ("spot", "save"): "save",
+    ("spot", "on_its_node"): "save",
 }  # fmt: skip
 """What a step waits for, and the part of the overhead that has its seconds."""
 HOOKS = (
