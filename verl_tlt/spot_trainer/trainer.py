@@ -8,9 +8,11 @@ with scoring the candidate, because scores need the training device.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -333,13 +335,32 @@ class SpotTrainer:
 def check_room(step: Path, needed: int, rotates: bool) -> None:
     """Raise a `DrafterError` where the disk cannot take `needed` bytes, and then the policy's next checkpoint.
 
-    `step` is the present checkpoint, whose policy is written; `rotates`: verl removes another one before the next.
+    `step` is the present checkpoint, whose policy is written, or becomes as large as the one before it (`async_save`);
+    `rotates`: verl removes another one before the next.
     """
     if (free := free_bytes(step)) is None:
         return
-    coming = 0 if rotates else sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
+    there = _policy_bytes(step)
+    before = [path for path in step.parent.glob("global_step_*") if _in_order(path) < _in_order(step)]
+    policy = max([there, *map(_policy_bytes, sorted(before, key=_in_order)[-1:])])
+    coming = policy - there + (0 if rotates else policy)
     if free < needed + coming:
         raise DrafterError(
             f"{step} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes {needed / 1e9:.3f} GB, "
-            f"and the policy's next checkpoint {coming / 1e9:.3f} GB."
+            f"and the policy's checkpoints {coming / 1e9:.3f} GB more."
         )
+
+
+def _in_order(step: Path) -> tuple[int, str]:
+    return len(step.name), step.name  # as its number
+
+
+def _policy_bytes(step: Path) -> int:
+    """Bytes of a checkpoint without its drafter; a file that is removed meanwhile counts as nothing."""
+    total = 0
+    for folder, folders, files in os.walk(step):
+        folders[:] = [name for name in folders if "tlt_drafter" not in name]
+        for name in files:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total

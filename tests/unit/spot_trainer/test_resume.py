@@ -151,6 +151,19 @@ def test_a_drafter_is_written_where_the_policys_next_checkpoint_has_room_too(tmp
         shutil.rmtree(newest / "tlt_drafter")
 
 
+def test_a_policy_that_verl_still_writes_keeps_its_room(tmp_path, monkeypatch):
+    for step, policy in ((2, 900), (9, 100), (10, 30)):  # of the last one, 30 bytes are there
+        (actor := tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+        (actor / "model.pt").write_bytes(bytes(policy))
+    (drafter := tmp_path / "global_step_9" / "tlt_drafter").mkdir()
+    (drafter / "model.safetensors").write_bytes(bytes(5000))
+    for rotates, coming in ((False, 70 + 100), (True, 70)):
+        monkeypatch.setattr(module, "free_bytes", lambda _, coming=coming: 50 + coming)
+        module.check_room(tmp_path / "global_step_10", 50, rotates)
+        with pytest.raises(DrafterError, match="gets no drafter"):
+            module.check_room(tmp_path / "global_step_10", 51, rotates)
+
+
 def test_where_free_bytes_are_unknown_no_file_is_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda _: None)
     monkeypatch.setattr("os.scandir", lambda _: pytest.fail("a folder was read"))
