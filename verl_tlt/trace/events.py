@@ -70,7 +70,10 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSample:
-    """Requests in flight by replica from `t` on, written once a second and when a replica becomes idle."""
+    """Requests in flight by replica from `t` on, written once a second and when a replica becomes idle.
+
+    With more than 16 replicas it is written more rarely.
+    """
 
     kind: ClassVar[str] = "load"
     t: float

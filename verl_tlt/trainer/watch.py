@@ -28,6 +28,8 @@ SETTLE_S = 0.1
 """Seconds for which a replica must have been empty, or the trainer have waited for samples, before it trains."""
 LOAD_S = 1.0
 """Seconds between two loads in the trace, unless a replica becomes idle or busy."""
+LOAD_REPLICAS = 16
+"""A load names all replicas: with more than this, loads are as much rarer, and none is added when one becomes idle."""
 LOOK_S = 60.0
 """Bound in seconds of a look at the fleet, which takes milliseconds; the end of sampling may wait for it."""
 
@@ -95,7 +97,8 @@ class SamplingWatch:
             return
         now = self._clock.monotonic()
         turned = {name: bool(count) for name, count in load.items()} != {n: bool(c) for n, c in self._load.items()}
-        if turned or (load != self._load and now - self._told_at >= LOAD_S):
+        crowd = max(1.0, len(load) / LOAD_REPLICAS)
+        if (turned and crowd == 1.0) or (load != self._load and now - self._told_at >= LOAD_S * crowd):
             self._trace.emit("load", step=self._step, inflight=load)
             self._load, self._told_at = load, now
         if self._report.first_dispatch is None and any(load.values()):

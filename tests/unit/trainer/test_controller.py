@@ -490,6 +490,19 @@ def test_the_trace_has_a_load_a_second_and_those_at_which_a_replica_turns_idle(f
     assert all(b.t - a.t >= watch.LOAD_S for a, b in itertools.pairwise(steady))
 
 
+def test_loads_of_many_replicas_are_written_more_rarely(run):
+    many = [f"replica-{i}" for i in range(64)]
+    controller = run(many)
+    clock, servers = controller.servers.clock, controller.servers
+    controller.sample_begin(2)
+    for busy in range(64, 4, -1):  # in every look another one becomes idle
+        servers.load = {name: int(i < busy) for i, name in enumerate(many)}
+        clock.sleep(watch.POLL_S)
+    controller.sample_end(2, last=True)
+    loads = [load for load in read_trace(controller.log.trace.path.parent).loads if load.step == 2]
+    assert 1 <= len(loads) <= 2 and all(b.t - a.t >= 4 * watch.LOAD_S for a, b in itertools.pairwise(loads))
+
+
 @pytest.mark.parametrize(("method", "off"), [("calibrate", True), ("tell_costs", False)])
 def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_hear_of_them(run, method, off):
     controller = run()

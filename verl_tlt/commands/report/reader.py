@@ -173,8 +173,8 @@ def _renamed(parsed: list[Event]) -> list[Event]:
     renamed: list[Event] = []
     for event in parsed:
         if isinstance(event, RunStarted):
-            names = dict(zip(event.replicas, last, strict=False))
-        elif isinstance(event, events.LoadSample):
+            names = {name: new for name, new in zip(event.replicas, last, strict=False) if name != new}
+        elif isinstance(event, events.LoadSample) and names:  # a run has very many of them
             event = replace(event, inflight={names.get(name, name): n for name, n in event.inflight.items()})
         elif isinstance(event, events.Session | events.Reload):
             event = replace(event, replica=names.get(event.replica, event.replica))
