@@ -14,6 +14,7 @@ BOUNDS = {
     "verl_tlt.trainer.servers:CALL_S": 30.0,
     "verl_tlt.trainer.spot:CALL_S": 30.0,
     "verl_tlt.trainer.servers:SLEEP_S": 10.0,
+    "verl_tlt.trainer.servers:STAGE_S": 30.0,
 }
 """Bounds of the trainer that are minutes for real machines; here steps take seconds."""
 

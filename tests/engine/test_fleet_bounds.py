@@ -44,13 +44,14 @@ class Stages:
     """A rollout server as far as publication goes; one may refuse versions."""
 
     def __init__(self, store):
-        self.refused = ()
+        self.refused, self.takes_s = (), 0.0
         (first,) = ray.get(store.first.remote(), timeout=60)
         self.drafter = ray.get(first, timeout=60)
 
     def tlt_stage(self, drafter):
         if drafter.version in self.refused:
             raise OSError("no space left")
+        time.sleep(self.takes_s)
         self.drafter = drafter
 
     def staged(self):
@@ -58,6 +59,9 @@ class Stages:
 
     def refuse(self, *versions):
         self.refused = versions
+
+    def slow(self, takes_s):
+        self.takes_s = takes_s
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +83,9 @@ def test_a_call_that_is_late_fails_after_its_bound_and_ends_where_it_waits():
     ray.kill(actor)
 
 
-def test_every_server_stages_what_is_published_and_a_replica_that_cannot_keeps_one_drafter_on_all_nodes():
+def test_every_server_stages_what_is_published_and_a_replica_that_cannot_keeps_one_drafter_on_all_nodes(
+    monkeypatch,
+):
     first, second, third, fourth, fifth = (DrafterFile(version, "{}", bytes(8)) for version in range(5))
     drafter = ray.put(first)
     store = ray.remote(servers.DrafterStore).options(num_cpus=0).remote([drafter])
@@ -94,6 +100,10 @@ def test_every_server_stages_what_is_published_and_a_replica_that_cannot_keeps_o
         return ray.get([actor.staged.remote() for actor in actors], timeout=60)
 
     assert staged() == [first] * 3
+    # A drafter takes longer to arrive, also the one before it, than other calls do.
+    monkeypatch.setattr(servers, "CALL_S", BOUND_S)
+    monkeypatch.setattr(servers, "SLEEP_S", BOUND_S)
+    ray.get([actor.slow.remote(1.5 * BOUND_S) for actor in actors], timeout=60)
     assert fleet.stage(ray.put(second)) == 0 and staged() == [second] * 3
     actors[2].refuse.remote(third.version)
     assert fleet.stage(ray.put(third)) == 1 and staged() == [third, second, second]

@@ -40,8 +40,8 @@ from verl_tlt.speculation.graph_rules import is_hybrid
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-STORE_S = 120.0
-"""Bound in seconds of the wait for the run's first drafter, while the servers start."""
+STORE_S = 600.0
+"""Bound in seconds of the wait for the run's first drafter, gigabytes to all nodes at once, while the servers start."""
 REFUSED = {"thinking_token_budget": "vLLM forces other tokens for it where it speculates"}
 """Sampling parameters that vLLM answers wrongly if it speculates, also in steps without drafts, and why."""
 REFUSED_BY_DRAFTERS = {

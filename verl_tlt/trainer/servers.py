@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 SLEEP_S = 30.0
 """Bound in seconds of calls that take a few seconds at most, such as falling asleep, while the RL trainer waits."""
+STAGE_S = 600.0
+"""Bound in seconds of handing a published drafter out, gigabytes to all nodes at once, while the RL trainer waits. It
+guards against a server that does not answer, and a network or disk that stands still."""
 CALIBRATION_S = 1200.0
 """Bound in seconds of a calibration: the engine may warm up and capture graphs meanwhile."""
 
@@ -115,7 +118,7 @@ class Servers:
         `CallFailed` where none took it: it is not published then.
         """
         calls = {name: [server.tlt_stage.remote(drafter) for server in r.servers] for name, r in self.replicas.items()}
-        deadline, failed = Deadline(CALL_S), {}
+        deadline, failed = Deadline(STAGE_S), {}
         for name, of_replica in calls.items():
             try:
                 ask(of_replica, deadline.left())
@@ -126,7 +129,7 @@ class Servers:
                 failed[name] = error
         back = [server.tlt_stage.remote(self._published) for name in failed for server in self.replicas[name].servers]
         with suppress(CallFailed):
-            ask(back, SLEEP_S)
+            ask(back, deadline.left() + SLEEP_S)
         if len(failed) == len(self.replicas):
             raise next(iter(failed.values()))
         self._published = drafter
