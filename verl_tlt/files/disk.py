@@ -18,6 +18,7 @@ from verl_tlt.errors import TLTError
 
 CONFIG = "config.json"
 """The file of a model's folder that is written last and removed first: a folder without it holds no model."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HELD: list[IO[str]] = []
 """Locks of this process's private folders, held until it ends."""
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EROFS)
@@ -173,12 +174,22 @@ def _locked(path: Path) -> IO[str] | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.seek(0)
-        if (host := file.read()) in ("", socket.gethostname()):  # machines may share the folder, and not its locks
-            if not host:
-                file.write(socket.gethostname())
+        written, ours = file.read().split(), _names_of_this_machine()
+        if not written or {*written} & {*ours}:  # machines may share the folder, and not its locks
+            if written != ours:
+                file.truncate(0)
+                file.write("\n".join(ours))
                 file.flush()
             return file
     except BlockingIOError:
         pass
     file.close()
     return None
+
+
+def _names_of_this_machine() -> list[str]:
+    """Its host name, which a container may change at each start, and the id of its kernel, which a reboot changes."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(BOOT_ID.read_text().strip())
+    return names

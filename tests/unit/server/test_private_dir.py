@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_tlt.files.disk import private_dir
+from verl_tlt.files.disk import _HELD, private_dir
 
 OTHER = """
 import sys, tempfile
@@ -65,10 +65,46 @@ def test_where_files_cannot_be_locked_each_gets_a_new_directory(tmp, monkeypatch
     assert first != second and first.exists() and second.exists()
 
 
-def test_machines_that_share_the_folder_do_not_take_from_each_other(tmp, other, monkeypatch):
+@pytest.fixture
+def moved(tmp_path, monkeypatch):
+    """Give this machine another host name, another boot id, or both."""
+
+    def move(host=None, boot=None):
+        if host:
+            monkeypatch.setattr("socket.gethostname", lambda: host)
+        if boot:
+            (tmp_path / "boot_id").write_text(f"{boot}\n")
+            monkeypatch.setattr("verl_tlt.files.disk.BOOT_ID", tmp_path / "boot_id")
+
+    return move
+
+
+def test_machines_that_share_the_folder_do_not_take_from_each_other(other, moved):
     """Their locks may not be shared."""
     kill, theirs = other
-    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    moved("another", "another-boot")
     ours = private_dir("shape")
     kill()
     assert private_dir("shape") not in (ours, theirs) and theirs.exists()
+
+
+def test_a_container_that_starts_again_and_a_machine_after_a_reboot_take_their_path_again(other, moved):
+    kill, theirs = other
+    moved("new-container")
+    assert private_dir("shape") != theirs, "the other one lives"
+    kill()
+    for name, there in (("shape", theirs), ("other", theirs.with_name("other-0"))):
+        assert private_dir(name) == there  # by its boot id
+        _HELD.pop().close()
+    moved(boot="next-boot")
+    assert private_dir("shape") == theirs  # by the host name that it got then
+    _HELD.pop().close()
+    moved(host="newer-container")
+    assert private_dir("shape") == theirs
+
+
+def test_without_a_boot_id_the_host_name_counts(other, monkeypatch, tmp_path):
+    kill, theirs = other
+    monkeypatch.setattr("verl_tlt.files.disk.BOOT_ID", tmp_path / "absent")
+    kill()
+    assert private_dir("shape") == theirs
