@@ -121,6 +121,19 @@ def test_a_run_that_was_begun_anew_has_its_own_date(tmp_path):
     assert "1970-01-03" in about(read_trace(tmp_path))
 
 
+def test_the_first_chart_is_of_a_step_that_the_engine_traces_still_hold(tmp_path, writer):
+    for step in range(5, 8):
+        start = 100.0 * step
+        writer.emit("phase", step=step, name="rollout", start=start, end=start + 50.0)
+        seconds = 50.0 / step  # the most in the first
+        writer.emit("session", step=step, replica="a", start=start, end=start + seconds, outcome="stopped", steps=1)
+    assert "RL step 5: what every replica did" in written(tmp_path).words
+    for name, since in (("a", 530.0), ("b", 510.0), ("c", None)):  # the beginning is dropped; one has not begun
+        rows = "" if since is None else "".join(f'{{"t":{since + i},"batch":1,"k":2}}\n' for i in range(300))
+        (tmp_path / f"engine-{name}.jsonl").write_text(f"half a li\n{rows}" if rows else "")
+    assert "RL step 6: what every replica did" in written(tmp_path).words
+
+
 def test_the_command_writes_the_page_to_a_file_or_a_folder(made_run, tmp_path):
     for out, page in ((tmp_path / "a" / "mine.html", "mine.html"), (tmp_path / "b", "report.html")):
         code, said = cli("report", made_run.directory, "--out", out)

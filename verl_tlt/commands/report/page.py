@@ -14,13 +14,14 @@ def run_page(trace: RunTrace) -> Page:
     from verl_tlt.commands.report.figures import run_charts, step_chart
 
     steps = rl_steps(trace)
+    covered = {n: step for n, step in steps.items() if step.start >= trace.engines_since} or steps  # the last hours
     return Page(
         heading=trace.run.name if trace.run and trace.run.name else "A run with verl-tlt",
         about=about(trace),
         answer=did_it_pay(trace),
         sentences=list(sentences(trace)),
         facts=dict(_facts(trace)),
-        charts=[step_chart(trace, steps[most_trained(steps)]), *run_charts(trace)],
+        charts=[step_chart(trace, steps[most_trained(covered)]), *run_charts(trace)],
         tables=list(_tables(trace)),
     )
 

@@ -89,6 +89,12 @@ class RunTrace:
         known = replica in self.replicas and not replica.startswith(events.TRAINER_DEVICE)
         return f"replica {self.replicas.index(replica)}" if known else replica
 
+    @cached_property
+    def engines_since(self) -> float:
+        """Unix seconds from which on all files hold engine steps: the oldest are dropped. -inf: there are none."""
+        firsts = (min(map(_first_time, files)) for files in self.engine_files.values())
+        return max((first for first in firsts if first < math.inf), default=-math.inf)
+
     def engine(self, replica: str, start: float, end: float) -> EngineSteps:
         """The steps of the replica's engine that ended in these unix seconds; a run can have millions, so no others."""
         files = self.engine_files.get(replica) or self.engine_files.get(str(self.replicas.index(replica)), ())
@@ -211,6 +217,12 @@ def _time_of(line: bytes) -> float:
         return float(line[len('{"t":') : line.index(b",")])
     except ValueError:
         return math.nan
+
+
+def _first_time(file: Path) -> float:
+    """The time of a file's first engine step; infinity: it has none."""
+    with file.open("rb") as lines:
+        return next((t for t in map(_time_of, lines) if not math.isnan(t)), math.inf)
 
 
 def _engine_step(record: Mapping[str, Any]) -> list[float]:
