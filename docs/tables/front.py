@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tables.page import load, per_token, rows
@@ -91,10 +92,16 @@ def _saved() -> str:
 
 
 def _along() -> str:
-    found = load("along")
-    policy = "policy after the run"
-    first, last = (found["served"][f"{policy}, head {when} the run"]["accept_length"] for when in ("before", "after"))
-    return f"accept length {first:.2f} to {last:.2f} in {len(found['steps']) + 1} steps, at K=5; SmolLM2-135M, one run"
+    runs = [load(name) for name in ("along", "along_1")]
+
+    def rise(served: Mapping[str, Any]) -> str:
+        policy = "policy after the run"
+        first, last = (served[f"{policy}, head {when} the run"]["accept_length"] for when in ("before", "after"))
+        return f"{first:.2f} to {last:.2f}"
+
+    (steps,) = {len(found["steps"]) + 1 for found in runs}
+    rises = " and ".join(rise(found["served"]) for found in runs)
+    return f"accept length {rises} in two runs of {steps} steps, at K=5; SmolLM2-135M"
 
 
 def _lossless() -> str:
