@@ -154,8 +154,8 @@ async def decode(
     """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`.
 
     `media` are further fields of vLLM's prompt: images, and how they are cut. `lora` is the adapter of the policy that
-    answers; None: its base. The request is aborted once
-    `enough` says so of the number of outputs that it got from the engine, of which the first is the prompt's.
+    answers; None: its base. The request is aborted once `enough` says so of the number of outputs that it got from the
+    engine, of which the first is the prompt's.
     """
     from vllm import SamplingParams
 

@@ -68,7 +68,7 @@ class OffDecision:
     No replica drafts if drafts are expected to save too little, unless the last rollout with drafts gained. Nor does
     one once drafts have made some rollouts slower. In both cases one replica tries again now and then.
 
-    The policy "fixed" is an order, and n-grams (`source`) that match nothing cost nothing: then all draft, always.
+    With the policy "fixed" and with n-grams (`source`) all replicas always draft.
     """
 
     def __init__(self, replicas: Sequence[str], policy: str, source: str = "eagle") -> None:
@@ -87,9 +87,10 @@ class OffDecision:
         self._context = 0.0  # tokens of context of a request, in the last rollout
         self._gained = False  # in the last rollout with drafts
         self._slower = 0  # rollouts in a row
-        self._promise = 1.0  # held-out accept length of the drafter that is served
-        self._promised = 1.0  # that of the drafter that did not pay, or was tried last
-        self._wait = self._left = 0  # rollouts between two tries (0: all replicas draft), and before the next one
+        self._accept_length = 1.0  # held out, of the drafter that is served
+        self._accept_length_last_try = 1.0  # of the drafter that did not pay, or was tried last
+        self._wait = 0  # rollouts between two tries; 0: all replicas draft
+        self._next_try_in = 0  # rollouts
         self._tries = 0
         self._trying: str | None = None  # the replica that tries in this rollout
 
@@ -118,8 +119,8 @@ class OffDecision:
 
         `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
         """
-        self._promise = expected_accept_lengths(acceptance, len(acceptance))[-1] if acceptance else 1.0
-        if self._wait and self._promise > BETTER * self._promised:
+        self._accept_length = expected_accept_lengths(acceptance, len(acceptance))[-1] if acceptance else 1.0
+        if self._wait and self._accept_length > BETTER * self._accept_length_last_try:
             self.cause, self._wait = "", 0
         self._trying = None
         self.against = self.never or ("" if self._always else self.cause or self._why_not(acceptance))
@@ -130,14 +131,14 @@ class OffDecision:
             return self.replicas
         if not self._wait:
             self._begin_to_wait()
-        if self._left > 0 or (acceptance and not any(acceptance)):  # nobody tries a random head
+        if self._next_try_in > 0 or (acceptance and not any(acceptance)):  # nobody tries a random head
             return []
         self.against, self._trying = "", self.replicas[self._tries % len(self.replicas)]
         return [self._trying]
 
     def _begin_to_wait(self) -> None:
-        self._promised, self._slower = self._promise, 0
-        self._wait = self._left = FIRST_WAIT
+        self._accept_length_last_try, self._slower = self._accept_length, 0
+        self._wait = self._next_try_in = FIRST_WAIT
 
     def _why_not(self, acceptance: Sequence[float]) -> str:
         """Why the table says OFF, with the figure; empty: it does not, or a rollout has shown that drafts pay."""
@@ -146,7 +147,7 @@ class OffDecision:
         saving = expected_saving(self._costs, acceptance, self._work, self._context)
         if saving > CLEARLY:
             return ""
-        return f"with a held-out accept length of {self._promise:.2f} drafts are expected to save {saving:.0%}"
+        return f"with a held-out accept length of {self._accept_length:.2f} drafts are expected to save {saving:.0%}"
 
     def rollout_ended(self, stats: Mapping[str, EngineStats]) -> str | None:
         """Take note of a rollout by its sums by replica; returns what the user is to be told, None: nothing new."""
@@ -159,7 +160,7 @@ class OffDecision:
         if self._trying is not None:
             return self._tried(stats.get(self._trying, EngineStats()), gain)
         if self._wait:
-            self._left -= 1
+            self._next_try_in -= 1
             return None
         if ran:
             self._gained = gain > 0.0
@@ -180,6 +181,6 @@ class OffDecision:
         if gain > CLEARLY:
             self.cause, self._gained, self._wait = "", True, 0
             return f"Drafting is switched on again: a replica that tried saved {gain:.0%} of its decoding time."
-        self._left = self._wait = min(2 * self._wait, LONGEST_WAIT)
-        self._promised = self._promise
+        self._next_try_in = self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._accept_length_last_try = self._accept_length
         return None

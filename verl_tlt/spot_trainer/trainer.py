@@ -356,11 +356,11 @@ def _in_order(step: Path) -> tuple[int, str]:
 
 
 def _policy_bytes(step: Path) -> int:
-    """Bytes of a checkpoint without its drafter; a file that is removed meanwhile counts as nothing."""
+    """Bytes of a checkpoint without its drafter; a file that cannot be read counts as nothing."""
     total = 0
     for folder, folders, files in os.walk(step):
         folders[:] = [name for name in folders if "tlt_drafter" not in name]
         for name in files:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 total += os.stat(os.path.join(folder, name)).st_size
     return total

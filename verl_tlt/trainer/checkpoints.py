@@ -76,7 +76,7 @@ def tidy(step: Path, prunes: bool) -> None:
         ours = any(CHECKPOINT in name for name in names)
         if POLICY not in names:
             if earlier and not ours:
-                break  # earlier calls have seen to the thousands of steps before it
+                break  # earlier calls have nearly always seen to the steps before it, which may be thousands
             if newer or not holds_drafter(old):
                 remove_model(old / CHECKPOINT)
             remove_halves(old)

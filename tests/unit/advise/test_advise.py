@@ -108,8 +108,8 @@ def test_the_verdict(run, said):
 
 
 @pytest.mark.parametrize(("turns", "told"), [((2.0, 2.0, 9.0), None), ((2.0, 4.5, 5.0), "4.50 turns")])
-def test_tools_of_which_verl_logs_no_time_are_told_where_responses_have_several_turns(turns, told, tmp_path):
-    steps = [(n, {**STEP, "training/num_turns/mean": mean}) for n, mean in enumerate((9.0, *turns), start=1)]
+def test_tools_whose_time_counts_as_decoding_are_told_where_responses_have_several_turns(turns, told, tmp_path):
+    steps = [(n, {**STEP, "num_turns/mean": mean}) for n, mean in enumerate((9.0, *turns), start=1)]
     (path := tmp_path / "a.jsonl").write_text(file_log(steps))
     said = verdict(shape_of(read_run(path), ""))
     assert said == verdict(shape()) if told is None else (told in said and said.startswith(verdict(shape())))

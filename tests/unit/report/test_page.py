@@ -130,7 +130,11 @@ def test_the_first_chart_is_of_a_step_that_the_engine_traces_still_hold(tmp_path
     assert "RL step 5: what every replica did" in written(tmp_path).words
     for name, since in (("a", 530.0), ("b", 510.0), ("c", None)):  # the beginning is dropped; one has not begun
         rows = "" if since is None else "".join(f'{{"t":{since + i},"batch":1,"k":2}}\n' for i in range(300))
-        (tmp_path / f"engine-{name}.jsonl").write_text(f"half a li\n{rows}" if rows else "")
+        (tmp_path / f"engine-{name}.jsonl").write_text(rows)
+    assert "RL step 5: what every replica did" in written(tmp_path).words, "nothing was dropped"
+    for name in "ab":
+        (tmp_path / f"engine-{name}.jsonl").rename(tmp_path / f"engine-{name}.jsonl.old")
+        (tmp_path / f"engine-{name}.jsonl").touch()
     assert "RL step 6: what every replica did" in written(tmp_path).words
 
 

@@ -17,7 +17,7 @@ from verl_tlt.speculation.types import OFF
 
 ROLLOUT, STEP, CHECKPOINT = "timing_s/gen", "timing_s/step", "timing_s/save_checkpoint"
 MEAN_LENGTH, LONGEST, PROMPT = "response_length/mean", "response_length/max", "prompt_length/mean"
-TURNS = "training/num_turns/mean"
+TURNS = "num_turns/mean"
 SPEEDUPS = (1.5, 2.0, 3.0)
 """How many times as fast the rollout is assumed to become; the paper's rollouts are at most 2.3 times as fast."""
 WORTH = 1.15
@@ -154,7 +154,7 @@ def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
     """The answer in one sentence or two, and what it does not know."""
     if run.turns is None or run.turns <= SINGLE_TURN:
         return _answer(run, gains)
-    tools = "verl does not log the time of tools, so this estimate counts it as decoding."
+    tools = "this estimate counts the time of tools as decoding, so the true gain is smaller."
     return f"{_answer(run, gains)} Responses have {run.turns:.2f} turns on average: {tools}"
 
 

@@ -92,7 +92,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         findings.append(Finding("ok", "step cost", "n-grams match nothing in random prompts, so no cost was measured"))
         return Answer(findings, costs, hardware_name())
     if has_adapter:
-        findings.append(Finding("ok", "step cost", "measured without the adapter, which a run measures with it"))
+        findings.append(Finding("ok", "step cost", "measured without the adapter; a run measures it with the adapter"))
     return Answer([*findings, *judge_costs(costs, stock, off)], costs, hardware_name())
 
 
@@ -120,9 +120,10 @@ def _has_adapter(engine: StandaloneEngine) -> bool:
 
 
 async def check_sleep(engine: StandaloneEngine) -> Finding:
-    """Whether the drafter can be loaded again after the sleep that verl has for this policy, where the engine has one.
+    """Whether the drafter can be loaded again after verl's deepest sleep, where the engine has one.
 
-    The order is verl's: the drafter is loaded while the KV cache is not mapped yet.
+    With a LoRA adapter that is level 1. The order is verl's: the drafter is loaded while the KV cache is not mapped
+    yet.
     """
     what, sleeps = "drafter after sleep", engine.llm.model_config.enable_sleep_mode
     if sleeps:

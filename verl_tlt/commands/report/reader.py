@@ -91,8 +91,8 @@ class RunTrace:
 
     @cached_property
     def engines_since(self) -> float:
-        """Unix seconds from which on all files hold engine steps: the oldest are dropped. -inf: there are none."""
-        firsts = (min(map(_first_time, files)) for files in self.engine_files.values())
+        """Unix seconds from which on no engine step was dropped, as the oldest are; -inf: none was."""
+        firsts = (min(map(_first_time, files)) for files in self.engine_files.values() if len(files) > 1)
         return max((first for first in firsts if first < math.inf), default=-math.inf)
 
     def engine(self, replica: str, start: float, end: float) -> EngineSteps:
