@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.e2e.__main__ import ROOT, STALL_S, Subject, recipe_of
 from benchmarks.e2e.arms import LOADS
 from benchmarks.e2e.head import Head, evaluated
-from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far, train
+from benchmarks.real_policy.head import DRAFT_VOCAB, head_facts, train
 from benchmarks.real_policy.job import real_assets, real_overrides
 from benchmarks.real_policy.policy import fine_tuned, make_policy
 from benchmarks.stored import store
@@ -53,7 +53,7 @@ JUDGED = 64
 def subject(seed: int) -> Subject:
     """The policy and its head, made unless they are there; `seed`: of the order of the run's prompts."""
     make_policy(PLACE, FINE_TUNING)
-    if not made_so_far(PLACE):
+    if not head_facts(PLACE):
         train(PLACE, PROMPTS, ("--epochs", str(EPOCHS)))
     assets, head = real_assets(PLACE), PLACE / "drafter"
     besides = ("data.shuffle=True", f"data.seed={seed}", f"data.max_response_length={LONGEST}")

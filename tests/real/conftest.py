@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.real_policy.head import made_so_far, measured, warm_up
+from benchmarks.real_policy.head import head_facts, measured, warm_up
 from benchmarks.real_policy.job import PLACE, real_assets
 from verl_cpu.environment import CPU_ENGINE
 
@@ -32,12 +32,11 @@ def warmed(assets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("warmed")
     for name in ("policy", ".policy.recipe"):
         (folder / name).symlink_to(PLACE / name)
-    took = warm_up(folder, folder / "drafter", 48, ("--max-steps", str(WARM_UP_STEPS)), from_it=False)
+    took = warm_up(folder, folder / "drafter", 48, ("--max-steps", str(WARM_UP_STEPS)))
     return folder / "drafter", {**took, **measured(folder)}
 
 
 @pytest.fixture(scope="session")
 def drafter(request):
     """The head worth serving, where there is one, else the one of few steps, which takes minutes."""
-    made = made_so_far(PLACE)
-    return PLACE / "drafter" if made else request.getfixturevalue("warmed")[0]
+    return PLACE / "drafter" if head_facts(PLACE) else request.getfixturevalue("warmed")[0]

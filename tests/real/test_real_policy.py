@@ -18,7 +18,7 @@ from benchmarks.gpu.parts import of_clone
 from benchmarks.lossless.__main__ import row_of
 from benchmarks.lossless.exact import Exact, Sampling
 from benchmarks.real_policy.collatz import compute_score
-from benchmarks.real_policy.head import DRAFT_VOCAB, made_so_far
+from benchmarks.real_policy.head import DRAFT_VOCAB, head_facts
 from benchmarks.real_policy.job import LONGEST_PROMPT, LONGEST_RESPONSE, PLACE
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.child_engine import run_job
@@ -77,7 +77,7 @@ def test_the_warm_up_learns_from_answers_to_the_chat_template(warmed, assets):
 
 def test_what_is_simulated_is_what_vllm_serves(warmed):
     _, facts = warmed
-    made = (made_so_far(PLACE) or [facts])[-1]
+    made = head_facts(PLACE) or facts
     simulated, served = (made[f"accept_length_{how}"] for how in ("simulated", "served"))
     assert all(abs(simulated[k] / served[k] - 1) <= AGREE for k in served)
 
