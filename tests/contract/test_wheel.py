@@ -75,7 +75,7 @@ def installed(checkout, tmp_path_factory):
 def test_it_holds_the_plugin_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"verl_tlt"}
-    assert {"verl_tlt/py.typed", "verl_tlt/commands/page.html"} <= set(names)
+    assert {"verl_tlt/py.typed", "verl_tlt/commands/report/page.html"} <= set(names)
     inside = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert inside == {".html", ".py", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_tlt").rglob("*.py")}

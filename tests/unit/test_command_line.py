@@ -52,20 +52,21 @@ def test_a_number_is_a_number_within_bounds(name, option):
 
 
 @pytest.mark.parametrize(
-    ("package", "words", "said"),
+    ("packages", "words", "said"),
     [
         ("rich", "doctor", "verl-tlt needs rich, which is not installed here: pip install rich"),
         ("matplotlib", "report RUN --out o", "verl-tlt needs matplotlib, which is not installed here"),
         ("vllm", "warmup --model m --prompts p --out o", "verl-tlt warmup needs vllm, not installed here."),
-        ("vllm", "compare a.b=1", "verl-tlt compare needs vllm, not installed here."),
+        ("jinja2 matplotlib vllm", "compare a.b=1", "verl-tlt compare needs vllm, not installed here."),
     ],
 )
-def test_a_package_that_is_missing_is_named_and_nothing_is_written(made_run, tmp_path, package, words, said):
+def test_a_package_that_is_missing_is_named_and_nothing_is_written(made_run, tmp_path, packages, words, said):
     argv = words.replace("RUN", str(made_run.directory)).split()
-    code = f"import sys; sys.modules[{package!r}] = None; from verl_tlt.commands.cli import app; app({argv})"
+    missing = dict.fromkeys(packages.split())
+    code = f"import sys; sys.modules.update({missing}); from verl_tlt.commands.cli import app; app({argv})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ended.returncode == 1 and ended.stderr.startswith(said) and len(ended.stderr.splitlines()) == 1
-    assert ("accept" in ended.stdout) == (package == "matplotlib"), "the run's table"
+    assert ("accept" in ended.stdout) == (packages == "matplotlib"), "the run's table"
     assert not list(tmp_path.iterdir())
 
 

@@ -1,14 +1,15 @@
-"""What a comparison says before it starts anything, and when it is interrupted."""
+"""What a comparison says before it starts anything, when it is interrupted, and of what it measured."""
 
 import json
 
 import pytest
+from rich.console import Console
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare import command
-from verl_tlt.commands.compare.command import announce, compare, time_needed
+from verl_tlt.commands.compare.command import announce, compare, report, time_needed
 from verl_tlt.commands.compare.plan import TLT, Plan, named_arms
-from verl_tlt.commands.compare.record import Record, Turn
+from verl_tlt.commands.compare.record import Record, Step, Turn
 from verl_tlt.commands.console import make_console
 from verl_tlt.commands.options import CompareOptions
 
@@ -61,3 +62,24 @@ def test_interrupted_it_says_how_to_go_on(overrides, tmp_path, monkeypatch, caps
         compare(CompareOptions(overrides=overrides, out=tmp_path / "out"), make_console())
     assert "The same command takes the turns that are left." in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "out" / "turns.json").is_file()
+
+
+def test_it_prints_all_that_a_user_needs_of_what_it_measured(record, tmp_path, capsys):
+    for turn in range(3):
+        for name, seconds, difference in (("stock", 10.0, 2e-6), (TLT, 5.0, 3e-6)):
+            steps = [
+                Step(turn, 3 * turn + n, seconds, seconds - 2.0, 1000.0, 0.25, 3.5, probs_diff_max=difference)
+                for n in (2, 3)
+            ]
+            record.add(Turn(name, turn, steps, 90.0 + 2 * seconds, 12.0, 4.0))
+    plan, arms = Plan(Recipe(()), None, 3, tmp_path / "out"), named_arms([TLT], "/a/drafter")
+    report(plan, arms, record, Console(width=120))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for arm in arms:
+        assert f"{arm.name}: {arm.label}".split() in lines
+    assert ["stock", "1", "1", "3.50", "0.250", "±", "0.000", "2.0e-06"] in lines
+    rollout, step = (["2.67x", "(2.67", "to", "2.67)"], ["2.00x", "(2.00", "to", "2.00)"])
+    assert [TLT, *rollout, *step, "3.50", "0.250", "±", "0.000", "3.0e-06"] in lines
+    assert [TLT, "74", "12", "4"] in lines, "what the ratios leave out"
+    assert any(line[:5] == ["tlt", "was", "faster", "than", "stock:"] for line in lines)
+    assert [path.name for path in (tmp_path / "out").glob("compare.*")] == ["compare.json"]

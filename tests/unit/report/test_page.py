@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from cli import cli
 
-from verl_tlt.commands.page import write_page
+from verl_tlt.commands.report.html import write_page
 from verl_tlt.commands.report.page import about, run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.trace.events import TraceWriter

@@ -12,7 +12,6 @@ from rich.table import Table
 from verl_tlt.commands.advise.estimate import shape_of
 from verl_tlt.commands.capture import started_in
 from verl_tlt.commands.compare.job import keep_only, take_turn
-from verl_tlt.commands.compare.page import LEFT_OUT, comparison_page
 from verl_tlt.commands.compare.plan import (
     Arm,
     Plan,
@@ -27,13 +26,17 @@ from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
-from verl_tlt.commands.page import write_page
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.files.disk import check_writable, free_bytes, replacing
 from verl_tlt.upstream.versions import installed
 
 SAY_EVERY_S = 600.0
-PAGE, ROWS = "compare.html", "compare.json"
+ROWS = "compare.json"
+HEADINGS = (
+    "arm", "rollout,\ntimes as fast\nper token", "step,\ntimes as fast\nper token", "accept\nlength", "reward",
+    "largest\nprobability\ndifference",
+)  # fmt: skip
+LEFT_OUT = ("arm", "start and end of a job (s)", "its first step (s)", "checkpoint (s)")
 FEW_STEPS = 100
 """RL steps in which a drafter that begins untrained does not make up for its training: the toy needed more than 24."""
 
@@ -116,13 +119,15 @@ def clock(seconds: float) -> str:
 
 
 def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) -> None:
-    """Print the results of the turns taken so far, and write them down."""
+    """Print what the arms are and what the turns taken so far measured, and write the latter down."""
     result = found_of(arms, record)
     if not result["ratios"]:
         say(console, "No arm has steps to compare with stock's yet.")
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("arm", "rollout, per token", "step, per token", "accept length", "reward"):
+    for name, arm in result["arms"].items():
+        say(console, f"{name}: {arm['label']}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for row in arm_rows(result):
         table.add_row(*row)
@@ -134,15 +139,14 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     for line in result["sentences"]:
         say(console, line)
     write(plan, arms, record)
-    say(console, f"Page: {plan.folder / PAGE}\nRows: {plan.folder / ROWS}")
+    say(console, f"Rows: {plan.folder / ROWS}")
 
 
 def write(plan: Plan, arms: Sequence[Arm], record: Record) -> None:
-    """Write what was measured and concluded into the comparison's folder: as JSON and as a page."""
+    """Write what was measured and concluded into the comparison's folder."""
     result = found_of(arms, record)
     with replacing(plan.folder / ROWS) as file:
         file.write(json.dumps(result, indent=1).encode())
-    write_page(plan.folder / PAGE, comparison_page(arms, record, result))
 
 
 def announce(

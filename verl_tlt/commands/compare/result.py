@@ -56,9 +56,13 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
 
 
 def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
-    """An arm's label, medians of its steps' accept lengths (stock's vLLM logs one for a whole turn), and rewards."""
+    """What an arm is, and what its steps measured.
+
+    Its accept length is the median of its steps; stock's vLLM logs one for a whole turn.
+    """
     steps = [step for turn in turns for step in turn.steps]
     logged = [turn.accept_length for turn in turns if turn.accept_length]
+    differences = [step.probs_diff_max for step in steps if step.probs_diff_max is not None]
 
     def usual(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -70,6 +74,7 @@ def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
         "environment": dict(arm.environment),
         "accept_length": usual(step.accept_length for step in steps) or (round(mean(logged), 4) if logged else None),
         "reward": [round(step.reward, 4) for step in steps],
+        "probs_diff_max": max(differences, default=None),
     }
 
 
@@ -208,7 +213,10 @@ def left_out_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each arm: its name, ratios with their intervals, accept length, mean and deviation of rewards."""
+    """A row for each arm: its name, ratios with their intervals, accept length, reward, and probability difference.
+
+    The reward is the mean of the steps with their deviation, the difference the largest of all steps.
+    """
     rows = []
     for name, arm in result["arms"].items():
         shown = [result["ratios"][name][key] for key in RATIOS] if name in result["ratios"] else []
@@ -218,7 +226,8 @@ def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
         reward = f"{mean(arm['reward']):.3f}"
         if len(arm["reward"]) > 1:
             reward += f" ± {np.std(arm['reward'], ddof=1):.3f}"  # which takes NaN, too
-        rows.append([name, *ratios, length, reward])
+        difference = "-" if arm["probs_diff_max"] is None else f"{arm['probs_diff_max']:.1e}"
+        rows.append([name, *ratios, length, reward, difference])
     return rows
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from verl_tlt.commands.console import make_console, say
-from verl_tlt.commands.page import write_page
+from verl_tlt.commands.report.html import write_page
 from verl_tlt.commands.report.page import run_page
 from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.commands.report.steps import did_it_pay, rich_table, rows_of_trace, sentences

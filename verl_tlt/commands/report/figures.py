@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.patches import Patch
 
-from verl_tlt.commands.charts import (
+from verl_tlt.commands.report.charts import (
     BLUE,
     GREEN,
     GREY,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from verl_tlt.commands.page import Page, PageTable
+from verl_tlt.commands.report.html import Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import IN_PAGES, did_it_pay, own_work_s, rows_of_trace, sentences, table
 from verl_tlt.commands.report.timeline import most_trained, rl_steps

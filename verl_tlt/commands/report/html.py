@@ -1,7 +1,7 @@
 """Writes an HTML page that stands alone: it loads nothing and runs no script."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
-    from verl_tlt.commands.charts import Chart
+    from verl_tlt.commands.report.charts import Chart
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Page:
     heading: str
     answer: str
     """The first sentence, in bold."""
-    sentences: Sequence[str] = ()
-    about: str = ""
+    sentences: Sequence[str]
+    about: str
     """What ran, where and when."""
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str]
     """Numbers at the top of the page, with their units, by name."""
-    charts: Sequence["Chart"] = ()
-    tables: Sequence[PageTable] = ()
+    charts: Sequence["Chart"]
+    tables: Sequence[PageTable]
 
 
 def write_page(path: Path, page: Page) -> Path:
