@@ -21,10 +21,13 @@ from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.capture import capture, recipe_of
 from verl_tlt.commands.compare.plan import make_plan
+from verl_tlt.commands.doctor import engine_check
 from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus, next_step, unread_keys
+from verl_tlt.commands.doctor.engine_check import Answer
 from verl_tlt.commands.doctor.standalone_engine import set_up
 from verl_tlt.commands.warmup.run import decided_options
 from verl_tlt.config import MOST, TLTConfigError
+from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.upstream.versions import location, look_first_in
 
 pytestmark = pytest.mark.usefixtures("variables")
@@ -54,6 +57,24 @@ def test_the_doctor_answers_in_its_last_lines(overrides, words, status, said):
 def test_all_lists_what_is_fine_too(overrides):
     code, output = cli("doctor", "--all", *overrides, "+trainer.plugin=tlt")
     assert code == 0 and "ok      actor_rollout_ref.model.path is a qwen3 model" in output
+
+
+def test_what_the_engine_measured_is_shown_beside_one_line_of_what_is_fine(overrides, tmp_path, monkeypatch):
+    measured = [
+        Finding("ok", "drafter after sleep", "it was loaded again after sleep in 0.50 s"),
+        Finding("warn", "drafter off against stock", "1.20 times stock's step (batch 1: 12.00 against 10.00 ms)."),
+        Finding("ok", "K=3 against off", "by batch 1: 1.50x, 4: 2.00x; pays above this accept length"),
+    ]
+    monkeypatch.setattr(engine_check, "run_job", lambda _: Answer(measured, LatencyTable(), "H100"))
+    words = [*overrides, "+trainer.plugin=tlt"]
+    _, before = cli("doctor", *words)
+    code, output = cli("doctor", "--gpu", "--out", tmp_path / "r.json", *words)
+    assert code == 0 and "is a qwen3 model" not in output, output
+    (count,) = (line for line in before.splitlines() if "checks OK" in line)
+    assert count in output.splitlines(), "what is shown is not counted"
+    for finding in measured:
+        label = {"ok": "ok     ", "warn": "warning"}[finding.level]
+        assert output.count(f"{label} {finding.what}: {finding.sentence}\n") == 1, output
 
 
 def test_a_command_is_judged_where_it_starts_verl(overrides, recipe, policy, tmp_path):

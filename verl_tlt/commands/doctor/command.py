@@ -48,7 +48,10 @@ LABELS = {"ok": "ok", "warn": "warning", "if": "missing", "refuse": "refused"}
 
 
 def doctor(options: DoctorOptions, console: Console) -> int:
-    """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here."""
+    """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here.
+
+    Without `--all` findings that all is well are counted, but for those of a measured engine.
+    """
     if options.gpu and not options.names_a_run():
         raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")
     if options.gpu:  # before anything is measured
@@ -57,12 +60,13 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         check_writable(options.out.parent, "the folder of --out")
     recipe, has_recipe = options.recipe(), options.names_a_run()
     findings = diagnose(recipe if has_recipe else None)
-    if options.gpu and not is_refused(findings):
-        findings += measure_engine(recipe, options, console)
-    answer, status = conclude(findings, has_recipe)
-    shown = [f for f in findings if options.all or (f.level != "ok" and f.sentence not in answer)]
+    measured = measure_engine(recipe, options, console) if options.gpu and not is_refused(findings) else []
+    answer, status = conclude([*findings, *measured], has_recipe)
+    shown = [*findings, *measured]
     if not options.all:
         say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
+        wrong = [f for f in findings if f.level != "ok"]
+        shown = [f for f in (*wrong, *measured) if f.sentence not in answer]
     for finding in shown:
         about = "" if finding.sentence.startswith(finding.what) else f"{finding.what}: "
         say(console, f"{LABELS[finding.level]:7} {about}{finding.sentence}", STYLES[finding.level])
