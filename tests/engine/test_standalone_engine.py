@@ -53,7 +53,7 @@ def test_the_doctor_measures_on_this_machine(models, tmp_path, monkeypatch):
         assert text in said
     (answer,) = answers
     (beside,) = (found.sentence for found in answer.findings if found.what == "drafter off against stock")
-    assert re.search(r"batch 1: [\d.]+ against [\d.]+ and [\d.]+ ms", beside), "stock is read twice"
+    assert re.search(r"batch 1: [\d.]+ against [\d.]+ ms", beside)
     assert re.findall(r"batch (\d+)", beside) == ["1"], "of 1 and 4, what the engine decodes at once"
     assert list(report.parent.iterdir()) == [report], "nothing is stored beside the report"
     points = json.loads(report.read_text())["points"]

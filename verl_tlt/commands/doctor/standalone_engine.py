@@ -173,5 +173,5 @@ async def start(
     finally:
         llm.shutdown()
         await watch
-        os.environ.clear()  # a stock engine that comes after it must not inherit its model runner
+        os.environ.clear()  # the engine that is started next must not inherit them
         os.environ.update(before)
