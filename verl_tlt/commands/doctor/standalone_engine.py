@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPT_TOKENS = 16
-_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "README.md")
+_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 _TWICE = ("original/*", "consolidated*", "onnx/*")
-"""Files of a model on the hub that an engine or a drafter's card is made from, and copies of its weights."""
+"""Files of a model on the hub that an engine is made from, and copies of its weights."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from verl_tlt.commands.serve import serve_command
-from verl_tlt.drafter.policy import CONFIG, MTP, first_line, folder, is_name
-
-logger = logging.getLogger(__name__)
+from verl_tlt.drafter.policy import MTP, is_name
 
 SHOWN = (
     "accept length", "draft positions", "objective", "temperature", "top_p", "top_k", "prompts", "responses",
@@ -20,19 +16,13 @@ SHOWN = (
 
 
 def model_card(method: str, name: str, policy: str | os.PathLike[str], facts: Mapping[str, object]) -> str:
-    """The text of `README.md`: no path of this machine is in it.
-
-    Base model and licence are named where they are known: by a policy's name on the hub, and by its own model card.
-    """
+    """The text of `README.md`, without paths of this machine. Only a policy on the hub is named as its base model."""
     from huggingface_hub import ModelCardData
 
-    own = policys_card(policy)
     base = os.fspath(policy) if is_name(policy) else Path(policy).resolve().name
-    named = base if is_name(policy) else own.get("base_model")
     data = ModelCardData(
-        base_model=named if isinstance(named, str) and is_name(named) else None,
+        base_model=base if is_name(policy) else None,
         base_model_relation="adapter" if is_name(policy) else None,
-        license=own.get("license"),
         library_name="speculators",
         tags=["speculative-decoding", method, "vllm", "verl-tlt"],
     )
@@ -55,15 +45,3 @@ of the answers, only how fast they come.
 
 Made with verl-tlt.
 """
-
-
-def policys_card(policy: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a policy's own model card says of it; empty where it has none here, or one that cannot be read."""
-    from huggingface_hub import ModelCard
-
-    try:
-        file = folder(policy, (CONFIG,), fetch=False) / "README.md"
-        return ModelCard.load(file, ignore_metadata_errors=True).data.to_dict() if file.is_file() else {}
-    except Exception as error:  # the drafter is trained by now, and a card may hold anything
-        logger.warning("The model card of %s cannot be read (%s): no licence is named.", policy, first_line(error))
-        return {}
