@@ -15,7 +15,7 @@ def pooled(rows: Sequence[Sequence[float]], figure: Callable[[Floats], Floats], 
     """[of all, low, high]: `figure` of the sums of all rows, and its 95 % interval, wider for few rows."""
     table = np.asarray(rows, dtype=np.float64)  # [n, columns]
     of_all = float(figure(table.sum(axis=0, keepdims=True))[0])
-    return [of_all, *interval(table, figure, (1 - COVERED) / 2, seed)]
+    return [of_all, *interval(table, figure, (1 - COVERED) / 2, seed, count=len(table))]
 
 
 def ratio(both: Sequence[tuple[T, T]], seconds: Callable[[T], float], per: Callable[[T], float]) -> list[float]:

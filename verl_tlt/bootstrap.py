@@ -13,19 +13,19 @@ DRAWS = 2000
 
 
 def interval(
-    rows: Floats, figure: Callable[[Floats], Floats], error: float, seed: int, count: float | None = None
+    rows: Floats, figure: Callable[[Floats], Floats], error: float, seed: int, count: float
 ) -> tuple[float, float]:
     """The interval in which a figure lies; the truth is beyond either end with a chance of `error`.
 
     `rows` of measurements [n, columns] are drawn anew; `figure` is of sums of rows, [resamples, columns] ->
-    [resamples]. `count`: how many independent measurements the rows are worth, see `tail`; None: all of them.
+    [resamples]. `count`: how many independent measurements the rows are worth, see `tail`.
     """
     n = len(rows)
     drawn = np.random.default_rng(seed).integers(n, size=(DRAWS, n))  # numbers of rows
     cells = drawn + n * np.arange(DRAWS)[:, None]  # one histogram for all resamples: far faster than multinomial
     times = np.bincount(cells.ravel(), minlength=DRAWS * n)  # how often a row is in a resample
     figures = figure(times.reshape(DRAWS, n).astype(np.float64) @ rows)
-    beyond = tail(n if count is None else count, error)
+    beyond = tail(count, error)
     low, high = np.quantile(figures, [beyond, 1.0 - beyond])
     return float(low), float(high)
 
