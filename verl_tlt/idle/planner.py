@@ -10,7 +10,7 @@ another one still decodes:
 * No replica leaves while work may still arrive: a pending request, an open agent loop, or a refill of the batch.
 * A replica leaves after it carried its share of this phase and has been empty for `settle_s`, if another one is busy.
 * The load may miss a request that was on its way when the replica left the load balancer. The server then refuses to
-  sleep and serves on; it is asked again after a growing pause.
+  sleep and serves on; it is asked again after a pause.
 * The weight sync after the phase wakes every replica up and puts it back, however the phase ended.
 
 Times are seconds of one monotonic clock. `trainer.watch` carries the commands out and reports what came of them.
@@ -22,10 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
-FIRST_RETRY_S = 0.5
-"""Pause after a first refusal: a request that slipped in decodes about this long or longer; asking closes the gate."""
-LONGEST_RETRY_S = 8.0
-"""Longest pause, up to which it doubles: idle time worth using is longer, so also late idle time is used."""
+RETRY_S = 2.0
+"""Pause after a refusal: a request that slipped in decodes for a while, and asking closes the gate for a moment."""
 LEAST_SHARE = 0.5
 """Part of its fair share that a replica must have carried at once. Before dispatch all replicas are empty, and routing
 is not even."""
@@ -112,7 +110,6 @@ class _Replica:
     inflight: int = 0
     most: int = 0  # requests that it had at once
     empty_since: float | None = None
-    refusals: int = 0
     retry_at: float = -math.inf
     stays: bool = False  # it was called back or failed, and does not leave in this phase any more
     earlier_idle_s: float = 0.0  # before it was called back
@@ -210,12 +207,11 @@ class IdlePlanner:
         return [] if self._end is not None else [Command("train", name)]
 
     def refused(self, name: str, now: float) -> list[Command]:
-        """The server has requests and serves on: back into the load balancer, asked again after a growing pause."""
+        """The server has requests and serves on: back into the load balancer, asked again after a pause."""
         replica = self._replicas[name]
         replica.state = State.SERVES
         replica.empty_since = None  # the server knows better than the load
-        replica.retry_at = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0**replica.refusals)
-        replica.refusals += 1
+        replica.retry_at = now + RETRY_S
         return [] if self._end is not None else [Command("rejoin", name)]  # after the end the weight sync does it
 
     def failed(self, name: str) -> None:

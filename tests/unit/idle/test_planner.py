@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from verl_tlt.idle import planner as module
-from verl_tlt.idle.planner import Command, IdlePlanner, Look, PendingWork, State, TrainerIdlePlanner
+from verl_tlt.idle.planner import RETRY_S, Command, IdlePlanner, Look, PendingWork, State, TrainerIdlePlanner
 
 
 def planner(replicas=("a", "b"), candidates=None, *, expected_requests=8, settle_s=0.1):
@@ -89,20 +88,16 @@ def test_all_idle_at_once_is_the_end_and_no_idle_time():
 # ---------------------------------------------------------------- refusals, failures, recalls
 
 
-def test_refusals_back_off_exponentially_up_to_a_ceiling():
+def test_a_replica_that_refused_is_asked_again_after_a_pause():
     p = loaded(planner())
-    load, now, pauses = {"a": 0, "b": 3}, 1.0, []
-    p.observe(Look(now, load))
-    now += 0.2
-    assert p.observe(Look(now, load)) == [Command("leave", "a")]
-    for _ in range(7):
+    load, now = {"a": 0, "b": 3}, 1.5
+    assert settle(p, load, now=1.0) == [Command("leave", "a")]
+    for _ in range(3):
         assert p.refused("a", now) == [Command("rejoin", "a")] and p.state("a") is State.SERVES
-        asked = now
-        while not p.observe(Look(now, load)):
-            now = round(now + 0.01, 6)
-        pauses.append(now - asked)
-    expected = [min(module.LONGEST_RETRY_S, module.FIRST_RETRY_S * 2**i) for i in range(7)]
-    assert pauses == pytest.approx(expected, abs=0.02)
+        for waited in (0.0, 0.5, RETRY_S - 0.1):
+            assert p.observe(Look(now + waited, load)) == []
+        now += RETRY_S
+        assert p.observe(Look(now, load)) == [Command("leave", "a")]
 
 
 def test_one_that_does_not_say_whether_it_sleeps_stays_out_and_another_may_take_over():
