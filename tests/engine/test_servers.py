@@ -282,10 +282,13 @@ def test_a_file_that_is_cut_short_costs_drafts_until_another_is_staged(fleet, st
     ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
     status = ray.get(server.tlt_status.remote(), timeout=60)
     assert len(struck()) == 1
-    assert not status.ok and not status.drafting and TRUNCATED.log in status.error
+    assert not status.ok and TRUNCATED.log in status.error
+    ray.get(server.tlt_stats.remote(), timeout=60)  # counts from here on
     sampling = {"max_tokens": 8, "ignore_eos": True}
     output = ray.get(server.generate.remote([11, 12, 13, 14], sampling, "x"), timeout=SOON_S)
     assert len(output.token_ids) == 8, "the engine lives"
+    stats = ray.get(server.tlt_stats.remote(), timeout=60)
+    assert stats.num_drafts == 0 and not stats.failure
     assert called_by_the_trainer(fleet, "server-1").stage(fleet[3]) == 0
     ray.get(server.clear_kv_cache.remote(), timeout=SOON_S)
     assert ray.get(server.tlt_status.remote(), timeout=60).ok, "the next publication replaces it"

@@ -45,7 +45,6 @@ class DrafterStatus:
     ok: bool = False  # the last load was accepted, by every rank of the engine
     seconds: float = 0.0  # duration of the last load
     error: str | None = None  # why the engine does not draft as it was asked to
-    drafting: bool = False  # the drafter's pass runs in this rollout
     acceptance: tuple[float, ...] = ()  # `DrafterFile.acceptance` of the drafter that is served
 
 

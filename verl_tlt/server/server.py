@@ -324,13 +324,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await answered(self.engine, "switch its drafter", asked)
             if drafting:
                 await ask_scheduler(self.engine, "control", **told)
-            self._tlt_served = replace(self._tlt_served, drafting=drafting)
         except EngineGone:
             raise
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
             failure = f"{type(error).__name__}: {error}"
-            self._tlt_served = replace(self._tlt_served, ok=False, drafting=False, error=failure)
+            self._tlt_served = replace(self._tlt_served, ok=False, error=failure)
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
         """Decode without drafts, or with them, from the next weight sync on (`at_once`: now; the engine is idle)."""

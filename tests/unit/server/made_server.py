@@ -44,7 +44,7 @@ def make_server(engine=None, settings=None, **attributes):
     server.tlt, server.engine = TLTConfig.from_dict(settings or {}), engine or Engine()
     server.node_rank = server.replica_rank = server._admitting = 0
     server._resume_event, server._tlt_moves, server._tlt_file = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
-    server._tlt_key, server._tlt_staged, server._tlt_served = None, None, DrafterStatus()
+    server._tlt_staged, server._tlt_served = None, DrafterStatus()
     server._tlt_asked, server._tlt_writes = 0, threading.Lock()
     server._tlt_dir, server._tlt_drafting_disabled = Path("nowhere"), False
     vars(server).update(attributes)

@@ -35,7 +35,7 @@ async def test_a_drafter_that_every_rank_holds_is_served(tmp_path):
     engine = two_ranks()
     status, told = await reload(tmp_path, engine)
     assert (status.ok, status.version, status.error) == (True, 4, None)
-    assert status.drafting and status.acceptance == (0.8, 0.7) and status.seconds > 0
+    assert status.acceptance == (0.8, 0.7) and status.seconds > 0
     assert engine.asked.count(("tlt_load_drafter",)) == 1
     assert engine.asked[-2] == ("tlt_set_drafting", True)
     assert told == [{"drafting": True, "force_k": None, "acceptance": [0.8, 0.7]}]
@@ -57,12 +57,12 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
     assert (why if switched == (None, None) else "no such method") in status.error
     assert (status.version, status.acceptance) == (3, (0.5,)), "of what was served before"
     assert told == [{"drafting": False, "force_k": 0, "acceptance": None}]
-    assert engine.asked[-1] == ("tlt_set_drafting", False) and not status.drafting
+    assert engine.asked[-1] == ("tlt_set_drafting", False)
 
 
 async def test_an_engine_that_cannot_run_the_pass_is_asked_for_no_drafts(tmp_path):
     status, told = await reload(tmp_path, two_ranks(switched=RuntimeError("no such method")))
-    assert not status.ok and not status.drafting and "no such method" in status.error and told == []
+    assert not status.ok and "no such method" in status.error and told == []
 
 
 @pytest.mark.parametrize(("method", "trains"), [("mtp", True), ("mtp", False), ("eagle3", True)])
@@ -71,7 +71,7 @@ async def test_a_head_that_verl_trains_is_not_loaded_over_what_verl_sent(tmp_pat
     monkeypatch.setattr(TLTvLLMHttpServer, "config", SimpleNamespace(mtp=mtp), raising=False)
     engine = two_ranks()
     status, told = await reload(tmp_path, engine, settings={"drafter": {"method": method}})
-    assert status.ok and status.drafting and status.version == 4 and told[-1]["drafting"] is True
+    assert status.ok and status.version == 4 and told[-1]["drafting"] is True
     assert (("tlt_load_drafter",) in engine.asked) == (method == "eagle3" or not trains)
 
 
