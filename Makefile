@@ -25,7 +25,7 @@ help:
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
 	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; an hour, the policy's fine-tuning included)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, six arms in turns (hours)"
-	@echo "make bench-control  draft-length policies against oracles, simulated"
+	@echo "make bench-control  the choice of the draft length against oracles, simulated"
 	@echo "make bench-real     a real language model: policy, head, race of draft lengths, whole runs (nights; goes on after a kill)"
 	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"

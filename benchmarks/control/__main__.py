@@ -1,4 +1,4 @@
-"""Which draft-length policy is fastest, and what it costs: files of benchmarks/results.
+"""How well the draft length is chosen: files of benchmarks/results.
 
     python -m benchmarks.control --replay
     python -m benchmarks.control --fixed [--load 192+4@1000 4x400 ...]

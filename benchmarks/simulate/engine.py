@@ -7,7 +7,7 @@ noise, which hits every policy alike.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -47,20 +47,6 @@ class Truth:
     """Tokens of context that the requests hold."""
 
 
-@dataclass
-class Bucket:
-    seconds: float = 0.0
-    off_seconds: float = 0.0
-    """What the same tokens would have cost at K=0."""
-
-
-@dataclass
-class SimulationResult:
-    seconds: float = 0.0
-    buckets: dict[int, Bucket] = field(default_factory=dict)
-    """By floor(log2(batch))."""
-
-
 @dataclass(frozen=True)
 class SimulatedEngine:
     workload: Workload
@@ -69,27 +55,28 @@ class SimulatedEngine:
     observe_lag: int
     """Steps after which the policy learns of a step, besides its own (1: async scheduling)."""
 
-    def run(self, policy: Policy) -> SimulationResult:
-        """Drive `policy` through all rollouts; it keeps what it learned from one to the next."""
-        run = SimulationResult()
+    def run(self, policy: Policy) -> float:
+        """Seconds that all rollouts take with `policy`, which keeps what it learned from one to the next."""
+        seconds = 0.0
         rng = np.random.default_rng([self.workload.seed, 99])
         for index in range(self.workload.rollouts):
-            _Drain(self, self.workload.rollout(index), rng, run).to_the_end(policy)
-        return run
+            seconds = _Drain(self, self.workload.rollout(index), rng, seconds).to_the_end(policy)
+        return seconds
 
 
 class _Drain:
-    def __init__(
-        self, engine: SimulatedEngine, rollout: Rollout, rng: np.random.Generator, run: SimulationResult
-    ) -> None:
-        self.engine, self.rollout, self.rng, self.run = engine, rollout, rng, run
+    """One rollout, which begins so many seconds after the first one."""
+
+    def __init__(self, engine: SimulatedEngine, rollout: Rollout, rng: np.random.Generator, seconds: float) -> None:
+        self.engine, self.rollout, self.rng, self.seconds = engine, rollout, rng, seconds
         self.done = np.zeros(rollout.lengths.size, dtype=np.int64)  # tokens produced, [requests]
         self.rows = np.arange(min(engine.workload.max_batch, rollout.lengths.size))  # decoding, [batch]
         self.next_row = self.rows.size
         self.drafted = 0
         self.late: deque[Step] = deque()
 
-    def to_the_end(self, policy: Policy) -> None:
+    def to_the_end(self, policy: Policy) -> float:
+        """Seconds from the start of the first rollout to the end of this one."""
         prefill = True
         while self.rows.size:
             kv_tokens = int(self.done[self.rows].sum()) + self.rows.size * self.engine.workload.prompt
@@ -104,6 +91,7 @@ class _Drain:
                 policy.observe(self.late.popleft())
         while self.late:
             policy.observe(self.late.popleft())
+        return self.seconds
 
     def _step(self, k: int, kv_tokens: int, scales: npt.NDArray[np.float64], prefill: bool) -> Step:
         verified, batch = self.drafted, self.rows.size
@@ -117,9 +105,8 @@ class _Drain:
         left = self.rollout.lengths[self.rows] - done
         gain = np.minimum(gain, left)
         produced = int(gain.sum())
-        pace = self.engine.noise.pace(self.run.seconds)
-        seconds = pace * self.engine.cost.seconds(batch, kv_tokens, verified, k)
-        self._account(batch, kv_tokens, produced, seconds, pace)
+        seconds = self.engine.noise.pace(self.seconds) * self.engine.cost.seconds(batch, kv_tokens, verified, k)
+        self.seconds += seconds
         self.done[self.rows] = done + gain
         self.rows = self.rows[gain < left]
         self.drafted = max(k, 0)
@@ -143,13 +130,6 @@ class _Drain:
             self.rows = np.concatenate((self.rows, np.arange(self.next_row, self.next_row + joining)))
             self.next_row += joining
         return joining > 0
-
-    def _account(self, batch: int, kv_tokens: int, produced: int, seconds: float, pace: float) -> None:
-        run, cost = self.run, self.engine.cost
-        bucket = run.buckets.setdefault(batch.bit_length() - 1, Bucket())
-        bucket.seconds += seconds
-        bucket.off_seconds += pace * cost.seconds(batch, kv_tokens, 0, 0) * produced / batch
-        run.seconds += seconds
 
     def _jitter(self) -> float:
         noise = self.engine.noise

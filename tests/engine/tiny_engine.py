@@ -96,13 +96,13 @@ class Engine:
         scheduler._tlt_k = 0
 
     def put_in_charge(self, policy: str) -> None:
-        """Let another policy choose from now on: one of `policies`, else one that the benchmarks know by name."""
-        from benchmarks.control.policies import named
+        """Let another policy choose from now on: one of `policies`, else one of the package by name."""
+        from verl_tlt.speculation.policies import make_policy
 
         own, control = getattr(policies, policy, None), self.scheduler.tlt
         arms = tuple(self.scheduler.vllm_config.additional_config["tlt"]["arms"])
         largest = self.scheduler.max_num_running_reqs
-        control.policy = own(arms, largest) if own else named(policy, arms, largest)
+        control.policy = own(arms, largest) if own else make_policy(policy, arms, largest)
         control.control(points=policies.COSTS.to_list())
 
     def generate(self, count: int, tokens: int, **kwargs: Any) -> list[list[int]]:
