@@ -23,7 +23,7 @@ help:
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about half an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
-	@echo "make test-real      a real language model through warm-up, engine, GRPO and a kill (downloads 93 MB; an hour, the policy's fine-tuning included)"
+	@echo "make test-real      warm-up and engine of a real language model (downloads 93 MB; up to an hour, the policy's fine-tuning included)"
 	@echo "make bench          stock verl, vLLM's speculation and TLT, six arms in turns (hours)"
 	@echo "make bench-control  the choice of the draft length against oracles, simulated"
 	@echo "make bench-real     a real language model: policy, head, race of draft lengths, whole runs (nights; goes on after a kill)"
@@ -102,7 +102,7 @@ test-faults: $(STAMP)
 
 test-real: $(STAMP)
 	$(BIN)/python -m benchmarks.real_policy
-	$(BIN)/pytest -o faulthandler_timeout=3300 tests/real
+	$(BIN)/pytest -o faulthandler_timeout=2100 tests/real
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.e2e --out demo-out/e2e.json

@@ -45,16 +45,11 @@ SETTLE_S = 20.0
 def make_assets(folder: Path, lengths: Callable[[int], Sequence[int]], rows: int = 64) -> Assets:
     """Policy and prompts below `folder`; response i of prompt number `index` has `lengths(index)[i]` tokens."""
     assets = build_assets(folder, width="small", train_rows=rows, val_rows=8)
-    force_lengths(assets.train, assets.train, lengths)
-    return assets
-
-
-def force_lengths(source: Path, target: Path, lengths: Callable[[int], Sequence[int]]) -> None:
-    """Write the prompts of `source` again: response i of number `index` has `lengths(index)[i]` tokens."""
-    table = pq.read_table(source).to_pylist()
+    table = pq.read_table(assets.train).to_pylist()
     for index, row in enumerate(table):
         row["extra_info"]["forced_lengths"] = list(lengths(index))
-    pq.write_table(pa.Table.from_pylist(table), target)
+    pq.write_table(pa.Table.from_pylist(table), assets.train)
+    return assets
 
 
 def recipe_environment(out: Path, assets: Assets, steps: int, **environment: str) -> dict[str, str]:

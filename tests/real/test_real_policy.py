@@ -1,4 +1,7 @@
-"""A pretrained language model with 49,152 tokens, a byte-level tokenizer and a chat template, through everything."""
+"""Warm-up, engine and `verl-tlt convert` with a pretrained language model.
+
+It has 49,152 tokens, a byte-level tokenizer and a chat template.
+"""
 
 import json
 import subprocess
