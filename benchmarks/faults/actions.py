@@ -78,8 +78,8 @@ def nan_gradient(original: Original, trainer: Any, fed: Any) -> Any:
 
 def nan_parameter(original: Original, spot: Any) -> Any:
     """What is to be published holds a NaN."""
-    spot._approved = {name: value.copy() for name, value in spot._approved.items()}
-    next(iter(spot._approved.values())).flat[0] = float("nan")
+    spot._approved = {name: value.clone() for name, value in spot._approved.items()}
+    next(iter(spot._approved.values())).view(-1)[0] = float("nan")
     return original(spot)
 
 

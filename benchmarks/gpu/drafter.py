@@ -181,7 +181,7 @@ def scoring(bench: Bench) -> dict[str, Any]:
     shape, rows = shape_of(bench, "7b"), rows_of(bench)
     sequences = texts(shape, [rows + 1] * 8, seed=3)
     trainer = DrafterTrainer(drafter(shape, bench.device, draft_vocab=draft_vocab_of(bench)), ttt_steps=PASSES)
-    own = trainer.parameters_numpy()
+    own = trainer.cloned_parameters()
     device = TrainingDevice(bench.device)
     head = device.hold(verifier_weights(shape).lm_head)
 

@@ -230,21 +230,21 @@ class DrafterTrainer:
             if (broken := not_finite(values)) is not None:
                 raise DrafterError(f"The training state's {broken} holds NaN or infinity.")
 
-    def parameters_numpy(self) -> dict[str, np.ndarray]:
-        """A float32 host copy of every trainable parameter, by name."""
-        return {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
+    def cloned_parameters(self) -> dict[str, torch.Tensor]:
+        """A float32 copy of every trainable parameter on the host, by name."""
+        return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.parameters.items()}
 
-    def load_parameters(self, parameters: Mapping[str, np.ndarray]) -> None:
+    def load_parameters(self, parameters: Tensors) -> None:
         """Take over weights, as their own average; the optimizer's moments stay."""
-        self._copy_in(_tensors(parameters))
+        self._copy_in(parameters)
         for name, average in self.averages().items():
             average.copy_(self.parameters[name].detach())
 
     @contextmanager
-    def holding(self, parameters: Mapping[str, np.ndarray]) -> Iterator[None]:
+    def holding(self, parameters: Tensors) -> Iterator[None]:
         """Give the drafter other weights inside the block; its own come back to the bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._copy_in(_tensors(parameters))
+        self._copy_in(parameters)
         try:
             yield
         finally:
@@ -266,7 +266,7 @@ class DrafterTrainer:
         kind = "fused" if self.device.type == "cuda" else "eager"  # the fused losses are Triton kernels
         return run_passes(self.model, batch, passes or self.ttt_steps, resolve_loss_config(LOSS, kind))
 
-    def _check(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, values: Tensors) -> None:
         """Raise a `DrafterError` where these are not tensors of the parameters' names and shapes."""
         different = sorted(set(values) ^ set(self.parameters))
         if different:
@@ -275,7 +275,7 @@ class DrafterTrainer:
             if value.shape != (own := self.parameters[name].shape):
                 raise DrafterError(f"{name} is {list(value.shape)}, but the drafter's is {list(own)}.")
 
-    def _copy_in(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _copy_in(self, values: Tensors) -> None:
         self._check(values)
         with torch.no_grad():
             for name, value in values.items():
@@ -331,11 +331,6 @@ def run_passes(
             loss_config=loss,
         )
     return total, metrics
-
-
-def _tensors(parameters: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The same memory as tensors, but for what may not be written to, of which torch would warn."""
-    return {n: torch.from_numpy(value if value.flags.writeable else value.copy()) for n, value in parameters.items()}
 
 
 @contextmanager

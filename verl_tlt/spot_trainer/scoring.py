@@ -13,9 +13,10 @@ import torch
 
 from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
 from verl_tlt.drafter.data import grouped
+from verl_tlt.drafter.tensor_file import not_finite
 from verl_tlt.spot_trainer.gate import HeldOutScores, Which, combined
 
-Parameters = Mapping[str, np.ndarray]
+Parameters = Mapping[str, torch.Tensor]
 """Trainable parameters of a drafter by name, float32, on the host. They are replaced and never written to."""
 
 PORTION = 1024
@@ -83,7 +84,7 @@ class Scoring:
                     )  # fmt: skip
             counts[which] = np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64)
             positions = np.array([s.positions for s in scores], dtype=np.int64)
-        if not all(np.isfinite(value).all() for value in self.versions["candidate"].values()):
+        if not_finite(self.versions["candidate"]) is not None:
             counts["candidate"] = np.full_like(counts["candidate"], np.nan)  # a greedy draft is one whatever the logits
         prompts = np.array([_prompt(sequence) for sequence in group], dtype=np.uint64)
         return HeldOutScores(prompts, positions, counts["candidate"], counts["served"], counts["initial"])

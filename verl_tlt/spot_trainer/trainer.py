@@ -91,7 +91,7 @@ class SpotTrainer:
             trained=published is not None or not plan.drafter.untrained,
         )
         self.buffer = Buffer(max_bytes=plan.buffer_bytes, held_out=plan.held_out if plan.gate else 0.0)
-        self.initial: Parameters = self.trainer.parameters_numpy()
+        self.initial: Parameters = self.trainer.cloned_parameters()
         self.served: Parameters = self.initial
         self._candidate: Parameters | None = self.served
         self.version = plan.drafter.version
@@ -117,7 +117,7 @@ class SpotTrainer:
         """What the last session trained; it is copied when it is first needed, since a stop must not wait for that."""
         if self._candidate is None:
             averages = self.trainer.averages()
-            self._candidate = {name: average.to("cpu", copy=True).numpy() for name, average in averages.items()}
+            self._candidate = {name: average.to("cpu", copy=True) for name, average in averages.items()}
         return self._candidate
 
     # ------------------------------------------------------------------ data
@@ -279,10 +279,10 @@ class SpotTrainer:
         if not self._verifier_known and self.model.use_draft_vocab:  # a pruned drafter brings rows of the policy's head
             self._take_over(VerifierWeights.from_policy_dir(self.plan.policy_dir))
         tensors = serving_tensors(self.model, without=self.served.keys())
-        tensors |= {name: torch.from_numpy(value) for name, value in self.served.items()}
+        tensors |= self.served
         state = self.trainer.state()  # of the candidate, which may be ahead of what is served
         if self.initial is not self.served:
-            state[INITIAL] = {name: torch.from_numpy(value) for name, value in self.initial.items()}
+            state[INITIAL] = self.initial
         if step is not None:
             leaves = tree_leaves([tensors, state])
             check_room(Path(step), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), rotates)
@@ -303,16 +303,16 @@ class SpotTrainer:
             logger.warning("the spot trainer starts with a fresh optimizer: %s", error)
             return
         if INITIAL in state:
-            self.initial = {name: value.float().numpy() for name, value in state[INITIAL].items()}
+            self.initial = {name: value.float() for name, value in state[INITIAL].items()}
         self._candidate = None
-        self._judged = all(np.array_equal(value, self.served[name]) for name, value in self.candidate.items())
+        self._judged = all(torch.equal(value, self.served[name]) for name, value in self.candidate.items())
         self._trained_tokens = HELD_OUT_TOKENS * TRAINED_PER_SCORED  # unknown; a full verdict
         logger.info("the spot trainer goes on from %s after %d optimizer steps", directory, self.trainer.steps)
 
     def _go_on_from(self, published: DrafterFile) -> None:
         """Replace another spot trainer: go on from what it published last, with the moments of the last checkpoint."""
         tensors = load(published.weights)
-        self.served = {name: tensors[name].float().numpy() for name in self.initial}
+        self.served = {name: tensors[name].float() for name in self.initial}
         self._return_to(self.served)
         self._judged = True
         self._exported = replace(published, weights=b"")

@@ -101,21 +101,21 @@ def test_prompts_alone_teach_nothing(drafter, sequences):
         train_until(DrafterTrainer(drafter), itertools.repeat(pack([prompt])), lambda: False)
 
 
-def test_parameters_travel_as_numpy(policy, drafter, sequences):
+def test_cloned_parameters_are_loaded_and_stay_as_they_are(policy, drafter, sequences):
     trainer = DrafterTrainer(drafter)
     trainer.step(pack(sequences))
-    sent = trainer.parameters_numpy()
+    cloned = trainer.cloned_parameters()
+    before = copy.deepcopy(cloned)
     other = DrafterTrainer(drafter_of(policy, seed=9))
-    for value in sent.values():
-        value.flags.writeable = False  # as arrays out of Ray's store are
-    other.load_parameters(sent)
-    assert all((other.parameters_numpy()[n] == sent[n]).all() for n in sent)
-    trainer.step(pack(sequences))
-    assert (other.parameters_numpy()["fc.weight"] == sent["fc.weight"]).all()  # copies, not views
+    other.load_parameters(cloned)
+    assert all(torch.equal(other.parameters[n], before[n]) for n in before)
+    for one in (trainer, other):
+        one.step(pack(sequences))
+    assert all(torch.equal(cloned[n], before[n]) for n in before), "they are no views of either drafter"
     with pytest.raises(DrafterError, match=r"fc\.weight"):
-        other.load_parameters({n: v for n, v in sent.items() if n != "fc.weight"})
+        other.load_parameters({n: v for n, v in cloned.items() if n != "fc.weight"})
     with pytest.raises(DrafterError, match=r"norm\.weight is \[3\]"):
-        other.load_parameters({**sent, "norm.weight": np.zeros(3, np.float32)})
+        other.load_parameters({**cloned, "norm.weight": torch.zeros(3)})
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_what_is_no_state_of_this_drafter_is_refused_and_nothing_changes(drafter
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_average_follows_a_new_drafter_and_stays_with_a_trained_one(drafter, sequences, trained):
     trainer = DrafterTrainer(drafter, ttt_steps=1, warmup_steps=1, trained=trained)
-    start = trainer.parameters_numpy()
+    start = trainer.cloned_parameters()
     for _ in range(6):
         trainer.step(pack(sequences))
-    weights, averages = trainer.parameters_numpy(), {n: a.numpy() for n, a in trainer.averages().items()}
+    weights, averages = trainer.cloned_parameters(), trainer.averages()
 
     def distance(other):
-        return sum(float(np.sum((weights[name] - other[name]) ** 2)) for name in weights) ** 0.5
+        return sum(float(((weights[name] - other[name]) ** 2).sum()) for name in weights) ** 0.5
 
     behind, moved = distance(averages), distance(start)
     assert behind < 0.3 * moved if not trained else behind > 0.8 * moved

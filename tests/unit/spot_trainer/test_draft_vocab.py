@@ -16,6 +16,7 @@ from tiny_trainer import (
     first_of,
     make_trainer,
     publish,
+    same,
     session,
     texts,
     verifier_arrays,
@@ -93,14 +94,14 @@ def test_on_an_accelerator_every_head_takes_the_place_of_the_one_before(policy):
 def test_the_chosen_tokens_head_is_cut_from_every_newer_policy(trainer):
     """The trained parameters know nothing of the vocabulary, so they stay."""
     weights = verifier_arrays()
-    before = {name: value.copy() for name, value in trainer.candidate.items()}
+    before = {name: value.clone() for name, value in trainer.candidate.items()}
     trainer.add(1, texts(3), weights, CHOSEN)
     assert drafted(trainer) == CHOSEN.tolist()
     assert_cut(trainer, weights)
     newer = verifier_arrays(seed=1)
     trainer.add(2, texts(3), newer, CHOSEN)
     assert_cut(trainer, newer)
-    assert all(np.array_equal(before[name], value) for name, value in trainer.trainer.parameters_numpy().items())
+    assert same(trainer.trainer.cloned_parameters(), before)
 
 
 def test_what_is_trained_is_exported_with_its_tokens_and_resumed(policy, trainer, tmp_path):

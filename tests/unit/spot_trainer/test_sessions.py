@@ -4,8 +4,8 @@ from dataclasses import replace
 from itertools import chain, repeat
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
+import torch
 from tiny_trainer import FACTS, SAMPLING, make_trainer, publish, same, session, stopped_after, texts, verifier_arrays
 
 from verl_tlt.drafter.checkpoint import provenance
@@ -100,7 +100,7 @@ def test_a_candidate_that_is_given_up_takes_what_was_trained_on_it_along(trainer
     found = session(trainer, lambda: trainer._judged or trainer.trainer.steps > begun).verdict
     wanted = getattr(trainer, back)
     assert found.decision == "reverted" and found.publishes == (back == "initial")
-    assert same(trainer.candidate, wanted) and same(trainer.trainer.parameters_numpy(), wanted)
+    assert same(trainer.candidate, wanted) and same(trainer.trainer.cloned_parameters(), wanted)
     if found.publishes:
         assert trainer.export().version == 2 and same(trainer.served, wanted), "engines get it again"
 
@@ -119,8 +119,8 @@ def test_with_the_gate_off_every_trained_candidate_is_published_and_nothing_is_s
 
 def test_numbers_that_do_not_fit_the_rollouts_dtype_are_not_published(trainer):
     session(trainer)
-    broken = {name: value.copy() for name, value in trainer.candidate.items()}
-    broken["fc.weight"][0, 0] = np.nan
+    broken = {name: value.clone() for name, value in trainer.candidate.items()}
+    broken["fc.weight"][0, 0] = torch.nan
     trainer._approved = broken
     assert trainer.export() is None and trainer.version == 0
     assert same(trainer.served, trainer.initial) and same(trainer.candidate, trainer.served)
@@ -177,11 +177,11 @@ def test_more_is_scored_the_more_was_trained(trainer, decides):
 def test_a_candidate_that_is_not_finite_is_given_up(tmp_path, temperature):
     trainer = make_trainer(tmp_path / "policy", 60, sampling={**SAMPLING, "temperature": temperature})
     session(trainer)
-    trainer.trainer.averages()["fc.weight"][0, 0] = np.nan
+    trainer.trainer.averages()["fc.weight"][0, 0] = torch.nan
     result = session(trainer)
     assert result.verdict.decision == "reverted" and "not finite" in result.verdict.reason
     assert result.verdict.gain is None and not result.verdict.publishes
-    assert all(np.isfinite(value).all() for value in trainer.candidate.values())
+    assert all(value.isfinite().all() for value in trainer.candidate.values())
 
 
 @pytest.mark.parametrize("random", [True, False])

@@ -65,9 +65,9 @@ def copies(monkeypatch):
 
 def test_a_session_scores_and_trains_on_the_device(trainer, copies):
     assert session(trainer).verdict is None
-    before = trainer.trainer.parameters_numpy()
+    before = trainer.trainer.cloned_parameters()
     assert session(trainer, lambda: True).verdict is None, "a stop ends the scoring"
-    assert same(trainer.trainer.parameters_numpy(), before)
+    assert same(trainer.trainer.cloned_parameters(), before)
     assert session(trainer).verdict is not None
     assert (trainer.place.visits, copies.call_count) == (3, 6)
 
@@ -103,10 +103,10 @@ def test_some_memory_is_left_to_the_devices_owners(needed, free, fits):
 
 
 def test_a_warm_up_visits_the_device_and_brings_nothing_back(trainer, copies):
-    before = trainer.trainer.parameters_numpy()
+    before = trainer.trainer.cloned_parameters()
     trainer.rehearse()
     assert (trainer.place.visits, copies.call_count) == (1, 1)
-    assert same(trainer.trainer.parameters_numpy(), before) and trainer.trainer.steps == 0
+    assert same(trainer.trainer.cloned_parameters(), before) and trainer.trainer.steps == 0
 
 
 def test_no_session_waits_for_memory_to_be_locked(trainer, tmp_path, monkeypatch):

@@ -92,4 +92,4 @@ def publish(trainer):
 
 def same(left, right):
     """Whether two versions hold the same numbers."""
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

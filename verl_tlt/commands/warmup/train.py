@@ -17,8 +17,6 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from verl_tlt.commands.options import EngineOptions, WarmupOptions
 from verl_tlt.commands.warmup.engine import Stage
 from verl_tlt.commands.warmup.prompts import open_images
@@ -32,6 +30,7 @@ from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
 
 if TYPE_CHECKING:
+    import torch
     from speculators.models.eagle3 import Eagle3DraftModel
 
 CHECKS = 10
@@ -137,7 +136,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.progress = TrainingProgress()
-        self.best = self.trainer.parameters_numpy()
+        self.best = self.trainer.cloned_parameters()
         self._peak_lr = self.trainer.learning_rate
         self._turn = threading.Lock()  # policy and drafter in turn: both at once need more of the device's memory
         self._lengths = [self.library.tokens([n]) for n in self.train]
@@ -163,7 +162,7 @@ class TrainingRun:
             state = read_state(self.state_file)
             self.trainer.load_state(state["trainer"])
             self.progress = TrainingProgress(**state["progress"])
-            self.best = {name: value.numpy() for name, value in state["best"].items()}
+            self.best = dict(state["best"])
             self._plan = self._plan_of(self.progress.epoch)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"is no state of this training, such as another release would write ({first_line(error)})"
@@ -212,7 +211,7 @@ class TrainingRun:
 
         score = self.library.score(self.trainer.model, chosen, self.options.batch_tokens, tell)
         if not self.taus or score.accept_length >= max(self.taus):
-            self.best, p.acceptance = self.trainer.parameters_numpy(), score.accept.tolist()
+            self.best, p.acceptance = self.trainer.cloned_parameters(), score.accept.tolist()
         check = {"step": self.trainer.steps, "tokens": p.tokens, "seconds": p.seconds, "tau": score.accept_length}
         p.checks.append(check)
 
@@ -224,7 +223,7 @@ class TrainingRun:
         state = {
             "trainer": self.trainer.state(),
             "progress": dict(vars(self.progress)),
-            "best": {name: torch.from_numpy(value) for name, value in self.best.items()},
+            "best": self.best,
         }
         draft = self.state_file.with_suffix(".new")
         write_state(state, draft)
