@@ -41,10 +41,10 @@ def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded, windo
     assert any(s.start > 0 for s in taken) == (window == 11)
 
 
-def test_a_tap_that_ended_holds_nothing(actor):
+def test_a_tap_holds_nothing_once_it_was_taken(actor):
     assert infer(actor, ROWS)[0]
     actor.infer_batch(make_batch(ROWS, 60, compute_loss=False))
-    actor.tap.end()
+    assert actor.tap.take()
     assert not actor.tap.chosen and not actor.tap.take()
 
 

@@ -28,7 +28,7 @@ from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
 from verl_tlt.drafter.data import within
 from verl_tlt.drafter.held_out import digest_of
-from verl_tlt.drafter.memory import LockedPool, page_locked, views
+from verl_tlt.drafter.memory import page_locked, views
 from verl_tlt.drafter.verifier import policy_part
 from verl_tlt.messages.training import HiddenStateShard, VerifierArrays
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
-
-Copies = tuple[torch.cuda.Event, torch.cuda.Event]
-"""CUDA events before and behind the copies of a micro-batch."""
 
 ROW = "tlt_row"
 """Key of each sequence's row number in a batch: verl's micro-batching, which reorders rows, carries it along."""
@@ -54,8 +51,6 @@ class HiddenStateTap:
         self.wanted = (*sorted(aux_layers), adapter.layers)
         self.chosen: dict[int, tuple[int, int]] = {}
         self.taken: list[HiddenStateShard] = []
-        self._copies: list[Copies] = []
-        self._host = LockedPool()  # holds what is taken
         self.seconds = 0.0
         self.errors = 0
         self.counts_tokens = 0
@@ -68,9 +63,8 @@ class HiddenStateTap:
         adapter.intercept(self._around)
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
-        """Record the window (start, stop) of rows of the coming batch; overwrites what `take` returned before."""
-        self._host.reset()
-        self.chosen, self.taken, self._copies, self.seconds = dict(windows), [], [], 0.0
+        """Record the window (start, stop) of rows of the coming batch."""
+        self.chosen, self.taken, self.seconds = dict(windows), [], 0.0
 
     def count(self, batch: TensorDict) -> None:
         """Count the tokens of a batch's responses, once where that was asked for (`CapturedStates.token_counts`)."""
@@ -83,20 +77,10 @@ class HiddenStateTap:
             self.counts_tokens = 0
 
     def take(self) -> list[HiddenStateShard]:
-        """What was recorded of the chosen rows on this rank, in row order, once all of it is on the host; disarms."""
-        taken: list[HiddenStateShard] = []
-        with self.contained():
-            for begun, ended in self._copies:
-                ended.synchronize()
-                self.seconds += begun.elapsed_time(ended) / 1e3  # the forward's kernels waited for the copies
-            taken = sorted(self.taken, key=lambda shard: shard.row)
-        self.chosen, self.taken, self._copies = {}, [], []
+        """What was recorded of the chosen rows on this rank, in row order; disarms."""
+        taken = sorted(self.taken, key=lambda shard: shard.row)
+        self.chosen, self.taken = {}, []
         return taken
-
-    def end(self) -> None:
-        """Record nothing any more, and let go of what was recorded and of its memory."""
-        self.take()
-        self._host = LockedPool()
 
     def _hook(self, index: int) -> Callable[..., None]:
         def keep(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
@@ -117,10 +101,9 @@ class HiddenStateTap:
         finally:
             recorded, self._open = self._open, None
         if recorded is not None:
+            recorded.wait()
             with self.contained():
-                shards, copies = recorded.shards(self.wanted, self._host)
-                self.taken += shards
-                self._copies += [copies] if copies else []
+                self.taken += recorded.shards(self.wanted)
         return output
 
     @contextmanager
@@ -160,10 +143,13 @@ class _MicroBatch:
                 self._spans[i] = spans  # the same under every layer
                 slices[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
 
-    def shards(self, wanted: tuple[int, ...], host: LockedPool) -> tuple[list[HiddenStateShard], Copies | None]:
-        """The chosen tokens of each sequence, on the host; from CUDA they come while the forward goes on."""
-        cuda = next((state.is_cuda for slices in self._slices.values() for state in slices.values()), False)
-        begun = _mark() if cuda else None
+    def wait(self) -> None:
+        """Wait until a GPU has computed the states: the time of their copy is then not that of the forward."""
+        if any(state.is_cuda for slices in self._slices.values() for state in slices.values()):
+            torch.cuda.current_stream().synchronize()
+
+    def shards(self, wanted: tuple[int, ...]) -> list[HiddenStateShard]:
+        """The chosen tokens of each sequence, copied to the host."""
         ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
         foreign = foreign_stretches(self._batch)
         layers = tuple(sorted(self._slices))
@@ -173,10 +159,9 @@ class _MicroBatch:
             begin = self._offsets[i]  # of this sequence in the jagged values
             prompt_len = self._lengths[i] - responses[i]
             states = [self._slices[layer].pop(i) for layer in layers]
-            shape = (len(layers), *states[0].shape)
-            kept = host.take(shape, self._dtype) if cuda else torch.empty(shape, dtype=self._dtype)
+            kept = torch.empty((len(layers), *states[0].shape), dtype=self._dtype)
             for layer, state in zip(kept, states, strict=True):
-                layer.copy_(state, non_blocking=True)
+                layer.copy_(state)
             shards.append(
                 HiddenStateShard(
                     row=row,
@@ -191,7 +176,7 @@ class _MicroBatch:
                     foreign=within([(prompt_len + a, prompt_len + b) for a, b in foreign[i]], start, stop),
                 )
             )
-        return shards, (begun, _mark()) if begun else None
+        return shards
 
 
 def images_of(micro_batch: TensorDict, row: int, foreign: Sequence[tuple[int, int]] = ()) -> list[torch.Tensor]:
@@ -203,12 +188,6 @@ def images_of(micro_batch: TensorDict, row: int, foreign: Sequence[tuple[int, in
     inputs = None if rows is None or foreign else rows[row]
     inputs = getattr(inputs, "data", inputs)  # tensordict's wrapper
     return [value for _, value in sorted((inputs or {}).items()) if isinstance(value, torch.Tensor)]
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def response_lengths(micro_batch: TensorDict) -> list[int]:

@@ -133,7 +133,7 @@ class TLTActorWorker(DetachActorWorker):
     def tlt_stop(self) -> None:
         """Capture nothing any more on this rank."""
         if self.actor.tap is not None:
-            self.actor.tap.end()
+            self.actor.tap.take()  # its hooks stay, and record nothing from now on
         self.actor.tap = self._tlt_capture = None
 
     # Changes verl: patches/README.md#what-policy-and-drafter-share-is-copied-while-weights-are-synced

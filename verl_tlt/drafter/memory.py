@@ -8,7 +8,6 @@ page-locked block, made before the first session: what stays, then trained weigh
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -33,8 +32,6 @@ VERSIONS_HELD = 4
 a moment the drafter that is being published."""
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
-BLOCK = 1 << 27
-"""Fewest bytes that a `LockedPool` grows by."""
 MARGIN = 0.03
 """Share of the device's memory that a session leaves free, since contexts and pools of actor and engine grow."""
 FEWEST_ROWS = 256
@@ -141,30 +138,6 @@ def _forget_refusal() -> None:
     """Clear the error that a refused call leaves in CUDA's runtime: the next launch raises it, so launch one."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
-
-
-class LockedPool:
-    """Page-locked memory, handed out piece by piece; `reset` takes all pieces back, and the pool never shrinks."""
-
-    def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
-        self._used: list[int] = []  # bytes handed out of each
-
-    def reset(self) -> None:
-        """Take all pieces back: what they hold will be overwritten."""
-        self._used = [0] * len(self._blocks)
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with any contents, valid until the next `reset`."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        fits = (i for i, block in enumerate(self._blocks) if self._used[i] + nbytes <= len(block))
-        if (index := next(fits, None)) is None:
-            index = len(self._blocks)
-            self._blocks.append(page_locked(max(BLOCK, nbytes)))
-            self._used.append(0)
-        begin = self._used[index]
-        self._used[index] = layout([begin + nbytes])[1]
-        return self._blocks[index][begin : begin + nbytes].view(dtype).view(*shape)
 
 
 # ------------------------------------------------------------------ where a drafter is

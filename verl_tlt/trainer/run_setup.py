@@ -249,7 +249,7 @@ def batch_tokens(draft_vocab: int, accelerator: bool) -> int:
 def buffer_bytes(tlt: TLTConfig, start: FirstDrafter, memory: float, tokens: int, accelerator: bool) -> int:
     """Bound of the spot trainer's buffer: the user's, or what is left to it of `MEMORY_SHARE` of a node's `memory`.
 
-    A step's `tokens` are there twice more while they are handed over: page-locked, and in Ray's object store.
+    A step's `tokens` are there twice more while they are handed over: in the actor's ranks, and in Ray's object store.
     """
     if tlt.buffer.max_mb:
         return tlt.buffer.max_mb << 20

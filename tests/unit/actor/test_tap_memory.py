@@ -2,6 +2,7 @@
 
 import gc
 import random
+import time
 import weakref
 
 import numpy as np
@@ -10,7 +11,15 @@ import torch
 from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.actor.adapters import TokenSpan
-from verl_tlt.actor.tap import ROW, HiddenStateTap, capture_turns, choose_window, select_for_tap, turn_budget
+from verl_tlt.actor.tap import (
+    ROW,
+    HiddenStateTap,
+    _MicroBatch,
+    capture_turns,
+    choose_window,
+    select_for_tap,
+    turn_budget,
+)
 
 WHOLE = 10**9
 """A window that cuts no sequence."""
@@ -166,6 +175,14 @@ def test_the_tap_holds_the_chosen_tokens_and_nothing_else():
         start, stop = windows[shard.row]
         wanted = torch.stack([inputs[layer][0, begin + start : begin + stop] for layer in (*AUX, LAYERS)])
         assert torch.equal(torch.from_numpy(shard.states).view(torch.bfloat16), wanted.bfloat16())
+
+
+def test_the_forwards_time_is_not_the_taps(monkeypatch):
+    """A GPU still computes when the forward returns, and the copy waits for it."""
+    engine, tap, batch = tapped({10: (0, 10)})
+    monkeypatch.setattr(_MicroBatch, "wait", lambda _: time.sleep(0.5))
+    engine.around(batch, True, engine.forward)
+    assert tap.take() and 0 < tap.seconds < 0.5
 
 
 def test_a_layer_that_cannot_be_located_costs_the_micro_batch_and_not_the_forward():

@@ -21,7 +21,6 @@ from verl_tlt.drafter.data import TrainingSequence, pack
 from verl_tlt.drafter.evaluate import acceptance
 from verl_tlt.drafter.memory import (
     DrafterMemory,
-    LockedPool,
     activation_bytes,
     host_bytes,
     layout,
@@ -225,14 +224,3 @@ def test_a_refusal_is_no_error_of_the_next_kernel(monkeypatch, said, refused):
         gc.collect()
         torch.zeros(4, device="cuda")
     assert runtime.calls == ["register", "unregister"][: 1 if refused == "register" else 2]
-
-
-def test_pieces_of_a_pool_lie_apart_and_the_next_steps_take_their_places():
-    pool, shapes = LockedPool(), [(4, 1000, 64), (4, 3, 64), (4, 200_000, 96), (4, 77, 64)]
-    for _ in range(4):
-        pool.reset()
-        taken = [pool.take(shape, torch.bfloat16) for shape in shapes]
-        for number, piece in enumerate(taken):
-            piece.fill_(number)
-        assert all((piece == number).all() for number, piece in enumerate(taken)), "they overlap"
-        assert [tuple(piece.shape) for piece in taken] == shapes

@@ -107,7 +107,7 @@ def test_a_resumption_without_its_path_is_one_sentence(composed, given):
 
 
 def test_spot_training_takes_no_more_of_a_nodes_memory_than_the_docs_say():
-    """Drafter, optimizer and buffer, and a step's hidden states on their way: page-locked, and in the object store."""
+    """Drafter, optimizer and buffer, and a step's hidden states on their way: in the actor, and in the object store."""
     file = DrafterFile(0, "", b"")
     start = FirstDrafter(file, file, (), "", host_bytes=30 * GIB, token_bytes=4 * 2 * 8192)  # of a 70B policy
     buffer = buffer_bytes(TLTConfig(), start, 700 * GIB, TOKENS_PER_STEP, accelerator=True)
