@@ -74,6 +74,7 @@ def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]
     """The shape of each tensor of the head, by its name in the policy's checkpoint; `single`: experts one by one."""
     layout, hidden, inner = mtp_layout(shape), shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = f"{layout.block}self_attn."
     mlp = f"{layout.block}mlp."
     experts: dict[str, list[int]] = {}
     if layout.experts:
@@ -82,12 +83,18 @@ def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]
     shapes = {
         f"{layout.projection}.weight": [hidden, 2 * hidden],
         **{f"{norm}.weight": [hidden] for norm in layout.norms},
-        **layer_shapes(layout.block, mlp, hidden, inner, queries, keys, reads=hidden),
+        f"{layout.block}input_layernorm.weight": [hidden],
+        f"{layout.block}post_attention_layernorm.weight": [hidden],
+        f"{attention}q_proj.weight": [2 * queries if layout.gated else queries, hidden],
+        f"{attention}k_proj.weight": [keys, hidden],
+        f"{attention}v_proj.weight": [keys, hidden],
+        f"{attention}o_proj.weight": [hidden, queries],
+        f"{mlp}gate_proj.weight": [inner, hidden],
+        f"{mlp}up_proj.weight": [inner, hidden],
+        f"{mlp}down_proj.weight": [hidden, inner],
         **experts,
     }
-    attention = f"{layout.block}self_attn."
     if layout.gated:
-        shapes[f"{attention}q_proj.weight"] = [2 * queries, hidden]
         return shapes | {f"{attention}{norm}.weight": [shape.head_dim] for norm in ("q_norm", "k_norm")}
     return shapes | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
 
@@ -104,24 +111,6 @@ def _experts_shapes(mlp: str, shape: PolicyShape, single: bool) -> dict[str, lis
         shapes |= {f"{expert}gate_proj.weight": [width, hidden], f"{expert}up_proj.weight": [width, hidden]}
         shapes[f"{expert}down_proj.weight"] = [hidden, width]
     return shapes
-
-
-def layer_shapes(
-    block: str, mlp: str, hidden: int, inner: int, queries: int, keys: int, reads: int
-) -> dict[str, list[int]]:
-    """Shapes of a decoder layer's weights by name; `block`, `mlp`: prefixes; `reads`: width of attention's input."""
-    attention = f"{block}self_attn."
-    return {
-        f"{block}input_layernorm.weight": [hidden],
-        f"{block}post_attention_layernorm.weight": [hidden],
-        f"{attention}q_proj.weight": [queries, reads],
-        f"{attention}k_proj.weight": [keys, reads],
-        f"{attention}v_proj.weight": [keys, reads],
-        f"{attention}o_proj.weight": [hidden, queries],
-        f"{mlp}gate_proj.weight": [inner, hidden],
-        f"{mlp}up_proj.weight": [inner, hidden],
-        f"{mlp}down_proj.weight": [hidden, inner],
-    }
 
 
 def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
