@@ -59,11 +59,11 @@ class TLTTrainingWorker(TrainingWorker):
 
     def _choose(self, data: TensorDict, tap: HiddenStateTap) -> None:
         """Record some rows of this batch, the same on every rank that computes it."""
+        turn = self.batches_tapped
+        self.batches_tapped += 1  # first: a rank that fails below goes on with the same rows as the others
         lengths = data["input_ids"].offsets().diff().tolist()
-        rng = random.Random(self.batches_tapped)
-        rank = self.engine.get_data_parallel_rank()
-        budget = turn_budget(self.tap_budget, self.tap_turns, self.batches_tapped, rank)
-        self.batches_tapped += 1
+        rng = random.Random(turn)
+        budget = turn_budget(self.tap_budget, self.tap_turns, turn, self.engine.get_data_parallel_rank())
         window = min(self.tap_window, self.tap_budget)
         rows = select_for_tap(lengths, budget, rng, window)
         # The response is what ends a row; verl pads nothing into jagged ids.

@@ -6,8 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, StrictUndefined
-
 from verl_tlt.errors import TLTError
 
 if TYPE_CHECKING:
@@ -37,6 +35,8 @@ class Page:
 
 def write_page(path: Path, page: Page) -> Path:
     """Write the page and return its path. Texts are escaped."""
+    from jinja2 import Environment, StrictUndefined  # of the extra: without it `report` still prints
+
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     try:
