@@ -23,7 +23,6 @@ from pydantic_core import PydanticCustomError
 
 from verl_tlt import LONGEST_DRAFT
 from verl_tlt.errors import TLTError, wrong_field
-from verl_tlt.speculation.graph_rules import LONGEST_WITHOUT_GRAPHS
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
@@ -101,9 +100,9 @@ class SpeculationConfig:
     policy: Policy = "live_table"
     """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
     step; `off`, engines have a drafter and never use it; or `module:Class`, your own rule for choosing K."""
-    max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] | None = None
-    """Longest draft. Null: 7 where vLLM has FULL CUDA graphs for every draft length (0.32 and later), otherwise 3. It
-    is 3 or 1 where the draft logits would take more than 1 GiB of each GPU."""
+    max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] = 3
+    """Longest draft, in tokens. A larger value can make steps with shorter drafts slower on GPUs with vLLM 0.24 to
+    0.31, which pads them to more tokens."""
     fixed: DraftLength | None = None
     """K of `policy=fixed`. Null: the longest draft."""
     calibrate: bool = constant(True)
@@ -112,11 +111,6 @@ class SpeculationConfig:
     """`eagle`: the drafter proposes tokens. `ngram`: drafts are copied from other responses to the same prompt, without
     a drafter and without vLLM's async scheduling. They are as long as allowed at every batch size. Whether this saves
     time was not measured."""
-
-    @property
-    def longest(self) -> int:
-        """K_max; where nobody has named or found one yet, that of an engine without CUDA graphs."""
-        return LONGEST_WITHOUT_GRAPHS if self.max_draft_length is None else self.max_draft_length
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -244,8 +238,8 @@ def _checked(c: TLTConfig) -> TLTConfig:
     s = c.speculation
     if s.fixed is not None and s.policy != "fixed" and s.source != "ngram":
         raise TLTConfigError("tlt.speculation.fixed needs tlt.speculation.policy=fixed: set that too, or leave it out.")
-    if s.fixed is not None and s.fixed > s.longest:
-        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.longest}, not {s.fixed}.")
+    if s.fixed is not None and s.fixed > s.max_draft_length:
+        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
     if c.drafter.method == "mtp" and c.drafter.vocab is not None:
         raise TLTConfigError("tlt.drafter.vocab shapes an EAGLE-3 head; with tlt.drafter.method=mtp leave it out.")
     return c

@@ -40,7 +40,7 @@ def test_null_may_be_spelled_as_python_does():
 
 def test_plain_values_come_back_as_the_same_settings():
     settings = TLTConfig.from_dict({"speculation": {"max_draft_length": 2}, "spot": {"max_epochs": 1}})
-    assert settings.speculation.longest == 2 and settings.spot.max_epochs == 1.0
+    assert settings.speculation.max_draft_length == 2 and settings.spot.max_epochs == 1.0
     assert TLTConfig.from_dict(settings.to_dict()) == settings
     assert TLTConfig.from_dict(None) == TLTConfig()
 
@@ -56,6 +56,7 @@ def test_plain_values_come_back_as_the_same_settings():
         ({"drafter": {"method": "mtp", "vocab": 100}}, "tlt.drafter.vocab shapes an EAGLE-3 head"),
         ({"speculation": {"policy": "fixed", "fixed": 4}}, "tlt.speculation.fixed must be 0..max_draft_length=3"),
         ({"speculation": {"fixed": 2}}, "tlt.speculation.fixed needs tlt.speculation.policy=fixed: set that too"),
+        ({"speculation": {"max_draft_length": None}}, "tlt.speculation.max_draft_length must be a valid integer, not"),
         ({"speculation": {"max_draft_length": 17}}, "tlt.speculation.max_draft_length must be less than or equal to"),
         ({"buffer": {"held_out": 1.0}}, "tlt.buffer.held_out must be less than 0.9, not 1.0."),
         ({"speculation": {"policy": "godput"}}, "tlt.speculation.policy must be live_table, fixed, off"),

@@ -75,7 +75,7 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
         own = _mtp_head(policy)  # engines start with it, whichever is published then
         if settings.drafter.path is None or own.level == "refuse":
             return own
-    path, positions = settings.drafter.path, context + settings.speculation.longest
+    path, positions = settings.drafter.path, context + settings.speculation.max_draft_length
     if path is not None and elsewhere(path):
         copy = "copy it to a folder that every node sees"
         return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is on another file system: {copy}.")

@@ -16,20 +16,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.checks.models import POLICY, absolute
-from verl_tlt.config import MOST, TLTConfig, TLTConfigError, dtype_name
+from verl_tlt.config import MOST, TLTConfig, TLTConfigError
 from verl_tlt.drafter.policy import first_line, read_model_config
 from verl_tlt.errors import DrafterError
-from verl_tlt.server.engine_arguments import graph_mode
-from verl_tlt.speculation.graph_rules import (
-    draft_logits_bytes,
-    longest_draft,
-    runner_for,
-)
-from verl_tlt.upstream.versions import installed, location, release
+from verl_tlt.upstream.versions import location
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -230,34 +224,10 @@ def save_dir(config: DictConfig, settings: TLTConfig) -> str:
 
 
 def read_settings(config: DictConfig) -> TLTConfig:
-    """The `tlt` node as checked settings; all defaults where it is absent, K_max the one for this recipe's engines."""
+    """The `tlt` node as checked settings; all defaults where it is absent."""
     if select(config, "trainer.tlt") is not None:
         raise TLTConfigError("trainer.tlt is not read: move the tlt node to the top of the config.")
-    node = read_mapping(config, "tlt")
-    speculation = node.get("speculation", {})
-    runner = engine_runner(config)
-    if runner is not None and isinstance(speculation, dict) and speculation.get("max_draft_length") is None:
-        on_gpu = device_of(config) == "cuda"
-        user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
-        mode = graph_mode(user, not on_gpu or enforce_eager(config))
-        logits = 0 if speculation.get("fixed") is not None else draft_logits(config, 1)
-        node["speculation"] = {**speculation, "max_draft_length": longest_draft(runner, mode, logits)}
-    return TLTConfig.from_user(node)
-
-
-def engine_runner(config: DictConfig) -> Literal["V1", "V2"] | None:
-    """The model runner of the recipe's engines; None: there is no vLLM here whose release would tell."""
-    vllm = release(installed("vllm") or "")
-    return runner_for(vllm[:2]) if vllm else None
-
-
-def draft_logits(config: DictConfig, longest: int) -> int:
-    """`draft_logits_bytes` of the recipe's engines at this K_max; 0 where the policy cannot be read."""
-    fields = policy_fields(config)
-    vocab = (fields.get("text_config") or fields).get("vocab_size")
-    size = 4 if dtype_name(engine_dtype(config)) == "float32" else 2
-    runner, vocab = engine_runner(config) or "V1", vocab if isinstance(vocab, int) else 0
-    return draft_logits_bytes(runner, longest, most_requests(config), vocab, size)
+    return TLTConfig.from_user(read_mapping(config, "tlt"))
 
 
 def most_requests(config: DictConfig) -> int:

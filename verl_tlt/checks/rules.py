@@ -16,7 +16,6 @@ from verl_tlt.checks.models import METHOD, POLICY, Finding, check_policy, check_
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     context_tokens,
-    draft_logits,
     enforce_eager,
     engine_setting,
     lora_rank,
@@ -39,7 +38,7 @@ from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import matching
 from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.server.engine_arguments import engine_lengths, graph_mode, problems
-from verl_tlt.speculation.graph_rules import DRAFT_LOGITS_LIMIT, is_hybrid, runner_for
+from verl_tlt.speculation.graph_rules import is_hybrid, runner_for
 from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, importable, installed, release
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ UNTAPPED_LAYOUTS = {
 
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     """All findings about a recipe that has TLT; a `TLTConfigError` where a key of the config cannot be resolved."""
-    rules = (trainer, actor, rollout, logits, files, bubble)
+    rules = (trainer, actor, rollout, files, bubble)
     return [finding for rule in rules for finding in rule(config, settings)]
 
 
@@ -238,18 +237,6 @@ def longest_draft(config: DictConfig, settings: TLTConfig) -> int:
     """K_max of the engines, which have CUDA graphs for some draft lengths only."""
     user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
     return engine_lengths(settings, graph_mode(user, enforce_eager(config)))[-1]
-
-
-def logits(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
-    """The GPU memory in which vLLM's V2 model runner keeps draft logits, while the trainer has the GPU too."""
-    key, longest = "tlt.speculation.max_draft_length", longest_draft(config, settings)
-    if not settings.speculation.enable or not (nbytes := draft_logits(config, longest)):
-        return
-    kept = f"engines keep {nbytes / 1e9:.1f} GB of draft logits on each GPU, also while they sleep ({key}={longest})"
-    if nbytes > DRAFT_LOGITS_LIMIT:
-        yield Finding("warn", key, f"{kept}: a smaller one, or a smaller {ROLLOUT}.max_num_seqs, keeps less.")
-    else:
-        yield Finding("ok", key, kept)
 
 
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:

@@ -67,9 +67,9 @@ def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def engine_lengths(tlt: TLTConfig, mode: str) -> tuple[int, ...]:
     """The draft lengths the policy may choose from, ascending from 0: with FULL graphs only lengths that have them."""
-    s = tlt.speculation
-    offered = graph_rules.GRAPH_LENGTHS if graph_rules.has_full_graphs(mode) else range(s.longest + 1)
-    return tuple(k for k in offered if k <= s.longest)
+    longest = tlt.speculation.max_draft_length
+    offered = graph_rules.GRAPH_LENGTHS if graph_rules.has_full_graphs(mode) else range(longest + 1)
+    return tuple(k for k in offered if k <= longest)
 
 
 def started_lengths(engine: AsyncLLM) -> tuple[int, ...]:

@@ -17,15 +17,8 @@ if TYPE_CHECKING:
 
 GRAPH_LENGTHS = (0, 1, 3, 7)
 """Draft lengths offered where there are graphs: 1, 2 and 4 tokens a request divide every captured size."""
-LONGEST = 7
-"""K_max by default where every draft length has a FULL graph."""
-LONGEST_WITHOUT_GRAPHS = 3
-"""K_max by default elsewhere: with a longer one vLLM pads the steps of shorter drafts to more tokens."""
 FEW_ROWS = 512
 """Tokens that a step may verify on a GPU in any case: their logits take a gigabyte or two."""
-DRAFT_LOGITS_LIMIT = 2**30
-"""Most bytes of draft logits (`draft_logits_bytes`) on each GPU by default: 1.3 % of 80 GB. An engine keeps them while
-it sleeps, so the trainer goes without them."""
 OLDEST = (0, 24)
 """The first vLLM release, (major, minor), that can change the draft length from step to step."""
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -44,25 +37,6 @@ def runner_for(release: tuple[int, int]) -> Literal["V1", "V2"]:
 def has_full_graphs(mode: str) -> bool:
     """Whether decode steps have graphs of their whole forward pass under a `cudagraph_mode` of vLLM."""
     return mode.startswith("FULL")
-
-
-def draft_logits_bytes(runner: Literal["V1", "V2"], longest: int, max_num_seqs: int, vocab: int, number: int) -> int:
-    """Bytes on each GPU in which a runner keeps the drafter's logits, of `number` bytes each, through sleep too.
-
-    V2 allocates [max_num_seqs, K_max, vocab] outside the memory that sleep takes away. V1 keeps the probabilities of
-    the last step's drafts, which are few at the end of a rollout.
-    """
-    return max_num_seqs * longest * vocab * number if runner == "V2" else 0
-
-
-def longest_draft(runner: Literal["V1", "V2"], mode: str, logits_bytes: int = 0) -> int:
-    """K_max where the user names none, for a runner and the `cudagraph_mode` that it will have.
-
-    It is shorter where `logits_bytes`, of one draft token, would pass the limit.
-    """
-    longest = LONGEST if runner == "V2" and has_full_graphs(mode) else LONGEST_WITHOUT_GRAPHS
-    lengths = [k for k in GRAPH_LENGTHS if 0 < k <= longest]
-    return max((k for k in lengths if k * logits_bytes <= DRAFT_LOGITS_LIMIT), default=lengths[0])
 
 
 def is_hybrid(config: Mapping[str, Any]) -> bool:

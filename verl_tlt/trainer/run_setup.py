@@ -93,7 +93,7 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
-    start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.longest, resumed)
+    start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.max_draft_length, resumed)
     accelerator = config.trainer.device == "cuda"
     window = min(tlt.buffer.window, context)
     plan = SpotPlan(
@@ -112,7 +112,7 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
         held_out=tlt.buffer.held_out or held_out_share(config.data.train_batch_size, tokens, window),
         window=window,
         gate=tlt.gate.enable,
-        max_draft=tlt.speculation.longest,
+        max_draft=tlt.speculation.max_draft_length,
     )
     return tlt, _facts(config, tlt, MODE_RULES[base_mode]), start, plan
 
@@ -214,7 +214,7 @@ def _first_model(
     if method == MTP:
         return load_own_head(policy_dir, policy_dir), {}, "the policy's own MTP head"
     # Known without measuring: nothing is accepted, so the engines need not find out.
-    facts = {"acceptance": [0.0] * config.speculation.longest}
+    facts = {"acceptance": [0.0] * config.speculation.max_draft_length}
     return _random_head(config, policy_dir, context), facts, "a random head"
 
 

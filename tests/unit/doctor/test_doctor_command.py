@@ -11,12 +11,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import transformers
 from cli import cli
 from omegaconf import OmegaConf, open_dict
 
 import verl_tlt
-from verl_tlt.checks import rules
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.commands.capture import capture, recipe_of
@@ -354,45 +352,3 @@ def test_a_count_that_is_none_is_named_by_its_key(recipe, value):
     recipe.trainer.nnodes = value
     with pytest.raises(TLTConfigError, match=rf"^trainer\.nnodes must be .* to 2,147,483,647, not {value!r}\.$"):
         replicas_on(recipe, "trainer")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "longest"),
-    [
-        ("actor_rollout_ref.rollout.enforce_eager", False, 7),
-        ("actor_rollout_ref.rollout.enforce_eager", True, 3),
-        ("trainer.device", "cpu", 3),
-    ],
-)
-def test_the_longest_draft_is_that_for_which_the_engines_have_graphs(recipe, monkeypatch, key, value, longest):
-    monkeypatch.setattr("verl_tlt.checks.recipe.installed", lambda _: "0.32.0")
-    with open_dict(recipe):
-        recipe.actor_rollout_ref.rollout.engine_kwargs.vllm = {"enforce_eager": None}  # verl leaves nulls out
-        OmegaConf.update(recipe, key, value)
-    assert read_settings(recipe).speculation.longest == longest
-
-
-@pytest.mark.parametrize(
-    ("release", "engine", "speculation", "longest", "said"),
-    [
-        ("0.31.0", {"max_num_seqs": 1024}, {}, 3, []),  # the V1 runner keeps none
-        ("0.32.0", {"max_num_seqs": 256}, {}, 7, ["ok 0.5 GB"]),
-        ("0.32.0", {"max_num_seqs": 256, "dtype": "float"}, {}, 3, ["ok 0.5 GB"]),
-        ("0.32.0", {"max_num_seqs": 1024}, {}, 3, ["ok 0.9 GB"]),
-        ("0.32.0", {"max_num_seqs": 1024}, {"max_draft_length": 7}, 7, ["warn 2.2 GB"]),
-    ],
-)
-def test_draft_logits_that_an_engine_keeps_in_sleep_are_told_and_bound_the_longest_draft(
-    recipe, tmp_path, monkeypatch, release, engine, speculation, longest, said
-):
-    transformers.Qwen3Config(vocab_size=151_936).save_pretrained(tmp_path)
-    monkeypatch.setattr("verl_tlt.checks.recipe.installed", lambda _: release)
-    with open_dict(recipe):
-        recipe.actor_rollout_ref.model.path = str(tmp_path)
-        recipe.actor_rollout_ref.rollout.engine_kwargs = {"vllm": engine}
-        recipe.tlt = {"speculation": speculation}
-    settings = read_settings(recipe)
-    assert settings.speculation.longest == longest
-    found = list(rules.logits(recipe, settings))
-    assert [f"{f.level} {f.sentence.split(' keep ')[1].split(' of ')[0]}" for f in found] == said
-    assert all(f"tlt.speculation.max_draft_length={longest}" in f.sentence for f in found)

@@ -257,6 +257,10 @@ def test_a_hybrid_policy_goes_without_prefix_caching_and_what_was_not_tried_is_r
     found = findings(changes | {key: False, f"{asked}.vllm.async_scheduling": True})
     assert levels(found) == {asked: "refuse", longest: "warn"}
     assert "not possible with a hybrid policy" in found[asked].sentence
+    five = TLTConfig(speculation=SpeculationConfig(max_draft_length=5))
+    for eager, states in ((None, 4), (True, 6)):  # verl leaves nulls out, and FULL graphs are for 3 and 7
+        found = findings({f"{asked}.vllm.enforce_eager": eager}, five)
+        assert f"takes {states} recurrent states" in found[longest].sentence
 
 
 @pytest.mark.parametrize(

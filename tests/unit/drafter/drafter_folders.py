@@ -97,6 +97,6 @@ def refusal(folder, policy, min_context=200):
     assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 500
     if isinstance(policy, Path):
         settings = TLTConfig.from_dict({"drafter": {"path": str(folder)}})
-        found = check_recipe_drafter(settings, str(policy), min_context - settings.speculation.longest)
+        found = check_recipe_drafter(settings, str(policy), min_context - settings.speculation.max_draft_length)
         assert (found.level, found.sentence) == ("refuse", f"tlt.drafter.path: {sentence}")
     return sentence

@@ -75,7 +75,7 @@ def test_the_spot_trainer_gets_sizes_that_fit(composed, monkeypatch, device, giv
     assert (plan.held_out, plan.window) == (MOST_HELD_OUT, min(4096, context))
     assert tlt.buffer.tokens_per_step == TOKENS_PER_STEP
     positions = json.loads(start.served.config)["transformer_layer_config"]["max_position_embeddings"]
-    assert positions >= context + tlt.speculation.longest
+    assert positions >= context + tlt.speculation.max_draft_length
 
 
 @pytest.mark.parametrize(

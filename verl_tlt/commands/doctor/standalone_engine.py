@@ -149,7 +149,7 @@ async def start(
         from verl_tlt.drafter.checkpoint import stage
         from verl_tlt.trainer.run_setup import first_drafter
 
-        longest = setup.rollout.max_model_len + setup.tlt.speculation.longest
+        longest = setup.rollout.max_model_len + setup.tlt.speculation.max_draft_length
         served = first_drafter(setup.tlt, setup.model.path, dtype_name(setup.rollout.dtype), longest, None).served
         stage(served.config, served.weights, drafter)
 
