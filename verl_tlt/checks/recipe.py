@@ -230,29 +230,6 @@ def read_settings(config: DictConfig) -> TLTConfig:
     return TLTConfig.from_user(read_mapping(config, "tlt"))
 
 
-def most_requests(config: DictConfig) -> int:
-    """Most requests that an engine decodes at once; vLLM's own setting (`engine_kwargs`) wins."""
-    return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", number(config, f"{ROLLOUT}.max_num_seqs", 256))
-
-
-def most_tokens(config: DictConfig) -> int:
-    """Most tokens of an engine step; without chunked prefill verl makes it as large as the engine's longest context."""
-    tokens = number(config, f"{ROLLOUT}.max_num_batched_tokens", 8192)
-    if not select(config, f"{ROLLOUT}.enable_chunked_prefill", True):
-        positions = policy_fields(config).get("max_position_embeddings")
-        longest = number(config, f"{ROLLOUT}.max_model_len", 0) or positions
-        tokens = max(tokens, longest if isinstance(longest, int) else context_tokens(config))
-    return number(config, f"{ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens", tokens)
-
-
-def lora_rank(config: DictConfig) -> int:
-    """Rank of the LoRA that engines serve as an adapter; 0: none."""
-    model = "actor_rollout_ref.model"
-    if select(config, f"{model}.lora.merge", False):
-        return 0
-    return number(config, f"{model}.lora.rank", 0) or number(config, f"{model}.lora_rank", 0)
-
-
 def policy_fields(config: DictConfig) -> dict[str, Any]:
     """The config of the recipe's policy; empty where it cannot be read, which another rule reports."""
     try:

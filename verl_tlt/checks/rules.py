@@ -18,9 +18,6 @@ from verl_tlt.checks.recipe import (
     context_tokens,
     enforce_eager,
     engine_setting,
-    lora_rank,
-    most_requests,
-    most_tokens,
     number,
     policy_fields,
     ray_address,
@@ -277,10 +274,6 @@ def _with_drafts(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str,
         if (ranks := number(config, f"{ROLLOUT}.{key}", 1)) > 1:
             instead = f"use more replicas or {ROLLOUT}.tensor_model_parallel_size, or set tlt.speculation.enable=False"
             yield f"{ROLLOUT}.{key}", f"{ROLLOUT}.{key}={ranks} is not supported: {why}; {instead}."
-    key, tokens, requests = f"{ROLLOUT}.max_num_batched_tokens", most_tokens(config), most_requests(config)
-    if (needed := requests * (1 + longest_draft(config, settings))) > tokens and lora_rank(config):
-        why = f"vLLM asks for {needed} with LoRA: {ROLLOUT}.max_num_seqs={requests} times a draft and one token"
-        yield key, f"{key}={tokens} is too small; {why}."
     replay, routes = f"{ROLLOUT}.enable_rollout_routing_replay", "enable_return_routed_experts"
     key = replay if select(config, replay, False) else f"{ROLLOUT}.engine_kwargs.vllm.{routes}"
     if select(config, replay, False) or user.get(routes):

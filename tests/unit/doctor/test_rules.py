@@ -66,12 +66,6 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
          "ask for 4 GPUs a replica, and trainer.nnodes and trainer.n_gpus_per_node give 2"),
         ({"rollout": {"nnodes": 1, "n_gpus_per_node": 4}}, "rollout", "experimental trainers"),
         ({"trainer.device": "npu"}, "trainer.device", "needs CUDA or ROCm"),
-        ({"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 512,
-          f"{ROLLOUT}.max_num_batched_tokens": 1536, f"{ROLLOUT}.enable_chunked_prefill": True},
-         f"{ROLLOUT}.max_num_batched_tokens", "vLLM asks for 2048 with LoRA"),
-        ({"actor_rollout_ref.model.lora": {"rank": 8}, f"{ROLLOUT}.max_num_seqs": 512,
-          f"{ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens": 1536},
-         f"{ROLLOUT}.max_num_batched_tokens", "=1536 is too small"),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "works with vllm only"),
         ({f"{ROLLOUT}.disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation", "prefill and decode"),
         ({f"{ROLLOUT}.checkpoint_engine": {"backend": "delta_sharded"}}, f"{ROLLOUT}.checkpoint_engine.backend",
@@ -95,10 +89,6 @@ def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes
 
 @pytest.mark.parametrize("changes", [
     {}, {"rollout": {"n": 8}}, {f"{ACTOR}.strategy": "megatron"},
-    {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 512, f"{ROLLOUT}.max_num_batched_tokens": 2048},
-    {"actor_rollout_ref.model.lora": {"rank": 8, "merge": True}, f"{ROLLOUT}.max_num_batched_tokens": 64},
-    {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.max_num_seqs": 64, f"{ROLLOUT}.max_num_batched_tokens": 64,
-     f"{ROLLOUT}.enable_chunked_prefill": False, f"{ROLLOUT}.max_model_len": 256},
     *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS),
     *({"trainer.v1.trainer_mode": f"{prefix}{mode}"} for mode in MODE_RULES for prefix in ("", "tlt_")),
 ])  # fmt: skip
