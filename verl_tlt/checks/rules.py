@@ -7,7 +7,6 @@ prints them as a table. Imports neither verl nor vLLM nor torch.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ from verl_tlt.files.disk import matching
 from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.server.engine_arguments import engine_lengths, graph_mode, problems
 from verl_tlt.speculation.graph_rules import is_hybrid, runner_for
-from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, importable, installed, release
+from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, installed, release
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -212,10 +211,6 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
-    key, policy = "tlt.speculation.policy", settings.speculation.policy
-    if settings.speculation.enable and ":" in policy and not importable(module := re.split("[.:]", policy)[0]):
-        absent = f"there is no module {module} here, which every node must be able to import"
-        yield Finding("warn", key, f"{key}={policy}: {absent}.")
     if settings.speculation.enable and is_hybrid(policy_fields(config)):
         key = f"{ROLLOUT}.enable_prefix_caching"
         if engine_setting(config, "enable_prefix_caching", False):

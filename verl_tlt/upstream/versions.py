@@ -71,11 +71,6 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def importable(name: str) -> bool:
-    """Whether there is a top-level module, package, or folder of modules of this name."""
-    return _spec(name) is not None or importlib.machinery.PathFinder.find_spec(name, _first) is not None
-
-
 def location(name: str) -> Path | None:
     """The directory of an importable top-level package; None where it is not there."""
     spec = _spec(name)

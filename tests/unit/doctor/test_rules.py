@@ -112,13 +112,6 @@ def test_what_works_in_part_is_a_warning_unless_the_other_part_is_not_wanted(fin
     assert levels(findings({}, settings)) == {}
 
 
-def test_a_policy_of_ones_own_that_cannot_be_imported_is_told(findings):
-    key = "tlt.speculation.policy"
-    found = findings({}, TLTConfig(speculation=SpeculationConfig(policy="no_such.module:Policy")))
-    assert levels(found) == {key: "warn"} and "there is no module no_such here" in found[key].sentence
-    assert findings({}, TLTConfig(speculation=SpeculationConfig(policy="textwrap:TextWrapper"))) == {}
-
-
 def test_where_a_drafter_is_only_trained_it_is_told_that_it_cannot_be(findings):
     found = findings({BYPASS: True}, NO_DRAFTS)
     assert levels(found) == {BYPASS: "warn"} and "nothing is trained" in found[BYPASS].sentence
