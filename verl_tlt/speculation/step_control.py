@@ -71,12 +71,8 @@ class StepTrace:
 
     def add(self, step: Step) -> None:
         """Queue one line; written out after `FLUSH_S` seconds of steps, or by `flush`."""
-        accepted = ",".join(map(str, step.num_accepted_tokens_per_pos))
         self._lines.append(
-            f'{{"t":{step.unix_s:.4f},"batch":{step.batch},"kv":{step.kv_tokens},"k":{step.drafted},'
-            f'"verified":{step.verified},"drafts":{step.num_drafts},"accepted":[{accepted}],'
-            f'"produced":{step.num_decode_tokens},"latency_s":{step.latency_s:.6f},'
-            f'"clean":{"true" if step.clean else "false"}}}\n'
+            f'{{"t":{step.unix_s:.4f},"batch":{step.batch},"k":{step.drafted},"latency_s":{step.latency_s:.6f}}}\n'
         )
         if abs(step.unix_s - self._flushed_at) > FLUSH_S:  # also where the clock was set back
             self._flushed_at = step.unix_s

@@ -138,11 +138,7 @@ def test_the_trace_holds_every_step_once_asked_for(tmp_path):
     control.flush(60.0)
     lines = [json.loads(line) for line in trace.path.read_text().splitlines()]
     assert [line.pop("t") > 1.6e9 for line in lines] == [True, True]
-    assert lines[0] == {
-        "batch": 4, "kv": 100, "k": 2, "verified": 2, "drafts": 4, "accepted": [3, 1], "produced": 8,
-        "latency_s": 0.02, "clean": True,
-    }  # fmt: skip
-    assert (lines[1]["k"], lines[1]["accepted"], lines[1]["clean"]) == (OFF, [], False)
+    assert lines == [{"batch": 4, "k": 2, "latency_s": 0.02}, {"batch": 4, "k": OFF, "latency_s": 0.02}]
 
 
 def test_a_full_trace_begins_anew_and_the_report_reads_the_file_before_it_too(tmp_path, monkeypatch):
