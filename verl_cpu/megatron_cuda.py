@@ -1,8 +1,8 @@
 """What verl's Megatron engine and megatron-core ask of CUDA, answered by the CPU.
 
 They allocate on `torch.cuda.current_device()`, write "cuda" literally and compare types with CUDA's names. None of that
-is a defect that upstream would mend, so there is no patch for it: it is a stand-in for the hardware, in a process that
-holds such an engine, and only while the engine's own methods run.
+is a defect that upstream would mend. So this stands in for the hardware, in a process that holds such an engine, and
+only while the engine's own methods run.
 """
 
 import functools

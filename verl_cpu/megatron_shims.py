@@ -5,7 +5,6 @@ Engine, bridge, schedules, optimizer, collectives and checkpoints stay verl's, m
 """
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def layers_without_transformer_engine(module: Any) -> None:
 # Changes megatron-core: verl_cpu/README.md#tokens-are-routed-to-experts-without-transformer-engine
 def router_without_transformer_engine(module: Any) -> None:
     """Have the router find no matrix product of Transformer Engine's, instead of no such name."""
-    if not hasattr(module, "te_general_gemm"):  # patches/megatron-core/0003 is not in
+    if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
 
 
@@ -87,8 +86,7 @@ def load_without_gradients(module: Any) -> None:
     """
     optimizer = module.DistributedOptimizer
     original = optimizer._set_main_param_and_optimizer_states
-    if "no_grad" not in inspect.getsource(original):  # patches/megatron-core/0001 is not in
-        optimizer._set_main_param_and_optimizer_states = torch.no_grad()(original)
+    optimizer._set_main_param_and_optimizer_states = torch.no_grad()(original)
 
 
 # Changes megatron-core: verl_cpu/README.md#a-checkpoint-is-loaded-before-the-optimizers-first-step
@@ -97,10 +95,10 @@ def state_before_the_first_step(module: Any) -> None:
 
     torch's Adam makes its state in its first step, and megatron-core asks for the one `step` of all parameters.
     """
+    if module.HAVE_APEX_OR_TE:
+        return
     optimizer = module.DistributedOptimizer
     original = optimizer.state_dict
-    if module.HAVE_APEX_OR_TE or "assert len(steps) == 1\n" not in inspect.getsource(original):
-        return  # patches/megatron-core/0002 is in
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:

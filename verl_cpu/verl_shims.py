@@ -1,11 +1,9 @@
-"""What verl 0.9 needs to run on a CPU, one function each; `patches/verl` holds their upstream form.
+"""What verl 0.9 needs to run on a CPU, one function each.
 
-Every shim is applied after the module it changes was imported, so importing verl costs nothing more; and it does
-nothing to a verl that has its patch.
+Every shim is applied after the module it changes was imported, so importing verl costs nothing more.
 """
 
 import functools
-import inspect
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -43,8 +41,6 @@ def clone_buckets(module: Any) -> None:
     closing the buffer under a live view raises BufferError.
     """
     original = module.BucketedWeightReceiver.receive_weights
-    if "copy=True" in inspect.getsource(original):
-        return  # patches/verl/0003 is in: it copies itself
 
     @functools.wraps(original)
     def receive_weights(self: Any, on_bucket_received: Any) -> Any:
@@ -62,8 +58,6 @@ def offload_unpinned(module: Any) -> None:
 
     verl offloads every reference policy (`FSDPEngine._build_fsdp_module`), so no run with a KL loss would start.
     """
-    if "pin_memory=True" not in inspect.getsource(module.FSDPEngine._build_fsdp_module):
-        return  # patches/verl/0004 is in
     original = module.CPUOffloadPolicy
     module.CPUOffloadPolicy = lambda pin_memory=False: original(pin_memory=False)
 
@@ -72,8 +66,6 @@ def offload_unpinned(module: Any) -> None:
 def critic_attention(module: Any) -> None:
     """Load a critic with the attention its config names; verl always asks for flash-attn, which needs a GPU."""
     original = module.load_valuehead_model
-    if "_attn_implementation" in inspect.getsource(original):
-        return  # patches/verl/0005 is in
 
     @functools.wraps(original)
     def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
@@ -97,8 +89,6 @@ def critic_attention(module: Any) -> None:
 def megatron_in_float32(module: Any) -> None:
     """Let a Megatron engine compute in float32; verl allows 16 bits only, in which few CPUs multiply fast."""
     original = module.McoreEngineConfig.__post_init__
-    if "float32" in inspect.getsource(original):
-        return  # patches/verl/0006 is in
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:

@@ -1,7 +1,7 @@
-"""What vLLM's CPU backend needs for RL with speculation, one function each; `patches/vllm` has the upstream form.
+"""What vLLM's CPU backend needs for RL with speculation, one function each.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It does nothing unless
-`VERL_PLATFORM=cpu`, so a GPU installation never sees it; and nothing to a vLLM that has the patch.
+`VERL_PLATFORM=cpu`, so a GPU installation never sees it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -23,9 +22,6 @@ from verl_cpu.placement import use_named_device
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
-
 
 _LOOK_S = 2e-4
 """Seconds between two looks for a message: 1-2 % of the shortest step, at 2-3 % of a core."""
@@ -44,9 +40,6 @@ def keep_linear_weights(module: Any) -> None:
     `dispatch_cpu_unquantized_gemm` repacks them and empties `.weight`, after which no weight sync can load into the
     live model (vllm/model_executor/layers/utils.py; linear.py and vocab_parallel_embedding.py import it at call time).
     """
-    if "VLLM_CPU_PREPACK_LINEAR" in inspect.getsource(module.dispatch_cpu_unquantized_gemm):
-        os.environ["VLLM_CPU_PREPACK_LINEAR"] = "0"  # patches/vllm/0001 is in: ask for it by name
-        return
     module.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
@@ -58,9 +51,6 @@ def keep_expert_weights(module: Any) -> None:
     what is not packed, and the experts compute with shuffled numbers (vllm .../fused_moe/experts/cpu_moe.py).
     """
     experts, pack = module.CPUUnquantizedExperts, module.cpu_prepack_moe_weight
-    if "VLLM_CPU_PREPACK_MOE" in inspect.getsource(experts):
-        os.environ["VLLM_CPU_PREPACK_MOE"] = "0"  # patches/vllm/0006 is in: ask for it by name
-        return
     after_loading, apply = experts.process_weights_after_loading, experts.apply
 
     @functools.wraps(after_loading)
@@ -103,24 +93,7 @@ def fix_expand_batch(module: Any) -> None:
     The CPU kernel writes into an int64 copy that never returns (vllm/utils/cpu_triton_utils.py), so sampling above
     temperature 0 reads uninitialised memory: wrong distributions, NaN, or an index error.
     """
-    if not _expands():
-        module.expand_batch_to_tokens = expand_batch_to_tokens
-
-
-def _expands() -> bool:
-    """Whether vLLM's own stand-in for the kernel fills what it is given, as with patches/vllm/0002."""
-    import torch
-    from vllm.utils import cpu_triton_utils
-
-    output = torch.full((1,), -1.0)
-    try:
-        cpu_triton_utils.expand_kernel[(1,)](
-            output, torch.tensor([0.5]), torch.tensor([1], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=1
-        )
-    except (AttributeError, RuntimeError) as error:  # the compiled operator is not there, or refuses floats
-        logger.debug("vLLM's expand_kernel does not run here: %s", error)
-        return False
-    return output.item() == 0.5
+    module.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 # Changes vllm: verl_cpu/README.md#a-message-queues-reader-sleeps-between-two-looks
@@ -133,9 +106,6 @@ def sleep_between_looks(module: Any) -> None:
     holds one message and drops the rest, so a wake-up can be lost while steps follow each other closely
     (vllm/distributed/device_communicators/shm_broadcast.py).
     """
-    if "VLLM_SHM_BROADCAST_BUSY_SLEEP_S" in inspect.getsource(module.SpinCondition):
-        os.environ.setdefault("VLLM_SHM_BROADCAST_BUSY_SLEEP_S", str(_LOOK_S))  # patches/vllm/0004 is in: ask by name
-        return
     original = module.SpinCondition.wait
 
     @functools.wraps(original)

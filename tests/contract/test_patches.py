@@ -5,13 +5,10 @@ A diff that no longer applies means that upstream changed those lines: see wheth
 
 import ast
 import importlib.util
-import inspect
-import operator
 import os
 import re
 import shutil
 import subprocess
-import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,6 @@ from pathlib import Path
 import pytest
 from sources import SourceTree, Symbol, source_root
 
-from verl_cpu import megatron_shims, verl_shims, vllm_shims
 from verl_tlt.server.stop_strings import end_at_stop_strings
 from verl_tlt.vllm_worker.hybrid_states import count_rows_without_drafts, remember_accepted
 
@@ -54,18 +50,16 @@ class Change:
 
 
 def listed():
-    """(every change, the diffs that are offered without one) of the two pages."""
-    changes, offered = [], []
+    """Every change of the two pages."""
+    changes = []
     for page in ("patches/README.md", "verl_cpu/README.md"):
-        text, _, without = (ROOT / page).read_text().partition("## Diffs of what verl-tlt does without\n")
         found = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
-        for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        for section in re.split(r"^### ", (ROOT / page).read_text(), flags=re.MULTILINE)[1:]:
             changes.append(Change(page, section.partition("\n")[0], dict(found.findall(section))))
-        offered += re.findall(r"^\* \[(.+?)\]", without, re.MULTILINE)
-    return changes, offered
+    return changes
 
 
-CHANGES, OFFERED = listed()
+CHANGES = listed()
 CPU_CHANGES = [change for change in CHANGES if change.code[1].is_relative_to(ROOT / "verl_cpu")]
 
 
@@ -101,9 +95,9 @@ def load(file, name):
     return module
 
 
-def test_every_diff_is_the_upstream_form_of_a_change_or_offered_without_one():
-    listed = [*(c.patch for c in CHANGES if c.patch), *OFFERED]
-    assert sorted(listed) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
+def test_every_diff_is_the_upstream_form_of_a_change():
+    named = [c.patch for c in CHANGES if c.patch]
+    assert sorted(named) == [str(p.relative_to(ROOT / "patches")) for p in PATCHES]
 
 
 def test_code_and_page_name_each_other():
@@ -146,18 +140,7 @@ def test_applies_to_the_installed_release(patch, tmp_path):
             ast.parse(path.read_text())
 
 
-# ---------------------------------------------------------------------- with a patch applied, its shim steps aside
-
-
-def changes(attribute, shim):
-    """A function that tells whether a shim changes this of a module."""
-
-    def changed(module):
-        before = operator.attrgetter(attribute)(module)
-        shim(module)
-        return operator.attrgetter(attribute)(module) is not before
-
-    return changed
+# ---------------------------------------------------------------------- with a diff applied, the change steps aside
 
 
 def ends_at_stop_strings(module):
@@ -185,60 +168,18 @@ def remembers_accepted(module):
     return changed
 
 
-def expands(module):
-    sampler = types.SimpleNamespace(expand_batch_to_tokens="stock")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.utils.cpu_triton_utils", module, raising=False)
-        patch.setitem(sys.modules, module.__name__, module)
-        vllm_shims.fix_expand_batch(sampler)
-    return sampler.expand_batch_to_tokens != "stock"
-
-
-TRANSFER = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
-LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
-OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-
-
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize(
     ("word", "name", "changed"),
     [
-        ("shared-memory", TRANSFER, changes("BucketedWeightReceiver.receive_weights", verl_shims.clone_buckets)),
-        ("critic", "verl.utils.model", changes("load_valuehead_model", verl_shims.critic_attention)),
-        (
-            "float32",
-            "verl.workers.config.engine",
-            changes("McoreEngineConfig.__post_init__", verl_shims.megatron_in_float32),
-        ),
-        (
-            "gradients",
-            OPTIMIZER,
-            changes("DistributedOptimizer._set_main_param_and_optimizer_states", megatron_shims.load_without_gradients),
-        ),
-        ("convolve", LINEAR_ATTENTION, changes("_spec_forward", vllm_shims.convolve_any_draft)),
-        ("expand", "vllm.utils.cpu_triton_utils", expands),
         ("stop-strings", "vllm.v1.engine.output_processor", ends_at_stop_strings),
         ("rows-without-drafts", "vllm.v1.attention.backends.gdn_attn", counts_rows),
         ("sat-out", "vllm.v1.worker.gpu_input_batch", remembers_accepted),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )
-def test_a_shim_leaves_what_has_its_patch_and_changes_what_has_not(tmp_path, word, name, changed, fixed):
-    """Where stock is left too, upstream has caught up, and the shim is not needed any more."""
+def test_what_has_the_diff_is_left_and_what_has_not_is_changed(tmp_path, word, name, changed, fixed):
+    """Where stock is left too, upstream has caught up, and the change is not needed any more."""
     stock = Path(importlib.util.find_spec(name).origin)
     module = load(patched(word, tmp_path, stock.name) if fixed else stock, name)
     assert changed(module) != fixed
-
-
-@pytest.mark.parametrize(
-    ("word", "shim", "setting"),
-    [
-        ("linear", vllm_shims.keep_linear_weights, "VLLM_CPU_PREPACK_LINEAR"),
-        ("expert", vllm_shims.keep_expert_weights, "VLLM_CPU_PREPACK_MOE"),
-        ("looks", vllm_shims.sleep_between_looks, "VLLM_SHM_BROADCAST_BUSY_SLEEP_S"),
-    ],
-)
-def test_a_shim_asks_for_the_setting_that_its_patch_adds(word, shim, setting):
-    (patch,) = (p for p in PATCHES if word in p.name)
-    added = [line for line in patch.read_text().splitlines() if line.startswith("+")]
-    assert any(setting in line for line in added) and setting in inspect.getsource(shim)

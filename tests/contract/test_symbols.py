@@ -23,8 +23,6 @@ LACKING = {
     ("vllm", "0.24.0"): {
         "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward", "vllm._custom_ops:",
     },
-    # The CPU backend alone: there the kernel is Triton's own, and the shim takes its place without asking.
-    **{("vllm", version): {"vllm.utils.cpu_triton_utils:"} for version in ("0.31.0", "0.32.0", "0.33.0")},
 }  # fmt: skip
 
 
