@@ -146,8 +146,7 @@ class TraceWriter:
     """Appends events to `<directory>/<name>.jsonl`; threads may share one.
 
     A failure to write is counted and the first one logged: the run goes on. Every line is one `write` to an append-only
-    descriptor, so a killed process leaves at worst half a line. The next writer begins a new one. The reader skips half
-    lines and blank ones.
+    descriptor, so a killed process leaves at worst half a line, which the reader skips.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, clock: Callable[[], float] = time.time) -> None:
@@ -157,10 +156,13 @@ class TraceWriter:
         self._clock = clock
         self._lock = threading.Lock()
         self._fd: int | None = None
+        self._torn = False  # a full disk took a part of the last line
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.write(self._fd, b"\n")  # an earlier process may have left half a line
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                os.write(self._fd, b"\n")
         except OSError as error:
             self._fail(f"cannot write the trace {self.path}: {error}")
 
@@ -178,7 +180,10 @@ class TraceWriter:
             with self._lock:
                 if self._fd is None:
                     raise OSError("the file is not open")
-                os.write(self._fd, line)
+                line = b"\n" * self._torn + line
+                self._torn = (written := os.write(self._fd, line)) < len(line)
+            if self._torn:
+                raise OSError(f"of its {len(line)} bytes {written} were written")
         except Exception as error:  # the run goes on, whatever the record holds
             self._fail(f"lost a line of the trace {self.path}: {error}")
 

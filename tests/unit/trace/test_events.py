@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 
 import numpy as np
 import pytest
@@ -43,6 +44,18 @@ def test_half_a_line_is_skipped_and_the_next_writer_starts_a_new_one(tmp_path):
         with writer.path.open("a") as file:
             file.write(half)
     assert (len(read_trace(tmp_path).phases), read_trace(tmp_path).skipped) == (2, 1)
+
+
+def test_a_full_disk_costs_the_line_that_it_cut(tmp_path):
+    writer, (soft, hard) = TraceWriter(tmp_path, "trainer"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer.emit("phase", **PHASE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 10, hard))
+    try:
+        writer.emit("phase", **PHASE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.emit("phase", **PHASE)
+    assert (len(read_trace(tmp_path).phases), read_trace(tmp_path).skipped, writer.failures) == (2, 1, 1)
 
 
 BROKEN = (
