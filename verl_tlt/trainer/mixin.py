@@ -5,12 +5,15 @@ Imported once verl's own trainers are. How the modes differ for TLT is in `idle.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 from omegaconf import open_dict
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import trainer_separate_async
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
@@ -169,10 +172,23 @@ class TLTTrainerColocateAsync(TLTMixin, PPOTrainerColocateAsync):
         return self.llm_server_manager.get_client(client_cls=TLTFullyAsyncLLMServerClient)
 
 
+class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
+    """A logger that is called like print."""
+
+    def process(self, msg: object, kwargs: MutableMapping[str, object]) -> tuple[object, MutableMapping[str, object]]:
+        kwargs.pop("flush", None)
+        return msg, kwargs
+
+
 class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
     """verl's trainer with partial rollouts on standalone replicas, with TLT; none leaves, so verl's own client."""
 
     tlt_base_mode = "separate_async"
+
+    # Changes verl: patches/README.md#verl-logs-that-no-replica-shares-the-trainers-devices
+    def _setup(self) -> None:
+        trainer_separate_async.logger = _WithoutFlush(trainer_separate_async.logger, {})
+        super()._setup()
 
     def on_sample_end(self) -> None:
         PPOTrainerSeparateAsync.on_sample_end(self)  # the wait for samples is over
