@@ -57,7 +57,7 @@ def head_facts(folder: Path) -> dict[str, Any]:
     """What is known of the head of this policy; of a head of another policy, nothing."""
     record = folder / RECORD
     made: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
-    return made if made.get("policy") == _digest(folder) else {}
+    return made if made and made.get("policy") == _digest(folder) else {}
 
 
 def _digest(folder: Path) -> str:

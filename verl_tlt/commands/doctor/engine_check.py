@@ -83,12 +83,12 @@ async def check(job: EngineJob, directory: Path) -> Answer:
         findings.append(await check_sleep(engine))
         if setup.device != "cpu":  # which has no device context
             findings.append(await check_waking(engine))
+        await engine.every("tlt_set_drafting", False)
+        await ask_scheduler(engine.llm, "control", drafting=False)
+        off = await engine.wall_seconds(BATCHES)  # soon after stock's: a machine's pace changes within minutes
         costs = await engine.measure_costs(job.budget_s)
         if error := await load_drafter(engine):  # as after a pass that failed
             findings.append(Finding("refuse", "drafter", error))
-        await engine.every("tlt_set_drafting", False)
-        await ask_scheduler(engine.llm, "control", drafting=False)
-        off = await engine.wall_seconds(BATCHES)
         if _has_adapter(engine):
             without = "measured without the adapter; a run measures it with the adapter"
             findings.append(Finding("ok", "step cost", without))
