@@ -9,7 +9,7 @@ STAMP := $(VENV)/.setup-done
 # One thread per process: engines, trainers and workers that spin against each other cost 10-60x.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults test-real demo demo-compare bench bench-control bench-real clean distclean
+.PHONY: help setup wheel test test-all test-fast test-3.12 test-vision lint contract recipes-check test-releases test-faults test-real demo demo-compare bench-control bench-real clean distclean
 
 help:
 	@echo "make demo           GRPO with TLT on a toy task: a drafter learns in idle time; a line per step, report in demo-out/"
@@ -24,7 +24,6 @@ help:
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about half an hour)"
 	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
 	@echo "make test-real      warm-up and engine of a real language model (downloads 93 MB; up to an hour, the policy's fine-tuning included)"
-	@echo "make bench          stock verl, vLLM's speculation and TLT, six arms in turns (hours)"
 	@echo "make bench-control  the choice of the draft length against oracles, simulated"
 	@echo "make bench-real     a real language model: policy, head, race of draft lengths, whole runs (nights; goes on after a kill)"
 	@echo "make wheel          what would be released, in dist/"
@@ -104,9 +103,6 @@ test-real: $(STAMP)
 	$(BIN)/python -m benchmarks.real_policy
 	$(BIN)/pytest -o faulthandler_timeout=2100 tests/real
 
-bench: $(STAMP)
-	$(BIN)/python -m benchmarks.e2e --out demo-out/e2e.json
-
 bench-control: $(STAMP)
 	$(BIN)/python -m benchmarks.control
 
@@ -115,8 +111,8 @@ bench-real: $(STAMP)
 	$(BIN)/python -m benchmarks.real_policy
 	$(BIN)/python -m benchmarks.real_policy.head --out demo-out/real_policy.json
 	$(BIN)/python -m benchmarks.control --fixed --out demo-out
-	$(BIN)/python -m benchmarks.e2e --policy real --cold-start 300 --rounds 3 --steps 5 --work demo-out/real --out demo-out/real.json
-	$(BIN)/python -m benchmarks.e2e --policy real --load wide --cold-start 300 --rounds 3 --steps 5 --work demo-out/real-wide --out demo-out/real_wide.json
+	$(BIN)/python -m benchmarks.e2e --rounds 3 --steps 5 --work demo-out/real --out demo-out/real.json
+	$(BIN)/python -m benchmarks.e2e --load wide --rounds 3 --steps 5 --work demo-out/real-wide --out demo-out/real_wide.json
 	$(BIN)/python -m benchmarks.e2e.along --work demo-out/along --out demo-out/along.json
 	$(BIN)/python -m benchmarks.e2e.along --seed 1 --work demo-out/along_1 --out demo-out/along_1.json
 

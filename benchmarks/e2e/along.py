@@ -19,14 +19,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.__main__ import ROOT, STALL_S, Subject, recipe_of
+from benchmarks.e2e.__main__ import ROOT, STALL_S, recipe_of
 from benchmarks.e2e.arms import LOADS
-from benchmarks.e2e.head import Head, evaluated
+from benchmarks.e2e.head import evaluated
 from benchmarks.real_policy.head import DRAFT_VOCAB, head_facts, train
-from benchmarks.real_policy.job import real_assets, real_overrides
+from benchmarks.real_policy.job import real_assets
 from benchmarks.real_policy.policy import fine_tuned, make_policy
 from benchmarks.stored import store
-from benchmarks.toy_job import toy_overrides
+from tests.toy.assets import Assets
 from verl_cpu.dtype import find_dtype, say_dtype
 from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.checks.recipe import ROLLOUT, quoted
@@ -40,6 +40,7 @@ from verl_tlt.errors import TLTError
 
 PLACE = ROOT / ".cache" / "along"
 """Keeps the policy and its head."""
+HEAD = PLACE / "drafter"
 FINE_TUNING, K, LONGEST = 60, 5, 500
 """Steps of fine-tuning, the draft length, and the most tokens of a response."""
 PROMPTS, EPOCHS = 245, 1
@@ -50,18 +51,21 @@ JUDGED = 64
 """Prompts that are served."""
 
 
-def subject(seed: int) -> Subject:
-    """The policy and its head, made unless they are there; `seed`: of the order of the run's prompts."""
+def make_start() -> Assets:
+    """The policy and the prompts that the run starts with, and its head, made unless they are there."""
     make_policy(PLACE, FINE_TUNING)
     if not head_facts(PLACE):
         train(PLACE, PROMPTS, ("--epochs", str(EPOCHS)))
-    assets, head = real_assets(PLACE), PLACE / "drafter"
-    besides = ("data.shuffle=True", f"data.seed={seed}", f"data.max_response_length={LONGEST}")
+    return real_assets(PLACE)
+
+
+def overrides(seed: int) -> tuple[str, ...]:
+    """Of the recipe; `seed`: of the order of the run's prompts."""
+    data = ("data.shuffle=True", f"data.seed={seed}", f"data.max_response_length={LONGEST}")
     drafts = ("tlt.speculation.policy=fixed", f"tlt.speculation.fixed={K}", f"tlt.speculation.max_draft_length={K}")
-    drafter = (f"tlt.drafter.vocab={DRAFT_VOCAB}", f"tlt.drafter.path={quoted(head)}")
+    drafter = (f"tlt.drafter.vocab={DRAFT_VOCAB}", f"tlt.drafter.path={quoted(HEAD)}")
     training = ("tlt.drafter.learning_rate=1e-3", "tlt.spot.max_epochs=3")  # the defaults; the demo's recipe has others
-    ours = (*drafts, *drafter, *training)
-    return Subject(assets, Head(head, {}), (*toy_overrides(assets), *real_overrides(assets), *besides), ours, K)
+    return (*data, *drafts, *drafter, *training)
 
 
 def merged(checkpoint: Path, policy: Path) -> Path:
@@ -81,8 +85,8 @@ def served(policy: Path, head: Path, prompts: Path) -> dict[str, float]:
         f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.max_num_seqs=32",
         f"++{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
     )  # fmt: skip
-    asked: dict[str, Any] = {"drafter": head, "prompts": [prompts], "limit": JUDGED, "draft_length": K}
-    found = evaluated(PLACE, policy, response_length=LONGEST, overrides=list(engine), **asked)
+    asked: dict[str, Any] = {"limit": JUDGED, "draft_length": K, "response_length": LONGEST}
+    found = evaluated(policy, head, prompts, overrides=list(engine), **asked)
     return {
         "accept_length": round(found.served.accept_length, 4),
         "two_errors": round(found.chance * found.served.accept_length, 4),
@@ -100,14 +104,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options, console = parser.parse_args(), make_console()
     os.environ.update(CPU_ENGINE | {"OMP_NUM_THREADS": str(os.cpu_count())})  # of what is served here
-    work, run = options.work.resolve(), subject(options.seed)
+    work, assets = options.work.resolve(), make_start()
     say(console, say_dtype(find_dtype()))
-    plan = make_plan(recipe_of(work, run, LOADS["small"], forced=False), options.steps, work)
+    plan = make_plan(recipe_of(work, assets, LOADS["small"], overrides(options.seed)), options.steps, work)
     record = Record(work, plan.asked([ARM]))
     take_turns(plan, [ARM], 1, record, console, STALL_S, lambda: None)
     checkpoint = plan.folder / ARM.name / f"{STEP}{options.steps}"
-    policies = {BEFORE: run.assets.policy, AFTER: merged(checkpoint, work / "policy")}
-    heads = {BEFORE: run.warm.drafter, AFTER: checkpoint / "tlt_drafter"}
+    policies = {BEFORE: assets.policy, AFTER: merged(checkpoint, work / "policy")}
+    heads = {BEFORE: HEAD, AFTER: checkpoint / "tlt_drafter"}
     prompts = real_assets(PLACE, "warm-up").val
     kept = work / "served.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}

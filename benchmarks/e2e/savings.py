@@ -11,7 +11,7 @@ def saved(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, float] | None
     """What an arm's `tlt/saved_estimate_s` claimed, and by how much those rollouts were shorter than stock's.
 
     Both limits of what was measured and of the claim's error are of 95 % of the draws; the machine's pace is in them,
-    since stock's step ran at another time. None: no step had a claim.
+    since stock's step ran at another time, and so are the lengths that each arm sampled. None: no step had a claim.
     """
     both = [(ours.saved_s, theirs.rollout_s - ours.rollout_s) for theirs, ours in pairs(stock, arm)]
     claims = [(claimed, measured) for claimed, measured in both if claimed is not None]

@@ -98,12 +98,13 @@ def warm_up(folder: Path, drafter: Path, prompts: int, options: Sequence[str]) -
 
 def measured(folder: Path) -> dict[str, Any]:
     """What the head says of itself, and its accept length on prompts of runs: simulated, and served by stock vLLM."""
-    made, policy, prompts = provenance(folder / "drafter"), make_policy(folder), [real_assets(folder).train]
+    drafter, policy, prompts = folder / "drafter", make_policy(folder), real_assets(folder).train
+    made = provenance(drafter)
     said = ("responses", "response_tokens", "steps", "tokens", "training_seconds", "checks", "acceptance")
     simulated, served = {}, {}
     for k in LENGTHS:
-        asked = {"prompts": prompts, "limit": JUDGED, "draft_length": k, "response_length": LONGEST_RESPONSE}
-        found = evaluated(folder, policy, **asked)
+        asked = {"limit": JUDGED, "draft_length": k, "response_length": LONGEST_RESPONSE}
+        found = evaluated(policy, drafter, prompts, **asked)
         simulated[k], served[k] = (round(one.accept_length, 4) for one in (found.simulated, found.served))
     return {
         "prompts": made["prompts_limit"],

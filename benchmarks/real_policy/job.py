@@ -19,7 +19,7 @@ def real_assets(folder: Path, side: Side = "run") -> Assets:
     policy, source = make_policy(folder), Path(collatz.__file__).read_text()
     files = {split: folder / f"{side}-{split}.parquet" for split in ROWS}
     for split, count in ROWS.items():
-        write = partial(write_rows, split=split, count=count, seed=0, row=partial(prompt_row, side=side))
+        write = partial(write_rows, split=split, count=count, row=partial(prompt_row, side=side))
         ensure(files[split], f"{source} {count}", write)
     return Assets(policy, files["train"], files["val"], reward=f"pkg://{collatz.__name__}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tables.front import expectations, headlines
 from tables.page import FILES
 from tables.parts import along, lossless, oracles, race, resumptions
-from tables.runs import arms, cold_start, end_to_end, savings
+from tables.runs import arms, end_to_end
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(FILES.glob("*.md"))]
@@ -22,10 +22,8 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(FILES.glob("*
 BLOCK = re.compile(r"<!-- table: (\w+) ?(\w*) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLES: dict[str, Callable[..., str]] = {
     table.__name__: table
-    for table in (
-        along, arms, cold_start, end_to_end, expectations, headlines, lossless, oracles, race, resumptions, savings,
-    )
-}  # fmt: skip
+    for table in (along, arms, end_to_end, expectations, headlines, lossless, oracles, race, resumptions)
+}
 
 
 def render(page: str) -> str:

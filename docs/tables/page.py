@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_tlt.commands.compare.result import faster as faster
+from verl_tlt.commands.compare.result import faster
 
 FILES = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -59,7 +59,7 @@ def demo_width(dtype: Dtype) -> Width:
 
 
 def build_assets(
-    out_dir: str | Path, *, width: Width = "small", train_rows: int = TRAIN_ROWS, val_rows: int = 32, seed: int = 0
+    out_dir: str | Path, *, width: Width = "small", train_rows: int = TRAIN_ROWS, val_rows: int = 32
 ) -> Assets:
     """Write policy and prompts below `out_dir`, or find them there from an equal call before.
 
@@ -68,7 +68,6 @@ def build_assets(
         width: the 3.4M policy as it was trained, or the same function in 16M or 30M parameters.
         train_rows: training prompts.
         val_rows: validation prompts, drawn apart from the training prompts.
-        seed: of the prompts.
     """
     out = Path(out_dir).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -76,8 +75,8 @@ def build_assets(
     sources = hash_sources()
     ensure(assets.policy, sources, lambda path: _write_policy(path, width))
     for path, split, count in ((assets.train, "train", train_rows), (assets.val, "val", val_rows)):
-        write = partial(write_rows, split=split, count=count, seed=seed, row=prompt_row)
-        ensure(path, f"{sources} {count} {seed}", write)
+        write = partial(write_rows, split=split, count=count, row=prompt_row)
+        ensure(path, f"{sources} {count}", write)
     return assets
 
 
@@ -169,12 +168,12 @@ Row = Callable[[random.Random, str, int], dict[str, Any]]
 """Draws the prompt of a split with that number."""
 
 
-def write_rows(path: Path, split: str, count: int, seed: int, row: Row) -> None:
-    """Write so many prompts as parquet: others for each split and seed."""
+def write_rows(path: Path, split: str, count: int, row: Row) -> None:
+    """Write so many prompts as parquet: others for each split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rng = random.Random(f"{split} {seed}")
+    rng = random.Random(f"{split} 0")
     pq.write_table(pa.Table.from_pylist([row(rng, split, i) for i in range(count)]), path)
 
 

@@ -23,13 +23,13 @@ def warmup_command(policy: str, prompts: str, drafter: str, *until: str) -> list
     return ["verl-tlt", "warmup", *given, *options]
 
 
-def other_prompts(file: Path, count: int, seed: int = 0, rows: int = TRAIN_ROWS) -> None:
-    """Write so many prompts of the task: none twice, and none of the `rows` that a run with this `seed` trains on."""
+def other_prompts(file: Path, count: int) -> None:
+    """Write so many prompts of the task: none twice, and none of those that a run trains on."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rng = random.Random(f"train {seed}")
-    seen = {_text(prompt_row(rng, "train", i)) for i in range(rows)}
+    rng = random.Random("train 0")  # as `write_rows` draws them
+    seen = {_text(prompt_row(rng, "train", i)) for i in range(TRAIN_ROWS)}
     rng = random.Random("warm-up")
     found: list[dict[str, Any]] = []
     while len(found) < count:

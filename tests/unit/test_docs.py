@@ -1,7 +1,6 @@
 """Pages: links resolve, generated parts equal what they are made from, and commands are those that exist."""
 
 import importlib
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -74,15 +73,8 @@ def test_the_page_of_settings_is_what_is_generated(docs_module):
     assert generate.PAGE.read_text() == generate.render(), "run `python docs/generate.py`"
 
 
-def test_tables_of_runs_go_without_accept_lengths_of_steps_that_drafted_nothing(docs_module, monkeypatch):
-    docs_module("tables")
-    runs, parts = docs_module("tables.runs"), docs_module("tables.parts")
-    found = runs.load("cold_start")
-    (steps, *others) = (turn["steps"] for turn in found["turns"] if turn["arm"] in found["ratios"])
-    for step in (steps[0], *itertools.chain(*others)):
-        step["accept_length"] = None
-    monkeypatch.setattr(runs, "load", lambda name: found)
-    assert f"| {steps[1]['accept_length']:.2f} to {steps[-1]['accept_length']:.2f} |" in runs.cold_start("cold_start")
+def test_tables_of_runs_go_without_accept_lengths_of_steps_that_drafted_nothing(docs_module):
+    parts = docs_module("tables.parts")
     lengths = [None, 1.5, 2.5, None, *(None,) * 4]
     steps = [{"step": i, "accept_length": length, "reward": 0.5} for i, length in enumerate(lengths, start=2)]
     assert "| accept length | 2.00 | |" in parts._in_the_run({"steps": steps})

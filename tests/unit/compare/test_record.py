@@ -47,6 +47,12 @@ def test_a_comparison_that_is_called_again_goes_on(kept):
     assert json.loads((kept / "turns.json").read_text())["asked"] == ASKED
 
 
+def test_figures_that_an_earlier_version_kept_are_no_reason_to_begin_anew(kept):
+    text = (kept / "turns.json").read_text()
+    (kept / "turns.json").write_text(text.replace('"saved_s":', '"overhead_s": 0.5, "saved_s":'))
+    assert "overhead_s" not in text and Record(kept, ASKED).turns == [turn("tlt")]
+
+
 def test_one_with_other_arguments_is_refused_by_name_and_arms_may_be_added(kept):
     for changed, said in (
         ({"--steps": 5}, r"another --steps \(4 then, 5 now\)"),
