@@ -40,13 +40,13 @@ INTRO = """# Settings
 | train a drafter and decode as stock verl does | `tlt.speculation.enable=false` |
 | run stock verl with the same command | `++trainer.plugin=null` at its end, with verl-tlt still installed |
 
-A plus in front of a setting changes nothing. Settings can also be in [a YAML file](quickstart.md#your-own-yaml-file). A
-wrong setting stops the run before Ray starts, with a message that names the key.
+Only `trainer.plugin` needs Hydra's plus. Settings can also be in [a YAML file](quickstart.md#your-own-yaml-file). If a
+setting is wrong, the run stops before Ray starts, with a message that names the key.
 """
 
 NOTES = {
-    "drafter": "`vocab` is refused with `method=mtp`. A new run that published nothing does not overwrite a drafter"
-    " already in `save_dir`.",
+    "drafter": "`vocab` is refused with `method=mtp`. If a new run publishes no drafter, a drafter that is already in"
+    " `save_dir` stays.",
     "speculation": "An engine uses only [these draft lengths](how-it-works.md#which-draft-lengths-an-engine-uses), up"
     " to the longest one. Every node must be able to import the module of `module:Class`"
     " ([example](../examples/custom_policy.py)).",

@@ -76,8 +76,8 @@ class DrafterConfig:
     """Kind of drafter: `eagle3`, a separate head, or `mtp`, the multi-token prediction head in the policy's files."""
     path: str | None = None
     """Folder of the drafter to start from, or its name on the Hugging Face hub. Null: a random EAGLE-3 head, or the
-    policy's own MTP head. A resumed run takes the drafter of its checkpoint instead or, where that has none, of the
-    newest earlier checkpoint in the same folder that has one."""
+    policy's own MTP head. A resumed run takes the drafter of its checkpoint instead. If the checkpoint has none, it
+    takes the newest drafter of the earlier checkpoints in the same folder."""
     save_dir: str | None = None
     """Folder in which the trained drafter is saved at the end. Null: `<trainer.default_local_dir>/tlt_drafter`."""
     vocab: Annotated[int, Field(ge=2)] | Literal["full"] | None = None
@@ -101,8 +101,8 @@ class SpeculationConfig:
     """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
     step; `off`, engines have a drafter and never use it; or `module:Class`, your own rule for choosing K."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] = 3
-    """Longest draft, in tokens. A larger value can make steps with shorter drafts slower on GPUs with vLLM 0.24 to
-    0.31, which pads them to more tokens."""
+    """Longest draft, in tokens. On GPUs with vLLM 0.24 to 0.31 a larger value can make steps with shorter drafts
+    slower, because vLLM pads them."""
     fixed: DraftLength | None = None
     """K of `policy=fixed`. Null: the longest draft."""
     calibrate: bool = constant(True)
@@ -137,7 +137,7 @@ class BufferConfig:
 
     max_mb: Count | None = None
     """MiB of host memory for hidden states; the oldest sequences are dropped first. Null: 2048 on the CPU. On GPUs 15 %
-    of the memory that Ray may use on a node, minus what the spot trainer needs otherwise; at least 2048."""
+    of the memory that Ray may use on a node, minus what verl-tlt needs there for other things, but at least 2048."""
     min_tokens: Index = constant(2000)
     """Tokens below which no session starts: a replica does not leave for less than a few optimizer steps."""
     tokens_per_step: Count | None = None
