@@ -39,7 +39,7 @@ VERDICTS = {
     "verl does not compose it": 11,
     "not judged": 22,
 }
-"""Scripts by verdict; docs/results.md has the sums in a sentence."""
+"""Scripts by verdict; docs/compatibility.md has the sums in a sentence."""
 # The family of a model by its name: (pattern, model_type, architecture); the first that matches.
 FAMILIES = (
     (r"Qwen3-VL-.*A\d+B", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
