@@ -25,8 +25,8 @@ from typing import Literal, NamedTuple
 RETRY_S = 2.0
 """Pause after a refusal: a request that slipped in decodes for a while, and asking closes the gate for a moment."""
 LEAST_SHARE = 0.5
-"""Part of its fair share that a replica must have carried at once. Before dispatch all replicas are empty, and routing
-is not even."""
+"""Part of its fair share of the requests that a replica must have held at once before it may leave. Before dispatch all
+replicas are empty, and routing is not even, so an empty replica may simply not have got its requests yet."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class State(Enum):
 class _Replica:
     state: State = State.SERVES
     inflight: int = 0
-    most: int = 0  # requests that it had at once
+    most_inflight: int = 0  # in this phase
     empty_since: float | None = None
     retry_at: float = -math.inf
     stays: bool = False  # it was called back or failed, and does not leave in this phase any more
@@ -122,8 +122,11 @@ class _Sessions:
     over: bool = False  # the epochs are used up, or the session failed: there is no other in this phase
 
     def seconds(self, now: float, end: float) -> float:
-        running = [] if self.begun is None else [(self.begun, now)]
-        return sum(max(0.0, min(b, end) - a) for a, b in self.stretches + running)
+        """Seconds of all sessions before `end`; a session that still runs counts until `now`."""
+        stretches = list(self.stretches)
+        if self.begun is not None:
+            stretches.append((self.begun, now))
+        return sum(max(0.0, min(stop, end) - start) for start, stop in stretches)
 
 
 class IdlePlanner:
@@ -142,11 +145,12 @@ class IdlePlanner:
     ) -> None:
         self._replicas = {name: _Replica() for name in replicas}
         self._candidates = frozenset(candidates)
-        self._least = max(1, math.ceil(LEAST_SHARE * expected_requests / max(1, len(replicas))))
+        fair_share = expected_requests / max(1, len(replicas))
+        self._least_inflight = max(1, math.ceil(LEAST_SHARE * fair_share))
         self._settle_s = settle_s
         self._sessions = _Sessions()
-        self._last_request: float | None = None  # since when nothing runs anywhere
-        self._end: float | None = None
+        self._all_empty_since: float | None = None
+        self._end: float | None = None  # when sampling was over
         self._failures = 0
         self._lost = 0
 
@@ -158,53 +162,64 @@ class IdlePlanner:
             return []
         for name, replica in self._replicas.items():
             self._note_load(replica, look.inflight.get(name, 0), look)
-        self._note_end(look)
+        self._note_all_empty(look)
         lost = [name for name, r in self._replicas.items() if r.state is State.SERVES and name not in look.inflight]
         self._lost += len(lost)
         commands = [Command("rejoin", name) for name in lost]
-        if (leaves := self._next(look, lost)) is not None:
+        leaves = self._replica_to_leave(look, lost)
+        if leaves is not None:
             self._replicas[leaves].state = State.LEAVES
             commands.append(Command("leave", leaves))
         return commands
 
     def _note_load(self, replica: _Replica, inflight: int, look: Look) -> None:
         replica.inflight = inflight
-        replica.most = max(replica.most, inflight)
+        replica.most_inflight = max(replica.most_inflight, inflight)
         if replica.state is not State.SERVES:
             return
-        if inflight or look.work.pending or not replica.most:
+        if inflight or look.work.pending or not replica.most_inflight:
             replica.empty_since = None
         elif replica.empty_since is None:
             replica.empty_since = look.now
 
-    def _note_end(self, look: Look) -> None:
+    def _note_all_empty(self, look: Look) -> None:
         work = look.work.pending or any(replica.inflight for replica in self._replicas.values())
-        seen = any(replica.most for replica in self._replicas.values())
+        seen = any(replica.most_inflight for replica in self._replicas.values())
         if work or not seen:
-            self._last_request = None
-        elif self._last_request is None:
-            self._last_request = look.now
+            self._all_empty_since = None
+        elif self._all_empty_since is None:
+            self._all_empty_since = look.now
 
-    def _next(self, look: Look, lost: Sequence[str]) -> str | None:
-        """The replica that is to leave now; None: none."""
-        others_serve = any(r.state is State.SERVES and r.inflight for r in self._replicas.values())
-        away = any(r.state is not State.SERVES for r in self._replicas.values() if not r.stays)
-        coming = look.work.pending or look.work.more
-        if not look.ready or coming or not others_serve or away or self._sessions.over:
+    def _replica_to_leave(self, look: Look, lost: Sequence[str]) -> str | None:
+        """The first replica that may leave now; None: no replica may."""
+        if not look.ready or self._sessions.over:
             return None
-        for name, r in self._replicas.items():
-            settled = r.empty_since is not None and look.now - r.empty_since >= self._settle_s
-            may = name in self._candidates and r.state is State.SERVES and not r.stays and name not in lost
-            if may and settled and r.most >= self._least and look.now >= r.retry_at:
+        if look.work.pending or look.work.more:
+            return None
+        replicas = self._replicas.values()
+        one_is_away = any(r.state is not State.SERVES and not r.stays for r in replicas)
+        one_is_busy = any(r.state is State.SERVES and r.inflight for r in replicas)
+        if one_is_away or not one_is_busy:
+            return None
+        for name, replica in self._replicas.items():
+            if name in self._candidates and name not in lost and self._may_leave(replica, look.now):
                 return name
         return None
+
+    def _may_leave(self, replica: _Replica, now: float) -> bool:
+        """Whether this replica has done its share of the phase, and has been empty for long enough."""
+        if replica.state is not State.SERVES or replica.stays or now < replica.retry_at:
+            return False
+        if replica.empty_since is None or replica.most_inflight < self._least_inflight:
+            return False
+        return now - replica.empty_since >= self._settle_s
 
     # ------------------------------------------------------------------ what came of the commands
 
     def slept(self, name: str) -> list[Command]:
-        """The server holds no request and sleeps; too late for a session if sampling has ended."""
+        """The server holds no request and sleeps; it trains unless sampling has ended."""
         self._replicas[name].state = State.ASLEEP
-        return [] if self._end is not None else [Command("train", name)]
+        return [Command("train", name)] if self._end is None else []
 
     def refused(self, name: str, now: float) -> list[Command]:
         """The server has requests and serves on: back into the load balancer, asked again after a pause."""
@@ -212,7 +227,7 @@ class IdlePlanner:
         replica.state = State.SERVES
         replica.empty_since = None  # the server knows better than the load
         replica.retry_at = now + RETRY_S
-        return [] if self._end is not None else [Command("rejoin", name)]  # after the end the weight sync does it
+        return [Command("rejoin", name)] if self._end is None else []  # after the end the weight sync does it
 
     def failed(self, name: str) -> None:
         """The server did not say whether it sleeps, or serves again.
@@ -233,7 +248,8 @@ class IdlePlanner:
         if self._sessions.begun is not None:
             self._sessions.stretches.append((self._sessions.begun, now))
         self._sessions.begun = None
-        self._sessions.over = self._sessions.over or over
+        if over:
+            self._sessions.over = True
         for replica in self._replicas.values():
             if replica.state is State.TRAINS:
                 replica.state = State.ASLEEP
@@ -246,7 +262,10 @@ class IdlePlanner:
         for replica in self._replicas.values():
             if replica.state is State.SERVES:
                 replica.empty_since = None
-        return next((name for name, r in self._replicas.items() if r.state is State.ASLEEP and not r.stays), None)
+        for name, replica in self._replicas.items():
+            if replica.state is State.ASLEEP and not replica.stays:
+                return name
+        return None
 
     def awake(self, name: str, now: float) -> list[Command]:
         """The replica serves again, and does not leave in this phase any more."""
@@ -270,8 +289,12 @@ class IdlePlanner:
 
     def idle_time(self, now: float) -> IdleTime:
         """The phase so far; final once `end` was called and the session has ended."""
-        ended = self._end if self._end is not None else now
-        end = ended if self._last_request is None else self._last_request
+        if self._all_empty_since is not None:
+            end = self._all_empty_since
+        elif self._end is not None:
+            end = self._end
+        else:
+            end = now
         idle_s = {}
         for name, replica in self._replicas.items():
             open_s = 0.0 if replica.empty_since is None else max(0.0, end - replica.empty_since)
@@ -296,7 +319,8 @@ class TrainerIdlePlanner(IdlePlanner):
         replica.empty_since = begin
 
     def observe(self, look: Look) -> list[Command]:
-        waits = self._end is None and look.now - self._begin >= self._settle_s
-        if not waits or not look.ready or self._sessions.over or self.state(self._device) is State.TRAINS:
+        if self._end is not None or look.now - self._begin < self._settle_s:
+            return []
+        if not look.ready or self._sessions.over or self.state(self._device) is State.TRAINS:
             return []
         return [Command("train", self._device)]
