@@ -29,7 +29,8 @@ SETTLE_S = 0.1
 LOAD_S = 1.0
 """Seconds between two loads in the trace, unless a replica becomes idle or busy."""
 LOAD_REPLICAS = 16
-"""A load names all replicas: with more than this, loads are as much rarer, and none is added when one becomes idle."""
+"""A load in the trace names every replica. With more replicas than this, `LOAD_S` grows in proportion, and no load is
+added when a replica becomes idle or busy."""
 LOOK_S = 60.0
 """Bound in seconds of a look at the fleet, which takes milliseconds; the end of sampling may wait for it."""
 
@@ -73,8 +74,8 @@ class SamplingWatch:
         self._unix = clock.time() - clock.monotonic()  # decisions take the monotonic clock, the trace unix seconds
         self._report = PhaseReport(planner.idle_time(clock.monotonic()))
         self._session: tuple[str, float] | None = None  # replica on which a session runs, and its begin
-        self._load: dict[str, int] = {}  # the last one in the trace
-        self._told_at = 0.0
+        self._traced_load: dict[str, int] = {}  # the last one in the trace
+        self._load_traced_at = 0.0
         self._lost: set[str] = set()  # replicas that were put back, of which the log knows
         self._over = clock.event()
         self._turn = clock.lock()  # a recall comes from the trainer's thread, while this one looks
@@ -96,11 +97,7 @@ class SamplingWatch:
         if self._over.is_set():  # the answer took so long that the trainer's thread may have gone on
             return
         now = self._clock.monotonic()
-        turned = {name: bool(count) for name, count in load.items()} != {n: bool(c) for n, c in self._load.items()}
-        crowd = max(1.0, len(load) / LOAD_REPLICAS)
-        if (turned and crowd == 1.0) or (load != self._load and now - self._told_at >= LOAD_S * crowd):
-            self._trace.emit("load", step=self._step, inflight=load)
-            self._load, self._told_at = load, now
+        self._trace_load(load, now)
         if self._report.first_dispatch is None and any(load.values()):
             self._report.first_dispatch = now + self._unix
         if self._session is not None and (result := self._spot.ended()) is not None:
@@ -112,14 +109,27 @@ class SamplingWatch:
             self._lost.add(lost)
         self._carry_out(commands)
 
+    def _trace_load(self, load: dict[str, int], now: float) -> None:
+        """Write the load into the trace if it changed, at most every `LOAD_S` unless a replica became idle or busy."""
+        busy = {name: count > 0 for name, count in load.items()}
+        was_busy = {name: count > 0 for name, count in self._traced_load.items()}
+        turned = busy != was_busy and len(load) <= LOAD_REPLICAS
+        every_s = LOAD_S * max(1.0, len(load) / LOAD_REPLICAS)
+        due = load != self._traced_load and now - self._load_traced_at >= every_s
+        if turned or due:
+            self._trace.emit("load", step=self._step, inflight=load)
+            self._traced_load = load
+            self._load_traced_at = now
+
     def _carry_out(self, commands: list[Command]) -> None:
-        """Carry out commands one by one, until sampling ends: the trainer waits for the one under way then."""
+        """Carry out commands and what they lead to; stop when sampling ends, since the trainer waits for this."""
         queue = list(commands)
         while queue and not self._over.is_set():
-            queue[:0] = self._do(queue.pop(0))
+            following = self._do(queue.pop(0))
+            queue = following + queue
 
     def _do(self, command: Command) -> list[Command]:
-        """Returns what the planner asks for next."""
+        """Carry out one command; returns what the planner asks for next."""
         name = command.replica
         match command.do:
             case "rejoin":
