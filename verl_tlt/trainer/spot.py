@@ -120,8 +120,8 @@ class SpotTrainerHandle:
         """The drafter that was exported last; None: none in this run."""
         self._clock = clock
         self._running = False
-        self._strikes = 0
-        self._said_memory = False
+        self._failures_in_a_row = 0
+        self._no_room_logged = False
         self._draft_ids: ObjectRef | None = None
         self._groups: list[list[int]] = []
         self._pid: int | None = None
@@ -150,10 +150,13 @@ class SpotTrainerHandle:
         )  # fmt: skip
 
     def _begin(self) -> None:
+        """Start a process, which replaces an earlier one; does not wait for it."""
         platform = get_platform()
-        environment = {}
-        device_module = get_torch_device if self.plan.device == "cpu" else None
-        if self.plan.device != "cpu":
+        environment: dict[str, str] = {}
+        device_module: Callable[[], Any] | None = None
+        if self.plan.device == "cpu":
+            device_module = get_torch_device
+        else:
             environment[platform.visible_devices_envvar()] = ",".join(self.place.devices)
         options: dict[str, Any] = {
             "num_cpus": 0,
@@ -214,7 +217,7 @@ class SpotTrainerHandle:
         """Send what the actor's ranks captured; does not wait for the copies."""
         if self.off:
             return
-        self._look_for_add()
+        self._collect_add()
         if self._add is not None:
             logger.info("the spot trainer still takes the last step's hidden states, and does not get this step's")
             return
@@ -230,18 +233,25 @@ class SpotTrainerHandle:
         """Whether a session could begin now: the last hidden states have arrived, and there are enough of them."""
         if self.off or not self.started():
             return False
-        self._look_for_add()
-        enough = self.stats is not None and self.stats.train_tokens >= self.plan.min_tokens
-        return enough and self._add is None and self._session is None
+        self._collect_add()
+        if self._add is not None or self._session is not None:
+            return False
+        return self.stats is not None and self.stats.train_tokens >= self.plan.min_tokens
 
-    def _look_for_add(self, wait: bool = False) -> None:
-        """Take the answer to the last `add` if it is there; `wait`: or comes within its bound. Later is a failure."""
+    def _collect_add(self, wait: bool = False) -> None:
+        """Read the answer to the last `add`, if it has arrived; with `wait`, wait for it until its deadline.
+
+        A spot trainer that has not answered by the deadline has failed.
+        """
         if self._add is None:
             return
-        if arrived(self._add, self._add_by.left() if wait else 0.0):
-            call, self._add = self._add, None
+        timeout_s = self._add_by.left() if wait else 0.0
+        if arrived(self._add, timeout_s):
+            call = self._add
+            self._add = None
             self.stats = self._answer("hidden states", call, CALL_S)
-            self.left_out += self.stats.incomplete if self.stats is not None else 0
+            if self.stats is not None:
+                self.left_out += self.stats.incomplete
         elif wait or self._add_by.left() <= 0:
             self.failed("hidden states", f"no answer within {CALL_S:.0f} s")
 
@@ -256,16 +266,17 @@ class SpotTrainerHandle:
         assert self._session is not None
         if not arrived(self._session, timeout_s):
             return None
-        call, self._session = self._session, None
+        call = self._session
+        self._session = None
         result: SessionResult | None = self._answer("session", call, CALL_S)
         if result is None:
             return SessionResult("failed", error=self.last_failure)
-        self._strikes = 0
+        self._failures_in_a_row = 0
         if result.outcome == "failed":  # too little memory, which the next session may find
             self.failures.append("session")
-            if not self._said_memory:
+            if not self._no_room_logged:
                 logger.warning("%s Later sessions are only counted (tlt/errors_session).", result.error)
-            self._said_memory = True
+            self._no_room_logged = True
         return result
 
     def stop(self, within_s: float) -> SessionResult:
@@ -295,7 +306,8 @@ class SpotTrainerHandle:
         """
         if self._export is None or not arrived(self._export[0]):
             return None
-        (facts, drafter), self._export = self._export, None
+        facts, drafter = self._export
+        self._export = None
         exported: DrafterFile | None = self._answer("export", facts, CALL_S)
         if exported is not None:
             self.published = drafter
@@ -310,7 +322,7 @@ class SpotTrainerHandle:
         replaced and asked once more: the end of a run has time for this. One that hangs in an earlier call is found by
         that call's bound, which is shorter.
         """
-        self._look_for_add(wait=True)
+        self._collect_add(wait=True)
         directory.parent.mkdir(parents=True, exist_ok=True)
         arguments = (str(directory.absolute()), provenance, step and str(step.absolute()), rotates)
         within_s = SAVE_S + (0.0 if self.started() else START_S)  # before the call: `started` may replace the actor
@@ -351,17 +363,17 @@ class SpotTrainerHandle:
         ray.kill(actor)
         if pid is not None and self.plan.device != "cpu":
             self._await_memory(pid)
-        self._strike(during, error)
+        self._count_failure(during, error)
         logger.warning("another spot trainer takes its place")
         self._begin()
 
-    def _strike(self, during: str, error: str) -> None:
+    def _count_failure(self, during: str, error: str) -> None:
         """Count a failure; after `STRIKES` in a row nothing is trained any more."""
-        self._strikes += 1
+        self._failures_in_a_row += 1
         self.failures.append(during)
         self.last_failure = error
         logger.warning("the spot trainer failed (%s): %s", during, error)
-        if self._strikes >= STRIKES and not self.off:
+        if self._failures_in_a_row >= STRIKES and not self.off:
             self.off = f"the spot trainer failed {STRIKES} times in a row, the last time in {during}: {error}"
             logger.error("the drafter is not trained in this run any more: %s", self.off)
 
