@@ -13,14 +13,15 @@ PRIOR_DRAFTS = 24.0
 WINDOW_DRAFTS = 400.0
 """Drafts after which evidence counts 1/e: their mean is known to 0.02, and a tail of 4 responses takes 100 steps."""
 WINDOW_STEPS = 8.0
-"""Steps after which it does, where they have more drafts: one step of a large batch is not the whole window."""
+"""Fewest steps that the window spans: one step of a large batch may have more than `WINDOW_DRAFTS` drafts."""
 
 
 class AcceptanceEstimate:
     """Conditional acceptance P(position i accepted | all before it accepted) at `longest` positions, and τ from it.
 
-    It begins with `conditional`, the acceptance of held-out text (in 0..1, else ControlError); empty: unknown. A longer
-    draft tells the acceptance of every shorter one. Positions that are not drafted keep their ratio to the one before.
+    `conditional` is the acceptance to begin with, measured on held-out text (in 0..1, else ControlError); empty:
+    unknown. A draft of K tokens gives evidence for the first K positions. Each later position keeps its ratio to the
+    one before it.
     """
 
     def __init__(self, longest: int, conditional: Sequence[float] = ()) -> None:
@@ -30,33 +31,40 @@ class AcceptanceEstimate:
         self.conditional = list(conditional[:longest])
         while len(self.conditional) < longest:
             self.conditional.append(self.conditional[-1] * DECAY if self.conditional else FIRST_GUESS)
-        self._drafts = [PRIOR_DRAFTS if conditional else 2.0] * longest  # that each position's rate rests on
+        prior_drafts = PRIOR_DRAFTS if conditional else 2.0
+        self._drafts = [prior_drafts] * longest  # how many drafts each position's estimate is based on
         before = [1.0, *self.conditional]
-        # Positions after one that is never accepted were not observed: their zeros are no ratio.
+        # Positions after one that is never accepted were not observed, so their zeros say nothing about the ratio.
         self._ratio = [p / b if b else DECAY for p, b in zip(self.conditional, before, strict=False)]
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
-        """Learn from so many drafts; accepted[i] of them had their first i+1 tokens accepted, of K = len(accepted)."""
+        """Learn from the drafts of one step, of K = len(accepted) tokens each.
+
+        accepted[i] is the number of drafts whose first i+1 tokens were accepted.
+        """
         if drafts <= 0 or not accepted:
             return
         window = max(WINDOW_DRAFTS, WINDOW_STEPS * drafts)
-        reached = drafts
+        reached = drafts  # how many of them had all tokens before position i accepted
         for i, hits in enumerate(accepted):
             if reached <= 0:
                 break
             self._drafts[i] = min(self._drafts[i] + reached, window)
-            self.conditional[i] += (hits / reached - self.conditional[i]) * min(1.0, reached / self._drafts[i])
-            self._ratio[i] = self.conditional[i] / max(self.conditional[i - 1] if i else 1.0, 1e-6)
+            weight = min(1.0, reached / self._drafts[i])
+            self.conditional[i] += weight * (hits / reached - self.conditional[i])
+            before = self.conditional[i - 1] if i > 0 else 1.0
+            self._ratio[i] = self.conditional[i] / max(before, 1e-6)
             reached = hits
         for i in range(len(accepted), self.longest):
             self.conditional[i] = min(1.0, self.conditional[i - 1] * self._ratio[i])
 
     def accept_lengths(self) -> list[float]:
         """τ(0), τ(1), ... τ(longest): tokens per request and step, the target's own included."""
-        tau, chain = [1.0], 1.0
+        tau = [1.0]
+        all_accepted = 1.0  # probability that every draft token up to this position is accepted
         for p in self.conditional:
-            chain *= p
-            tau.append(tau[-1] + chain)
+            all_accepted *= p
+            tau.append(tau[-1] + all_accepted)
         return tau
 
 
