@@ -21,10 +21,12 @@ POLICIES = ("live_table", "fixed", "off")
 HYSTERESIS = 0.01
 """Relative speed that another K must promise over the one in the list: a change of K costs about a step."""
 PROBE_AFTER = 800
-"""Steps with drafts, or without, before `PROBES` of the other kind are taken. A drafter that has improved is noticed
-within some seconds, and it stays known what a step without drafts takes, for less than a per cent of the steps."""
+"""Steps in a row with drafts, or without, after which `PROBES` steps of the other kind are taken. So a drafter that has
+improved is noticed within some seconds, and the time of a step without drafts stays known. This takes less than 1 % of
+the steps."""
 PROBES = 3
-"""The first one drafts as asked; the others also verify as many tokens, so their times count."""
+"""The first of these steps still verifies what the step before it drafted. The others draft and verify the same number
+of tokens, so their times count."""
 
 
 class FixedPolicy(Policy):
@@ -50,13 +52,13 @@ class LiveTablePolicy(Policy):
         self._lengths = list(lengths)
         self._costs: LiveCosts | None = None
         self._steps = 0  # since the last rebuild
-        self._drafts = False  # whether the last step drafted
-        self._alike = 0  # steps in a row that did as it
-        self._probing: list[int] = []  # K of the steps of a trial that are left
+        self._last_drafted = False
+        self._steps_of_kind = 0  # steps in a row that drafted, or did not draft, as the last one
+        self._probes: list[int] = []  # K of each probe that is still to be taken
 
     def choose(self, batch: int) -> int:
-        if self._probing:
-            return self._probing.pop()
+        if self._probes:
+            return self._probes.pop()
         return self.table[min(batch, len(self.table) - 1)]
 
     def observe(self, step: Step) -> None:
@@ -65,11 +67,13 @@ class LiveTablePolicy(Policy):
             return
         if step.batch:
             self._costs.observe(step)
-        self._alike = self._alike + 1 if (step.drafted > 0) == self._drafts else 1
-        self._drafts = step.drafted > 0
-        if self._alike >= PROBE_AFTER:
-            self._alike = 0
-            self._probing = PROBES * [0 if self._drafts else self._costs.lengths[:2][-1]]
+        drafted = step.drafted > 0
+        self._steps_of_kind = self._steps_of_kind + 1 if drafted == self._last_drafted else 1
+        self._last_drafted = drafted
+        if self._steps_of_kind >= PROBE_AFTER:
+            self._steps_of_kind = 0
+            shortest = min(self._costs.lengths[1:], default=0)
+            self._probes = [0 if drafted else shortest] * PROBES
         self._steps += 1
         if self._steps >= REBUILD_STEPS:
             self._rebuild()
@@ -91,11 +95,11 @@ class LiveTablePolicy(Policy):
         lengths = self._costs.lengths
         tau = self.acceptance.accept_lengths()
         speed = np.array([tau[k] for k in lengths])[:, None] / self._costs.seconds()  # [lengths, batches]
-        now = np.array([lengths.index(k) for k in self.table])
+        current = np.array([lengths.index(k) for k in self.table])
         batches = np.arange(len(self.table))
         best = speed.argmax(axis=0)
-        better = speed[best, batches] > (1.0 + HYSTERESIS) * speed[now, batches]
-        self.table = [lengths[i] for i in np.where(better, best, now)]
+        better = speed[best, batches] > (1.0 + HYSTERESIS) * speed[current, batches]
+        self.table = [lengths[i] for i in np.where(better, best, current)]
 
 
 def make_policy(name: str, lengths: Sequence[int], largest_batch: int, fixed: int | None = None) -> Policy:
