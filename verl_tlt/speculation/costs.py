@@ -16,18 +16,19 @@ from verl_tlt.messages import from_plain
 from verl_tlt.speculation.types import OFF, ControlError, Step
 
 CLOSE = 0.2
-"""Contexts are close to each other that differ by less than this share of the widest difference at any batch."""
+"""Two contexts of a batch are close if they differ by less than this share of the widest difference at any batch."""
 SHORT_CONTEXT = 32
 """Tokens of context of a request in the first measurement of each batch."""
 
 CALIBRATED_STEPS = 16.0
-"""Steps of the run that a calibrated figure counts as. It is the median of fewer, but a machine that suddenly slows
-down is to change the pace, and not the factor of the K in use. With more, the few steps of other K tell too little."""
+"""Weight of a calibrated figure, in steps of the run. With a smaller weight, a machine that suddenly slows down would
+change the factor of the K in use instead of the pace. With a larger one, the few steps of other K would teach too
+little."""
 FACTOR_STEPS = 256.0
-"""Steps after which a step counts 1/e in a draft length's own factor, at most: some seconds."""
+"""Longest window of a draft length's own factor: a step counts 1/e after so many steps, which take some seconds."""
 REBUILD_STEPS = 32
-"""Steps between two lists of K, and after which a step counts 1/e in the machine's pace. Acceptance, context and pace
-hardly change in less than a second, and a rebuild takes 0.1 ms."""
+"""Steps between two lists of K, and window of the machine's pace: a step counts 1/e after so many. Acceptance, context
+and pace hardly change in less than a second, and a rebuild takes 0.1 ms."""
 
 Array = npt.NDArray[np.float64]
 Numbers = float | npt.NDArray[np.float64] | npt.NDArray[np.int_]
@@ -69,11 +70,16 @@ class LatencyTable:
     def usable(self, batch: float) -> list[int]:
         """Draft lengths that an engine can use for so many requests, ascending, OFF included.
 
-        A length without a graph is not measured, but OFF is. So the next smaller or larger batch of OFF's must have it.
+        OFF is measured at every batch, another length only where vLLM has a CUDA graph for it. So a length is usable if
+        it was measured at the next smaller or at the next larger batch that OFF was measured at.
         """
-        off = self._curves[OFF].batches if OFF in self._curves else np.zeros(0)
-        near = {*off[off <= batch][-1:], *off[off >= batch][:1]}
-        return [length for length in self.lengths() if not near or near & {*self._curves[length].batches}]
+        if OFF not in self._curves:
+            return list(self.lengths())
+        measured = self._curves[OFF].batches
+        next_smaller = measured[measured <= batch][-1:]
+        next_larger = measured[measured >= batch][:1]
+        neighbours = {*next_smaller, *next_larger}
+        return [length for length in self.lengths() if neighbours & {*self._curves[length].batches}]
 
     def by_batch(self, draft_length: int) -> list[tuple[int, float]]:
         """(batch, seconds) at the shorter context of each batch, ascending."""
@@ -95,7 +101,8 @@ class LatencyTable:
         try:
             return from_plain(cls, {"points": rows})
         except ValidationError as error:
-            raise ControlError("Latency {} {}".format(*wrong_field(error))) from error
+            field, problem = wrong_field(error)
+            raise ControlError(f"Latency {field} {problem}") from error
 
     @cached_property
     def _curves(self) -> dict[int, _Curve]:
@@ -104,20 +111,28 @@ class LatencyTable:
 
 
 def _curve(points: Iterable[LatencyPoint]) -> _Curve:
-    by_batch: dict[int, list[tuple[float, float]]] = {}
+    by_batch: dict[int, list[tuple[float, float]]] = {}  # (context, seconds)
     for p in points:
         by_batch.setdefault(p.batch, []).append((p.kv_tokens / p.batch, p.seconds))
+    widest = max(max(measured)[0] - min(measured)[0] for measured in by_batch.values())
+    kv_token_s = 0.0  # seconds of a token of KV cache, by the last batch whose contexts are not close to each other
     batches, contexts, seconds, per_token = [], [], [], []
-    of_kv_token, widest = 0.0, max(max(measured)[0] - min(measured)[0] for measured in by_batch.values())
     for batch, measured in sorted(by_batch.items()):
-        (context, least), (longer, more) = min(measured), max(measured)
-        if longer - context > CLOSE * widest:
-            of_kv_token = max(0.0, more - least) / (longer - context) / batch
+        short_context, short_s = min(measured)
+        long_context, long_s = max(measured)
+        difference = long_context - short_context
+        if difference > CLOSE * widest:
+            kv_token_s = max(0.0, long_s - short_s) / difference / batch
         batches.append(batch)
-        contexts.append(context)
-        seconds.append(least)
-        per_token.append(of_kv_token * batch)
-    return _Curve(*(np.array(column, dtype=np.float64) for column in (batches, contexts, seconds, per_token)))
+        contexts.append(short_context)
+        seconds.append(short_s)
+        per_token.append(kv_token_s * batch)
+    return _Curve(
+        batches=np.array(batches, dtype=np.float64),
+        context=np.array(contexts, dtype=np.float64),
+        seconds=np.array(seconds, dtype=np.float64),
+        per_token=np.array(per_token, dtype=np.float64),
+    )
 
 
 def _line(at: Numbers, batches: Array, values: Array) -> Array:
@@ -134,7 +149,7 @@ class LiveCosts:
 
     Measured = calibrated x pace x own factor. The pace follows the machine from step to step, and is the same for all
     draft lengths and batches. Each draft length has a factor of its own per octave of the batch: what the calibration
-    measured wrongly, or between two batches that it measured. It starts as if the calibrated steps had shown 1.
+    measured wrongly, or between two batches that it measured. It starts at 1, with the weight of `CALIBRATED_STEPS`.
     """
 
     def __init__(self, table: LatencyTable, lengths: Sequence[int], largest_batch: int) -> None:
@@ -154,7 +169,9 @@ class LiveCosts:
     def observe(self, step: Step) -> None:
         """Learn from a finished step of at least one request."""
         octave = step.batch.bit_length()
-        context = self._context = self._context_of[octave] = step.kv_tokens / step.batch
+        context = step.kv_tokens / step.batch
+        self._context = context
+        self._context_of[octave] = context
         if not step.clean or step.drafted not in self.lengths:
             return
         row = self.lengths.index(step.drafted)
