@@ -43,11 +43,11 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 STORE_S = 600.0
 """Bound in seconds of the wait for the run's first drafter, gigabytes to all nodes at once, while the servers start."""
 REFUSED = {"thinking_token_budget": "vLLM forces other tokens for it where it speculates"}
-"""Sampling parameters that vLLM answers wrongly if it speculates, also in steps without drafts, and why."""
+"""Sampling parameters that vLLM answers wrongly in an engine that speculates, even in steps without drafts, and why."""
 REFUSED_BY_DRAFTERS = {
     "prompt_logprobs": "the drafter's CUDA graphs may overwrite the hidden states that vLLM computes them from"
 }
-"""Those that do not go with a drafter (vLLM issue 53488)."""
+"""Sampling parameters that vLLM answers wrongly beside a drafter, but not with n-grams, and why (vLLM issue 53488)."""
 ABORT_S = 10.0
 """Bound in seconds of the end of the requests that still run when the run is over."""
 ADMISSION_TIMEOUT_S = 2.0
@@ -65,7 +65,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self._tlt_staged: DrafterFile | None = None
         self._tlt_writes = threading.Lock()
         self._tlt_served = DrafterStatus()
-        self._tlt_left = self._tlt_keeps_weights = False
+        self._tlt_left = False
+        self._tlt_keeps_weights = False
         self._tlt_moves = asyncio.Lock()  # the engine falls asleep or wakes up: one after the other
         self._tlt_file = asyncio.Lock()  # the drafter's file is written or loaded: one after the other
         self._tlt_drafting_disabled = False
@@ -123,11 +124,13 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
     ) -> TokenOutput:
         """As verl's; a `TLTError` where a request asks for something that vLLM answers wrongly if it speculates."""
-        source = self.tlt.speculation.source if self.tlt.speculation.enable else None
-        refused = {} if source is None else REFUSED | (REFUSED_BY_DRAFTERS if source == "eagle" else {})
-        for name, why in refused.items():
-            if sampling_params.get(name) is not None:
-                raise TLTError(f"A request has {name}: {why}; leave it out, or set tlt.speculation.enable=false.")
+        if self.tlt.speculation.enable:
+            refused = dict(REFUSED)
+            if self.tlt.speculation.source == "eagle":
+                refused |= REFUSED_BY_DRAFTERS
+            for name, why in refused.items():
+                if sampling_params.get(name) is not None:
+                    raise TLTError(f"A request has {name}: {why}; leave it out, or set tlt.speculation.enable=false.")
         return await super().generate(prompt_ids, sampling_params, *args, **kwargs)
 
     async def clear_kv_cache(self) -> None:
@@ -138,18 +141,18 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             await self._tlt_return()
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """As verl's, which owns the gate from here on and opens it; an engine that sleeps has nothing to abort."""
-        left, self._tlt_left = self._tlt_left, False
-        if not left or self._tlt_has_requests:  # one that has requests is just being asked whether it may sleep
-            return await super().abort_all_requests(
-                reset_prefix_cache=reset_prefix_cache, reject_request=reject_request
-            )
-        self._rejecting = reject_request  # else late requests wait at the gate now, as at every other server's
-        return {"aborted_count": 0, "request_ids": []}
+        """As verl's, unless the engine sleeps, which has nothing to abort. In both cases verl opens the gate later."""
+        # A server that left and has requests is in the middle of `tlt_try_sleep`: its engine does not sleep yet.
+        sleeps = self._tlt_left and not self._tlt_has_requests
+        self._tlt_left = False
+        if sleeps:
+            self._rejecting = reject_request  # False: late requests wait at the gate, as at every other server's
+            return {"aborted_count": 0, "request_ids": []}
+        return await super().abort_all_requests(reset_prefix_cache=reset_prefix_cache, reject_request=reject_request)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As verl's; a server that left early opens its gate again once it holds weights and cache."""
-        async with self._tlt_moves:  # or an engine that is just being put to sleep would be after this
+        async with self._tlt_moves:  # an engine that is just being put to sleep would sleep after this call
             await super().wake_up(tags=tags)
         if self._tlt_left and (tags is None or "kv_cache" in tags):
             await self._tlt_return()
@@ -160,15 +163,16 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """Sleep if and only if no request is in the engine or on its way into it; returns whether the engine sleeps.
 
         Closing the gate and counting happen on one event loop: a request admitted before is counted in the engine, one
-        that comes after is rejected and sent to another replica (`server/client.py`). Unless it answers that it serves
-        on, this server counts as gone: its gate stays closed until the weight sync. `recall`: keep the weights on the
-        host, so that `tlt_recall` can wake the engine up before it.
+        that comes after is rejected and sent to another replica (`server/client.py`). False: the gate is open again, or
+        verl will open it. True, or an exception: it stays closed until the weight sync or `tlt_recall`. `recall`: keep
+        the weights on the host, so that `tlt_recall` can wake the engine up before the weight sync.
         """
         if self.node_rank != 0:
             return False
         async with self._tlt_moves:
             self._tlt_close_gate(rejecting=True)
-            self._tlt_left, self._tlt_keeps_weights = True, False
+            self._tlt_left = True
+            self._tlt_keeps_weights = False
             deadline = time.monotonic() + ADMISSION_TIMEOUT_S
             while self._tlt_left and self._admitting > 0 and time.monotonic() < deadline:
                 await asyncio.sleep(0.005)
@@ -209,10 +213,12 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     def _tlt_close_gate(self, rejecting: bool) -> None:
         """Have verl reject requests from now on, or let them wait."""
-        self._submission_paused, self._rejecting = True, rejecting
+        self._submission_paused = True
+        self._rejecting = rejecting
         self._resume_event.clear()
 
     async def _tlt_return(self) -> None:
+        """Serve requests again."""
         self._tlt_left = False
         await self.open_submission_gate()
 
@@ -271,28 +277,37 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         except Exception as error:  # all replicas wait for the weight sync that this is a part of
             known = isinstance(error, DrafterError)
             failure = str(error) if known else f"{type(error).__name__}: {error}"
-            rank, trace = self.replica_rank, None if known else error
-            logger.error("replica %d cannot use drafter v%d: %s", rank, staged.version, failure, exc_info=trace)
+            logger.error(
+                "replica %d cannot use drafter v%d: %s",
+                self.replica_rank, staged.version, failure, exc_info=None if known else error,
+            )  # fmt: skip
             self._tlt_served = replace(self._tlt_served, ok=False, error=failure)
             await self._tlt_set_drafting(False)
         self._tlt_served = replace(self._tlt_served, seconds=time.perf_counter() - start)
 
     async def _tlt_serve(self, staged: DrafterFile) -> None:
-        without_drafter = self.tlt.speculation.source == "ngram"
-        if without_drafter:
+        """Load the staged drafter if there is one to load, and let the engine draft."""
+        if self.tlt.speculation.source == "ngram":
             try:
                 await ask_scheduler(self.engine, "policy_changed")
             except SchedulerCallError as error:  # old responses are drafted from as if the policy were the same
                 logger.warning("replica %d: its n-grams did not hear of the weight sync: %s", self.replica_rank, error)
-        mtp = self.config.mtp if self.tlt.drafter.method == "mtp" else None
-        sent = mtp is not None and mtp.enable and mtp.enable_train  # verl trains the head, and sends it with the policy
-        if not without_drafter and not sent:
+        elif not self._tlt_verl_sends_head():
             await self._tlt_load()
             self._tlt_served = replace(self._tlt_served, acceptance=staged.acceptance)
-        other = staged.version != self._tlt_served.version
+        is_new = staged.version != self._tlt_served.version
         self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
-        expected = self._tlt_served.acceptance or (() if other else None)  # else what was learned while it drafted
-        await self._tlt_set_drafting(not self._tlt_drafting_disabled, expected)
+        acceptance: Sequence[float] | None = self._tlt_served.acceptance
+        if not acceptance:  # nothing was measured in advance: a new drafter begins anew, another keeps what it learned
+            acceptance = () if is_new else None
+        await self._tlt_set_drafting(not self._tlt_drafting_disabled, acceptance)
+
+    def _tlt_verl_sends_head(self) -> bool:
+        """Whether verl trains the policy's MTP head, and sends it with the policy at each weight sync."""
+        if self.tlt.drafter.method != "mtp":
+            return False
+        mtp = self.config.mtp
+        return bool(mtp is not None and mtp.enable and mtp.enable_train)
 
     async def _tlt_load(self) -> None:
         """Have every rank load its node's file; a `DrafterError` if one of them refuses it.
