@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEPS, LEAST_STEPS = 8, 3
-"""Steps of each measurement whose median is taken: with 8 it is known to 1 % where single steps vary by 3 %. A
-measurement that has used its share of the budget ends with fewer, so that every load is reached."""
+STEPS = 8
+"""Steps of a measurement, whose median is taken: with 8 it is known to 1 % where single steps vary by 3 %."""
+LEAST_STEPS = 3
+"""Steps of a measurement that has used up its share of the budget: with fewer steps each, every load is reached."""
 BUDGET_S = 30.0
 """Seconds after which a calibration ends with what it has."""
 LONG_TOKENS = 65_536
@@ -53,20 +54,28 @@ class CalibrationLoad(NamedTuple):
 def plan_loads(max_num_seqs: int, longest_context: int, cache_tokens: int) -> list[CalibrationLoad]:
     """Loads to measure: powers of two and `max_num_seqs` at a short context, every third of them at a long one.
 
-    `longest_context`: tokens of prompt and response; `cache_tokens`: what the KV cache holds. The ends come first, and
-    the long context of one request, so that what is cut short spans the range.
+    `longest_context`: tokens of prompt and response; `cache_tokens`: what the KV cache holds. The smallest and the
+    largest batch come first, then the long context of one request, so that a calibration that runs out of time has
+    measured both ends of the range.
     """
-    batches = sorted({*(1 << i for i in range(max_num_seqs.bit_length())), max_num_seqs})
+    powers = [1 << i for i in range(max_num_seqs.bit_length())]
+    batches = sorted({*powers, max_num_seqs})
     ends = [batches[0], batches[-1]]
-    most = min(LONG_TOKENS, cache_tokens // 2)
     short = [CalibrationLoad(batch, SHORT_CONTEXT) for batch in dict.fromkeys(ends + batches)]
-    long = [CalibrationLoad(b, min(longest_context, most // b)) for b in dict.fromkeys(ends + batches[::3])]
-    long = [load for load in long if load.context >= 2 * SHORT_CONTEXT]
+    most_tokens = min(LONG_TOKENS, cache_tokens // 2)
+    long = []
+    for batch in dict.fromkeys(ends + batches[::3]):
+        context = min(longest_context, most_tokens // batch)
+        if context >= 2 * SHORT_CONTEXT:
+            long.append(CalibrationLoad(batch, context))
     return [*short[:2], *long[:1], *short[2:], *long[1:]]
 
 
 def affordable(load: CalibrationLoad, within_s: float, token_s: float) -> CalibrationLoad | None:
-    """A load with a context whose prompts are computed in time, at `token_s` seconds a token; None: too short a one."""
+    """The load, with a context so short that its prompts take at most `within_s` seconds; None: no long context does.
+
+    `token_s` is the seconds that a token of a prompt takes; 0: not known, and the load stays as it is.
+    """
     if load.context == SHORT_CONTEXT or not token_s:
         return load
     context = min(load.context, int(max(0.0, within_s) / token_s) // load.batch)
@@ -103,44 +112,49 @@ async def calibrate(
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    Requests are sampled with `sampling`, and have the adapter `lora`. None but the first load is begun after `budget_s`
-    seconds, and contexts are shorter where their prompts would take too much of them. A draft length without a clean
-    step at a load has no point there. `SchedulerCallError` where nobody answers.
+    Requests are sampled with `sampling`, and have the adapter `lora`. After `budget_s` seconds no further load is begun
+    (the first one always is), and contexts are shorter where their prompts would take too much of this time. A draft
+    length without a clean step at a load has no point there. `SchedulerCallError` where nobody answers.
     """
-    measured = _Measurement(engine, vocab_size, sampling, lora)
+    measurement = _Measurement(engine, vocab_size, sampling, lora)
+    all_lengths = (OFF, *lengths)
     deadline = time.monotonic() + budget_s
     points: list[LatencyPoint] = []
     try:
         # The first use of a draft length compiles, allocates, and finds the machine cold.
-        for length in (OFF, *lengths):
-            await measured.seconds(length, loads[0], 0.0)
-        for n, planned in enumerate(loads):
-            left_s, left = deadline - time.monotonic(), len(loads) - n
-            if n and left_s < 0:
-                logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, n, len(loads))
+        for length in all_lengths:
+            await measurement.seconds(length, loads[0], 0.0)
+        for done_loads, planned in enumerate(loads):
+            left_s = deadline - time.monotonic()
+            if done_loads > 0 and left_s < 0:
+                logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, done_loads, len(loads))
                 break
-            times = 2 if measured.remembers else 2 * (1 + len(lengths))
-            if (load := affordable(planned, left_s / left / times, measured.token_s)) is None:
+            loads_left = len(loads) - done_loads
+            prompt_passes = 2 if measurement.caches_prompts else 2 * len(all_lengths)
+            load = affordable(planned, left_s / loads_left / prompt_passes, measurement.token_s)
+            if load is None:
                 continue
-            for done, length in enumerate((OFF, *lengths)):
-                share_s = (deadline - time.monotonic()) / (left * (1 + len(lengths)) - done)
-                if (seconds := await measured.seconds(length, load, share_s)) is not None:
+            for done_lengths, length in enumerate(all_lengths):
+                measurements_left = loads_left * len(all_lengths) - done_lengths
+                share_s = (deadline - time.monotonic()) / measurements_left
+                seconds = await measurement.seconds(length, load, share_s)
+                if seconds is not None:
                     points.append(LatencyPoint(load.batch, load.kv_tokens, length, seconds))
     finally:
-        await measured.release()
+        await measurement.release()
     return LatencyTable(tuple(points))
 
 
 async def draft_once(engine: AsyncLLM, length: int, vocab_size: int, lora: LoRARequest | None = None) -> None:
-    """Have a live engine verify a few drafts of the longest kind; an exception where it dies of them.
+    """Have a live engine verify a few drafts of `length` tokens; an exception where it dies of them.
 
-    The other arguments are as for `calibrate`, which leaves the engine in the same state.
+    The other arguments, and the state in which the engine is left, are those of `calibrate`.
     """
-    measured = _Measurement(engine, vocab_size, {}, lora)
+    measurement = _Measurement(engine, vocab_size, {}, lora)
     try:
-        await measured.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), math.inf)
+        await measurement.seconds(length, CalibrationLoad(1, SHORT_CONTEXT), math.inf)
     finally:
-        await measured.release()
+        await measurement.release()
 
 
 async def decode(
@@ -154,43 +168,50 @@ async def decode(
     """The tokens of one response to `prompt`; `sampling` are fields of vLLM's `SamplingParams`.
 
     `media` are further fields of vLLM's prompt: images, and how they are cut. `lora` is the adapter of the policy that
-    answers; None: its base. The request is aborted once `enough` says so of the number of outputs that it got from the
-    engine, of which the first is the prompt's.
+    answers; None: its base. `enough` is called with the number of outputs that the engine has sent so far, of which the
+    first is the prompt's. The request is aborted once it returns True.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(detokenize=False, **sampling)
-    asked, last, seen = {"prompt_token_ids": list(prompt), **(media or {})}, None, 0
-    answers = engine.generate(asked, params, request_id=uuid4().hex, lora_request=lora)
+    request = {"prompt_token_ids": list(prompt), **(media or {})}
+    answers = engine.generate(request, params, request_id=uuid4().hex, lora_request=lora)
+    last = None
+    seen = 0
     async with contextlib.aclosing(answers) as outputs:
         async for output in outputs:
-            last, seen = output, seen + 1
+            last = output
+            seen += 1
             if enough(seen):
                 break
     return list(last.outputs[0].token_ids) if last and last.outputs else []
 
 
 class _Steps:
-    """Counts the steps in which all requests decode: those after the first output of the last request."""
+    """Tells requests to end after enough steps in which all of them decode.
+
+    All of them decode from the first output of the last request on, so that request's outputs are counted.
+    """
 
     def __init__(self, requests: int, ends: float) -> None:
-        self._missing = requests
-        self._ends = ends  # when no more than the fewest steps are wanted, by `time.monotonic`
-        self._done = False
+        self._requests_without_output = requests
+        self._ends = ends  # after this time, by `time.monotonic`, `LEAST_STEPS` are enough
+        self._enough = False
 
     def of_request(self) -> Callable[[int], bool]:
-        """For one request: whether it need not go on after so many outputs of its own."""
+        """Make one request's `enough`, as `decode` takes it."""
         is_last = False
 
         def enough(outputs: int) -> bool:
             nonlocal is_last
             if outputs == 1:
-                self._missing -= 1
-                is_last = self._missing == 0
+                self._requests_without_output -= 1
+                is_last = self._requests_without_output == 0
             if is_last:
                 steps = outputs - 2  # without the prompt's output, and without a step in which others may be late
-                self._done = steps >= STEPS or (steps >= LEAST_STEPS and time.monotonic() > self._ends)
-            return self._done
+                late = time.monotonic() > self._ends
+                self._enough = steps >= (LEAST_STEPS if late else STEPS)
+            return self._enough
 
         return enough
 
@@ -208,33 +229,45 @@ class _Measurement:
         self._rng = random.Random(0)
         self._drafting: bool | None = None
         self._prompts: dict[CalibrationLoad, list[list[int]]] = {}
-        self.remembers = bool(engine.vllm_config.cache_config.enable_prefix_caching)
-        """Whether prompts are computed once without the drafter and once with it; else twice for each draft length."""
+        self.caches_prompts = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+        """True: a load's prompts are computed once without the drafter and once with it. False: twice for each draft
+        length."""
         self.token_s = 0.0
         """Seconds that the engine takes for a token of a long prompt; 0: not known yet."""
 
     async def seconds(self, length: int, load: CalibrationLoad, share_s: float) -> float | None:
         """Median seconds of `LEAST_STEPS` to `STEPS` clean steps at exactly this batch and length; None without one.
 
-        No more than the fewest are taken once `share_s` seconds are over.
+        A measurement that has taken `share_s` seconds ends after `LEAST_STEPS`.
         """
         ends = time.monotonic() + share_s
-        computes = await self._hold(length)
+        cache_was_emptied = await self._hold(length)
         per_step = max(length, 0) + 1  # tokens that a request may gain
+        # Tokens of a prompt: half way through the measurement, a request has the load's context.
         context = max(1, load.context - STEPS * per_step // 2 - 1)
+        if context > SHORT_CONTEXT:
+            await self._compute_prompts(load, context, ends, timed=cache_was_emptied)
         config = self._engine.vllm_config.scheduler_config
         # The first requests decode while the last prompts are computed, and must be there until enough steps were seen.
         most_steps = 2 + math.ceil(load.batch * context / config.max_num_batched_tokens) + STEPS
-        if context > SHORT_CONTEXT:  # computed once and remembered, so that all requests begin to decode together
-            begun = time.monotonic()
-            await self._decode(load, context, 1, ends)
-            if computes:
-                token_s = (time.monotonic() - begun) / (load.batch * context)
-                self.token_s = min(self.token_s or token_s, token_s)  # the first ones may find the engine cold
         await ask_scheduler(self._engine, "stats", reset=True)
         await self._decode(load, context, most_steps * per_step, ends)
         stats = from_plain(EngineStats, await ask_scheduler(self._engine, "stats", reset=True))
-        return next((t.seconds for t in stats.step_times if (t.draft_length, t.batch) == (length, load.batch)), None)
+        for step_time in stats.step_times:
+            if step_time.draft_length == length and step_time.batch == load.batch:
+                return step_time.seconds
+        return None
+
+    async def _compute_prompts(self, load: CalibrationLoad, context: int, ends: float, *, timed: bool) -> None:
+        """Compute prompts into the prefix cache, so that all requests begin to decode together in the measurement.
+
+        `timed`: the cache has none of them yet, so their time tells how long a token takes (`token_s`).
+        """
+        begun = time.monotonic()
+        await self._decode(load, context, 1, ends)
+        if timed:
+            token_s = (time.monotonic() - begun) / (load.batch * context)
+            self.token_s = min(self.token_s or token_s, token_s)  # the first prompts may find the engine cold
 
     async def release(self) -> None:
         await self._set_drafting(True)
@@ -243,7 +276,8 @@ class _Measurement:
     async def _hold(self, length: int) -> bool:
         """Hold the draft length; returns whether that has emptied the prefix cache."""
         drafting = length != OFF
-        if emptied := drafting != self._drafting:
+        emptied = drafting != self._drafting
+        if emptied:
             await self._set_drafting(drafting)
             self._drafting = drafting
         await ask_scheduler(self._engine, "control", drafting=drafting, force_k=max(length, 0))
