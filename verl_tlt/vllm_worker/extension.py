@@ -1,8 +1,9 @@
 """Methods that verl-tlt adds to vLLM's worker: load a drafter into the running engine, skip its pass.
 
 vLLM mixes `TLTWorkerExtension` into its worker, so each method can be called with `collective_rpc`, which runs between
-two engine steps: a drafter is replaced without draining the engine. Draft KV computed before a swap goes stale, which
-costs acceptance, never a token. A load returns what went wrong, of every rank, instead of raising.
+two engine steps: a drafter is replaced without draining the engine. Draft KV computed before a swap is stale, so fewer
+drafts are accepted at first; the output distribution is unchanged. A load does not raise: each rank returns what went
+wrong.
 
 The drafter that a worker serves is an EAGLE-3 head, or the policy's own MTP head: of both vLLM's `load_weights` takes
 the names of a checkpoint.
@@ -52,7 +53,8 @@ class LiveDrafter:
     def __init__(self, runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
         self.model: Eagle3LlamaForCausalLM = find_drafter(runner)
         unwrap_embedding(self.model)
-        self._policy, self._config = runner.get_model(), vllm_config
+        self._policy = runner.get_model()
+        self._config = vllm_config
         self._shards: int = vllm_config.parallel_config.tensor_parallel_size
         self._kept_buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers().items()}
         self._own_buffers = tuple(own_buffers(self.model, self._policy))
@@ -80,29 +82,30 @@ class LiveDrafter:
         rank = get_tensor_model_parallel_rank() if self._shards > 1 else 0
         with self._together("refuses the drafter's file"):
             file = file or staged_weights()
-            tensors = self._accepted(file, rank)
+            tensors = self._read_checked(file, rank)
+            self._restore_buffers()
         with self._together("could not write the drafter"):
             self._copy(tensors)
-            rows = self._policys_rows() if _is_cut(tensors) else None
+            rows = self._policys_rows() if _takes_policys_rows(tensors) else None
         if rows is not None:
             self._write_head(rows)
 
-    def _accepted(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
-        """What the file has for this rank, checked; `DrafterError` or whatever reading it raises."""
+    def _read_checked(self, file: Path, rank: int) -> dict[str, torch.Tensor]:
+        """Read the file, and check that it fits; `DrafterError` or whatever reading it raises."""
         version = _version(file)
         tensors = _read(file, self.shared_modules())
         self._check(tensors, file)
         if version != self._finite:
-            device = next(self.model.parameters()).device  # it is quicker there, and each rank looks at its part
-            if name := not_finite(dict(sorted(tensors.items())[rank :: self._shards]), device):
+            device = next(self.model.parameters()).device  # it is quicker there
+            checked_here = dict(sorted(tensors.items())[rank :: self._shards])  # each rank checks its share
+            if name := not_finite(checked_here, device):
                 raise DrafterError(f"{file}: {name} holds numbers that are not finite.")
             self._finite = version
-        self._restore_buffers()
         return tensors
 
     @contextmanager
     def _together(self, failure: str) -> Iterator[None]:
-        """Run a part of a load; a failure on one rank is one on all, which would wait for that rank later."""
+        """Make a part of a load fail on all ranks if it fails on one: the others would wait for that rank later."""
         try:
             yield
         except Exception:
@@ -144,40 +147,58 @@ class LiveDrafter:
         return own
 
     def _check(self, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-        """Compare names, and without tensor parallelism shapes, before anything is overwritten; a `DrafterError`."""
-        elsewhere = (OFFSETS, _HEAD) if _is_cut(tensors) else (OFFSETS,)
+        """Compare the file with the live drafter before anything is overwritten; `DrafterError` where it does not fit.
+
+        With tensor parallelism shapes are not compared: a rank's parameter is a part of the file's tensor.
+        """
+        elsewhere = (OFFSETS, _HEAD) if _takes_policys_rows(tensors) else (OFFSETS,)
         live = {stacked(name): p for name, p in self._own_parameters().items() if name not in elsewhere}
-        if repacked := next((n for n, p in live.items() if p.numel() == 0), None):
-            raise DrafterError(
-                f"The live drafter's {repacked} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
-            )
-        if (kernel := experts_kernel(self.model)) not in (None, *_AS_LOADED):
-            raise DrafterError(
-                f"vLLM's {kernel} kernel reorders the head's experts once they are loaded, so no others can follow; "
-                "set ++actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton."
-            )
+        self._check_replaceable(live)
+        if "d2t" in tensors:
+            self._check_draft_vocabulary(tensors["d2t"], file)
         rows: dict[str, int] = {}
         columns: dict[str, tuple[int, ...]] = {}
         for name, tensor in tensors.items():
-            if name == "d2t":
-                if (d2t := dict(self.model.named_parameters()).get(OFFSETS)) is None or len(d2t) != len(tensor):
-                    raise DrafterError(f"{file} drafts {len(tensor)} tokens, and the served drafter does not.")
-                tokens = torch.arange(len(tensor)) + tensor  # [DV]
-                if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
-                    raise DrafterError(f"{file}: d2t names a token outside the policy's vocabulary.")
-                continue
-            name = stacked(name)
-            rows[name] = rows.get(name, 0) + tensor.shape[0]
-            columns[name] = tuple(tensor.shape[1:])
+            if name != "d2t":
+                whole = stacked(name)
+                rows[whole] = rows.get(whole, 0) + tensor.shape[0]
+                columns[whole] = tuple(tensor.shape[1:])
         if missing := sorted(live.keys() - rows.keys()):
             raise DrafterError(f"{file} lacks {missing[0]}, which the served drafter has.")
         if unknown := sorted(rows.keys() - live.keys()):
             raise DrafterError(f"{file} holds {unknown[0]}, which the served drafter does not have.")
-        for name, parameter in live.items() if self._shards == 1 else ():
-            shape, served = (rows[name], *columns[name]), tuple(parameter.shape)
-            by_vocabulary = "lm_head" in name or "embed_tokens" in name  # vLLM pads their rows, and its loader checks
-            if shape[by_vocabulary:] != served[by_vocabulary:]:
+        if self._shards > 1:
+            return
+        for name, parameter in live.items():
+            shape = (rows[name], *columns[name])
+            served = tuple(parameter.shape)
+            has_vocabulary_rows = "lm_head" in name or "embed_tokens" in name
+            first = 1 if has_vocabulary_rows else 0  # vLLM pads such rows, and its loader checks their number
+            if shape[first:] != served[first:]:
                 raise DrafterError(f"{file}: {name} is {list(shape)}, the served drafter's is {list(served)}.")
+
+    def _check_replaceable(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Raise a `DrafterError` where vLLM keeps the live weights in another form than a file has them."""
+        for name, parameter in live.items():
+            if parameter.numel() == 0:
+                raise DrafterError(
+                    f"The live drafter's {name} was repacked by vLLM's CPU backend; start it with VERL_PLATFORM=cpu."
+                )
+        kernel = experts_kernel(self.model)
+        if kernel is not None and kernel not in _AS_LOADED:
+            raise DrafterError(
+                f"vLLM's {kernel} kernel reorders the head's experts once they are loaded, so no others can follow; "
+                "set ++actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton."
+            )
+
+    def _check_draft_vocabulary(self, d2t: torch.Tensor, file: Path) -> None:
+        """Raise a `DrafterError` unless a file's `d2t`, [DV], has the served number of tokens, all of the policy's."""
+        offsets = dict(self.model.named_parameters()).get(OFFSETS)
+        if offsets is None or len(offsets) != len(d2t):
+            raise DrafterError(f"{file} drafts {len(d2t)} tokens, and the served drafter does not.")
+        tokens = torch.arange(len(d2t)) + d2t  # [DV]
+        if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
+            raise DrafterError(f"{file}: d2t names a token outside the policy's vocabulary.")
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
@@ -222,9 +243,12 @@ def find_drafter(runner: GPUModelRunner) -> Eagle3LlamaForCausalLM | None:
 
 def experts_kernel(drafter: torch.nn.Module) -> str | None:
     """Which of vLLM's kernels computes a drafter's experts; None: it has none."""
-    methods = (getattr(module, "quant_method", None) for module in drafter.modules())
-    kernels = (getattr(method, "unquantized_backend", None) for method in methods)
-    return next((kernel.name for kernel in kernels if kernel is not None), None)
+    for module in drafter.modules():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(method, "unquantized_backend", None)
+        if kernel is not None:
+            return kernel.name
+    return None
 
 
 # Changes vllm: patches/README.md#a-drafter-reads-the-policys-embedding-without-its-lora
@@ -270,8 +294,8 @@ def _read(file: Path, shared: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in left_out)}
 
 
-def _is_cut(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a pruned draft vocabulary came without rows of a head: they are the policy's."""
+def _takes_policys_rows(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a file has a pruned draft vocabulary and no head: the head's rows are then the policy's."""
     return "d2t" in tensors and _HEAD not in tensors
 
 
