@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -83,9 +83,14 @@ class TrainingSequence:
 
     @property
     def turns(self) -> list[range]:
-        """Stretches of tokens that the policy sampled, ascending; one without foreign text."""
-        bounds = [self.prompt_len, *chain.from_iterable(self.foreign), len(self)]
-        return [range(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
+        """Stretches of tokens that the policy sampled, ascending: the response without its foreign stretches."""
+        turns = []
+        begin = self.prompt_len
+        for foreign_begin, foreign_end in self.foreign:
+            turns.append(range(begin, foreign_begin))
+            begin = foreign_end
+        turns.append(range(begin, len(self)))
+        return [turn for turn in turns if turn]
 
     def loss_rows(self, draft: int = 1) -> list[range]:
         """Rows with a loss, turn by turn: the policy sampled their input and the `draft` tokens after it."""
@@ -181,12 +186,14 @@ def align(sequence: TrainingSequence) -> Batch:
     rows = sequence.rows
     if rows < 1:
         raise DrafterError(f"A sequence of {len(sequence)} tokens has nothing to draft; at least 2 are needed.")
-    tokens, loss_mask = sequence.tokens, torch.zeros(1, rows, dtype=torch.bool)
+    tokens = sequence.tokens
+    hidden = sequence.aux if sequence.aux.shape[1] else sequence.last  # an MTP head has no aux layers
+    loss_mask = torch.zeros(1, rows, dtype=torch.bool)
     for stretch in sequence.loss_rows():
         loss_mask[:, stretch.start : stretch.stop] = True
     return Batch(
         input_ids=tokens[1:][None],
-        hidden_states=(sequence.aux if sequence.aux.shape[1] else sequence.last)[:-1][None],
+        hidden_states=hidden[:-1][None],
         last_hidden=sequence.last[1:][None],
         next_ids=torch.cat([tokens[2:], tokens.new_zeros(1)])[None],
         loss_mask=loss_mask,
@@ -202,7 +209,8 @@ def pack(sequences: Iterable[TrainingSequence], *, pinned: bool = False) -> Batc
         raise DrafterError("There is no sequence to pack.")
     for number, part in enumerate(parts):
         part.document_ids.fill_(number)
-    rows, joined = sum(part.rows for part in parts), {}
+    rows = sum(part.rows for part in parts)
+    joined = {}
     for name, tensor in vars(parts[0]).items():
         place = torch.empty((1, rows, *tensor.shape[2:]), dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
         joined[name] = torch.cat([getattr(part, name) for part in parts], dim=1, out=place)
@@ -227,7 +235,10 @@ def window_bounds(length: int, budget: int) -> list[tuple[int, int]]:
         raise DrafterError(f"budget={budget} must be at least 1, the rows of a batch.")
     rows = length - 1
     count = math.ceil(rows / budget)
-    return [(begin, end + 1) for begin, end in pairwise(rows * k // count for k in range(count + 1))] if count else []
+    if count <= 0:
+        return []
+    cuts = [rows * k // count for k in range(count + 1)]
+    return [(begin, end + 1) for begin, end in pairwise(cuts)]
 
 
 def grouped(
@@ -236,8 +247,8 @@ def grouped(
     """Fill groups of at most `budget` with items: each goes into the first open group that has room (first fit).
 
     Groups come in the order in which they were begun; `items` may be endless. An item above the budget gets a group of
-    its own. `open_groups`: the last so many begun stay open: 1 keeps the items' order, 32 fills nearly every group.
-    `padded`: a group costs its longest item times their number, as where all are padded to one length.
+    its own. `open_groups` is how many groups stay open: 1 keeps the items' order, 32 fills nearly every group. With
+    `padded` the items of a group are padded to one length: it costs the longest one times their number.
     """
     begun: deque[tuple[list[T], list[int]]] = deque()
     for item in items:
@@ -295,18 +306,24 @@ def feed_to(device: torch.device, ttt_steps: int, vocabulary: int) -> Callable[[
 
 @contextmanager
 def ahead(items: Iterable[S], prepare: Callable[[S], T]) -> Iterator[Iterator[T]]:
-    """The items, each prepared by a thread while the one before is used; errors are raised where an item would come."""
+    """The items, each prepared by a thread while the one before is used.
+
+    An error of `items` or `prepare` is raised where the item would have come.
+    """
     source = iter(items)
 
-    def following() -> tuple[T] | None:
-        return next(((prepare(item),) for item in source), None)
+    def prepare_next() -> tuple[T] | None:
+        """The next item, in a tuple, since it may be None itself; None: there is no further item."""
+        for item in source:
+            return (prepare(item),)
+        return None
 
     with ThreadPoolExecutor(1, "tlt-feed") as thread:  # it has the scheduling class of the thread that begins it
 
         def handed_out() -> Generator[T, None, None]:
-            coming = thread.submit(following)
+            coming = thread.submit(prepare_next)
             while (ready := coming.result()) is not None:
-                coming = thread.submit(following)
+                coming = thread.submit(prepare_next)
                 yield ready[0]
 
         stream = handed_out()
