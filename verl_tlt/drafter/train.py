@@ -43,8 +43,10 @@ LOSS = "kl_div"
 """Name in `speculators.losses`."""
 CLIP = 1.0
 """Largest gradient norm."""
-_REACHED, _DECAY = 0.5, 0.9
-"""A draft position is unrolled once a moving average (decay 0.9) of the previous one's accuracy exceeds 0.5."""
+_UNROLL_ABOVE = 0.5
+"""The next draft position is unrolled once the moving average of the last one's accuracy exceeds this."""
+_ACCURACY_DECAY = 0.9
+"""Weight of the steps before in this moving average."""
 _MAX_EMPTY = 100
 """Batches without a loss that are an error when they come in a row."""
 
@@ -94,8 +96,11 @@ class DrafterTrainer:
         ttt_steps: int = 3,
         trained: bool = False,
     ) -> None:
-        self.model, self._trained = model, trained
-        self.learning_rate, self.warmup_steps, self.ttt_steps = learning_rate, warmup_steps, ttt_steps
+        self.model = model
+        self._trained = trained
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.ttt_steps = ttt_steps
         self.parameters = trainable_parameters(model)
         # Fused: it leaves weights and moments alone where `found_inf` says so, and the host need not know.
         self.optimizer = torch.optim.AdamW(
@@ -103,11 +108,12 @@ class DrafterTrainer:
         )
         for p in self.parameters.values():  # before the first step: their memory is part of every session's
             moments = {key: torch.zeros_like(p) for key in _MOMENTS}
-            average = {AVERAGE: p.detach().clone()}
-            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments, **average}
+            step = torch.zeros((), device=p.device)
+            self.optimizer.state[p] = {"step": step, **moments, AVERAGE: p.detach().clone()}
         self.passes = 1  # draft positions that the next step unrolls
         self._accuracy = 0.0  # moving average, at the last of these positions
-        self.steps = self.skipped = 0  # optimizer steps taken and micro-batches left out, over all sessions
+        self.steps = 0  # optimizer steps taken, over all sessions
+        self.skipped = 0  # micro-batches left out because they were not finite, over all sessions
         model.train()
 
     @property
@@ -130,33 +136,45 @@ class DrafterTrainer:
         torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         broken = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm))
-        counts = [metrics[f"cond_acc_{k}_{part}"] for k in range(self.passes) for part in ("sum", "total")]
-        on_device = torch.stack([number.float() for number in (broken, loss.detach(), *counts)])
+        hits = [metrics[f"cond_acc_{k}_sum"] for k in range(self.passes)]
+        totals = [metrics[f"cond_acc_{k}_total"] for k in range(self.passes)]
+        on_device = torch.stack([number.float() for number in (broken, loss.detach(), *hits, *totals)])
         figures = torch.empty(len(on_device), pin_memory=on_device.is_cuda)
-        figures.copy_(on_device, non_blocking=True)  # what is queued behind this copy is not waited for
+        figures.copy_(on_device, non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
-        rate = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * rate
-        self.optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` tells it
-        self.optimizer.step()
-        del self.optimizer.found_inf  # type: ignore[attr-defined]  # it would stay on the device
-        self.optimizer.zero_grad(set_to_none=True)
+        self._optimize(broken)
         if copied is not None:
-            copied.synchronize()
-        skipped, value, *counted = figures.tolist()
-        accuracy = tuple(right / max(1.0, total) for right, total in zip(counted[::2], counted[1::2], strict=True))
+            copied.synchronize()  # waits for the copy, not for the optimizer's step behind it
+        skipped, value, *counts = figures.tolist()
+        counted_hits = counts[: self.passes]
+        counted_totals = counts[self.passes :]
+        accuracy = tuple(hit / max(1.0, total) for hit, total in zip(counted_hits, counted_totals, strict=True))
         if skipped:
             self.skipped += 1
         else:
             self.steps += 1
-            self._accuracy = _DECAY * self._accuracy + (1 - _DECAY) * accuracy[-1]
-            if self._accuracy > _REACHED and self.passes < self.ttt_steps:
-                self.passes, self._accuracy = self.passes + 1, 0.0
-            self._average()
+            self._note_accuracy(accuracy[-1])
+            self._update_averages()
         return StepResult(value, fed.tokens, accuracy, skipped=bool(skipped))
 
-    def _average(self) -> None:
+    def _optimize(self, broken: torch.Tensor) -> None:
+        """Take an optimizer step, which changes nothing where `broken` is true on the device; drop the gradients."""
+        warmed_up = min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * warmed_up
+        self.optimizer.found_inf = broken.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` tells it
+        self.optimizer.step()
+        del self.optimizer.found_inf  # type: ignore[attr-defined]  # it would stay on the device
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _note_accuracy(self, accuracy: float) -> None:
+        """Unroll one more draft position from the next step on if the last one is accurate enough."""
+        self._accuracy = _ACCURACY_DECAY * self._accuracy + (1 - _ACCURACY_DECAY) * accuracy
+        if self._accuracy > _UNROLL_ABOVE and self.passes < self.ttt_steps:
+            self.passes += 1
+            self._accuracy = 0.0
+
+    def _update_averages(self) -> None:
         reach = AVERAGED_STEPS if self._trained else min(AVERAGED_STEPS, 1 + self.steps / 9)
         move = get_ema_multi_avg_fn(1 - 1 / reach)  # type: ignore[no-untyped-call]
         move([*self.averages().values()], [*self.parameters.values()], None)
@@ -196,12 +214,15 @@ class DrafterTrainer:
         `beside`: where the state may hold other values of the parameters, which are checked as its own are.
         """
         try:
-            weights, saved = state["parameters"], state["optimizer"]["state"]
-            average = state.get(AVERAGE, weights)  # older ones have none
-            # From a file, parameters are counted in text; there are none before a step.
+            weights = state["parameters"]
+            average = state.get(AVERAGE, weights)  # older states have none
+            saved = state["optimizer"]["state"]
+            # By the parameter's number, which is text in a state from a file; empty before the first step.
             moments = [saved.get(i, saved.get(str(i), {})) for i in range(len(self.parameters))]
-            steps, skipped = int(state["steps"]), int(state["skipped"])
-            passes, accuracy = map(float, state.get("passes", (self.ttt_steps, 0.0)))  # older ones had all at once
+            steps = int(state["steps"])
+            skipped = int(state["skipped"])
+            # Older states have no passes: training had all of them from its first step on.
+            passes, accuracy = map(float, state.get("passes", (self.ttt_steps, 0.0)))
             self._check_state((weights, average, state.get(beside, weights)), moments)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, DrafterError):
@@ -215,8 +236,10 @@ class DrafterTrainer:
                 own[AVERAGE].copy_(average[name])
                 for key, value in values.items():
                     own[key].copy_(value)
-        self.steps, self.skipped = steps, skipped
-        self.passes, self._accuracy = max(1, min(int(passes), self.ttt_steps)), accuracy
+        self.steps = steps
+        self.skipped = skipped
+        self.passes = max(1, min(int(passes), self.ttt_steps))
+        self._accuracy = accuracy
 
     def _check_state(self, parameters: tuple[Tensors, ...], moments: list[Tensors]) -> None:
         """Raise a `DrafterError` where these are not tensors of this drafter, or hold numbers that are not finite."""
@@ -287,28 +310,36 @@ def train_until(trainer: DrafterTrainer, batches: Iterable[Batch], should_stop: 
 
     `should_stop` is called before each micro-batch. A hundred batches in a row without a loss are a `DrafterError`.
     """
-    first, skipped = trainer.steps, trainer.skipped
-    tokens, empty, stopped = 0, 0, False  # empty: batches in a row without a loss
+    steps_before = trainer.steps
+    skipped_before = trainer.skipped
+    empty = 0  # batches in a row without a loss
+    stopped = False
     results: list[StepResult] = []
     with ahead(batches, trainer.feed()) as source:
-        while not (stopped := should_stop()):
-            if (fed := next(source, None)) is None:
+        while True:
+            if should_stop():
+                stopped = True
                 break
-            empty = 0 if fed.tokens else empty + 1
-            if empty == _MAX_EMPTY:
-                raise DrafterError(f"{empty} batches in a row had no row with a loss: the sequences hold no response.")
-            if empty:
+            fed = next(source, None)
+            if fed is None:
+                break
+            if fed.tokens == 0:
+                empty += 1
+                if empty == _MAX_EMPTY:
+                    raise DrafterError(
+                        f"{empty} batches in a row had no row with a loss: the sequences hold no response."
+                    )
                 continue
+            empty = 0
             result = trainer.step_on(fed)
             if not result.skipped:
                 results.append(result)
-                tokens += result.tokens
     return TrainSummary(
-        steps=trainer.steps - first,
-        tokens=tokens,
-        skipped=trainer.skipped - skipped,
+        steps=trainer.steps - steps_before,
+        tokens=sum(result.tokens for result in results),
+        skipped=trainer.skipped - skipped_before,
         stopped=stopped,
-        loss=float(np.mean([step.loss for step in results])) if results else math.nan,
+        loss=float(np.mean([result.loss for result in results])) if results else math.nan,
     )
 
 
@@ -316,7 +347,8 @@ def run_passes(
     model: Eagle3DraftModel, batch: Batch, passes: int, loss: Mapping[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The training-time test of `speculators` over a batch in float32: (`loss` over all passes, its counts)."""
-    width, reads = batch.hidden_states.shape[-1], max(1, len(model.target_layer_ids)) * policy_width(model)
+    width = batch.hidden_states.shape[-1]
+    reads = max(1, len(model.target_layer_ids)) * policy_width(model)
     if width != reads:
         raise DrafterError(f"The hidden states are {width} wide, and the drafter reads {reads} numbers a token.")
     with mixed_precision(batch.input_ids.device), NoWaiting():
