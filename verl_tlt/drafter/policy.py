@@ -32,7 +32,7 @@ Model = str | os.PathLike[str]
 _NAME = re.compile(r"\w(?:[\w-]|\.(?!\.))*/\w(?:[\w-]|\.(?!\.))*")
 """Owner and model; neither begins with a dot or holds two in a row, so that no name leads out of the cache."""
 _ADDRESS = re.compile(r"([A-Za-z][\w+.-]*):/{1,2}")
-"""How one on another file system begins, of which `Path` takes a slash away."""
+"""How the address of a model on another file system begins; `Path` makes one slash of its two."""
 
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
@@ -116,12 +116,15 @@ def is_name(model: Model) -> bool:
 
 def elsewhere(model: Model) -> str | None:
     """The address of a model on another file system, such as hdfs://node/model; None: it is a folder or a name."""
-    match = _ADDRESS.match(text := os.fspath(model))
-    return f"{match[1]}://{text[match.end() :]}" if match and not os.path.exists(text) else None
+    text = os.fspath(model)
+    match = _ADDRESS.match(text)
+    if match is None or os.path.exists(text):
+        return None
+    return f"{match[1]}://{text[match.end() :]}"
 
 
 def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fetch: bool = True) -> Path:
-    """The local folder of a model on the hub, with one or more files of `any_of`; another model's own path.
+    """The local folder of a model. That of a model on the hub has one or more files of `any_of`.
 
     Files that are not in the cache are fetched if `fetch` (else `NotHereError`), with `besides` where the hub has them.
     """
@@ -129,19 +132,17 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
         if address := elsewhere(model):
             raise DrafterError(f"{address} is on another file system: copy it here, and give its folder.")
         return Path(os.path.expanduser(model))
-    from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    name, offline = os.fspath(model), "it is not in the local cache, and HF_HUB_OFFLINE is set"
+    name = os.fspath(model)
+    offline = "it is not in the local cache, and HF_HUB_OFFLINE is set"
     try:
-        for file in any_of:
-            if isinstance(cached := try_to_load_from_cache(name, file), str):
-                commit = (here := Path(cached).parent).name
-                for other in besides if fetch else ():
-                    if try_to_load_from_cache(name, other, revision=commit) is None:  # nor known not to exist
-                        with suppress(OSError, ValueError):
-                            hf_hub_download(name, other, revision=commit)
-                return here
+        here = _cached_folder(name, any_of)
+        if here is not None:
+            if fetch:
+                _fetch_into(here, name, besides)
+            return here
         snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except RepositoryNotFoundError as error:
         raise NotHereError(f"{name} is no folder here, and no model on the hub that you may read.") from error
@@ -156,6 +157,28 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
         missing = f"{name} has no {' or '.join(any_of)} on the hub (pickled weights are not read)"
         raise NotHereError(f"{missing}, or the hub could not be reached and the local cache has none.")
     return snapshot
+
+
+def _cached_folder(name: str, any_of: Sequence[str]) -> Path | None:
+    """The local cache's folder of a model, if it has a file of `any_of`."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in any_of:
+        cached = try_to_load_from_cache(name, file)
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None
+
+
+def _fetch_into(cached_folder: Path, name: str, files: Sequence[str]) -> None:
+    """Fetch files of the same commit into a model's folder of the local cache, where the hub has them."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    commit = cached_folder.name
+    for file in files:
+        if try_to_load_from_cache(name, file, revision=commit) is None:  # neither there nor known not to exist
+            with suppress(OSError, ValueError):
+                hf_hub_download(name, file, revision=commit)
 
 
 @contextmanager
@@ -195,12 +218,14 @@ def read_model_config(model: Model, *, fetch: bool = True) -> Fields:
     """The fields of a model's `config.json`, as they are; from the hub, if `fetch`, where the local cache has none."""
     file = folder(model, (CONFIG,), fetch=fetch) / CONFIG
     fields = read_json(file)
-    if not isinstance(inner := fields.get("text_config") or {}, dict):
+    inner = fields.get("text_config") or {}
+    if not isinstance(inner, dict):
         raise DrafterError(f"{file}: text_config must be an object, not {str(inner)[:80]}.")
-    for part, key in ((part, key) for part in (fields, inner) for key in ("architectures", "layer_types")):
-        names = part.get(key) or []
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise DrafterError(f"{file}: {key} must be a list of names, not {str(names)[:80]}.")
+    for part in (fields, inner):
+        for key in ("architectures", "layer_types"):
+            names = part.get(key) or []
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise DrafterError(f"{file}: {key} must be a list of names, not {str(names)[:80]}.")
     return fields
 
 
@@ -211,17 +236,25 @@ _QUANTIZED_BY_MODELOPT = "hf_quant_config.json"
 
 def check_unquantized(model: Model) -> None:
     """Raise a `DrafterError` where a policy's weights are quantized."""
-    fields, config, separate = read_model_config(model), Path(model) / CONFIG, Path(model) / _QUANTIZED_BY_MODELOPT
+    fields = read_model_config(model)
     text = fields.get("text_config") or {}
+    config = Path(model) / CONFIG
     found = [(config, key, place[key]) for key in _QUANTIZED for place in (fields, text) if place.get(key)]
-    if separate.is_file() and (given := read_json(separate).get("quantization")):
-        found.append((separate, "quantization", given))
-    for file, key, given in found:
-        method = (given.get("quant_method") or given.get("quant_algo")) if isinstance(given, dict) else None
-        raise DrafterError(
-            f"{file}: {key} ({method or 'no method named'}): drafters beside a quantized policy "
-            "were not tested; use the policy in 16 bits."
-        )
+    separate = Path(model) / _QUANTIZED_BY_MODELOPT
+    if separate.is_file():
+        quantization = read_json(separate).get("quantization")
+        if quantization:
+            found.append((separate, "quantization", quantization))
+    if not found:
+        return
+    file, key, given = found[0]
+    method = None
+    if isinstance(given, dict):
+        method = given.get("quant_method") or given.get("quant_algo")
+    raise DrafterError(
+        f"{file}: {key} ({method or 'no method named'}): drafters beside a quantized policy "
+        "were not tested; use the policy in 16 bits."
+    )
 
 
 def has_latent_attention(fields: Fields) -> bool:
@@ -231,13 +264,15 @@ def has_latent_attention(fields: Fields) -> bool:
 
 def unsupported(model_type: str, architectures: Sequence[str], latent: bool) -> str | None:
     """Why there are no EAGLE-3 heads for such policies, as the end of a sentence; None: there are."""
-    if without := next((name for name in architectures if name in WITHOUT_STATES), None):
-        own = "its own MTP head drafts with tlt.drafter.method=mtp"
-        return f"vLLM hands the hidden states of {without} to no EAGLE-3 head; {own}"
+    for name in architectures:
+        if name in WITHOUT_STATES:
+            own = "its own MTP head drafts with tlt.drafter.method=mtp"
+            return f"vLLM hands the hidden states of {name} to no EAGLE-3 head; {own}"
     if model_type in SUPPORTED:
         return None
+    supported = f"drafters exist for {', '.join(SUPPORTED)}"
     why = _LATENT if latent else UNTESTABLE.get(model_type)
-    return f"{f'{why}; ' if why else ''}drafters exist for {', '.join(SUPPORTED)}"
+    return f"{why}; {supported}" if why else supported
 
 
 def _from_fields(whole: Fields, source: str) -> PolicyShape:
@@ -286,9 +321,10 @@ def _completed(whole: Fields, source: str) -> Fields:
     if model_type not in SUPPORTED or model_type not in CONFIG_MAPPING:
         return whole
     nested = any(isinstance(whole.get(key), dict) for key in ("text_config", "vision_config"))
-    for key in () if nested else _SIZES:
-        if key not in whole and f"moe_{key}" not in whole:
-            raise KeyError(key)
+    if not nested:
+        for key in _SIZES:
+            if key not in whole and f"moe_{key}" not in whole:
+                raise KeyError(key)
     try:
         with quiet():
             return dict(CONFIG_MAPPING[model_type](**deepcopy(whole)).to_dict())  # it changes what is inside
@@ -335,16 +371,20 @@ def drafter_rope(rope: Fields) -> Fields:
 
 
 def _with_scale(rope: Fields) -> Fields:
-    """YaRN's settings with the attention's scale as transformers computes it, under both names that releases of vLLM
-    read: `attention_factor`, and `attn_factor`, a factor of the usual scale.
+    """YaRN's settings with the attention's scale as transformers computes it.
+
+    Releases of vLLM read it under two names: `attention_factor` is the scale, and `attn_factor` its ratio to the scale
+    that is usual for this `factor`.
     """
 
     def usual(mscale: float = 1.0) -> float:
         return 0.1 * mscale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
 
-    scale, one, all_dim = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    scale = rope.get("attention_factor")
+    mscale = rope.get("mscale")
+    mscale_all_dim = rope.get("mscale_all_dim")
     if scale is None:
-        scale = usual(one) / usual(all_dim) if one and all_dim else usual()
+        scale = usual(mscale) / usual(mscale_all_dim) if mscale and mscale_all_dim else usual()
     others = ("mscale", "mscale_all_dim", "apply_yarn_scaling")
     kept = {key: value for key, value in rope.items() if key not in others}
     return {**kept, "attention_factor": scale, "attn_factor": scale / usual()}
@@ -359,9 +399,11 @@ def aux_layers_for(num_layers: int) -> tuple[int, int, int]:
     return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
 
 
-WHOLE_UP_TO, PRUNED_TO = 65_536, 32_768
-"""Tokens of a new drafter's vocabulary: all of a policy's up to the first number, else the second. Each drafted token
-reads layer and head: half of 64k rows is less than the layer has, three quarters of 128k are more."""
+WHOLE_UP_TO = 65_536
+"""Largest vocabulary of a policy of which a new drafter drafts all tokens by default."""
+PRUNED_TO = 32_768
+"""Tokens that a new drafter drafts of a larger vocabulary. A drafted token reads the weights of the drafter's layer and
+head. Pruning a head of 64k rows would save fewer weights than the layer has; pruning one of 128k rows saves more."""
 
 
 def draft_vocab_size(asked: int | str | None, vocabulary: int, where: str) -> int:
