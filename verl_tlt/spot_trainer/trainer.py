@@ -97,9 +97,9 @@ class SpotTrainer:
         self.version = plan.drafter.version
         """Number of publications so far."""
         self._scoring: Scoring | None = None
-        self._judged = True  # the candidate is, or it is the served drafter
+        self._judged = True  # the candidate was judged, or it is the served drafter
         self._approved: Parameters | None = None  # what `export` publishes
-        self._acceptance: tuple[float, ...] = ()  # of it
+        self._acceptance: tuple[float, ...] = ()  # held-out acceptance of `_approved`; empty: unknown
         self._exported: DrafterFile | None = None  # the last one, without its weights
         self._trained_tokens = 0  # since the candidate before this one was judged
         self._sessions = 0
@@ -130,7 +130,9 @@ class SpotTrainer:
         draft_ids: np.ndarray | None = None,
     ) -> BufferStats:
         """Keep what was captured in one RL step; take over verifier weights and draft vocabulary, if there are any."""
-        chosen = draft_ids is not None and choose_tokens(self.model, torch.tensor(draft_ids))
+        chosen = False
+        if draft_ids is not None:
+            chosen = choose_tokens(self.model, torch.tensor(draft_ids))
         if verifier_weights is not None:
             arrays = vars(verifier_weights).items()
             self._take_over(VerifierWeights(**{part: from_numpy16(array) for part, array in arrays}))
@@ -173,12 +175,17 @@ class SpotTrainer:
                 scored_rows = max(PORTION, self.plan.window)  # a scored sequence stays whole
                 rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored_rows)
                 with self.place.resident(self.trainer, rows, scored_rows):
-                    judged = None if self._judged else self._judge(rows, should_stop)
+                    verdict = None if self._judged else self._judge(rows, should_stop)
                     done = train_until(self.trainer, self._batches(rows), should_stop)
         except NoRoomError as error:
             return SessionResult("failed", error=str(error))
-        if done.steps:
-            judged = self._new_candidate(done.tokens, judged)
+        if done.steps > 0:
+            self._trained_tokens += done.tokens
+            if self._scoring is None:  # a candidate that is scored in part stays the candidate
+                self._judged = False
+                self._candidate = None  # copied from what was trained when it is first needed
+                if not self.plan.gate:
+                    verdict = self._publish_unjudged("the gate is off")
         return SessionResult(
             outcome="stopped" if done.stopped else "exhausted",
             steps=done.steps,
@@ -186,7 +193,7 @@ class SpotTrainer:
             skipped=done.skipped,
             seconds=time.perf_counter() - start,
             loss=done.loss,
-            verdict=judged,
+            verdict=verdict,
         )
 
     def _batches(self, rows: int) -> Iterator[Batch]:
@@ -195,18 +202,10 @@ class SpotTrainer:
         while not self.buffer.exhausted() and (drawn := self.buffer.sample_batch(rng, rows)):
             yield self.place.packed(drawn)
 
-    def _new_candidate(self, tokens: int, judged: Verdict | None) -> Verdict | None:
-        """What was trained is the next candidate, unless the present one is scored in part."""
-        self._trained_tokens += tokens
-        if self._scoring is not None:
-            return judged
-        self._judged, self._candidate = False, None
-        return judged if self.plan.gate else self._publish_unjudged("the gate is off")
-
     # ------------------------------------------------------------------ judging and publishing
 
     def _judge(self, rows: int, should_stop: Callable[[], bool]) -> Verdict | None:
-        """Score the candidate, which is on the device, and decide what becomes of it; None: a stop came first."""
+        """Score the candidate, which is on the device, and carry out the gate's verdict; None: a stop came first."""
         if self._scoring is None:
             most = min(HELD_OUT_TOKENS, self._trained_tokens // TRAINED_PER_SCORED)
             sequences = self.buffer.held_out(most, HELD_OUT_PROMPTS)
@@ -225,15 +224,16 @@ class SpotTrainer:
         self._scoring = None
         self._judged = True
         self._trained_tokens = 0
-        found = decide(scores, seed=self.version + 1)
-        if found.decision == "reverted":
-            self._return_to(self.initial if found.publishes else self.served)
-        if found.publishes:
-            self._approved = self.candidate
-            self._acceptance = found.acceptance
-        return found
+        verdict = decide(scores, seed=self.version + 1)
+        if verdict.decision == "reverted":
+            self._return_to(self.initial if verdict.publishes else self.served)
+        if verdict.publishes:
+            self._approved = self.candidate  # the initial drafter, if the gate has just returned to it
+            self._acceptance = verdict.acceptance
+        return verdict
 
     def _publish_unjudged(self, reason: str) -> Verdict:
+        """Approve the candidate without scores."""
         self._judged = True
         self._approved = self.candidate
         self._acceptance = ()
@@ -250,7 +250,8 @@ class SpotTrainer:
         None where its numbers are not finite in the rollout's dtype: the candidate is then given up. None also where
         nothing is to be published, as in a spot trainer that replaced the one that had the candidate.
         """
-        approved, self._approved = self._approved, None
+        approved = self._approved
+        self._approved = None
         if approved is None:
             return None
         try:
@@ -335,15 +336,19 @@ class SpotTrainer:
 def check_room(step: Path, needed: int, rotates: bool) -> None:
     """Raise a `DrafterError` where the disk cannot take `needed` bytes, and then the policy's next checkpoint.
 
-    `step` is the present checkpoint, whose policy is written, or becomes as large as the one before it (`async_save`);
-    `rotates`: verl removes another one before the next.
+    `step` is the present checkpoint. verl may still be writing its policy (`async_save`), which is then expected to
+    become as large as the one before it. `rotates`: verl removes an older checkpoint before it writes the next one.
     """
-    if (free := free_bytes(step)) is None:
+    free = free_bytes(step)
+    if free is None:
         return
-    there = _policy_bytes(step)
+    written = _policy_bytes(step)
+    policy = written
     before = [path for path in step.parent.glob("global_step_*") if _in_order(path) < _in_order(step)]
-    policy = max([there, *map(_policy_bytes, sorted(before, key=_in_order)[-1:])])
-    coming = policy - there + (0 if rotates else policy)
+    if before:
+        policy = max(policy, _policy_bytes(max(before, key=_in_order)))
+    next_one = 0 if rotates else policy
+    coming = (policy - written) + next_one
     if free < needed + coming:
         raise DrafterError(
             f"{step} gets no drafter: the disk has {free / 1e9:.3f} GB left, the drafter takes {needed / 1e9:.3f} GB, "
@@ -352,7 +357,8 @@ def check_room(step: Path, needed: int, rotates: bool) -> None:
 
 
 def _in_order(step: Path) -> tuple[int, str]:
-    return len(step.name), step.name  # as its number
+    """Key that sorts checkpoints `global_step_N` by N."""
+    return len(step.name), step.name
 
 
 def _policy_bytes(step: Path) -> int:
