@@ -207,7 +207,7 @@ class IdlePlanner:
         return None
 
     def _may_leave(self, replica: _Replica, now: float) -> bool:
-        """Whether this replica has done its share of the phase, and has been empty for long enough."""
+        """Whether this replica serves, has done its share of the phase, and has been empty for long enough."""
         if replica.state is not State.SERVES or replica.stays or now < replica.retry_at:
             return False
         if replica.empty_since is None or replica.most_inflight < self._least_inflight:

@@ -144,7 +144,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         """As verl's, unless the engine sleeps, which has nothing to abort. In both cases verl opens the gate later."""
         # A server that left and has requests is in the middle of `tlt_try_sleep`: its engine does not sleep yet.
         sleeps = self._tlt_left and not self._tlt_has_requests
-        self._tlt_left = False
+        self._tlt_left = False  # the gate is verl's from here on
         if sleeps:
             self._rejecting = reject_request  # False: late requests wait at the gate, as at every other server's
             return {"aborted_count": 0, "request_ids": []}
@@ -152,7 +152,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As verl's; a server that left early opens its gate again once it holds weights and cache."""
-        async with self._tlt_moves:  # an engine that is just being put to sleep would sleep after this call
+        async with self._tlt_moves:  # else an engine that is being put to sleep would sleep after this call
             await super().wake_up(tags=tags)
         if self._tlt_left and (tags is None or "kv_cache" in tags):
             await self._tlt_return()
@@ -164,8 +164,8 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
         Closing the gate and counting happen on one event loop: a request admitted before is counted in the engine, one
         that comes after is rejected and sent to another replica (`server/client.py`). False: the gate is open again, or
-        verl will open it. True, or an exception: it stays closed until the weight sync or `tlt_recall`. `recall`: keep
-        the weights on the host, so that `tlt_recall` can wake the engine up before the weight sync.
+        verl will open it. True, or an exception: it stays closed until the weight sync. `recall`: keep the weights on
+        the host, so that after True `tlt_recall` can wake the engine up and open the gate before the weight sync.
         """
         if self.node_rank != 0:
             return False
@@ -298,7 +298,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         is_new = staged.version != self._tlt_served.version
         self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
         acceptance: Sequence[float] | None = self._tlt_served.acceptance
-        if not acceptance:  # nothing was measured in advance: a new drafter begins anew, another keeps what it learned
+        if not acceptance:  # nothing was measured in advance: a new drafter begins anew, the same one keeps what it learned
             acceptance = () if is_new else None
         await self._tlt_set_drafting(not self._tlt_drafting_disabled, acceptance)
 

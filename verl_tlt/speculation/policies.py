@@ -72,7 +72,7 @@ class LiveTablePolicy(Policy):
         self._last_drafted = drafted
         if self._steps_of_kind >= PROBE_AFTER:
             self._steps_of_kind = 0
-            shortest = min(self._costs.lengths[1:], default=0)
+            shortest = next((k for k in self._costs.lengths if k > 0), 0)
             self._probes = [0 if drafted else shortest] * PROBES
         self._steps += 1
         if self._steps >= REBUILD_STEPS:

@@ -110,19 +110,22 @@ class SamplingWatch:
         self._carry_out(commands)
 
     def _trace_load(self, load: dict[str, int], now: float) -> None:
-        """Write the load into the trace if it changed, at most every `LOAD_S` unless a replica became idle or busy."""
+        """Write the load into the trace if it changed: every `LOAD_S`, and when a replica becomes idle or busy.
+
+        In a fleet of more than `LOAD_REPLICAS` it is written less often.
+        """
         busy = {name: count > 0 for name, count in load.items()}
         was_busy = {name: count > 0 for name, count in self._traced_load.items()}
-        turned = busy != was_busy and len(load) <= LOAD_REPLICAS
+        turned = busy != was_busy
         every_s = LOAD_S * max(1.0, len(load) / LOAD_REPLICAS)
         due = load != self._traced_load and now - self._load_traced_at >= every_s
-        if turned or due:
+        if due or (turned and len(load) <= LOAD_REPLICAS):
             self._trace.emit("load", step=self._step, inflight=load)
             self._traced_load = load
             self._load_traced_at = now
 
     def _carry_out(self, commands: list[Command]) -> None:
-        """Carry out commands and what they lead to; stop when sampling ends, since the trainer waits for this."""
+        """Carry out commands and what they lead to; stop when sampling ends: the trainer waits only for the one under way."""
         queue = list(commands)
         while queue and not self._over.is_set():
             following = self._do(queue.pop(0))
