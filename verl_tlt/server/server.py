@@ -298,7 +298,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         is_new = staged.version != self._tlt_served.version
         self._tlt_served = replace(self._tlt_served, ok=True, error=None, version=staged.version)
         acceptance: Sequence[float] | None = self._tlt_served.acceptance
-        if not acceptance:  # nothing was measured in advance: a new drafter begins anew, the same one keeps what it learned
+        if not acceptance:  # not measured in advance: a new drafter begins anew, the same one keeps what it learned
             acceptance = () if is_new else None
         await self._tlt_set_drafting(not self._tlt_drafting_disabled, acceptance)
 

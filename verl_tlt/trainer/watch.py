@@ -125,7 +125,7 @@ class SamplingWatch:
             self._load_traced_at = now
 
     def _carry_out(self, commands: list[Command]) -> None:
-        """Carry out commands and what they lead to; stop when sampling ends: the trainer waits only for the one under way."""
+        """Carry out commands and what they lead to, until sampling ends: the trainer waits for the one under way."""
         queue = list(commands)
         while queue and not self._over.is_set():
             following = self._do(queue.pop(0))
