@@ -96,7 +96,7 @@ class FSDPAdapter:
 class MegatronAdapter:
     """verl's Megatron engine: megatron-core GPT models, whose tokens and layers are split over ranks in three ways.
 
-    Layouts whose hidden states cannot be captured are known before the spot trainer starts (`checks.rules.untapped`).
+    `checks.rules.why_no_capture` names layouts whose hidden states cannot be captured, before the spot trainer starts.
 
     Pipeline parallelism splits layers; the last stage has the final norm. Context parallelism gives a rank two chunks
     of every sequence. Sequence parallelism slices what is left; without it the first rank of a tensor-parallel group

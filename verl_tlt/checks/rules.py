@@ -51,13 +51,13 @@ QUANTIZES = (
 )
 DEVICES = ("cuda", "cpu")
 """What `trainer.device` may be; ROCm is "cuda", and the CPU is for tests."""
-TAPPED = ("fsdp", "fsdp2", "megatron")
+CAPTURE_STRATEGIES = ("fsdp", "fsdp2", "megatron")
 """Actor strategies whose engine has a hidden-state capture; the others can speculate, but not train the drafter."""
 ROUTES_NEED_V2 = (0, 31, 0)
 """From this vLLM on routes of experts (`enable_return_routed_experts`) come from the V2 model runner alone."""
 ROUTES_OF_POLICY = (0, 28, 0)
 """From this vLLM on it is known that routes are the policy's alone (vLLM PR 48622)."""
-UNTAPPED_LAYOUTS = {
+LAYOUTS_WITHOUT_CAPTURE = {
     "dynamic_context_parallel": "moves sequences between ranks in every step, which hidden-state capture cannot follow",
     "use_megatron_fsdp": "shards layers in a way that the hidden-state capture was never tried with",
 }
@@ -66,7 +66,7 @@ UNTAPPED_LAYOUTS = {
 
 def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
     """All findings about a recipe that has TLT; a `TLTConfigError` where a key of the config cannot be resolved."""
-    rules = (trainer, actor, rollout, files, bubble)
+    rules = (trainer, actor, rollout, files, idle_time)
     return [finding for rule in rules for finding in rule(config, settings)]
 
 
@@ -112,10 +112,9 @@ def judge_version(supported: Supported, version: str | None) -> Finding:
 
 def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     """The trainer must be verl's v1 trainer in a mode that has a TLT form."""
-    what, mode = "trainer.v1.trainer_mode", trainer_mode(config) or "null"
-    devices = ("rollout.nnodes", "rollout.n_gpus_per_node")
-    if all(select(config, key) is not None for key in devices):
-        other = f"the config has {' and '.join(devices)}, as those of verl's experimental trainers"
+    rollout_pool = ("rollout.nnodes", "rollout.n_gpus_per_node")
+    if all(select(config, key) is not None for key in rollout_pool):
+        other = f"the config has {' and '.join(rollout_pool)}, as those of verl's experimental trainers"
         yield Finding("refuse", "rollout", f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
     device = str(select(config, "trainer.device", "cuda"))
     if device not in DEVICES:
@@ -124,37 +123,46 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
         )
     if not select(config, "trainer.use_v1", True):
         yield Finding("refuse", "trainer.use_v1", "trainer.use_v1=False selects the legacy trainer, and TLT needs v1.")
+    key = "trainer.v1.trainer_mode"
+    mode = trainer_mode(config) or "null"
     if mode in MODE_RULES:
-        yield Finding("ok", what, f"{what}={mode}")
+        yield Finding("ok", key, f"{key}={mode}")
     else:
         known = f"it has {', '.join(MODE_RULES)}"
-        yield Finding("refuse", what, f"{what}={mode} has no TLT trainer in this release; {known}.")
+        yield Finding("refuse", key, f"{key}={mode} has no TLT trainer in this release; {known}.")
 
 
 def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """Whether the drafter can learn from the actor's hidden states."""
-    what, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
+    key = f"{ACTOR}.strategy"
+    strategy = f"{key}={select(config, key, '')}"
     if verl_trains_the_head(config, settings):
         alone = "verl trains the MTP head and sends it with every weight sync; TLT chooses draft lengths"
         yield Finding("warn", f"{MTP}.enable_train", f"{MTP}.enable_train=True: {alone}, and trains nothing.")
-        return
+    elif drafter_drafts(settings):
+        yield _training(config, settings, strategy)
+    elif settings.spot.enable and not settings.speculation.enable and (no_capture := why_no_capture(config)):
+        cause, why = no_capture
+        yield Finding("warn", cause, f"{why}, so nothing is drafted and nothing is trained.")
+    else:
+        yield Finding("ok", key, f"{strategy}; no drafter drafts")
+
+
+def _training(config: DictConfig, settings: TLTConfig, strategy: str) -> Finding:
+    """Whether the drafter that engines use is trained; `strategy` is the actor's, as KEY=VALUE."""
     random = "without tlt.drafter.path is random, unless a checkpoint has one, and will not speed up anything"
     given = settings.drafter.path or settings.drafter.method == "mtp"
-    if not drafter_drafts(settings):
-        if settings.spot.enable and not settings.speculation.enable and (why := untapped(config)):
-            yield Finding("warn", why[0], f"{why[1]}, so nothing is drafted and nothing is trained.")
-        else:
-            yield Finding("ok", what, f"{what}={strategy}; no drafter drafts")
-    elif not settings.spot.enable:
+    key = f"{ACTOR}.strategy"
+    if not settings.spot.enable:
         if given:
-            yield Finding("ok", what, f"{what}={strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
-        else:
-            yield Finding("warn", "tlt.spot.enable", f"tlt.spot.enable=False keeps the first drafter, which {random}.")
-    elif why := untapped(config):
-        useless = "" if given else f", which {random}"
-        yield Finding("warn", why[0], f"{why[1]}, so this run speculates with the drafter as it is loaded{useless}.")
-    else:
-        yield Finding("ok", what, f"{what}={strategy}")
+            return Finding("ok", key, f"{strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
+        return Finding("warn", "tlt.spot.enable", f"tlt.spot.enable=False keeps the first drafter, which {random}.")
+    no_capture = why_no_capture(config)
+    if no_capture is None:
+        return Finding("ok", key, strategy)
+    cause, why = no_capture
+    useless = "" if given else f", which {random}"
+    return Finding("warn", cause, f"{why}, so this run speculates with the drafter as it is loaded{useless}.")
 
 
 def drafter_drafts(settings: TLTConfig) -> bool:
@@ -163,10 +171,11 @@ def drafter_drafts(settings: TLTConfig) -> bool:
 
 
 def trains(config: DictConfig, settings: TLTConfig) -> bool:
-    """Whether the spot trainer trains a drafter; with speculation turned off too, for later runs."""
-    ngrams_alone = settings.speculation.enable and not drafter_drafts(settings)
-    without = ngrams_alone or untapped(config) or select(config, "trainer.val_only", False)
-    return settings.spot.enable and not (without or verl_trains_the_head(config, settings))
+    """Whether the spot trainer trains a drafter. It also does with speculation turned off, for later runs."""
+    drafts_are_ngrams = settings.speculation.enable and settings.speculation.source == "ngram"
+    if drafts_are_ngrams or why_no_capture(config) or select(config, "trainer.val_only", False):
+        return False
+    return settings.spot.enable and not verl_trains_the_head(config, settings)
 
 
 def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
@@ -177,29 +186,38 @@ def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
 
 def _verls_mtp(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each of verl's own MTP settings that does not go with TLT's."""
-    serves = select(config, f"{MTP}.enable", False) and select(config, f"{MTP}.enable_rollout", False)
-    key, strategy = f"{MTP}.enable_rollout", select(config, f"{ACTOR}.strategy", "")
-    if serves and settings.drafter.method != "mtp":
-        yield key, f"{key}=True drafts with the policy's own MTP head: set {METHOD}=mtp, and TLT chooses K for it."
-    elif verl_trains_the_head(config, settings) and strategy != "megatron":
-        trains = f"{MTP}.enable_train"
-        yield trains, f"{trains}=True trains with Megatron only; without it TLT trains the MTP head under {strategy}."
-    elif verl_trains_the_head(config, settings) and not serves:
+    rollout_key = f"{MTP}.enable_rollout"
+    train_key = f"{MTP}.enable_train"
+    strategy = select(config, f"{ACTOR}.strategy", "")
+    head_in_rollout = select(config, f"{MTP}.enable", False) and select(config, rollout_key, False)
+    if head_in_rollout and settings.drafter.method != "mtp":
+        instead = f"set {METHOD}=mtp, and TLT chooses K for it"
+        yield rollout_key, f"{rollout_key}=True drafts with the policy's own MTP head: {instead}."
+    if not verl_trains_the_head(config, settings):
+        return
+    if strategy != "megatron":
+        instead = f"without it TLT trains the MTP head under {strategy}"
+        yield train_key, f"{train_key}=True trains with Megatron only; {instead}."
+    elif not head_in_rollout:
         kept = "only then does verl keep the MTP head while engines sleep"
-        yield key, f"{key} must be True beside {MTP}.enable_train=True: {kept}."
+        yield rollout_key, f"{rollout_key} must be True beside {train_key}=True: {kept}."
 
 
-def untapped(config: DictConfig) -> tuple[str, str] | None:
+def why_no_capture(config: DictConfig) -> tuple[str, str] | None:
     """Why the drafter cannot learn from the actor, as (key, beginning of a sentence); None where it can."""
-    key, strategy = f"{ACTOR}.strategy", select(config, f"{ACTOR}.strategy", "")
-    if strategy not in TAPPED:
-        return key, f"{key}={strategy} has no hidden-state capture (only {', '.join(TAPPED)} have)"
-    if strategy == "megatron" and policy_fields(config).get("vision_config"):
-        return key, f"{key}=megatron has no hidden-state capture for a policy that takes images"
-    for name, why in UNTAPPED_LAYOUTS.items() if strategy == "megatron" else ():
-        if select(config, key := f"{ACTOR}.megatron.{name}", False):
-            return key, f"{key}=True {why}"
-    if select(config, key := "algorithm.rollout_correction.bypass_mode", False):
+    key = f"{ACTOR}.strategy"
+    strategy = select(config, key, "")
+    if strategy not in CAPTURE_STRATEGIES:
+        return key, f"{key}={strategy} has no hidden-state capture (only {', '.join(CAPTURE_STRATEGIES)} have)"
+    if strategy == "megatron":
+        if policy_fields(config).get("vision_config"):
+            return key, f"{key}=megatron has no hidden-state capture for a policy that takes images"
+        for name, why in LAYOUTS_WITHOUT_CAPTURE.items():
+            key = f"{ACTOR}.megatron.{name}"
+            if select(config, key, False):
+                return key, f"{key}=True {why}"
+    key = "algorithm.rollout_correction.bypass_mode"
+    if select(config, key, False):
         return key, f"{key}=True skips the old-log-prob forward that feeds the drafter"
     return None
 
@@ -208,21 +226,28 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The engine must be vLLM, in a form that can speculate, and not configured twice."""
     read_mapping(config, f"{ROLLOUT}.custom")  # TLT's settings are added to it, so it must be a mapping
     wrong = [*_engine(config, settings), *_verls_mtp(config, settings)]
-    yield from (Finding("refuse", what, sentence) for what, sentence in wrong)
+    for key, sentence in wrong:
+        yield Finding("refuse", key, sentence)
     if not wrong:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
     if settings.speculation.enable and is_hybrid(policy_fields(config)):
-        key = f"{ROLLOUT}.enable_prefix_caching"
-        if engine_setting(config, "enable_prefix_caching", False):
-            off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
-            yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
-        key, longest = "tlt.speculation.max_draft_length", longest_draft(config, settings)
-        states = f"with {key}={longest} a request of this hybrid policy takes {1 + longest} recurrent states, not one"
-        yield Finding("warn", key, f"{states}: if too few requests fit, make it smaller.")
+        yield from _hybrid_policy(config, settings)
     key = f"{ROLLOUT}.full_determinism"
     if select(config, key, False) and settings.speculation.enable:
         other = "draft lengths follow measured times, so two runs draw other tokens of the same distribution"
         yield Finding("warn", key, f"{key}=True does not hold: {other}; tlt.speculation.enable=False decodes as stock.")
+
+
+def _hybrid_policy(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """What drafting costs with a hybrid policy (linear attention)."""
+    key = f"{ROLLOUT}.enable_prefix_caching"
+    if engine_setting(config, "enable_prefix_caching", False):
+        off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
+        yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
+    key = "tlt.speculation.max_draft_length"
+    longest = longest_draft(config, settings)
+    states = f"with {key}={longest} a request of this hybrid policy takes {1 + longest} recurrent states, not one"
+    yield Finding("warn", key, f"{states}: if too few requests fit, make it smaller.")
 
 
 def longest_draft(config: DictConfig, settings: TLTConfig) -> int:
@@ -234,21 +259,26 @@ def longest_draft(config: DictConfig, settings: TLTConfig) -> int:
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
     """(key, sentence) for each reason why the rollout engine cannot speculate."""
     key = f"{ROLLOUT}.name"
-    if (name := select(config, key, "")) != "vllm":
+    name = select(config, key, "")
+    if name != "vllm":
         named = f"{key}={name} is not supported" if name else f"{key} is not set"
         yield key, f"{named}; verl-tlt works with vllm only."
     key = f"{ROLLOUT}.disaggregation"
     if select(config, f"{key}.enabled", False):
         yield key, f"{key}.enabled=True is not supported; verl-tlt needs engines that prefill and decode."
     key = f"{ROLLOUT}.checkpoint_engine.backend"
-    if (backend := select(config, key)) == "delta_sharded":
+    backend = select(config, key)
+    mode = trainer_mode(config)
+    if backend == "delta_sharded":
         why = "it sends only what has changed of the weights, and the drafter's shared parts would stay as they were"
         yield key, f"{key}={backend} is not supported: {why}."
-    if backend == "naive" and (mode := trainer_mode(config)) == "separate_async":
+    if backend == "naive" and mode == "separate_async":
         yield key, f"verl does not take {key}=naive with trainer.v1.trainer_mode={mode}: set another, such as nccl."
-    for key in QUANTIZES if drafter_drafts(settings) else ():
-        if value := select(config, key):
-            yield key, f"{key}={value} {_QUANTIZED}."
+    if drafter_drafts(settings):
+        for key in QUANTIZES:
+            value = select(config, key)
+            if value:
+                yield key, f"{key}={value} {_QUANTIZED}."
     if settings.speculation.enable:
         yield from _with_drafts(config, settings)
 
@@ -257,8 +287,9 @@ def _with_drafts(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str,
     """(key, sentence) for what does not go with engines that speculate."""
     user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
     hybrid = is_hybrid(policy_fields(config))
-    for sentence in problems(settings, user, enforce_eager(config), hybrid) if installed("vllm") else ():
-        yield f"{ROLLOUT}.engine_kwargs", sentence
+    if installed("vllm"):
+        for sentence in problems(settings, user, enforce_eager(config), hybrid):
+            yield f"{ROLLOUT}.engine_kwargs", sentence
     agree = "data parallelism inside one engine would need all its ranks to agree on every draft length"
     stages = "in a pipeline vLLM hands no drafts from its last stage to the first"
     for key, why in (
@@ -266,24 +297,33 @@ def _with_drafts(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str,
         ("engine_kwargs.vllm.data_parallel_size", agree),
         ("engine_kwargs.vllm.pipeline_parallel_size", stages),
     ):
-        if (ranks := number(config, f"{ROLLOUT}.{key}", 1)) > 1:
+        ranks = number(config, f"{ROLLOUT}.{key}", 1)
+        if ranks > 1:
             instead = f"use more replicas or {ROLLOUT}.tensor_model_parallel_size, or set tlt.speculation.enable=False"
             yield f"{ROLLOUT}.{key}", f"{ROLLOUT}.{key}={ranks} is not supported: {why}; {instead}."
-    replay, routes = f"{ROLLOUT}.enable_rollout_routing_replay", "enable_return_routed_experts"
-    key = replay if select(config, replay, False) else f"{ROLLOUT}.engine_kwargs.vllm.{routes}"
-    if select(config, replay, False) or user.get(routes):
-        vllm = release(installed("vllm") or "") or (0, 0, 0)
-        if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2]) == "V1":
-            why = f"vLLM {installed('vllm')} returns routes of experts from its V2 runner alone, and drafts on V1 here"
-            yield key, f"{key}=True: {why}; set tlt.speculation.enable=False, or take vLLM 0.30."
-        if vllm < ROUTES_OF_POLICY and settings.drafter.method == "mtp":
-            why = f"vLLM {installed('vllm')} may return the routes of the MTP head's experts as the policy's"
-            yield key, f"{key}=True with tlt.drafter.method=mtp: {why}; take vLLM 0.28 to 0.30."
+    replay_key = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if select(config, replay_key, False):
+        yield from _expert_routes(settings, replay_key)
+    elif user.get("enable_return_routed_experts"):
+        yield from _expert_routes(settings, f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts")
+
+
+def _expert_routes(settings: TLTConfig, key: str) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for each reason why engines that speculate cannot return the routes that `key` asks for."""
+    version = installed("vllm")
+    vllm = release(version or "") or (0, 0, 0)
+    if vllm >= ROUTES_NEED_V2 and runner_for(vllm[:2]) == "V1":
+        why = f"vLLM {version} returns routes of experts from its V2 runner alone, and drafts on V1 here"
+        yield key, f"{key}=True: {why}; set tlt.speculation.enable=False, or take vLLM 0.30."
+    if vllm < ROUTES_OF_POLICY and settings.drafter.method == "mtp":
+        why = f"vLLM {version} may return the routes of the MTP head's experts as the policy's"
+        yield key, f"{key}=True with tlt.drafter.method=mtp: {why}; take vLLM 0.28 to 0.30."
 
 
 def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The run's folder must be named, and policy, drafter and data be there before workers start."""
-    key, run_dir = "trainer.default_local_dir", read_run_dir(config)
+    key = "trainer.default_local_dir"
+    run_dir = read_run_dir(config)
     if ray_address(config) and not os.path.isabs(run_dir):
         differ = "on a Ray cluster verl takes it from the directory where Ray was started, TLT from this one"
         yield Finding("warn", key, f"{key}={run_dir} is relative: {differ}; give an absolute path.")
@@ -301,12 +341,13 @@ def files(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
 
 def _places(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """Folders of the user's choice that the run could not write to; at its end it would be too late to say so."""
-    key, trace = "tlt.trace.dir", trace_dir(config, settings)
+    trace = trace_dir(config, settings)
     if os.path.exists(trace) and not os.path.isdir(trace):
-        yield Finding("refuse", key, f"{key}={trace} is not a folder.")
+        yield Finding("refuse", "tlt.trace.dir", f"tlt.trace.dir={trace} is not a folder.")
     if settings.spot.enable:
+        key = "tlt.drafter.save_dir"
         try:
-            key, others = "tlt.drafter.save_dir", (read_run_dir(config), trace)
+            others = (read_run_dir(config), trace)
             place_for(save_dir(config, settings), key, replaces=True, others=others)
         except TLTError as error:
             yield Finding("refuse", key, str(error))
@@ -318,14 +359,16 @@ def _absent_data(config: DictConfig) -> Iterator[Finding]:
         return
     for key in ("data.train_files", "data.val_files"):
         value = select(config, key, [])
-        for path in value if isinstance(value, list) else [value]:
+        paths = value if isinstance(value, list) else [value]
+        for path in paths:
             if isinstance(path, str) and "://" not in path and not matching(path):
                 yield Finding("if", key, f"{key}={path} does not exist on this machine.")
 
 
-def bubble(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+def idle_time(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The drafter is trained while one replica waits for another, so there must be another."""
-    what, rule = "trainer.n_gpus_per_node", MODE_RULES.get(trainer_mode(config))
+    what = "trainer.n_gpus_per_node"
+    rule = MODE_RULES.get(trainer_mode(config))
     if rule is None or rule.idle != "replicas" or not trains(config, settings):
         return
     try:

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from verl_tlt import activation
 from verl_tlt.checks import rules
-from verl_tlt.checks.rules import UNTAPPED_LAYOUTS, examine, examine_packages, judge_version
+from verl_tlt.checks.rules import LAYOUTS_WITHOUT_CAPTURE, examine, examine_packages, judge_version
 from verl_tlt.config import DrafterConfig, SpeculationConfig, SpotConfig, TLTConfig, TLTConfigError, TraceConfig
 from verl_tlt.drafter.mtp_tensors import head_shapes
 from verl_tlt.drafter.policy import policy_shape
@@ -89,7 +89,7 @@ def test_each_impossible_recipe_is_refused_for_that_one_reason(findings, changes
 
 @pytest.mark.parametrize("changes", [
     {}, {"rollout": {"n": 8}}, {f"{ACTOR}.strategy": "megatron"},
-    *({f"{ACTOR}.megatron.{name}": True} for name in UNTAPPED_LAYOUTS),
+    *({f"{ACTOR}.megatron.{name}": True} for name in LAYOUTS_WITHOUT_CAPTURE),
     *({"trainer.v1.trainer_mode": f"{prefix}{mode}"} for mode in MODE_RULES for prefix in ("", "tlt_")),
 ])  # fmt: skip
 def test_what_is_possible_or_has_no_effect_is_no_reason(findings, changes):
@@ -102,7 +102,7 @@ def test_what_is_possible_or_has_no_effect_is_no_reason(findings, changes):
         ({f"{ACTOR}.strategy": "veomni"}, UNTRAINED, f"{ACTOR}.strategy", "random"),
         ({BYPASS: True}, UNTRAINED, BYPASS, "random"),
         *(({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.{name}": True}, UNTRAINED, f"{ACTOR}.megatron.{name}",
-           "as it is loaded") for name in UNTAPPED_LAYOUTS),
+           "as it is loaded") for name in LAYOUTS_WITHOUT_CAPTURE),
         ({f"{ROLLOUT}.full_determinism": True}, NO_DRAFTS, f"{ROLLOUT}.full_determinism", "follow measured times"),
     ],
 )  # fmt: skip
