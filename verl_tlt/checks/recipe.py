@@ -66,7 +66,8 @@ def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
 
 @functools.lru_cache(maxsize=8)  # a command asks for the same one several times
 def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
-    if (verl := location("verl")) is None:
+    verl = location("verl")
+    if verl is None:
         raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -74,30 +75,39 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if sentence := next(filter(None, map(_misread, overrides)), None):
-        raise TLTConfigError(sentence)
+    for word in overrides:
+        sentence = _misread(word)
+        if sentence:
+            raise TLTConfigError(sentence)
     folder, name = os.path.split(config_name)
     directory = os.path.join(verl, "trainer", folder or "config")
     try:
         with initialize_config_dir(os.path.abspath(directory), version_base=None):
             config = hydra_compose(name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        unknown = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
-        known = [word for word in overrides if unknown and word.partition("=")[0] != unknown[1]]
-        if unknown and len(known) < len(overrides):
-            section, _, key = unknown[1].rpartition(".")
-            values = [word.partition("=")[2] for word in overrides if word not in known]
-            if section == "trainer" and (sentence := flag.misspelt({key: values[0]})):
-                raise TLTConfigError(sentence) from error
-            reason = f"it has no {unknown[1]}.{likely_meant(unknown[1], compose(known, config_name))}"
-        elif "Could not load 'ppo_" in reason:
-            reason += " A config of your own finds verl's by `hydra: {searchpath: [pkg://verl.trainer.config]}`."
-        raise TLTConfigError(f"Hydra cannot compose {config_name} from these overrides: {reason}") from error
+        raise TLTConfigError(_not_composed(overrides, config_name, str(error))) from error
     if "actor_rollout_ref" not in config:
         needs = "a config of your own begins with `defaults: [ppo_trainer, _self_]`"
         raise TLTConfigError(f"{config_name} has no actor_rollout_ref, so it is no config of {flag.MAIN}: {needs}.")
     return config
+
+
+def _not_composed(overrides: tuple[str, ...], config_name: str, error: str) -> str:
+    """A sentence for Hydra's `error`; of a key that verl does not have, it names the one that was probably meant."""
+    reason = " ".join(line.strip() for line in error.splitlines() if line.strip())
+    refused = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
+    unknown_key = refused[1] if refused else ""
+    values = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == unknown_key]
+    others = [word for word in overrides if word.partition("=")[0] != unknown_key]
+    if unknown_key and values:
+        section, _, name = unknown_key.rpartition(".")
+        misspelt_plugin = flag.misspelt({name: values[0]}) if section == "trainer" else None
+        if misspelt_plugin:
+            return misspelt_plugin
+        reason = f"it has no {unknown_key}.{likely_meant(unknown_key, compose(others, config_name))}"
+    elif "Could not load 'ppo_" in reason:
+        reason += " A config of your own finds verl's by `hydra: {searchpath: [pkg://verl.trainer.config]}`."
+    return f"Hydra cannot compose {config_name} from these overrides: {reason}"
 
 
 def _misread(word: str) -> str | None:
@@ -138,18 +148,28 @@ def likely_meant(key: str, config: DictConfig) -> str:
 
     keys = [known for known in _dotted_keys(OmegaConf.to_container(config, resolve=False)) if known != key]
     parent, _, name = key.rpartition(".")
-    siblings = [known for known in keys if parent and known.rpartition(".")[0] == parent]
-    for among, likeness in ((siblings, 0.55), (keys, 0.8)):
-        near = difflib.get_close_matches(name, {known.rpartition(".")[2] for known in among}, 3, likeness)
-        if alike := [known for known in among if known.rpartition(".")[2] in near]:
-            return f" Did you mean {min(alike, key=lambda known: known.count('.'))}?"
-    return ""
+    siblings = [known for known in keys if known.rpartition(".")[0] == parent] if parent else []
+    alike = _with_a_name_like(name, siblings, 0.55) or _with_a_name_like(name, keys, 0.8)
+    if not alike:
+        return ""
+    least_nested = min(alike, key=lambda known: known.count("."))
+    return f" Did you mean {least_nested}?"
+
+
+def _with_a_name_like(name: str, keys: Sequence[str], likeness: float) -> list[str]:
+    """Those dotted keys whose last part is at least this alike to `name`, on difflib's scale from 0 to 1."""
+    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys}, 3, likeness)
+    return [key for key in keys if key.rpartition(".")[2] in near]
 
 
 def _dotted_keys(node: object) -> Iterator[str]:
-    for key, value in node.items() if isinstance(node, dict) else ():
+    """The dotted keys of a nested mapping, those of its inner nodes included."""
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
         yield str(key)
-        yield from (f"{key}.{below}" for below in _dotted_keys(value))
+        for below in _dotted_keys(value):
+            yield f"{key}.{below}"
 
 
 # ---------------------------------------------------------------------- reading keys
@@ -162,7 +182,8 @@ def select(config: DictConfig, key: str, default: object = None) -> object:
 
     try:
         value = OmegaConf.select(config, key)
-        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
     except OmegaConfBaseException as error:
         where = error.full_key or key
         raise TLTConfigError(f"{where} cannot be read from the configuration: {first_line(error)}.") from error
@@ -188,7 +209,8 @@ def read_mapping(config: DictConfig, key: str) -> dict[str, object]:
 def read_run_dir(config: DictConfig) -> str:
     """Where the run keeps its checkpoints, and TLT its own files where nothing else is said."""
     key = "trainer.default_local_dir"
-    if not isinstance(directory := select(config, key), str):
+    directory = select(config, key)
+    if not isinstance(directory, str):
         raise TLTConfigError(f"{key} must be a directory, not {directory!r}.")
     return directory
 
@@ -252,9 +274,12 @@ def enforce_eager(config: DictConfig) -> bool:
 def engine_dtype(config: DictConfig) -> str:
     """The `dtype` that engines compute in, as vLLM names it; `auto`: the policy's config does not say float16."""
     name = str(engine_setting(config, "dtype", "bfloat16")).lower()
-    fields = policy_fields(config) if name == "auto" else {}
-    said = (part.get(key) for part in (fields, fields.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
-    return "float16" if next(filter(None, said), None) == "float16" else name
+    if name != "auto":
+        return name
+    fields = policy_fields(config)
+    text = fields.get("text_config") or {}
+    of_policy = fields.get("dtype") or fields.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    return "float16" if of_policy == "float16" else "auto"
 
 
 def trainer_mode(config: DictConfig) -> str:
@@ -290,5 +315,6 @@ def replicas_on(config: DictConfig, node: str) -> int:
 
 def context_tokens(config: DictConfig) -> int:
     """Longest sequence of an engine, in tokens."""
-    parts = (number(config, f"{ROLLOUT}.{part}", 0) for part in ("prompt_length", "response_length"))
-    return number(config, f"{ROLLOUT}.max_model_len", sum(parts))
+    prompt = number(config, f"{ROLLOUT}.prompt_length", 0)
+    response = number(config, f"{ROLLOUT}.response_length", 0)
+    return number(config, f"{ROLLOUT}.max_model_len", prompt + response)
