@@ -75,7 +75,7 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
         own = _mtp_head(policy)  # engines start with it, whichever is published then
         if settings.drafter.path is None or own.level == "refuse":
             return own
-    path, positions = settings.drafter.path, context + settings.speculation.max_draft_length
+    path = settings.drafter.path
     if path is not None and elsewhere(path):
         copy = "copy it to a folder that every node sees"
         return Finding("refuse", DRAFTER, f"{DRAFTER}={path} is on another file system: {copy}.")
@@ -86,16 +86,22 @@ def check_recipe_drafter(settings: TLTConfig, policy: str, context: int) -> Find
     except DrafterError:
         shape = None  # `check_policy` says so; the trainer checks again once the policy is there
     try:
-        if path is not None:
-            return _drafter(path, settings.drafter.method, policy, shape, positions)
-        if shape is not None:
-            draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
-            aux_layers_for(shape.num_layers)
-        return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
+        if path is None:
+            return _new_drafter(settings, shape)
+        positions = context + settings.speculation.max_draft_length
+        return _given_drafter(path, settings.drafter.method, policy, shape, positions)
     except NotHereError as error:
         return Finding("warn", DRAFTER, f"{str(error).rstrip('.')}, so whether {DRAFTER} fits was not checked.")
     except DrafterError as error:
         return Finding("refuse", DRAFTER, str(error) if path is None else f"{DRAFTER}: {error}")
+
+
+def _new_drafter(settings: TLTConfig, shape: PolicyShape | None) -> Finding:
+    """Whether a new drafter can be made for a policy of this shape (None: unknown); else a `DrafterError`."""
+    if shape is not None:
+        draft_vocab_size(settings.drafter.vocab, shape.vocab_size, "tlt.drafter.vocab")
+        aux_layers_for(shape.num_layers)
+    return Finding("ok", DRAFTER, "no drafter given: it starts from a random head and drafts once that pays")
 
 
 def _mtp_head(policy: str) -> Finding:
@@ -112,20 +118,22 @@ def _mtp_head(policy: str) -> Finding:
     return Finding("ok", METHOD, f"the policy's own MTP head drafts ({len(tensors)} tensors)")
 
 
-def _drafter(path: str, method: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
+def _given_drafter(path: str, method: str, policy: str, shape: PolicyShape | None, positions: int) -> Finding:
     """Whether the drafter at `path` fits, as far as files are here; a `DrafterError` where it does not."""
-    finding = Finding("ok", DRAFTER, f"{DRAFTER} is usable")
     if shape is None:
         kind = check_config(folder(located(path), (CONFIG,)))
         unknown = f"whether it fits was not checked, since the config of {POLICY} cannot be read here"
         finding = Finding("warn", DRAFTER, f"{DRAFTER}={path} is a drafter for {METHOD}={kind}; {unknown}.")
     elif is_name(path) and not _has_weights(path):
-        if (kind := check_config(place := folder(path, (CONFIG,)))) == "eagle3":
-            read_config(place, shape, positions)
+        cached = folder(path, (CONFIG,))
+        kind = check_config(cached)
+        if kind == "eagle3":
+            read_config(cached, shape, positions)
         later = "fits by its config; its weights are fetched when the run starts, and were not checked"
         finding = Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
     else:
         kind = check_drafter(located(path), located(policy), positions).method
+        finding = Finding("ok", DRAFTER, f"{DRAFTER} is usable")
     if kind != method:
         raise DrafterError(f"{path} holds a drafter for {METHOD}={kind}, not {method}.")
     return finding
