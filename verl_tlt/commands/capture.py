@@ -30,11 +30,14 @@ from verl_tlt.commands.processes import ProcessTree, running, runs
 from verl_tlt.config import TLTConfigError
 from verl_tlt.flag import CONFIG, MAIN, OURS
 
-GIVEN = "VERL_TLT_CAPTURED"
-"""Variable with which a command goes on under the interpreter of the user's command: descriptor of a file that holds
-the answer, and the environment in which the command was started."""
+HANDED_ON = "VERL_TLT_CAPTURED"
+"""Variable for this program when it goes on under the interpreter of the user's command: the descriptor of a file with
+the answer, and with the environment in which the user started this program."""
 POLL_S = 0.2
-_START, _END = r"(?:^|[\s;&|({`'\"/\\])", r"(?=[\s;&|)}`'\"<>]|$)"
+_START = r"(?:^|[\s;&|({`'\"/\\])"
+"""What stands before the name of a program."""
+_END = r"(?=[\s;&|)}`'\"<>]|$)"
+"""What stands after it."""
 LEAVES = re.compile(
     rf"{_START}(docker|podman|nerdctl|(?:apptainer|singularity) (?:exec|run)|enroot start|kubectl|ssh|pdsh|sudo|tmux"
     r"|screen -\w*d\w*|sbatch|qsub|bsub|ray job submit"
@@ -63,9 +66,9 @@ def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str,
     If the command uses another Python, this program is started again under it. Afterwards this process has the
     environment of `main_ppo`. A `TLTConfigError` says why the command was not run, or that it did not start `main_ppo`.
     """
-    if GIVEN in os.environ:
-        answer = _given()["answer"]
-        os.close(int(os.environ[GIVEN]))
+    if HANDED_ON in os.environ:
+        answer = _handed_on()["answer"]
+        os.close(int(os.environ[HANDED_ON]))
     else:
         check_words(command, yes)
         print(f"Running `{shlex.join(command)}` until it starts {MAIN}; nothing is trained.", file=sys.stderr)
@@ -74,46 +77,46 @@ def capture(command: Sequence[str], yes: bool = False, environment: Mapping[str,
             _go_on_under(answer)
     os.environ.clear()
     os.environ.update(answer["environment"])
-    if lost := next((word for word in command if OURS.match(word) and word not in answer["arguments"]), None):
-        raise TLTConfigError(f'{lost} does not reach {MAIN}: the script must pass its arguments on with "$@".')
+    for word in command:
+        if OURS.match(word) and word not in answer["arguments"]:
+            raise TLTConfigError(f'{word} does not reach {MAIN}: the script must pass its arguments on with "$@".')
     return recipe_of(answer)
 
 
 def started_in() -> dict[str, str]:
     """The environment in which the user started this command; `capture` changes that of the process."""
-    return _given()["around"] if GIVEN in os.environ else dict(os.environ)
+    if HANDED_ON not in os.environ:
+        return dict(os.environ)
+    environment: dict[str, str] = _handed_on()["started_in"]
+    return environment
 
 
-def _given() -> dict[str, Any]:
-    with open(int(os.environ[GIVEN]), encoding="utf-8", closefd=False) as file:
+def _handed_on() -> dict[str, Any]:
+    """The answer, and the environment in which the user started this program (`_go_on_under`)."""
+    with open(int(os.environ[HANDED_ON]), encoding="utf-8", closefd=False) as file:
         file.seek(0)
-        given: dict[str, Any] = json.load(file)
-        return given
+        handed_on: dict[str, Any] = json.load(file)
+        return handed_on
 
 
 def check_words(command: Sequence[str], yes: bool) -> None:
     """Refuse a command in which one of a few words says that running it is not safe.
 
-    Looks for words in the command, and in the shell scripts that it names; it understands neither.
+    The words are looked for in the command and in the shell scripts that it names; neither is parsed.
     """
-    lines = {"the command": [_done(" ".join(command))]}
+    lines = {"the command": _executed(" ".join(command))}  # by where they stand
     for place, word in enumerate(command):
         if os.path.isfile(word) and _is_shell_script(word, command[:place]):
-            if b"\r\n" in (script := Path(word).read_bytes()):
-                raise TLTConfigError(
-                    f"Nothing was run: {word} has Windows line ends, which bash takes for parts of words. Remove them "
-                    f"with `sed -i 's/\\r$//' {shlex.quote(word)}`."
-                )
-            read = script.decode(errors="replace").splitlines()
-            lines[word] = _joined([_done(COMMENT.sub("", line)) for line in read])
-    leaving, changing = list[tuple[str, str]](), list[tuple[str, str]]()  # (place, word)
-    for source, texts in lines.items():
-        for number, text in enumerate(texts, start=1):
-            where = source if source == "the command" else f"line {number} of {source}"
-            leaving += [(where, match[1]) for match in LEAVES.finditer(text)]
-            changing += [(where, match[1]) for match in CHANGES.finditer(text)]
-            files = [file for file in EMPTIES.findall(text) if os.path.isfile(file) and os.path.getsize(file)]
-            changing += [(where, f"empty {file}") for file in files]
+            for number, line in enumerate(_script_lines(word), start=1):
+                lines[f"line {number} of {word}"] = line
+    leaving: list[tuple[str, str]] = []  # (where, word)
+    changing: list[tuple[str, str]] = []
+    for where, line in lines.items():
+        leaving += [(where, match[1]) for match in LEAVES.finditer(line)]
+        changing += [(where, match[1]) for match in CHANGES.finditer(line)]
+        for file in EMPTIES.findall(line):
+            if os.path.isfile(file) and os.path.getsize(file):
+                changing.append((where, f"empty {file}"))
     if leaving:
         where, word = leaving[0]
         raise TLTConfigError(
@@ -125,15 +128,23 @@ def check_words(command: Sequence[str], yes: bool) -> None:
         raise TLTConfigError(f"Nothing was run, because the command would also do this: {listed}. Allow it with --yes.")
 
 
-def _joined(lines: list[str]) -> list[str]:
-    """The lines of a script, those that a backslash continues at the place of their first."""
+def _script_lines(file: str) -> list[str]:
+    """What the lines of a shell script execute; a line that a backslash continues has the next one's text too."""
+    script = Path(file).read_bytes()
+    if b"\r\n" in script:
+        raise TLTConfigError(
+            f"Nothing was run: {file} has Windows line ends, which bash takes for parts of words. Remove them "
+            f"with `sed -i 's/\\r$//' {shlex.quote(file)}`."
+        )
+    lines = [_executed(COMMENT.sub("", line)) for line in script.decode(errors="replace").splitlines()]
     for i in reversed(range(len(lines) - 1)):
         if lines[i].endswith("\\"):
-            lines[i : i + 2] = [lines[i][:-1] + lines[i + 1], ""]
+            lines[i] = lines[i][:-1] + lines[i + 1]
+            lines[i + 1] = ""  # so that the numbers of later lines stay
     return lines
 
 
-def _done(line: str) -> str:
+def _executed(line: str) -> str:
     """A line without comments, and without the quoted text that an echo or printf in it prints."""
     if line.lstrip().startswith("#"):
         return ""
@@ -145,7 +156,7 @@ def _done(line: str) -> str:
 
 def _is_shell_script(file: str, words_before: Sequence[str]) -> bool:
     before = [os.path.basename(word) for word in words_before if not word.startswith("-")]
-    if file.endswith(".sh") or before[-1:] in (["bash"], ["sh"]):
+    if file.endswith(".sh") or (before and before[-1] in ("bash", "sh")):
         return True
     with open(file, "rb") as stream:
         return re.match(rb"#!.*\b(ba|da|z)?sh\b", stream.readline(200)) is not None
@@ -157,19 +168,25 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
     The answer is that of `verl_tlt.capture`, with the process's environment.
     """
     with tempfile.TemporaryDirectory(prefix="verl-tlt-capture-") as folder:
-        file, log = Path(folder) / "answer.json", Path(folder) / "log"
+        file = Path(folder) / "answer.json"
+        log = Path(folder) / "log"
         log.touch()  # an interrupt may come before the command has opened it
         try:
             with running(command, env=environment_for(CAPTURE, str(file), environment), log=log, cwd=cwd) as tree:
-                while not file.exists() and (code := tree.status(MAIN)) is None:
+                code: int | None = None
+                while not file.exists():
+                    code = tree.status(MAIN)
+                    if code is not None:
+                        break
                     _refuse_training(tree)
                     time.sleep(POLL_S)
                 answer = json.loads(file.read_text()) if file.exists() else None
                 if answer is not None and "process" in answer:
                     own = environment_of(answer["process"], file)
-                    if own.get("TMPDIR") == str(tree.folder):  # not the script's, but this command's
+                    if own.get("TMPDIR") == str(tree.folder):  # set by `running`, and not by the script
                         del own["TMPDIR"]
-                        own |= {name: value for name, value in environment.items() if name == "TMPDIR"}
+                        if "TMPDIR" in environment:
+                            own["TMPDIR"] = environment["TMPDIR"]
                     answer["environment"] = own
                 tree.kill()
         except KeyboardInterrupt:
@@ -221,9 +238,9 @@ def _refuse_training(tree: ProcessTree) -> None:
     """Raise a `TLTConfigError` where `main_ppo` is without our variables, or has started Ray, so did not see them."""
     for process in tree.alive():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            own = runs(process, MAIN) and process.environ()
-            unseen = own and not own.get(CAPTURE)
-            if unseen or (process.name() == "raylet" and any(runs(p, MAIN) for p in process.parents())):
+            environment = process.environ() if runs(process, MAIN) else {}
+            lacks_variables = bool(environment) and not environment.get(CAPTURE)
+            if lacks_variables or (process.name() == "raylet" and any(runs(p, MAIN) for p in process.parents())):
                 what = f"The command starts {MAIN} without the variables {CAPTURE} and {MODULES}"
                 raise TLTConfigError(f"{what} of its environment: keep them in the script. It was ended at once.")
 
@@ -238,16 +255,17 @@ def _no_answer(command: Sequence[str], code: int | None, log: Path) -> str:
 
 
 def _printed(log: Path) -> str:
-    return f"Its last lines:\n{last}" if (last := last_lines(log)) else "It printed nothing."
+    last = last_lines(log)
+    return f"Its last lines:\n{last}" if last else "It printed nothing."
 
 
 def _go_on_under(answer: dict[str, Any]) -> None:
     """Replace this process by the same command under the interpreter of the user's command."""
     descriptor = os.memfd_create("captured", 0)  # in memory, and handed on: the environment may hold secrets
-    os.write(descriptor, json.dumps({"answer": answer, "around": dict(os.environ)}).encode())
+    os.write(descriptor, json.dumps({"answer": answer, "started_in": dict(os.environ)}).encode())
     interpreter = answer["interpreter"]
     print(f"Going on with {interpreter}, which the command starts verl with.", file=sys.stderr, flush=True)
-    environment = {**answer["environment"], GIVEN: str(descriptor)}
+    environment = {**answer["environment"], HANDED_ON: str(descriptor)}
     try:
         os.execve(interpreter, [interpreter, "-P", "-m", "verl_tlt.commands.cli", *sys.argv[1:]], environment)
     except OSError as error:
@@ -255,7 +273,7 @@ def _go_on_under(answer: dict[str, Any]) -> None:
 
 
 def recipe_of(answer: dict[str, Any]) -> Recipe:
-    """The recipe of a start of `main_ppo`, Hydra's own options among its arguments."""
+    """The recipe with which `main_ppo` is started; its arguments may have options of Hydra's."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn", default=CONFIG)
     parser.add_argument("--config-path", "-cp", default="")
@@ -265,8 +283,10 @@ def recipe_of(answer: dict[str, Any]) -> Recipe:
         options, overrides = parser.parse_known_args(answer["arguments"])
     except argparse.ArgumentError as error:
         raise TLTConfigError(f"{MAIN} cannot read its {error}.") from error
-    if unread := next((word for word in overrides if word.startswith("-")), None):
-        raise TLTConfigError(f"{MAIN} does not train with {unread}: leave it out. Options of verl-tlt stand before --.")
+    for word in overrides:
+        if word.startswith("-"):
+            options_of_ours = "Options of verl-tlt stand before --."
+            raise TLTConfigError(f"{MAIN} does not train with {word}: leave it out. {options_of_ours}")
     path = options.config_path
     if options.config_dir:
         folder = os.path.join(answer["directory"], options.config_dir)
