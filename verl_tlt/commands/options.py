@@ -91,11 +91,17 @@ def _read_recipe(
         recipe = Recipe(overrides, os.path.abspath(config.with_suffix("")))
     else:
         recipe = Recipe(overrides, config_name)
-    begin = recipe.directory or os.getcwd()
-    more = [os.path.join(begin, folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    look_first_in([begin, *more])  # as `python -m` would
-    sys.path += [folder for folder in (begin, *more) if folder not in sys.path]  # last: what is imported already stays
+    _look_where_the_run_does(recipe)
     return recipe
+
+
+def _look_where_the_run_does(recipe: "Recipe") -> None:
+    """Have this process find modules in the folders in which `python -m verl.trainer.main_ppo` would find them."""
+    directory = recipe.directory or os.getcwd()
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [directory, *(os.path.join(directory, folder) for folder in python_path if folder)]
+    look_first_in(folders)
+    sys.path += [folder for folder in folders if folder not in sys.path]  # last: what is imported already stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,19 +151,20 @@ class EngineOptions(RunOptions):
         from verl_tlt.commands.warmup.run import decided_options
         from verl_tlt.drafter.policy import policy_shape
 
-        names = [f.name for f in dataclasses.fields(cls)]
+        fields = dataclasses.fields(cls)
         run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
         if run.names_a_run():
+            names = [f.name for f in fields]
             decided = decided_options(run.recipe(), given)
             given = {name: value for name, value in decided.items() if name in names} | given
-        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        if missing := next((name for name in needed if not given.get(name)), None):
-            if missing != "model":
-                policy_shape(given["model"])  # a policy that is not there is named first
-            if missing == "out":
-                raise TLTError("--out is missing: give the folder that the drafter is written to.")
-            raise TLTError(f"--{missing} is missing: give it, or your run's command after --, which says it too.")
-        return given
+        missing = [f.name for f in fields if f.default is dataclasses.MISSING and not given.get(f.name)]
+        if not missing:
+            return given
+        if "model" not in missing:
+            policy_shape(given["model"])  # a policy that is not there is named first
+        if missing[0] == "out":
+            raise TLTError("--out is missing: give the folder that the drafter is written to.")
+        raise TLTError(f"--{missing[0]} is missing: give it, or your run's command after --, which says it too.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,24 +212,31 @@ class CommandAfterDashes(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the words after `--` aside, before typer sees them."""
         end = args.index("--") if "--" in args else len(args)
-        with_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
-        free = [i for i in range(end) if i == 0 or args[i - 1] not in with_value]
-        if (program := next((i for i in free if _PROGRAM.fullmatch(args[i])), None)) is not None:
-            begin = next((i for i in free if not args[i].startswith("-") and "=" not in args[i]), program)
-            variables = [word for word in args[:begin] if _VARIABLE.match(word)]
-            ours = [ctx.info_name, *(word for word in args[:begin] if word not in variables), "--"]
-            words = shlex.join([*variables, "verl-tlt", *ours, *args[begin:]])
-            raise TLTError(f"A command of your own stands after two dashes: {words}")
+        self._refuse_command_without_dashes(ctx.info_name, args, end)
         if args[end:] == ["--"]:
             raise TLTError(f"No command stands after the dashes: verl-tlt {ctx.info_name} ... -- bash recipe.sh")
         ctx.meta[COMMAND] = tuple(args[end + 1 :])
         return super().parse_args(ctx, args[:end])
 
+    def _refuse_command_without_dashes(self, name: str, args: list[str], end: int) -> None:
+        """Raise a `TLTError` where the words before `end` have the user's own command, and show where `--` belongs."""
+        options = {word for option in self.params if not getattr(option, "is_flag", True) for word in option.opts}
+        places = [i for i in range(end) if i == 0 or args[i - 1] not in options]  # of words that are no option's value
+        programs = [i for i in places if _PROGRAM.fullmatch(args[i])]
+        if not programs:
+            return
+        plain_words = [i for i in places if not args[i].startswith("-") and "=" not in args[i]]
+        begin = plain_words[0] if plain_words else programs[0]
+        variables = [word for word in args[:begin] if _VARIABLE.match(word)]
+        ours = [word for word in args[:begin] if word not in variables]
+        words = shlex.join([*variables, "verl-tlt", name, *ours, "--", *args[begin:]])
+        raise TLTError(f"A command of your own stands after two dashes: {words}")
+
 
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a typer command of a function of one `options`, each field of which is an option or an argument.
+    """Make a typer command of a function that takes `options`; each of their fields is an option or an argument.
 
-    A method `completed` of the class, where there is one, gets the values given by name and may fill in others.
+    If the class has a method `completed`, it gets the values that the user gave, by name, and may add others.
     """
     completed = getattr(options, "completed", None)
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)]
@@ -236,20 +250,26 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(context: Context, **given: Any) -> None:
-            sources = {name: context.get_parameter_source(name) for name in given}
-            given = {name: _with_home(value) for name, value in given.items()}
+            defaults = [name for name in given if _is_default(context, name)]
+            values = {name: _with_home(value) for name, value in given.items()}
             if words := context.meta.get(COMMAND):
-                given[COMMAND], sources[COMMAND] = words, None
+                values[COMMAND] = words
             if completed:
-                given = completed({n: v for n, v in given.items() if getattr(sources[n], "name", "") != "DEFAULT"})
-            function(options(**given))
+                values = completed({name: value for name, value in values.items() if name not in defaults})
+            function(options(**values))
 
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__name__ = function.__name__
+        command.__doc__ = function.__doc__
         command.__annotations__ = {}
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def _is_default(context: Context, name: str) -> bool:
+    """Whether the user did not give this option."""
+    return getattr(context.get_parameter_source(name), "name", "") == "DEFAULT"
 
 
 def _with_home(value: Any) -> Any:
