@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +34,17 @@ if TYPE_CHECKING:
 
 CHECKS = 10
 """Scorings of trained weights on the held-out responses, evenly spread over the run."""
-JUDGED_TOKENS, JUDGED_RESPONSES, MOST_TOKENS = 8_192, 16, 65_536
-"""A check takes held-out responses of at most so many tokens, or so many responses if that is more, but no more than
-`MOST_TOKENS`; one at least."""
-SAVE_EVERY_S, SAVE_SHARE = 60.0, 20.0
-"""Fewest seconds between two checkpoints, and how many times as long as the last one took to write: training waits for
-it, and it may have gigabytes."""
+JUDGED_TOKENS = 8_192
+"""Most tokens of the held-out responses that a check scores, unless these are fewer than `JUDGED_RESPONSES`."""
+JUDGED_RESPONSES = 16
+"""Held-out responses that a check scores even if they have more than `JUDGED_TOKENS`."""
+MOST_TOKENS = 65_536
+"""Most tokens of the held-out responses that a check scores in any case, unless the first one alone has more."""
+SAVE_EVERY_S = 60.0
+"""Fewest seconds between two checkpoints."""
+SAVE_SHARE = 20.0
+"""Least time between two checkpoints, as a multiple of the time that the last one took to write. Training waits while
+a checkpoint is written, and one may have gigabytes."""
 OF_THE_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of the text beside the images."""
 LAST_LR = 0.1
@@ -90,7 +94,9 @@ class PolicyTexts(Library):
         self, drafter: Eagle3DraftModel, numbers: Sequence[int], budget: int, tell: Callable[[int, int], None]
     ) -> SequenceScore:
         """What the policy would accept of drafts in these texts, `budget` tokens at once; `tell`: tokens done, all."""
-        scores, done, options = list[SequenceScore](), 0, self._options
+        options = self._options
+        scores: list[SequenceScore] = []
+        done = 0
         for group in grouped(numbers, lambda n: self.tokens([n]), budget):
             tell(done, self.tokens(numbers))
             scores += acceptance(
@@ -145,10 +151,11 @@ class TrainingRun:
     @property
     def spent(self) -> float:
         """Share of the budget used: 1 is all of it."""
-        p, most = self.progress, self.options
-        epochs = p.epoch + p.batch / max(1, len(self._plan))
-        minutes = p.seconds / 60
-        return min(1.0, max(epochs / most.epochs, self.trainer.steps / most.max_steps, minutes / most.max_minutes))
+        epochs = self.progress.epoch + self.progress.batch / max(1, len(self._plan))
+        of_epochs = epochs / self.options.epochs
+        of_steps = self.trainer.steps / self.options.max_steps
+        of_minutes = self.progress.seconds / 60 / self.options.max_minutes
+        return min(1.0, max(of_epochs, of_steps, of_minutes))
 
     @property
     def taus(self) -> list[float]:
@@ -171,7 +178,8 @@ class TrainingRun:
     def __call__(self) -> None:
         """Train to the end of the budget, then take the best weights."""
         self._resume()
-        saved, every_s = time.perf_counter(), SAVE_EVERY_S
+        last_save = time.perf_counter()
+        save_every_s = SAVE_EVERY_S
         with ahead(self._batches(), self.trainer.feed()) as source:
             if not self.taus:
                 with self._turn:
@@ -184,10 +192,11 @@ class TrainingRun:
                     self.progress.seconds += time.perf_counter() - started
                     self._check_if_due()
                 self.stage.tell(self.spent, self._note())
-                if (begun := time.perf_counter()) - saved > every_s:
+                now = time.perf_counter()
+                if now - last_save > save_every_s:
                     self.save()
-                    saved = time.perf_counter()
-                    every_s = max(SAVE_EVERY_S, SAVE_SHARE * (saved - begun))
+                    last_save = time.perf_counter()
+                    save_every_s = max(SAVE_EVERY_S, SAVE_SHARE * (last_save - now))
         if self.progress.checks[-1]["step"] < self.trainer.steps:  # an interrupted run goes on with another budget
             self._check()
         self.trainer.load_parameters(self.best)
@@ -201,19 +210,29 @@ class TrainingRun:
 
     def _check(self) -> None:
         """Score the drafter on the held-out responses; its weights are kept if they are the best so far."""
-        p, reached = self.progress, accumulate(self.library.responses([n]) for n in self.judged)
-        most = ((JUDGED_TOKENS, MOST_TOKENS)[i < JUDGED_RESPONSES] for i in count())
-        chosen = [n for n, tokens, bound in zip(self.judged, reached, most, strict=False) if tokens <= bound]
-        chosen = chosen or self.judged[:1]
+        p = self.progress
 
         def tell(done: int, total: int) -> None:
             self.stage.tell(self.spent, f"{done} of {total} held-out tokens scored")
 
-        score = self.library.score(self.trainer.model, chosen, self.options.batch_tokens, tell)
+        score = self.library.score(self.trainer.model, self._texts_to_judge(), self.options.batch_tokens, tell)
         if not self.taus or score.accept_length >= max(self.taus):
-            self.best, p.acceptance = self.trainer.cloned_parameters(), score.accept.tolist()
+            self.best = self.trainer.cloned_parameters()
+            p.acceptance = score.accept.tolist()
         check = {"step": self.trainer.steps, "tokens": p.tokens, "seconds": p.seconds, "tau": score.accept_length}
         p.checks.append(check)
+
+    def _texts_to_judge(self) -> list[int]:
+        """Numbers of the held-out texts that a check scores: the first ones, up to its bounds."""
+        chosen: list[int] = []
+        tokens = 0
+        for number in self.judged:
+            tokens += self.library.responses([number])
+            most = MOST_TOKENS if len(chosen) < JUDGED_RESPONSES else JUDGED_TOKENS
+            if tokens > most:
+                break
+            chosen.append(number)
+        return chosen or self.judged[:1]
 
     def _note(self) -> str:
         p = self.progress
@@ -231,7 +250,8 @@ class TrainingRun:
 
     def _batches(self) -> Iterator[Batch]:
         """The batches that are left to train on, epoch after epoch; drawn in a thread of its own."""
-        epoch, left = self.progress.epoch, self._plan[self.progress.batch :]
+        epoch = self.progress.epoch
+        left = self._plan[self.progress.batch :]
         while left:
             for spans in left:
                 with self._turn:
@@ -245,11 +265,13 @@ class TrainingRun:
         if fed.tokens:
             self.trainer.learning_rate = self._peak_lr * (1 - (1 - LAST_LR) * self.spent)
             result = self.trainer.step_on(fed)
-            p.tokens += 0 if result.skipped else result.tokens
+            if not result.skipped:
+                p.tokens += result.tokens
             p.loss = result.loss if math.isnan(p.loss) else 0.95 * p.loss + 0.05 * result.loss
         p.batch += 1
         if p.batch == len(self._plan):
-            p.epoch, p.batch = p.epoch + 1, 0
+            p.epoch += 1
+            p.batch = 0
             self._plan = self._plan_of(p.epoch)
 
     def _plan_of(self, epoch: int) -> list[list[Span]]:
