@@ -79,7 +79,8 @@ _OF_TRAINING = (
 def warmup(options: WarmupOptions, console: Console) -> Path:
     """Run all stages and return the drafter's directory; a `DrafterError` leaves nothing under the final name."""
     _check(options)
-    prompts, device = read_prompts(options, options.work / "images", options.limit), engine.find_device()
+    prompts = read_prompts(options, options.work / "images", options.limit)
+    device = engine.find_device()
     fetch_policy(options.model)
     if prompts.with_media:
         say(console, f"{prompts.with_media} prompts with videos or sound are left out.")
@@ -123,8 +124,8 @@ def conclusion(options: WarmupOptions, directory: Path, accept_length: float) ->
 def _check(options: WarmupOptions) -> None:
     """Raise a `DrafterError` for the first option that can be known to be wrong before any work."""
     shape = policy_shape(options.model)
-    own = options.method == MTP
-    if not own and (why := unsupported(shape.model_type, shape.architectures, shape.latent)):
+    own_head = options.method == MTP
+    if not own_head and (why := unsupported(shape.model_type, shape.architectures, shape.latent)):
         raise DrafterError(f"--model {options.model} is a {shape.model_type} model; {why}.")
     check_writable(place_for(options.out, "--out").parent, "the directory of --out")
     if min(options.epochs, options.max_steps, options.max_minutes) == UNLIMITED:
@@ -132,21 +133,24 @@ def _check(options: WarmupOptions) -> None:
     if options.objective not in OBJECTIVES:
         raise DrafterError(f"--objective must be {', '.join(OBJECTIVES)}, not {options.objective!r}.")
     engine.find_device(options.tensor_parallel)
-    if (layers := _parse_layers(options.aux_layers)) is not None:
+    layers = _parse_layers(options.aux_layers)
+    if layers is not None:
         check_aux_layers(layers, shape.num_layers, "--aux-layers")
     draft_vocab_size(options.draft_vocab, shape.vocab_size, "--draft-vocab")
     if options.method not in (MTP, "eagle3"):
         raise DrafterError(f"--method must be eagle3 or mtp, not {options.method!r}.")
-    shaped = (options.aux_layers, options.draft_vocab, options.intermediate_size) != (None, None, None)
-    if shaped and (own or options.drafter is not None):
+    shape_options = (options.aux_layers, options.draft_vocab, options.intermediate_size)
+    shape_is_given = any(option is not None for option in shape_options)
+    if shape_is_given and (own_head or options.drafter is not None):
         leave_out = "leave out --aux-layers, --draft-vocab and --intermediate-size"
-        raise DrafterError(f"{'--method mtp' if own else '--drafter'} brings its own shape: {leave_out}.")
+        raise DrafterError(f"{'--method mtp' if own_head else '--drafter'} brings its own shape: {leave_out}.")
     check_loadable(options.model)
     check_policy_files(options.model, options.method)
     if options.drafter is not None:
-        if (kind := check_drafter(options.drafter, options.model).method) != options.method:
+        kind = check_drafter(options.drafter, options.model).method
+        if kind != options.method:
             raise DrafterError(f"--drafter {options.drafter} is for --method {kind}, not {options.method}.")
-    elif own:
+    elif own_head:
         head_files(options.model, shape)
 
 
@@ -158,25 +162,33 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
-    """Make the working directory, or go on in one unless its responses are of another job.
+    """Make the working directory, or go on with the one that is there.
 
-    Returns a sentence where an earlier run's training is given up.
+    Raises a `DrafterError` if its responses were made with other options. If only options of the training differ, its
+    training begins anew, and the returned sentence says so.
     """
-    work, file, state = options.work, options.work / "run.json", options.work / STATE
+    work = options.work
+    file = work / "run.json"
     given = json.loads(json.dumps(asdict(options), default=str))
     wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)}
     wanted["prompts"] = prompts.digest
     begun = read_json(file) if file.is_file() else wanted
-    changed = {key: f"{key}={begun.get(key)!r}, not {wanted[key]!r}" for key in wanted if begun.get(key) != wanted[key]}
-    if other := next((text for key, text in changed.items() if key not in _OF_TRAINING), None):
-        raise DrafterError(f"{work} belongs to a run with {other}; remove it to start again.")
+    changed = [key for key in wanted if begun.get(key) != wanted[key]]
+
+    def difference(key: str) -> str:
+        return f"{key}={begun.get(key)!r}, not {wanted[key]!r}"
+
+    for key in changed:
+        if key not in _OF_TRAINING:
+            raise DrafterError(f"{work} belongs to a run with {difference(key)}; remove it to start again.")
     work.mkdir(parents=True, exist_ok=True)
     if changed:
-        state.unlink(missing_ok=True)
+        (work / STATE).unlink(missing_ok=True)
     with replacing(file) as stream:
         stream.write(json.dumps(wanted).encode())
-    before = next(iter(changed.values()), None)
-    return before and f"{work} was begun with {before}: its responses are kept, and training begins anew."
+    if not changed:
+        return None
+    return f"{work} was begun with {difference(changed[0])}: its responses are kept, and training begins anew."
 
 
 def _responses(options: WarmupOptions, prompts: Prompts, stage: engine.Stage) -> list[engine.Response]:
@@ -195,11 +207,12 @@ def _responses(options: WarmupOptions, prompts: Prompts, stage: engine.Stage) ->
 def _prepare(
     options: WarmupOptions, prompts: Prompts, responses: list[engine.Response], device: str, stage: engine.Stage
 ) -> TrainingRun:
-    drafter, texts = _drafter(options, prompts, responses, device), engine.as_texts(prompts.all, responses)
-    passes, rate = OBJECTIVES[options.objective], options.learning_rate
+    drafter = _drafter(options, prompts, responses, device)
+    texts = engine.as_texts(prompts.all, responses)
+    passes = OBJECTIVES[options.objective]
     held_out = [i for i, r in enumerate(responses) if r.prompt in prompts.held_out]
     return TrainingRun(
-        DrafterTrainer(drafter, learning_rate=rate, ttt_steps=passes),
+        DrafterTrainer(drafter, learning_rate=options.learning_rate, ttt_steps=passes),
         PolicyTexts(drafter, options, texts, device, int(options.cache_gb * 1e9)),
         train=[i for i, r in enumerate(responses) if r.prompt not in prompts.held_out],
         judged=sorted(held_out, key=lambda i: responses[i].sample),  # every prompt before any a second time
@@ -217,8 +230,10 @@ def _drafter(
         return load_drafter(options.drafter, options.model, min_context=longest, device=device)
     if options.method == MTP:
         return load_own_head(options.model, options.model, device=device)
-    draft_ids, whole = None, policy_shape(options.model).vocab_size
-    if (size := draft_vocab_size(options.draft_vocab, whole, "--draft-vocab")) < whole:
+    draft_ids = None
+    whole = policy_shape(options.model).vocab_size
+    size = draft_vocab_size(options.draft_vocab, whole, "--draft-vocab")
+    if size < whole:
         generated = torch.tensor([t for r in responses for t in r.tokens])
         draft_ids = most_frequent(torch.bincount(generated, minlength=whole), size)
     return build_drafter(
