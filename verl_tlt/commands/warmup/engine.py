@@ -59,8 +59,9 @@ def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: 
     on_cpu = find_device(options.tensor_parallel) == "cpu"
     changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
     if not options.names_a_run():
-        changes |= {f"{ROLLOUT}.dtype": "auto", f"{ROLLOUT}.gpu_memory_utilization": GPU_MEMORY}
-        changes |= {f"{ROLLOUT}.enforce_eager": on_cpu}
+        changes[f"{ROLLOUT}.dtype"] = "auto"
+        changes[f"{ROLLOUT}.gpu_memory_utilization"] = GPU_MEMORY
+        changes[f"{ROLLOUT}.enforce_eager"] = on_cpu
         if options.tensor_parallel == 1:
             changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
     cut = processor_options(options)
@@ -86,7 +87,8 @@ def find_device(engine_gpus: int = 1) -> str:
     if not torch.cuda.is_available():
         require_cpu_platform()
         return "cpu"
-    if (seen := torch.cuda.device_count()) < engine_gpus:
+    seen = torch.cuda.device_count()
+    if seen < engine_gpus:
         raise DrafterError(f"--tensor-parallel {engine_gpus} asks for {engine_gpus} GPUs, and torch finds {seen}.")
     return "cuda"
 
@@ -97,12 +99,15 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     Returns all responses, ordered by prompt and sample, and vLLM's counters where a drafter was given; a
     `ChildEngineError` says why the engine ended early.
     """
-    out, answer = directory / RESPONSES, directory / "answer.json"
-    total, done = len(job.prompts) * job.samples, 0
+    out = directory / RESPONSES
+    total = len(job.prompts) * job.samples
+    done = 0
     directory.mkdir(parents=True, exist_ok=True)
     out.touch()
     if len(_read_responses(out)) < total:
-        environment = {**run_environment(job.recipe), **(ON_CPU if find_device() == "cpu" else {}), **QUIET}
+        environment = run_environment(job.recipe) | QUIET
+        if find_device() == "cpu":
+            environment |= ON_CPU
         with out.open("rb") as written:
 
             def tell() -> None:
@@ -115,7 +120,7 @@ def generate(job: GenerationJob, directory: Path, stage: Stage) -> tuple[list[Re
     stage.tell(1.0, f"{len(responses)} of {total} responses")
     if not job.drafting:
         return responses, None
-    counted = json.loads(answer.read_text())
+    counted = json.loads((directory / "answer.json").read_text())
     return responses, DraftCounts(counted["drafts"], np.array(counted["accepted"]))
 
 
@@ -132,8 +137,12 @@ def _read_responses(file: Path) -> dict[tuple[int, int], Response]:
 
 
 def as_texts(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Text]:
-    asked = ((prompts[response.prompt], response.tokens) for response in responses)
-    return [Text((*prompt.tokens, *said), len(prompt.tokens), prompt.images) for prompt, said in asked]
+    """Each response behind its prompt."""
+    texts = []
+    for response in responses:
+        prompt = prompts[response.prompt]
+        texts.append(Text((*prompt.tokens, *response.tokens), len(prompt.tokens), prompt.images))
+    return texts
 
 
 def make_bars(console: Console) -> Progress:
@@ -145,20 +154,30 @@ class Stage:
     """Progress of one stage of a command, which begins when this is made."""
 
     def __init__(self, bars: Progress, name: str, note: str) -> None:
-        self.bars, self._name, self._began = bars, name, time.monotonic()
-        self._task, self._tenths, self._line_at = bars.add_task(name, total=1.0, note=note), 0, self._began
-        self._before: float | None = None  # share that an earlier try had done
+        self.bars = bars
+        self._name = name
+        self._task = bars.add_task(name, total=1.0, note=note)
+        self._began = time.monotonic()
+        self._line_at = self._began  # when the last line was printed, and how many tenths were done then
+        self._line_tenths = 0
+        self._done_before: float | None = None  # share that an earlier try had done
 
     def tell(self, share: float, note: str) -> None:
-        """Show the share that is done on the bar, and where the output is no terminal in a line now and then."""
-        now, tenths = time.monotonic(), int(10 * share)
-        before = self._before = share if self._before is None else self._before
+        """Show on the bar how much is done. If the output is no terminal, also print a line now and then."""
+        now = time.monotonic()
+        if self._done_before is None:
+            self._done_before = share
         self.bars.update(self._task, completed=share, note=note)
-        if not self.bars.console.is_terminal and (tenths > self._tenths or now > self._line_at + LINE_S):
-            self._tenths, self._line_at = tenths, now
-            spent, done = now - self._began, share - before
-            left = f", about {spent * (1 - share) / done:.0f} s left" if done else ""
-            self.say(f"{note} after {spent:.0f} s{left}")
+        tenths = int(10 * share)
+        line_is_due = tenths > self._line_tenths or now > self._line_at + LINE_S
+        if self.bars.console.is_terminal or not line_is_due:
+            return
+        self._line_tenths = tenths
+        self._line_at = now
+        spent = now - self._began
+        done = share - self._done_before
+        left = f", about {spent * (1 - share) / done:.0f} s left" if done else ""
+        self.say(f"{note} after {spent:.0f} s{left}")
 
     def say(self, text: str) -> None:
         say(self.bars.console, f"{self._name}: {text}")
@@ -174,8 +193,10 @@ async def _work(job: GenerationJob, directory: Path) -> dict[str, Any]:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
-    out, setup = directory / RESPONSES, set_up(job.recipe, job.changes)
-    done, rollout = _read_responses(out), setup.rollout
+    out = directory / RESPONSES
+    setup = set_up(job.recipe, job.changes)
+    rollout = setup.rollout
+    done = _read_responses(out)
     extra: dict[str, Any] = {"disable_log_stats": False}
     if job.drafting:
         extra["speculative_config"] = job.drafting
