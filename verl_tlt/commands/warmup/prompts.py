@@ -85,12 +85,15 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
     """
     files = [Path(file) for file in options.prompts]  # type: ignore[attr-defined]
     named = "--prompts " + " ".join(map(str, files))
-    if missing := next((file for file in files if not file.is_file()), None):
-        raise DrafterError(f"--prompts {missing} {'is not a file' if missing.exists() else 'does not exist'}.")
-    if without := next((file for file in files if _is_empty(file)), None):
-        raise DrafterError(f"--prompts {without} is empty.")
+    for file in files:
+        if not file.is_file():
+            raise DrafterError(f"--prompts {file} {'is not a file' if file.exists() else 'does not exist'}.")
+    for file in files:
+        if _is_empty(file):
+            raise DrafterError(f"--prompts {file} is empty.")
     positions = policy_shape(options.model).max_position_embeddings
-    if (longest := positions - options.response_length) < 1:
+    longest = positions - options.response_length
+    if longest < 1:
         room = f"no room for a prompt in the policy's max_position_embeddings={positions}"
         raise DrafterError(f"--response-length {options.response_length} leaves {room}.")
     longest = min(longest, (longest_context(options) or positions) - 1)
@@ -103,14 +106,16 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
         asked, with_media, dated = asyncio.run(_first_requests(config, images, limit, named))
     kept = [r for r in asked if 0 < len(r.tokens) <= longest]
     if len(kept) < least:
-        long = sum(len(r.tokens) > longest for r in asked)
-        why = f"; {long} are longer than {longest} tokens, which leaves no room for a response" if long else ""
+        too_few = f"{named} holds {len(kept)} different usable prompts, but at least {least} are needed"
+        if long := sum(len(r.tokens) > longest for r in asked):
+            too_few += f"; {long} are longer than {longest} tokens, which leaves no room for a response"
         if empty := sum(not r.tokens for r in asked):
-            why += f"; {empty} are empty in the policy's chat template"
-        why += f"; {with_media} have videos or sound, which a warm-up leaves out" if with_media else ""
-        why += f"; --limit {limit} takes no more" if limit and len(asked) == limit else ""
-        usable = f"{len(kept)} different usable prompts, but at least {least} are needed"
-        raise DrafterError(f"{named} holds {usable}{why}.")
+            too_few += f"; {empty} are empty in the policy's chat template"
+        if with_media:
+            too_few += f"; {with_media} have videos or sound, which a warm-up leaves out"
+        if limit and len(asked) == limit:
+            too_few += f"; --limit {limit} takes no more"
+        raise DrafterError(f"{too_few}.")
     return Prompts(tuple(kept), files_digest(files), _held_out(kept), with_media, dated)
 
 
@@ -119,9 +124,14 @@ def _is_empty(file: Path) -> bool:
     import pyarrow.parquet as pq
     from pyarrow.lib import ArrowException
 
-    with contextlib.suppress(ArrowException):  # verl's dataset says what is wrong with it
-        return file.stat().st_size == 0 or (file.suffix == ".parquet" and not pq.ParquetFile(file).metadata.num_rows)
-    return False
+    if file.stat().st_size == 0:
+        return True
+    if file.suffix != ".parquet":
+        return False
+    try:
+        return bool(pq.ParquetFile(file).metadata.num_rows == 0)
+    except ArrowException:
+        return False  # verl's dataset says what is wrong with it
 
 
 def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> dict[str, Any]:
@@ -138,9 +148,12 @@ def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> d
 
 def _held_out(prompts: Sequence[Prompt]) -> frozenset[int]:
     """Numbers of the prompts that are for judging: a tenth, chosen as a run chooses, but for prompts with images."""
-    images = ([int(Path(file).stem[:15], 16) for file in prompt.images] for prompt in prompts)  # named by their content
-    marks = [mark_of(digest_of([*prompt.tokens, *named])) for prompt, named in zip(prompts, images, strict=True)]
-    return frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT) or frozenset({marks.index(min(marks))})
+    marks = []
+    for prompt in prompts:
+        images = [int(Path(file).stem[:15], 16) for file in prompt.images]  # a file is named by its content
+        marks.append(mark_of(digest_of([*prompt.tokens, *images])))
+    chosen = frozenset(i for i, mark in enumerate(marks) if mark < HELD_OUT)
+    return chosen or frozenset({marks.index(min(marks))})
 
 
 def open_images(files: Sequence[str]) -> list[Image]:
@@ -202,11 +215,31 @@ async def _first_requests(
     Also returns how many of the rows that were looked at have videos or sound, and so no request, and `Prompts.dated`.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-    from verl.trainer.ppo.utils import create_rl_dataset
 
     with _as_drafter_error("verl cannot prepare the agent loop of this policy"):
         worker = AgentLoopWorker(config, _Recorder(images))
     logging.getLogger(WIRING).setLevel(logging.ERROR)
+    data = _dataset(config, worker, named)
+    requests: dict[Prompt, None] = {}  # each once, in the order of drawing
+    with_media = 0
+    for i in np.random.default_rng(0).permutation(len(data)).tolist():
+        request = await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}")
+        if request is None:
+            with_media += 1
+        else:
+            requests[request] = None
+        if len(requests) == limit:
+            break
+    dated = ""
+    if "date_string" not in (config.data.get("apply_chat_template_kwargs") or {}):
+        dated = _dated(str(getattr(worker.tokenizer, "chat_template", None)))
+    return list(requests), with_media, dated
+
+
+def _dataset(config: DictConfig, worker: Any, named: str) -> Any:
+    """verl's dataset of the run's training data; a `DrafterError` where it has no prompts. `named` are its files."""
+    from verl.trainer.ppo.utils import create_rl_dataset
+
     silent = contextlib.redirect_stdout(io.StringIO())  # verl prints counts
     with silent, _as_drafter_error(f"{named} cannot be read by verl's dataset"):
         most = config.data.get("train_max_samples", -1)
@@ -216,24 +249,15 @@ async def _first_requests(
     if not len(data):
         raise DrafterError(f"{named} is empty, or all its prompts are longer than data.max_prompt_length.")
     columns = getattr(getattr(data, "dataframe", None), "column_names", None)
-    if columns is not None and (key := config.data.get("prompt_key", "prompt")) not in columns:
+    key = config.data.get("prompt_key", "prompt")
+    if columns is not None and key not in columns:
         others = f"its columns: {', '.join(columns)}"
         raise DrafterError(f"{named} has no `{key}` ({others}): add data.prompt_key=NAME for the one with the prompts.")
-    requests, with_media = dict[Prompt, None](), 0
-    for i in np.random.default_rng(0).permutation(len(data)).tolist():
-        request = await _first_request(worker, config, data, i, f"{named}: prompt {i + 1}")
-        if request is None:
-            with_media += 1
-        else:
-            requests[request] = None
-        if len(requests) == limit:
-            break
-    given = config.data.get("apply_chat_template_kwargs") or {}
-    dated = "" if "date_string" in given else _dated(str(getattr(worker.tokenizer, "chat_template", None)))
-    return list(requests), with_media, dated
+    return data
 
 
 def _dated(template: str) -> str:
+    """What follows from a chat template that writes today's date (`Prompts.dated`); empty: this one does not."""
     if "strftime_now" not in template:
         return ""
     said = (
