@@ -101,45 +101,52 @@ def schedule(arms: Iterable[str], rounds: int) -> Iterator[tuple[str, int]]:
 def _change(then: object, now: object) -> str:
     """What a value was and what it is; of lists only the words in which they differ."""
     if isinstance(then, list) and isinstance(now, list):
-        lost, new = ([word for word in words if word not in others] for words, others in ((then, now), (now, then)))
-        if not lost and not new:
+        removed = [word for word in then if word not in now]
+        added = [word for word in now if word not in then]
+        if not removed and not added:
             return "in another order"
-        then, now = " ".join(lost) or "nothing", " ".join(new) or "nothing"
+        return f"{' '.join(removed) or 'nothing'} then, {' '.join(added) or 'nothing'} now"
     return f"{then} then, {now} now"
 
 
 class Record:
     """The turns measured so far, in the `turns.json` of a folder that one process at a time uses.
 
-    `asked` must stay the same for turns to be comparable, by names that users know: else a CompareError.
+    `asked` has the settings that must be the same in all turns, by names that users know. A CompareError says which of
+    them are others than in the file.
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
         self._lock = take_lock(folder / "turns.lock", f"Another comparison is writing to {folder}.")
-        self.file, self.turns = folder / "turns.json", list[Turn]()
+        self.file = folder / "turns.json"
+        self.turns: list[Turn] = []
         self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
         try:
-            self._go_on()
+            self._load()
         except TLTError:
             self._lock.close()
             raise
 
-    def _go_on(self) -> None:
+    def _load(self) -> None:
+        """Read the turns of an earlier call; make the file if there is none."""
         if not self.file.exists():
-            if theirs := next(self.file.parent.glob(f"*/{STEP}*"), None):
-                raise CompareError(f"{theirs} is of no comparison, which would remove it: give another --out.")
+            checkpoints = list(self.file.parent.glob(f"*/{STEP}*"))
+            if checkpoints:
+                raise CompareError(f"{checkpoints[0]} is of no comparison, which would remove it: give another --out.")
             self._write()
             return
         try:
             kept = json.loads(self.file.read_text())
-            asked, self.turns = dict(kept["asked"]), _TURNS.validate_python(kept["turns"])
+            asked = dict(kept["asked"])
+            self.turns = _TURNS.validate_python(kept["turns"])
         except (KeyError, TypeError, ValueError) as error:
             what = f"{self.file} holds no turns of a comparison"
             raise CompareError(f"{what}: give another --out to begin anew.") from error
         if not self.turns:
             return
-        now = {name: value for name, value in self._asked.items() if name in asked and asked[name] != value}
-        if changes := [f"another {name} ({_change(asked[name], value)})" for name, value in now.items()]:
+        changed = [name for name, value in self._asked.items() if name in asked and asked[name] != value]
+        if changed:
+            changes = [f"another {name} ({_change(asked[name], self._asked[name])})" for name in changed]
             what = f"{self.file} was measured with {' and '.join(changes)}"
             raise CompareError(f"{what}: go back to that, or give another --out to begin anew.")
         self._asked = {**asked, **self._asked}
@@ -172,5 +179,8 @@ class Record:
         """Seconds of the turns that are left, if they take as long as those before; None: none was taken yet."""
         if not self.turns:
             return None
-        left = self.left(arms, rounds)
-        return sum(mean(turn.seconds for turn in self.of(name) or self.turns) for name, _ in left)
+        seconds = 0.0
+        for arm, _ in self.left(arms, rounds):
+            like_it = self.of(arm) or self.turns  # those of other arms, if it took none yet
+            seconds += mean(turn.seconds for turn in like_it)
+        return seconds
