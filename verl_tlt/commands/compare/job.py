@@ -26,12 +26,14 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
 
     One that logs nothing for `stall_s` seconds hangs; `tell` is called once a second with the number of finished steps.
     """
-    home, begin = plan.folder / arm.name, plan.checkpoint(arm, turn)
+    home = plan.folder / arm.name
+    begin = plan.checkpoint(arm, turn)
     if begin is not None and not begin.is_dir():
         raise CompareError(f"{begin}, from which {arm.name} is to go on, is gone: give another --out to begin anew.")
     home.mkdir(parents=True, exist_ok=True)
     keep_only(home, begin)
-    log, metrics = home / f"turn-{turn + 1}.log", home / f"turn-{turn + 1}.jsonl"
+    log = home / f"turn-{turn + 1}.log"
+    metrics = home / f"turn-{turn + 1}.jsonl"
     for old in (log, metrics):
         old.unlink(missing_ok=True)
     shutil.rmtree(ray_logs_of(log), ignore_errors=True)
@@ -40,11 +42,13 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     began = time.monotonic()
 
     def finished() -> int:
-        tell(steps := len(read_rows(metrics)))
+        steps = len(read_rows(metrics))
+        tell(steps)
         return steps
 
     code = watched(arm.name, command, with_cluster(env), log, folder, stall_s, finished)
-    seconds, rows = time.monotonic() - began, read_rows(metrics)
+    seconds = time.monotonic() - began
+    rows = read_rows(metrics)
     if code or len(rows) != plan.steps:
         what = f"failed with exit status {code}" if code else f"ended after {len(rows)} of {plan.steps} steps"
         raise CompareError(failure(f"{arm.name} {what}.", log))
@@ -70,11 +74,14 @@ def watched(
     returned the same.
     """
     with running(command, env=env, log=log, cwd=folder) as tree:
-        seen, changed = None, time.monotonic()
+        seen: tuple[int, object] | None = None
+        changed_at = time.monotonic()
         while (code := tree.status(MAIN)) is None:
-            if (now := (log.stat().st_size, look())) != seen:
-                seen, changed = now, time.monotonic()
-            if time.monotonic() - changed > stall_s:
+            progress = (log.stat().st_size, look())
+            if progress != seen:
+                seen = progress
+                changed_at = time.monotonic()
+            if time.monotonic() - changed_at > stall_s:
                 keep_ray_logs(tree.folder, log)
                 raise CompareError(failure(f"{name} has written nothing for {stall_s:.0f} s.", log))
             time.sleep(LOOK_S)
@@ -97,7 +104,8 @@ def with_cluster(environment: dict[str, str]) -> dict[str, str]:
     """A job's environment with what Ray needs to find a cluster that was started here."""
     # Ray would drop lines of one replica that are like another's, such as those with vLLM's accept length.
     env = {**environment, "RAY_DEDUP_LOGS": "0"}
-    if (file := cluster_file(env)).exists():
+    file = cluster_file(env)
+    if file.exists():
         env["RAY_TMPDIR"] = str(file.parent.parent)  # else the job's temporary folder hides the cluster
     return env
 
@@ -122,18 +130,30 @@ def accepted(lines: Iterable[str]) -> float | None:
     The number of an interval's drafts follows from its accept length, unless nothing was accepted in it: then its
     drafts are taken to be as long as those of the other intervals.
     """
-    intervals = [(float(m[1]), int(m[2]), int(m[3])) for line in lines if (m := ACCEPTED.search(line))]
-    counted = [(tokens, tokens / (length - 1), drafted) for length, tokens, drafted in intervals if length > 1]
-    if not counted:
-        return 1.0 if any(drafted for _, _, drafted in intervals) else None
-    tokens, drafts, drafted = map(sum, zip(*counted, strict=True))
-    rejected = sum(drafted for length, _, drafted in intervals if length <= 1)
-    return 1 + tokens / (drafts * (1 + rejected / drafted))
+    drafts = 0.0
+    accepted_tokens = 0
+    drafted_tokens = 0  # in intervals in which some were accepted
+    rejected_tokens = 0  # in intervals in which none was accepted
+    for line in lines:
+        match = ACCEPTED.search(line)
+        if match is None:
+            continue
+        length = float(match[1])
+        if length > 1:
+            drafts += int(match[2]) / (length - 1)
+            accepted_tokens += int(match[2])
+            drafted_tokens += int(match[3])
+        else:
+            rejected_tokens += int(match[3])
+    if not drafted_tokens:
+        return 1.0 if rejected_tokens else None
+    return 1 + accepted_tokens / (drafts * (1 + rejected_tokens / drafted_tokens))
 
 
 def failure(what: str, log: Path) -> str:
     """A message on a job that failed: what happened, the last error that its log names, and where to read on."""
     errors = [match[1].strip() for line in lines_of(log) if (match := ERROR.search(line))]  # without Ray's prefix
+    cause = f" Cause: {errors[-1]}" if errors else ""
     rays = f" Ray's logs are in {ray_logs_of(log)}." if ray_logs_of(log).is_dir() else ""
     last = last_lines(log) or "    none: does the command send its output to another file?"
-    return f"{what}{f' Cause: {errors[-1]}' if errors else ''}{rays}\nThe last lines of {log}:\n{last}"
+    return f"{what}{cause}{rays}\nThe last lines of {log}:\n{last}"
