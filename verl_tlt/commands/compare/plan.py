@@ -89,13 +89,13 @@ def named_arms(names: Sequence[str], drafter: str | None) -> list[Arm]:
     }
     arms = {STOCK: known[STOCK]}
     for name in filter(None, names):
-        match = re.fullmatch(r"vllm-([1-9][0-9]?)", name)
-        if name not in known and (match is None or int(match[1]) > LONGEST_DRAFT):
-            there = f"{', '.join(known)}, vllm-1 to vllm-{LONGEST_DRAFT}"
-            raise CompareError(f"There is no arm {name!r}: there are {there}.")
-        if match is None:
+        if name in known:
             arms[name] = known[name]
             continue
+        match = re.fullmatch(r"vllm-([1-9][0-9]?)", name)
+        if match is None or int(match[1]) > LONGEST_DRAFT:
+            there = f"{', '.join(known)}, vllm-1 to vllm-{LONGEST_DRAFT}"
+            raise CompareError(f"There is no arm {name!r}: there are {there}.")
         if drafter is None:
             raise CompareError(f"The arm {name} needs a drafter: name one with --drafter or tlt.drafter.path.")
         label = f"vLLM's own speculation, K={match[1]}; its engines never sleep, since verl's defaults lose the drafter"
@@ -137,13 +137,17 @@ class Plan:
 
     def checkpoint(self, arm: Arm, turn: int) -> Path | None:
         """The checkpoint that an arm's turn begins with; None: the policy of the recipe."""
-        return self.folder / arm.name / f"{STEP}{self.last_step(turn - 1)}" if turn else self.start
+        if turn == 0:
+            return self.start
+        return self.folder / arm.name / f"{STEP}{self.last_step(turn - 1)}"
 
     def overrides(self, arm: Arm, turn: int, variables: Mapping[str, str] = MappingProxyType({})) -> list[str]:
         """Overrides after those of the recipe; Ray's processes get the `variables`."""
-        home, begin = self.folder / arm.name, self.checkpoint(arm, turn)
-        resume = [f"trainer.resume_mode={'resume_path' if begin else 'disable'}"]
-        resume += [f"trainer.resume_from_path={quoted(begin)}"] if begin else []
+        home = self.folder / arm.name
+        begin = self.checkpoint(arm, turn)
+        resume = ["trainer.resume_mode=disable"]
+        if begin:
+            resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={quoted(begin)}"]
         own = [f"++tlt.trace.dir={quoted(home / 'trace')}", f"++tlt.drafter.save_dir={quoted(home / 'drafter')}"]
         return [
             FLAG if arm.tlt else NO_FLAG,
@@ -172,13 +176,16 @@ class Plan:
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
         """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
-        config = self.recipe.config
-        words = {"recipe": [*self.recipe.overrides, *([] if config == CONFIG else [f"--config-name={config}"])]}
+        words = {"recipe": list(self.recipe.overrides)}
+        if self.recipe.config != CONFIG:
+            words["recipe"].append(f"--config-name={self.recipe.config}")
         for arm in arms:
             variables = (f"{name}={value}" for name, value in sorted(arm.environment.items()))
             words[f"arm {arm.name}"] = [*arm.overrides, *variables]
-        kept = {what: [word for word in said if not NAMES.fullmatch(key_of(word))] for what, said in words.items()}
-        return {"--steps": self.steps, "starting checkpoint": str(self.start or ""), **kept}
+        asked: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
+        for what, said in words.items():
+            asked[what] = [word for word in said if not NAMES.fullmatch(key_of(word))]
+        return asked
 
 
 def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] = (), **given: Any) -> Plan:
@@ -191,7 +198,10 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
 
 
 def measured_with(recipe: Recipe) -> dict[str, str]:
-    """The releases that jobs run with, and the kind of GPU if they run on this machine's GPUs: as `asked`."""
+    """The releases that jobs run with, and the kind of GPU if they run on this machine's GPUs.
+
+    They must stay the same, as what `Plan.asked` returns.
+    """
     found = {name: str(installed(name)) for name in ("verl", "vllm")} | {"verl-tlt": verl_tlt.__version__}
     with recipe.composed() as config:
         if not ray_address(config) and any(gpus.level == "ok" for gpus in examine_gpus(config)):
@@ -216,7 +226,7 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
     with plan.recipe.place():
         config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
     own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
-    if own and given and {TLT, NO_SPOT} & {*arms}:
+    if own and given and (TLT in arms or NO_SPOT in arms):
         raise CompareError(
             f"TLT goes on with the drafter in {own}, not with --drafter {given}: leave --drafter out, or remove "
             f"{own.name} from the checkpoints up to {plan.start}."
@@ -239,10 +249,12 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
                 compose([*plan.recipe.overrides, *plan.overrides(arm, 0)], plan.recipe.config)
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
-    for arm in (arm for arm in arms if arm.tlt):
-        if refused := _refused(plan.of_arm(arm)):
+    tlt_arms = [arm for arm in arms if arm.tlt]
+    for arm in tlt_arms:
+        refused = _refused(plan.of_arm(arm))
+        if refused:
             raise CompareError("\n".join(f"Arm {arm.name}: {finding.sentence}" for finding in refused))
-    if drafter is not None and not any(arm.tlt for arm in arms):
+    if drafter is not None and not tlt_arms:
         for finding in _refused(plan.of_arm(Arm(TLT, "", True, (f"++{DRAFTER}={quoted(drafter)}",)))):
             if finding.what == DRAFTER:
                 raise CompareError(finding.sentence)
@@ -270,20 +282,24 @@ def _decay(config: DictConfig) -> Iterator[str]:
     Where the real run's steps are not known, the learning rate does not decay; a warmup that is given as a ratio is
     then one of the turn's steps.
     """
-    total = number(config, "trainer.total_training_steps", 0)
-    updates = number(config, f"trainer.v1.{trainer_mode(config)}.parameter_sync_step", 1)
+    steps = number(config, "trainer.total_training_steps", 0)
+    updates = steps * number(config, f"trainer.v1.{trainer_mode(config)}.parameter_sync_step", 1)
     for node in ("actor_rollout_ref.actor", "critic"):
         optim = f"{node}.optim"
-        if select(config, f"{node}.strategy") != "megatron" or select(config, f"{optim}.lr_decay_steps") is not None:
+        if select(config, f"{node}.strategy") != "megatron":
+            continue
+        if select(config, f"{optim}.lr_decay_steps") is not None:
             continue
         warmup = select(config, f"{optim}.lr_warmup_steps")
-        if total or (isinstance(warmup, int) and warmup > 0):
-            yield f"++{optim}.lr_decay_steps={total * updates or NEVER}"
+        warmup_in_steps = isinstance(warmup, int) and warmup > 0
+        if steps or warmup_in_steps:
+            yield f"++{optim}.lr_decay_steps={updates or NEVER}"
 
 
 def _start(recipe: Recipe, config: DictConfig) -> Path | None:
     """The checkpoint that the recipe would resume from."""
-    mode, here = select(config, "trainer.resume_mode", "auto"), Path(recipe.directory or ".").absolute()
+    mode = select(config, "trainer.resume_mode", "auto")
+    here = Path(recipe.directory or ".").absolute()
     key = "trainer.resume_from_path" if mode == "resume_path" else "trainer.default_local_dir"
     place = str(select(config, key, ""))
     if mode in ("auto", "resume_path") and ray_address(config) and not os.path.isabs(place):
@@ -291,7 +307,10 @@ def _start(recipe: Recipe, config: DictConfig) -> Path | None:
         raise CompareError(f"{key}={place} is relative: on a Ray cluster verl looks where Ray was started; {instead}.")
     if mode == "resume_path":
         path = here / os.path.expanduser(place)
-    elif mode == "auto" and (latest := here / read_run_dir(config) / LATEST).is_file():
+    elif mode == "auto":
+        latest = here / read_run_dir(config) / LATEST
+        if not latest.is_file():
+            return None
         path = latest.parent / f"{STEP}{latest.read_text(errors='replace').strip()}"
     else:
         return None
