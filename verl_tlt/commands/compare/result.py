@@ -35,24 +35,27 @@ def found_of(arms: Sequence[Arm], record: Record) -> dict[str, Any]:
     compared = [name for name in taken if name != STOCK and pairs(stock, record.steps(name))]
     compared.sort(key=lambda name: not name.startswith(TLT))  # TLT's arms first
     against = {name: ratios(stock, record.steps(name)) for name in compared}
-    sentences = [
-        verdict(name, STOCK, against[name]["e2e_per_token"], turns(pairs(stock, record.steps(name))))
-        for name in compared
-    ]
-    sentences += _against_best(record, compared, against)
-    known = [name for name in compared if turns(pairs(stock, record.steps(name))) >= FEWEST_TURNS]
-    sentences += filter(None, (paid_back(name, STOCK, against[name]["lead"]) for name in known))
-    sentences += filter(None, (undrafted(name, record.steps(name)) for name in compared if name.startswith(TLT)))
-    for name in compared:
-        if others := other_prompts(stock, record.steps(name)):
-            sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")
     return {
         "arms": {arm.name: _arm(arm, taken[arm.name]) for arm in arms if arm.name in taken},
         "ratios": against,
-        "sentences": sentences,
+        "sentences": _sentences(record, compared, against),
         "left_out": {name: left_out(turns) for name, turns in taken.items()},
         "turns": record.rows(),
     }
+
+
+def _sentences(record: Record, compared: Sequence[str], against: Mapping[str, Any]) -> list[str]:
+    """The verdicts on the compared arms, by their ratios `against` stock, and what else a reader must know of them."""
+    stock = record.steps(STOCK)
+    turns_of = {name: turns(pairs(stock, record.steps(name))) for name in compared}
+    sentences = [verdict(name, STOCK, against[name]["e2e_per_token"], turns_of[name]) for name in compared]
+    sentences += _against_best(record, compared, against)
+    sentences += [paid_back(name, STOCK, against[name]["lead"]) for name in compared if turns_of[name] >= FEWEST_TURNS]
+    sentences += [undrafted(name, record.steps(name)) for name in compared if name.startswith(TLT)]
+    for name in compared:
+        if others := other_prompts(stock, record.steps(name)):
+            sentences.append(f"In {others} of its steps {name} had other prompts than {STOCK}.")
+    return [sentence for sentence in sentences if sentence]
 
 
 def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
@@ -68,11 +71,14 @@ def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
         known = [value for value in values if value is not None]
         return round(median(known), 4) if known else None
 
+    accept_length = usual(step.accept_length for step in steps)
+    if not accept_length and logged:
+        accept_length = round(mean(logged), 4)
     return {
         "label": arm.label,
         "overrides": list(arm.overrides),
         "environment": dict(arm.environment),
-        "accept_length": usual(step.accept_length for step in steps) or (round(mean(logged), 4) if logged else None),
+        "accept_length": accept_length,
         "reward": [round(step.reward, 4) for step in steps],
         "probs_diff_max": max(differences, default=None),
     }
@@ -149,13 +155,18 @@ def lead(both: Pairs) -> dict[str, object]:
     `seconds` are (step, seconds ahead after it and all before it that count), negative while behind; `from_step` is the
     first from which it stays ahead, None: it is behind at the end.
     """
-    ahead, total, since = [], 0.0, None
+    ahead: list[tuple[int, float]] = []
+    total = 0.0
+    ahead_since: int | None = None
     token_s = sum(theirs.step_s for theirs, _ in both) / sum(theirs.tokens for theirs, _ in both)
     for _, ours in sorted(both, key=lambda pair: pair[1].step):
         total += token_s * ours.tokens - ours.step_s
         ahead.append((ours.step, round(total, 2)))
-        since = None if total <= 0.0 else since or ours.step
-    return {"seconds": ahead, "from_step": since}
+        if total <= 0.0:
+            ahead_since = None
+        elif ahead_since is None:
+            ahead_since = ours.step
+    return {"seconds": ahead, "from_step": ahead_since}
 
 
 def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
