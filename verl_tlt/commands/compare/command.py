@@ -51,12 +51,13 @@ def compare(options: CompareOptions, console: Console) -> None:
     if missing := [name for name in ("verl", "vllm") if installed(name) is None]:  # where the command starts verl
         raise CompareError(f"verl-tlt compare needs {' and '.join(missing)}, not installed here.")
     plan = make_plan(recipe, options.steps, folder, options.command, typed=typed, around=around)
-    names, stall_s = options.arms.replace(" ", "").split(","), 60.0 * options.stall_minutes
+    names = options.arms.replace(" ", "").split(",")
     drafter = first_drafter(plan, names, options.drafter)
     arms = named_arms(names, drafter)
     check_arms(plan, arms, drafter)
     record = Record(plan.folder, plan.asked(arms) | measured_with(plan.recipe))
     announce(plan, arms, options, record, drafter, console)
+    stall_s = 60.0 * options.stall_minutes
     try:
         take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
     except KeyboardInterrupt:
@@ -161,7 +162,9 @@ def announce(
     room = "which does not tell its free space" if free is None else f"where {free / 1e9:.0f} GB are free"
     say(console, f"Disk: a checkpoint for each arm and two more in {plan.folder}, {room}.")
     steps = options.rounds * plan.steps
-    for name, trains in without_drafter(plan, arms).items() if drafter is None else ():
+    if drafter is not None:
+        return
+    for name, trains in without_drafter(plan, arms).items():
         if trains and steps >= FEW_STEPS:
             continue
         why = f"and {steps} steps are too few to train one" if trains else "which does not train one"
