@@ -48,9 +48,12 @@ LABELS = {"ok": "ok", "warn": "warning", "if": "missing", "refuse": "refused"}
 
 
 def doctor(options: DoctorOptions, console: Console) -> int:
-    """Print the findings, the answer and the next command; returns the exit status: 0 yes, 1 no, 3 not seen here.
+    """Print the findings, the answer and the next command.
 
-    Without `--all` findings that all is well are counted, but for those of a measured engine.
+    Without `--all` findings that all is well are only counted, except for those of a measured engine.
+
+    Returns the exit status: 0: TLT can run; 1: it cannot; 3: it can once this machine has what is missing, or the
+    switch is set.
     """
     if options.gpu and not options.names_a_run():
         raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")
@@ -58,14 +61,17 @@ def doctor(options: DoctorOptions, console: Console) -> int:
         if options.out.is_dir():
             raise TLTError(f"--out {options.out} is a folder: name a file.")
         check_writable(options.out.parent, "the folder of --out")
-    recipe, has_recipe = options.recipe(), options.names_a_run()
+    recipe = options.recipe()
+    has_recipe = options.names_a_run()
     findings = diagnose(recipe if has_recipe else None)
-    measured = measure_engine(recipe, options, console) if options.gpu and not is_refused(findings) else []
+    measured: list[Finding] = []
+    if options.gpu and not is_refused(findings):
+        measured = measure_engine(recipe, options, console)
     answer, status = conclude([*findings, *measured], has_recipe)
     shown = [*findings, *measured]
     if not options.all:
-        say(console, f"{sum(f.level == 'ok' for f in findings)} checks OK (--all lists them).")
         wrong = [f for f in findings if f.level != "ok"]
+        say(console, f"{len(findings) - len(wrong)} checks OK (--all lists them).")
         shown = [f for f in (*wrong, *measured) if f.sentence not in answer]
     for finding in shown:
         about = "" if finding.sentence.startswith(finding.what) else f"{finding.what}: "
@@ -89,7 +95,10 @@ def diagnose(recipe: Recipe | None) -> list[Finding]:
                     findings.append(build_dataclasses(config))
         except TLTConfigError as error:
             findings.append(Finding("refuse", "settings", str(error)))
-    findings += filter(None, map(_place, ("verl", "vllm")))
+    for package in ("verl", "vllm"):
+        folder = location(package)
+        if folder is not None:
+            findings.append(_imported_from(package, folder))
     return findings
 
 
@@ -97,25 +106,25 @@ def is_refused(findings: Sequence[Finding]) -> bool:
     return any(finding.level == "refuse" for finding in findings)
 
 
-def _place(package: str) -> Finding | None:
-    """The folder that a package is imported from, with a warning where it hides an installed one; None: there is none.
+def _imported_from(package: str, folder: Path) -> Finding:
+    """Name the folder that a package is imported from, with a warning where it hides an installed one.
 
     Python looks in the working directory first, so a clone or a folder of that name hides the installed package.
     """
-    if (folder := location(package)) is None:
-        return None
+    what = f"{package}'s folder"
     spec = importlib.util.find_spec(package)
-    other = next(iter(spec.submodule_search_locations or ()), folder) if spec else folder
-    if os.path.realpath(other) == os.path.realpath(folder):
-        return Finding("ok", f"{package}'s folder", f"{package} is read in {folder}")
-    return Finding("warn", f"{package}'s folder", f"{package} is read in {folder}, which hides that in {other}.")
+    found = list(spec.submodule_search_locations or ()) if spec else []
+    if not found or os.path.realpath(found[0]) == os.path.realpath(folder):
+        return Finding("ok", what, f"{package} is read in {folder}")
+    return Finding("warn", what, f"{package} is read in {folder}, which hides that in {found[0]}.")
 
 
 def conclude(findings: Sequence[Finding], has_recipe: bool) -> tuple[str, int]:
     """The doctor's answer in a sentence, and the command's exit status."""
     refused = [finding.sentence for finding in findings if finding.level == "refuse"]
     if refused:
-        return f"No: {refused[0]}" + (f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""), 1
+        others = f" ({len(refused) - 1} more above)" if len(refused) > 1 else ""
+        return f"No: {refused[0]}{others}", 1
     missing = [finding for finding in findings if finding.level == "if"]
     elsewhere = [finding.sentence for finding in missing if finding.what != SWITCH]
     if elsewhere:
@@ -137,10 +146,12 @@ def next_step(gpu: bool, has_recipe: bool) -> str:
 
 def unread_keys(recipe: Recipe, config: DictConfig) -> Iterator[Finding]:
     """A warning for each value that was added outside of the config's own nodes, as by a key without its path."""
-    own = [word for word in recipe.overrides if word.startswith("hydra.")]  # where the config finds others
-    known = {*compose(own, recipe.config), NAME}
-    for key in (word.lstrip("+").partition("=")[0] for word in recipe.overrides if word.startswith("+")):
-        if key.partition(".")[0] not in known and isinstance(select(config, key), int | float | str):
+    search_path = [word for word in recipe.overrides if word.startswith("hydra.")]  # where the config finds others
+    nodes = {*compose(search_path, recipe.config), NAME}
+    added = [word.lstrip("+").partition("=")[0] for word in recipe.overrides if word.startswith("+")]
+    for key in added:
+        node = key.partition(".")[0]
+        if node not in nodes and isinstance(select(config, key), int | float | str):
             yield Finding("warn", key, f"verl does not read {key}.{likely_meant(key, config)}")
 
 
@@ -164,13 +175,15 @@ def examine_gpus(config: DictConfig) -> list[Finding]:
         return []
     import torch
 
-    own = {  # pools of devices beside the trainer's
-        ROLLOUT: trainer_mode(config) == "separate_async",
-        "reward.reward_model": select(config, "reward.reward_model.enable_resource_pool"),
-        "distillation": select(config, "distillation.enabled"),
-    }
-    nodes = ["trainer", *(node for node in own if own[node])]
-    asked, seen = sum(devices(config, node) for node in nodes), torch.cuda.device_count()
+    nodes = ["trainer"]  # each with a pool of devices of its own
+    if trainer_mode(config) == "separate_async":
+        nodes.append(ROLLOUT)
+    if select(config, "reward.reward_model.enable_resource_pool"):
+        nodes.append("reward.reward_model")
+    if select(config, "distillation.enabled"):
+        nodes.append("distillation")
+    asked = sum(devices(config, node) for node in nodes)
+    seen = torch.cuda.device_count()
     if asked <= seen:
         return [Finding("ok", "GPUs", f"{seen} GPUs found")]
     names = [f"{node}.{name}" for node in nodes for name in ("nnodes", "n_gpus_per_node")]
