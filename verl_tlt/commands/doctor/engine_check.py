@@ -121,7 +121,10 @@ async def load_drafter(engine: StandaloneEngine) -> str | None:
     """Have every worker load the drafter; the first failure, or None where all loaded it."""
     assert engine.drafter is not None
     answers = await engine.every("tlt_load_drafter", str(engine.drafter / "model.safetensors"))
-    return next((failure for failure in answers if failure is not None), None)
+    for failure in answers:
+        if failure is not None:
+            return str(failure)
+    return None
 
 
 def _has_adapter(engine: StandaloneEngine) -> bool:
@@ -134,7 +137,8 @@ async def check_sleep(engine: StandaloneEngine) -> Finding:
     With a LoRA adapter that is level 1. The order is verl's: the drafter is loaded while the KV cache is not mapped
     yet.
     """
-    what, sleeps = "drafter after sleep", engine.llm.model_config.enable_sleep_mode
+    what = "drafter after sleep"
+    sleeps = engine.llm.model_config.enable_sleep_mode
     if sleeps:
         keeps_policy = _has_adapter(engine)  # verl sends the adapter alone
         await engine.llm.sleep(level=1 if keeps_policy else 2)
@@ -193,7 +197,9 @@ def judge_costs(costs: LatencyTable, stock: Mapping[int, float], off: Mapping[in
     milliseconds = ", ".join(f"batch {b}: {1e3 * off[b]:.2f} against {1e3 * stock[b]:.2f} ms" for b in stock)
     sentence = f"{ratio:.2f} times stock's step ({milliseconds})."
     findings = [Finding("ok" if ratio <= TOO_SLOW else "warn", "drafter off against stock", sentence)]
-    for k in (k for k in costs.lengths() if k >= 0):
+    for k in costs.lengths():
+        if k == OFF:
+            continue
         by_batch = ", ".join(f"{batch}: {float(costs.seconds(k, batch)) / step_s:.2f}x" for batch, step_s in off_s)
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
         sentence = f"at {SHORT_CONTEXT} tokens of context, by batch {by_batch}; {meaning}"
@@ -213,7 +219,8 @@ def run_job(job: EngineJob) -> Answer:
         child_engine.require_cpu_platform()
     elif not torch.cuda.is_available():
         raise TLTError(f"There is no GPU on this machine, and the recipe has trainer.device={setup.device}.")
-    if (finding := check_policy(setup.model.path, setup.tlt.drafter.method)).level != "ok":
+    finding = check_policy(setup.model.path, setup.tlt.drafter.method)
+    if finding.level != "ok":
         raise TLTConfigError(finding.sentence)
     fetch_policy(setup.model.path)
     with child_engine.scratch() as directory:
