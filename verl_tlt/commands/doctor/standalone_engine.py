@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPT_TOKENS = 16
-_READ = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
-_TWICE = ("original/*", "consolidated*", "onnx/*")
-"""Files of a model on the hub that an engine is made from, and copies of its weights."""
+_ENGINE_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+"""Files of a model on the hub that an engine is made from."""
+_COPIES_OF_WEIGHTS = ("original/*", "consolidated*", "onnx/*")
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,10 @@ def set_up(recipe: Recipe, changes: dict[str, Any] | None = None) -> Setup:
     with recipe.composed(changes) as config:
         if elsewhere(path := str(select(config, POLICY, ""))):
             raise TLTConfigError(f"{POLICY}={path} is on another file system: copy it here, and give its folder.")
-        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-        model.path, rollout.max_model_len = located(path), context_tokens(config)
+        rollout = config.actor_rollout_ref.rollout
+        model = config.actor_rollout_ref.model
+        model.path = located(path)
+        rollout.max_model_len = context_tokens(config)
         rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"
@@ -66,12 +68,14 @@ def run_environment(recipe: Recipe) -> dict[str, str]:
     """
     with recipe.composed() as config:
         handed = select(config, "ray_kwargs.ray_init.runtime_env.env_vars", {})
-    own = {str(k): str(v) for k, v in (handed if isinstance(handed, dict) else {}).items()}
+    own: dict[str, str] = {}
+    if isinstance(handed, dict):
+        own = {str(name): str(value) for name, value in handed.items()}
     clone = Path(recipe.directory or ".").resolve()
-    if (verl := location("verl")) is not None and verl.resolve().parent == clone:
-        own["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (str(clone), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))))
-        )
+    verl = location("verl")
+    if verl is not None and verl.resolve().parent == clone:
+        others = own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        own["PYTHONPATH"] = f"{clone}{os.pathsep}{others}" if others else str(clone)
     return own
 
 
@@ -83,11 +87,14 @@ def fetch_policy(policy: str | os.PathLike[str]) -> None:
         return
     name = os.fspath(policy)
     try:  # without a hub this is the cached folder, of which any part may be missing
-        folder = Path(snapshot_download(name, allow_patterns=list(_READ), ignore_patterns=list(_TWICE)))
+        folder = Path(
+            snapshot_download(name, allow_patterns=list(_ENGINE_FILES), ignore_patterns=list(_COPIES_OF_WEIGHTS))
+        )
     except (OSError, ValueError) as error:
         raise NotHereError(f"{name} is no folder here and could not be fetched: {first_line(error)}.") from error
     _, owners = tensor_files(folder, fetch=False)
-    if missing := sorted(file for file in set(owners.values()) if not (folder / file).is_file()):
+    missing = sorted(file for file in set(owners.values()) if not (folder / file).is_file())
+    if missing:
         raise NotHereError(f"{name}: {missing[0]} is not in the local cache, and could not be fetched.")
 
 
@@ -120,7 +127,10 @@ class StandaloneEngine:
         return max(long - short, 1e-9) / tokens
 
     async def wall_seconds(self, batches: Sequence[int]) -> dict[int, float]:
-        """`step_seconds` by batch, up to the engine's largest, the lower of two readings: other load only adds time."""
+        """`step_seconds` by batch, up to the engine's largest.
+
+        It is the lower of two readings, because other load on the machine only adds time.
+        """
         batches = [batch for batch in batches if batch <= engine_arguments.most_requests(self.llm)]
         turns = [{batch: await self.step_seconds(batch) for batch in batches} for _ in range(2)]
         return {batch: min(turn[batch] for turn in turns) for batch in batches}
