@@ -26,8 +26,12 @@ from verl_tlt.errors import TLTError, wrong_field
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
-BATCH_TOKENS, BUFFER_MB, HELD_OUT = 1024, 2048, 0.1
-"""The least that `trainer.run_setup` chooses: tokens of micro-batches, MiB of buffers, share of prompts held out."""
+BATCH_TOKENS = 1024
+"""Tokens of the smallest micro-batch that `trainer.run_setup` chooses."""
+BUFFER_MB = 2048
+"""MiB of the smallest buffer that `trainer.run_setup` chooses."""
+HELD_OUT = 0.1
+"""Smallest share of prompts that `trainer.run_setup` holds out."""
 
 
 def dtype_name(name: object) -> str:
@@ -206,9 +210,13 @@ def _build(cls: type[T], node: object, where: str, *, constants: bool) -> T:
             instead = f"Did you mean {where}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."
             removed = "CHANGELOG.md lists removed settings, and what to do instead."
             raise TLTConfigError(f"{where}.{key} is not a setting of verl-tlt. {instead} {removed}")
-        section = dataclasses.is_dataclass(hints[key])
-        plain = None if value == "None" else value  # Python's spelling of Hydra's null
-        values[key] = _build(hints[key], value, f"{where}.{key}", constants=constants) if section else plain
+        is_section = dataclasses.is_dataclass(hints[key])
+        if is_section:
+            values[key] = _build(hints[key], value, f"{where}.{key}", constants=constants)
+        elif value == "None":  # Python's spelling of Hydra's null
+            values[key] = None
+        else:
+            values[key] = value
     try:
         return cls(**values)
     except ValidationError as error:
@@ -221,25 +229,31 @@ def is_setting(section_field: dataclasses.Field[Any]) -> bool:
 
 
 def _wrong(error: ValidationError) -> str:
-    """The key that pydantic refuses and what is wrong with it; of a key of several kinds, what each would take."""
+    """The key that pydantic refuses, and what is wrong with it.
+
+    A key that takes values of several types has an error for each type: the sentence says what each would take.
+    """
     first, *others = error.errors()
-    key, wrong = str(first["loc"][0]), wrong_field(error)[1]
-    kinds = [other["msg"].removeprefix("Input should be ") for other in others if other["loc"][0] == key]
-    allowed, comma, given = wrong.rpartition(", not ")
-    return f"{key} {' or '.join([allowed, *kinds])}{comma}{given}"
+    key = str(first["loc"][0])
+    _, wrong = wrong_field(error)
+    must, separator, given = wrong.rpartition(", not ")
+    alternatives = [other["msg"].removeprefix("Input should be ") for other in others if other["loc"][0] == key]
+    return f"{key} {' or '.join([must, *alternatives])}{separator}{given}"
 
 
-def _checked(c: TLTConfig) -> TLTConfig:
-    """The settings; a `TLTConfigError` where a number is beyond all use, or settings contradict each other."""
-    for section, settings in c.to_dict().items():
+def _checked(config: TLTConfig) -> TLTConfig:
+    """The same settings; a `TLTConfigError` where a number is too large, or where settings contradict each other."""
+    for section, settings in config.to_dict().items():
         for key, value in settings.items():
             if isinstance(value, int | float) and MOST < value < math.inf:
                 raise TLTConfigError(f"tlt.{section}.{key} must be at most {MOST:,}, not {value}.")
-    s = c.speculation
-    if s.fixed is not None and s.policy != "fixed" and s.source != "ngram":
+    speculation = config.speculation
+    fixed = speculation.fixed
+    longest = speculation.max_draft_length
+    if fixed is not None and speculation.policy != "fixed" and speculation.source != "ngram":
         raise TLTConfigError("tlt.speculation.fixed needs tlt.speculation.policy=fixed: set that too, or leave it out.")
-    if s.fixed is not None and s.fixed > s.max_draft_length:
-        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={s.max_draft_length}, not {s.fixed}.")
-    if c.drafter.method == "mtp" and c.drafter.vocab is not None:
+    if fixed is not None and fixed > longest:
+        raise TLTConfigError(f"tlt.speculation.fixed must be 0..max_draft_length={longest}, not {fixed}.")
+    if config.drafter.method == "mtp" and config.drafter.vocab is not None:
         raise TLTConfigError("tlt.drafter.vocab shapes an EAGLE-3 head; with tlt.drafter.method=mtp leave it out.")
-    return c
+    return config
