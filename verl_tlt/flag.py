@@ -16,8 +16,8 @@ MAIN = "verl.trainer.main_ppo"
 CONFIG = "ppo_trainer"
 """The top-level config of `main_ppo`."""
 OURS = re.compile(rf"\+{{0,2}}({re.escape(SWITCH)}|{NAME}\.[\w.]+)=")
-_CLOSE = 0.8
-"""Likeness of two keys, from 0 to 1, above which one is taken for a typing error of the other."""
+_LIKENESS = 0.8
+"""Least likeness (difflib's ratio, from 0 to 1) at which a key is taken for a typing error of another one."""
 
 
 def wanted(config: Mapping[str, object]) -> bool:
@@ -53,8 +53,9 @@ def started_program(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
     `argv` and `orig_argv` are those of `sys`. While verl is imported for `python -m verl.trainer.main_ppo`, only
     `orig_argv` names the module.
     """
-    word = orig_argv[-len(argv)] if 0 < len(argv) <= len(orig_argv) else ""
-    return dotted(word)
+    if not 0 < len(argv) <= len(orig_argv):
+        return ""
+    return dotted(orig_argv[-len(argv)])  # the words before are Python and its own options
 
 
 def dotted(word: str) -> str:
@@ -63,20 +64,21 @@ def dotted(word: str) -> str:
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """The overrides of a command line, those of TLT as `++key=value`.
+    """The overrides of a command line, with TLT's own written as `++key=value`, which Hydra takes in every config.
 
-    verl's config has no `trainer.plugin` and no `tlt` node: without a plus Hydra would refuse these keys, and with one
-    plus it would refuse them where a config of the user's own has them.
+    Hydra refuses them without a plus where the config lacks the keys, as verl's does. It refuses them with one plus
+    where a config of the user's own has the keys.
     """
     return [f"++{word.lstrip('+')}" if OURS.match(word) else word for word in words]
 
 
 def misspelt(trainer: Mapping[str, object]) -> str | None:
-    """A question that names the right key where a key of the trainer's is `plugin` misspelt; else None."""
+    """A sentence that asks for `plugin` where the trainer has a key like it with the value `tlt`; else None."""
     for key in trainer.keys():  # noqa: SIM118 (OmegaConf's iteration over values would resolve all of them)
-        if key == KEY or difflib.SequenceMatcher(None, str(key), KEY).ratio() < _CLOSE:
+        if key == KEY or difflib.SequenceMatcher(None, str(key), KEY).ratio() < _LIKENESS:
             continue
-        if str(value := trainer[key]).strip("[]'\" ").lower() == NAME:
+        value = trainer[key]
+        if str(value).strip("[]'\" ").lower() == NAME:
             return f"trainer.{key}={value} is no setting of verl or verl-tlt. Did you mean +{SWITCH}={NAME}?"
     return None
 

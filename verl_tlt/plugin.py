@@ -45,12 +45,16 @@ def _unhooked(module: ModuleType, name: str) -> Callable[..., Any] | None:
         if _asked_for():
             raise SystemExit(sentence)
         logger.warning(sentence)
-    return None if getattr(function, "_verl_tlt", False) else function
+        return None
+    if getattr(function, "_verl_tlt", False):
+        return None
+    return function
 
 
 def _wrap_validate_config(module: ModuleType) -> None:
     """Check and rewrite a TLT run's config around verl's own validation; other runs go straight through."""
-    if (original := _unhooked(module, "validate_config")) is None:
+    original = _unhooked(module, "validate_config")
+    if original is None:
         return
 
     @functools.wraps(original)
@@ -82,7 +86,8 @@ def _wrap_run_ppo(module: ModuleType) -> None:
 
     These have no hooks that say when devices are idle or a drafter can be published.
     """
-    if (original := _unhooked(module, "run_ppo")) is None:
+    original = _unhooked(module, "run_ppo")
+    if original is None:
         return
 
     @functools.wraps(original)
@@ -101,10 +106,12 @@ def _wrap_run_ppo(module: ModuleType) -> None:
 def _is_tlt_run(config: DictConfig) -> bool:
     """Whether the run is to be a TLT run; `SystemExit` where it is neither that nor a stock one (`flag.refusal`)."""
     try:
-        wanted, sentence = flag.wanted(config), flag.refusal(config)
+        wanted = flag.wanted(config)
+        sentence = flag.refusal(config)
     except Exception as error:  # an interpolation that leads nowhere
-        line = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise SystemExit(f"verl-tlt: trainer.plugin, trainer.v1.trainer_mode or tlt cannot be read: {line}.") from None
+        lines = str(error).splitlines()
+        why = lines[0].rstrip(".") if lines else type(error).__name__
+        raise SystemExit(f"verl-tlt: trainer.plugin, trainer.v1.trainer_mode or tlt cannot be read: {why}.") from None
     if sentence:
         raise SystemExit(f"verl-tlt: {sentence}")
     return wanted
@@ -112,7 +119,8 @@ def _is_tlt_run(config: DictConfig) -> bool:
 
 def _wrap_get_trainer_cls(module: ModuleType) -> None:
     """Register the TLT trainers when one is asked for, in the process that will build it (Ray's TaskRunner)."""
-    if (original := _unhooked(module, "get_trainer_cls")) is None:
+    original = _unhooked(module, "get_trainer_cls")
+    if original is None:
         return
 
     @functools.wraps(original)
