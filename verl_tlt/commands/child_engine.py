@@ -66,12 +66,13 @@ def run_job(
 ) -> dict[str, Any]:
     """Have a child process do `job`, and return its answer.
 
-    `environment` is added to this process's own, and `SPAWNED` where that says nothing else; `tell` is called every
-    `POLL_S` while the child runs. A `ChildEngineError` says that the child refused, ended without an answer, or took
-    too long.
+    The child has this process's environment with `environment` added, and `SPAWNED` unless one of them sets the same
+    variables. `tell` is called every `POLL_S` while the child runs. A `ChildEngineError` says that the child refused,
+    ended without an answer, or took too long.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    answer, log = directory / "answer.json", directory / LOG
+    answer = directory / "answer.json"
+    log = directory / LOG
     for old in (answer, log):
         old.unlink(missing_ok=True)
     (directory / "job.json").write_text(json.dumps(job))
@@ -85,7 +86,8 @@ def run_job(
             time.sleep(POLL_S)
     if not answer.is_file():  # written last: a crash while the child ends changes nothing
         raise ChildEngineError(f"The engine ended early ({log}):\n{last_lines(log)}")
-    if "refused" in (reply := json.loads(answer.read_text())):
+    reply: dict[str, Any] = json.loads(answer.read_text())
+    if "refused" in reply:
         raise ChildEngineError(reply["refused"])
     return reply
 
@@ -99,7 +101,8 @@ def serve_job(work: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
     # not look at their parent, are ended too: as daemons of multiprocessing, at its exit.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    directory, parent = Path(sys.argv[1]), int(sys.argv[2])
+    directory = Path(sys.argv[1])
+    parent = int(sys.argv[2])
     if os.getppid() != parent:
         raise SystemExit("The command that started this engine has ended.")
     try:

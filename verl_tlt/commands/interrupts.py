@@ -5,11 +5,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP come at the end of the block, which holds what a `finally` needs, or clean-up."""
+    """Deliver SIGINT, SIGTERM and SIGHUP only at the end of the block.
+
+    It is for blocks that clean up, or that make what a `finally` needs.
+    """
     came: list[int] = []
     with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: came.append(number)):
         yield
@@ -19,7 +23,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
     with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         yield
 
@@ -30,8 +34,11 @@ def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameTyp
 
     Signals arrive in the main thread; in another one there is nothing to handle.
     """
-    main = threading.current_thread() is threading.main_thread()
-    before = {n: signal.signal(n, handler) for n in numbers if main and signal.getsignal(n) != signal.SIG_IGN}
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
     try:
         yield
     finally:

@@ -57,12 +57,15 @@ def running(
                 tree = ProcessTree(argv, env=env, log=log, cwd=cwd)
             yield tree
         finally:
-            if tree is not None and (left := tree.stop()):
+            left = [] if tree is None else tree.stop()
+            if left:
                 raise TLTError(f"These processes could not be ended: {', '.join(map(str, left))}. Their log is {log}.")
 
 
 class ProcessTree:
-    """Starts `argv` in its own session, its output in `log`. One tree at a time: orphans since its start are its own.
+    """Starts `argv` in its own session, its output in `log`.
+
+    This process may have one tree at a time: every orphan that it adopts in the meantime counts as a part of the tree.
 
     The command's `TMPDIR` is a folder of its own; `stop` removes it.
     """
@@ -99,8 +102,10 @@ class ProcessTree:
             return code
         if not self._ended:
             self._ended = time.monotonic()
-        running_on = any(runs(process, program) for process in self.alive())
-        return None if running_on or time.monotonic() < self._ended + SETTLE_S else code
+        in_background = any(runs(process, program) for process in self.alive())
+        if in_background or time.monotonic() < self._ended + SETTLE_S:
+            return None
+        return code
 
     def stop(self) -> list[int]:
         """End the whole tree: SIGTERM to the command, to all, then SIGKILL. Removes its folder; Ctrl-C waits for this.
@@ -124,8 +129,12 @@ class ProcessTree:
             self._end(self.alive, signal.SIGKILL, KILL_S)
 
     def _end(self, chosen: Callable[[], list[psutil.Process]], sent: signal.Signals | None, seconds: float) -> None:
-        """Signal each of the chosen processes once, until none is left: a dying one may start another."""
-        deadline, signalled = time.monotonic() + seconds, set[int]()
+        """Wait until no process is `chosen` any more, for so many seconds at most; None: no signal is `sent`.
+
+        Each process is signalled once. They are chosen again and again, because a dying one may start another.
+        """
+        deadline = time.monotonic() + seconds
+        signalled: set[int] = set()
         while time.monotonic() < deadline and (left := chosen()):
             for process in left:
                 if sent is not None and process.pid not in signalled:
