@@ -29,10 +29,14 @@ def advise(options: AdviseOptions, console: Console) -> None:
     """Print the advice. Raises `TLTError` where the files do not hold what is needed."""
     source = ", ".join(map(str, options.metrics))
     run = shape_of(read_runs(options.metrics), source)
-    gains, minutes = read_gains(options, run) if options.drafter or options.costs else ([], None)
+    gains: list[DraftingGain] = []
+    minutes: float | None = None
+    if options.drafter or options.costs:
+        gains, minutes = read_gains(options, run)
     which = "without the first after a start"
     if run.only_first:
-        which = f"{'each ' if run.steps > 1 else ''}the first after a start, and slow: give a longer run"
+        first = "the first after a start" if run.steps == 1 else "each the first after a start"
+        which = f"{first}, and slow: give a longer run"
     say(console, f"{source}: {counted(run.steps)} of stock verl, {which}")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
     if run.tail is not None:
@@ -97,4 +101,4 @@ def gains_table(run: RunShape, gains: Sequence[DraftingGain], minutes: float | N
 
 
 def counted(steps: int) -> str:
-    return f"{steps:,} step{'s' * (steps != 1)}"
+    return "1 step" if steps == 1 else f"{steps:,} steps"

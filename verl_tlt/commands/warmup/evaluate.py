@@ -108,8 +108,9 @@ def evaluate(options: EvaluateOptions, console: Console) -> Verdict:
 def linked(policy: Model, directory: Path) -> Path:
     """Make a directory of links to a policy's files, all of them local; changing it leaves the policy as it is."""
     directory.mkdir()
-    for path in (path for path in folder(policy, (CONFIG,)).resolve().iterdir() if path.is_file()):
-        (directory / path.name).symlink_to(path)
+    for path in folder(policy, (CONFIG,)).resolve().iterdir():
+        if path.is_file():
+            (directory / path.name).symlink_to(path)
     return directory
 
 
