@@ -78,7 +78,8 @@ def did_it_pay(trace: RunTrace) -> str:
     rows = rows_of_trace(trace)
     if rows.empty:
         return "No step is finished yet."
-    known, work, whole = rows.saved_s.dropna(), own_work_s(rows).sum(), rows.step_s.sum()
+    known = rows.saved_s.dropna()
+    work = own_work_s(rows).sum()
     steps = f"steps {rows.index[0]} to {rows.index[-1]}"
     if known.empty:
         if (rows.draft_length > 0.0).any():
@@ -86,13 +87,13 @@ def did_it_pay(trace: RunTrace) -> str:
         return f"TLT saved nothing in {steps}: nothing was drafted. Its own work took {work:.1f} s."
     drafts = known.sum()
     net = drafts - work
-    undrafted = whole + net  # what the steps would have taken, unless engines decode beside them
-    share = f" of {undrafted:.0f} s ({abs(net) / undrafted:.1%})" if undrafted > 0 and not trace.standalone else ""
-    return (
-        f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}: drafts "
-        f"{'saved' if drafts >= 0 else 'lost'} {abs(drafts):.1f} s in {len(known)} of {len(rows)} rollouts, and TLT's "
-        f"own work took {work:.1f} s."
-    )
+    without_tlt = rows.step_s.sum() + net
+    share = ""
+    if without_tlt > 0 and not trace.standalone:  # standalone engines decode beside the steps, which gain less
+        share = f" of {without_tlt:.0f} s ({abs(net) / without_tlt:.1%})"
+    whole = f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}"
+    by_drafts = f"drafts {'saved' if drafts >= 0 else 'lost'} {abs(drafts):.1f} s"
+    return f"{whole}: {by_drafts} in {len(known)} of {len(rows)} rollouts, and TLT's own work took {work:.1f} s."
 
 
 def sentences(trace: RunTrace) -> Iterator[str]:
@@ -102,7 +103,10 @@ def sentences(trace: RunTrace) -> Iterator[str]:
     if trace.standalone:
         yield "Engines decode while the trainer works: where the trainer is slower, a step gains less than they do."
         yield "The rollout's time is the trainer's wait for samples."
-    yield from filter(None, ("" if trace.standalone else speed(rows), learned(trace)))
+    if not trace.standalone and (pace := speed(rows)):
+        yield pace
+    if published := learned(trace):
+        yield published
     if trace.off:
         last, why = list(trace.off.items())[-1]
         yield f"Nothing was drafted in {len(trace.off)} of {len(trace.steps)} steps, last in step {last}: {why}."
@@ -110,7 +114,8 @@ def sentences(trace: RunTrace) -> Iterator[str]:
         if seconds := metrics.get(COLD_START):
             yield f"In step {step} the run waited {seconds:.0f} s for its first drafter (cold start)."
     for stop in trace.stops:
-        yield f"Drafting was {f'switched off: {stop.cause}' if stop.cause else 'switched on again'} (step {stop.step})."
+        change = f"switched off: {stop.cause}" if stop.cause else "switched on again"
+        yield f"Drafting was {change} (step {stop.step})."
     if difference := probability_difference(rows):
         yield difference
     readings = {step: metrics.get(ERRORS, 0.0) for step, metrics in trace.steps.items()}
@@ -136,18 +141,19 @@ def learned(trace: RunTrace) -> str:
     published = [p for p in trace.publishes if p.decision == "published"]
     if not published:
         return ""
-    first_and_last = pd.concat([lengths[:1], lengths[1:][-1:]])
-    ends = ", ".join(f"{length:.2f} in step {step}" for step, length in first_and_last.items())
-    measured = f": accept length {ends}" if ends else ""
     times = "once" if len(published) == 1 else f"{len(published)} times"
+    sentence = f"A newly trained drafter was published {times}"
+    if len(lengths):
+        first_and_last = lengths.iloc[[0, -1]] if len(lengths) > 1 else lengths
+        ends = ", ".join(f"{length:.2f} in step {step}" for step, length in first_and_last.items())
+        sentence += f": accept length {ends}"
     held_out = [p.tau for p in published if {"initial", "candidate"} <= p.tau.keys()]
-    judged = (
-        f"; on the same held-out text, with the longest drafts, the run's first drafter has "
-        f"{held_out[-1]['initial']:.2f} and the last one {held_out[-1]['candidate']:.2f}"
-        if held_out
-        else ""
-    )
-    return f"A newly trained drafter was published {times}{measured}{judged}."
+    if held_out:
+        first = held_out[-1]["initial"]
+        last = held_out[-1]["candidate"]
+        sentence += "; on the same held-out text, with the longest drafts, the run's first drafter has "
+        sentence += f"{first:.2f} and the last one {last:.2f}"
+    return f"{sentence}."
 
 
 def new_drafters(rows: pd.DataFrame) -> list[int]:
@@ -159,7 +165,8 @@ def new_drafters(rows: pd.DataFrame) -> list[int]:
 def probability_difference(rows: pd.DataFrame) -> str:
     """A sentence on how far rollout and actor differ, beside steps in which engines ran as in stock verl."""
     drafted = rows.draft_length > 0
-    with_drafts, without = rows.probs_diff_max[drafted].max(), rows.probs_diff_max[~drafted].max()
+    with_drafts = rows.probs_diff_max[drafted].max()
+    without = rows.probs_diff_max[~drafted].max()
     if pd.isna(with_drafts):
         return ""
     stock = "" if pd.isna(without) else f"; {without:.1e} in steps without drafts, as in stock verl"
@@ -170,8 +177,12 @@ def probability_difference(rows: pd.DataFrame) -> str:
 
 
 def counted(readings: Mapping[int, float], begun: Collection[int]) -> float:
-    """What a counter came to, by step: in a process that resumes, in one of the steps `begun`, it starts at 0."""
-    total = before = 0.0
+    """The total of a counter that was read after each step.
+
+    In the steps `begun`, the first ones of a process that resumes, it starts at 0 again.
+    """
+    total = 0.0
+    before = 0.0
     for step, reading in readings.items():
         total += reading if step in begun or reading < before else reading - before
         before = reading
