@@ -7,6 +7,10 @@ from verl_tlt.commands.report.html import Page, PageTable
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import IN_PAGES, did_it_pay, own_work_s, rows_of_trace, sentences, table
 from verl_tlt.commands.report.timeline import most_trained, rl_steps
+from verl_tlt.trace.events import Publish
+
+SCORED = ("candidate", "served", "initial")
+"""Drafters of which a publish event has the accept length."""
 
 
 def run_page(trace: RunTrace) -> Page:
@@ -49,13 +53,8 @@ def _tables(trace: RunTrace) -> Iterator[PageTable]:
         headings.append("why nothing was drafted")
         rows = [[*row, trace.off.get(step, "")] for row, step in zip(rows, trace.steps, strict=True)]
     yield PageTable("Steps", headings, rows)
-    drafters = ("candidate", "served", "initial")
-    verdicts = [
-        [str(p.step), f"v{p.version}", p.decision, "" if p.gain is None else f"{p.gain:+.1%}",
-         *("" if (tau := p.tau.get(name)) is None else f"{tau:.2f}" for name in drafters), p.reason]
-        for p in trace.publishes
-    ]  # fmt: skip
-    named = [f"{name}: accept length (tokens)" for name in drafters]
+    named = [f"{name}: accept length (tokens)" for name in SCORED]
+    verdicts = [_verdict_row(publish) for publish in trace.publishes]
     yield PageTable("Drafter versions", ["RL step", "version", "decision", "gain", *named, "reason"], verdicts)
     failed = [[str(s.step), trace.label(s.replica), s.error] for s in trace.sessions if s.error]
     failed += [[str(r.step), trace.label(r.replica), r.error or f"v{r.version} was loaded instead"]
@@ -63,14 +62,23 @@ def _tables(trace: RunTrace) -> Iterator[PageTable]:
     yield PageTable("Failures", ["RL step", "replica", "error"], failed)
 
 
+def _verdict_row(publish: Publish) -> list[str]:
+    """The table's row of one verdict on a newly trained drafter."""
+    gain = "" if publish.gain is None else f"{publish.gain:+.1%}"
+    lengths = [f"{publish.tau[name]:.2f}" if name in publish.tau else "" for name in SCORED]
+    return [str(publish.step), f"v{publish.version}", publish.decision, gain, *lengths, publish.reason]
+
+
 def about(trace: RunTrace) -> str:
     """Policy, start, hardware and releases of a run, as far as its trace says them."""
-    if (run := trace.run) is None:
+    run = trace.run
+    if run is None:
         return ""
-    versions = ", ".join(
-        f"{name} {run.versions[name]}" for name in ("verl-tlt", "verl", "vllm") if name in run.versions
-    )
-    first = [begun for begun in trace.runs if begun.step0 <= min(trace.steps, default=run.step0)]  # not one begun anew
-    start = datetime.fromtimestamp((first or trace.runs)[-1].t, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    packages = [name for name in ("verl-tlt", "verl", "vllm") if name in run.versions]
+    versions = ", ".join(f"{name} {run.versions[name]}" for name in packages)
+    first_step = min(trace.steps, default=run.step0)
+    not_resumed = [started for started in trace.runs if started.step0 <= first_step]
+    began_at = (not_resumed or trace.runs)[-1].t  # the last one: those before it were begun anew
+    start = datetime.fromtimestamp(began_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"{run.gpus} workers on {run.hardware}" if run.hardware else ""
     return "; ".join(part for part in (run.policy, start, where, versions) if part)
