@@ -14,7 +14,8 @@ PAGE = "report.html"
 
 def report(trace_dir: Path, out: Path | None) -> None:
     """Print the answer and the steps, and write the page; `out` is its file or folder, by default beside the trace."""
-    console, trace = make_console(), read_trace(trace_dir)
+    console = make_console()
+    trace = read_trace(trace_dir)
     rows = rows_of_trace(trace)
     say(console, did_it_pay(trace), "bold")
     for sentence in sentences(trace):

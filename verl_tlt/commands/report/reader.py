@@ -92,12 +92,21 @@ class RunTrace:
     @cached_property
     def engines_since(self) -> float:
         """Unix seconds from which on no engine step was dropped, as the oldest are; -inf: none was."""
-        firsts = (min(map(_first_time, files)) for files in self.engine_files.values() if len(files) > 1)
-        return max((first for first in firsts if first < math.inf), default=-math.inf)
+        since = -math.inf
+        for files in self.engine_files.values():
+            if len(files) < 2:
+                continue  # nothing of this engine was dropped
+            first = min(_first_time(file) for file in files)
+            if first < math.inf:
+                since = max(since, first)
+        return since
 
     def engine(self, replica: str, start: float, end: float) -> EngineSteps:
-        """The steps of the replica's engine that ended in these unix seconds; a run can have millions, so no others."""
-        files = self.engine_files.get(replica) or self.engine_files.get(str(self.replicas.index(replica)), ())
+        """The steps of the replica's engine that ended in these unix seconds. A run can have millions of others."""
+        files = self.engine_files.get(replica)
+        if not files:
+            number = str(self.replicas.index(replica))
+            files = self.engine_files.get(number, ())
         return engine_steps(files, start, end)
 
 
@@ -118,26 +127,27 @@ def read_trace(directory: str | Path) -> RunTrace:
                 record = record_of(line)
                 if (event := parse_event(record)) is not None:
                     parsed.append(event)
-                elif record.get("kind") != "idle":  # which 0.2.0 no longer writes
-                    skipped += bool(line.strip())
+                elif line.strip() and record.get("kind") != "idle":  # which 0.2.0 no longer writes
+                    skipped += 1
     if not parsed and not engine_files:
         raise TraceError(f"{path} holds no trace: give the trace directory of a run (tlt.trace.dir).")
     parsed = _without_repeated(_renamed(sorted(parsed, key=lambda e: e.t)))
-    of: defaultdict[type[Event], list[Any]] = defaultdict(list)
+    by_type: defaultdict[type[Event], list[Any]] = defaultdict(list)
     for event in parsed:
-        of[type(event)].append(event)
-    steps = dict(sorted({event.step: event for event in of[events.Step]}.items()))
+        by_type[type(event)].append(event)
+    last_of_steps = {event.step: event for event in by_type[events.Step]}
+    steps = dict(sorted(last_of_steps.items()))
     return RunTrace(
         path,
-        runs=of[RunStarted],
+        runs=by_type[RunStarted],
         steps={number: step.metrics for number, step in steps.items()},
         off={number: step.off for number, step in steps.items() if step.off},
-        phases=of[events.Phase],
-        loads=of[events.LoadSample],
-        sessions=of[events.Session],
-        publishes=of[events.Publish],
-        reloads=of[events.Reload],
-        stops=of[events.Stopped],
+        phases=by_type[events.Phase],
+        loads=by_type[events.LoadSample],
+        sessions=by_type[events.Session],
+        publishes=by_type[events.Publish],
+        reloads=by_type[events.Reload],
+        stops=by_type[events.Stopped],
         engine_files=engine_files,
         skipped=skipped,
     )
@@ -174,7 +184,8 @@ def _renamed(parsed: list[Event]) -> list[Event]:
 
     A resumed run's replicas have other addresses.
     """
-    last = next((event.replicas for event in reversed(parsed) if isinstance(event, RunStarted)), ())
+    starts = [event for event in parsed if isinstance(event, RunStarted)]
+    last = starts[-1].replicas if starts else ()
     names: dict[str, str] = {}
     renamed: list[Event] = []
     for event in parsed:
@@ -228,6 +239,7 @@ def _first_time(file: Path) -> float:
 def _engine_step(record: Mapping[str, Any]) -> list[float]:
     """The columns of `EngineSteps`; none: the line is malformed."""
     try:
-        return [*(float(record[name]) for name in ("t", "batch", "k")), float(record.get("latency_s") or 0)]
+        latency_s = float(record.get("latency_s") or 0)
+        return [float(record["t"]), float(record["batch"]), float(record["k"]), latency_s]
     except (KeyError, TypeError, ValueError):
         return []

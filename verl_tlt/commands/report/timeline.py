@@ -54,8 +54,13 @@ def rl_steps(trace: RunTrace) -> dict[int, RLStep]:
 
 def most_trained(steps: Mapping[int, RLStep]) -> int:
     """The RL step with the most training within its rollout; without any, the one with the longest rollout."""
-    trained = {n: sum(max(0.0, min(s.end, step.end) - s.start) for s in step.sessions) for n, step in steps.items()}
-    return max(steps, key=lambda n: (trained[n], steps[n].end - steps[n].start))
+
+    def training_and_rollout_s(number: int) -> tuple[float, float]:
+        step = steps[number]
+        training_s = sum(max(0.0, min(session.end, step.end) - session.start) for session in step.sessions)
+        return training_s, step.end - step.start
+
+    return max(steps, key=training_and_rollout_s)
 
 
 def sampled(trace: RunTrace, step: RLStep, replica: str, at: npt.NDArray[np.float64]) -> tuple[Ints, Ints]:
