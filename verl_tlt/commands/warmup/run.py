@@ -39,7 +39,8 @@ def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, An
 
 def _policy(config: DictConfig) -> Path:
     """The run's policy: a folder, or a name on the hub."""
-    if elsewhere(path := str(select(config, POLICY, ""))):
+    path = str(select(config, POLICY, ""))
+    if elsewhere(path):
         raise TLTConfigError(f"{POLICY}={path} is on another file system: copy it here, and give --model.")
     return Path(located(path))
 
@@ -47,10 +48,12 @@ def _policy(config: DictConfig) -> Path:
 def _data_files(config: DictConfig) -> Iterator[Path]:
     """The run's training data: the files that a pattern names, as verl's dataset reads it."""
     named = select(config, "data.train_files", [])
-    for file in map(str, named if isinstance(named, list) else [named]):
+    files = named if isinstance(named, list) else [named]
+    for file in map(str, files):
         if "://" in file:
             raise TLTConfigError(f"data.train_files={file} is on another file system: give --prompts.")
-        yield from (Path(absolute(found)) for found in matching(file) or [file])
+        for found in matching(file) or [file]:
+            yield Path(absolute(found))
 
 
 def composed(options: EngineOptions, changes: dict[str, Any] | None = None) -> AbstractContextManager[DictConfig]:
