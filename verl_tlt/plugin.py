@@ -142,10 +142,11 @@ def read_command_line() -> None:
 
 
 # Changes verl: patches/README.md#a-run-with-trainerplugintlt-is-a-tlt-run-or-does-not-start
-def arm() -> None:
-    """Install the hooks; calling it again changes nothing that is already wrapped.
+def install_hooks() -> None:
+    """Install the hooks. Calling it again changes nothing that is already wrapped.
 
-    wrapt calls a hook at once if its module is there, even half executed: none of these is when verl loads plugins.
+    wrapt calls a hook at once if its module is already imported, even half executed. None of these is imported yet when
+    verl loads plugins.
     """
     from wrapt import register_post_import_hook
 
@@ -156,7 +157,7 @@ def arm() -> None:
 
 read_command_line()
 try:
-    arm()
+    install_hooks()
 except Exception as error:
     if _asked_for():
         raise SystemExit(
