@@ -45,12 +45,12 @@ def compare(options: CompareOptions, console: Console) -> None:
     """Run the recipe with stock verl and with TLT, and print how they compare; what was measured is always kept."""
     folder = options.out.resolve()
     check_writable(folder, "--out")
-    around = started_in()  # before the command is captured: what it exports itself, it exports in each turn
+    environment = started_in()  # before the command is captured: what it exports itself, it exports in each turn
     typed = tuple(options.overrides or ())
     recipe = options.recipe()
     if missing := [name for name in ("verl", "vllm") if installed(name) is None]:  # where the command starts verl
         raise CompareError(f"verl-tlt compare needs {' and '.join(missing)}, not installed here.")
-    plan = make_plan(recipe, options.steps, folder, options.command, typed=typed, around=around)
+    plan = make_plan(recipe, options.steps, folder, options.command, typed=typed, environment=environment)
     names = options.arms.replace(" ", "").split(",")
     drafter = first_drafter(plan, names, options.drafter)
     arms = named_arms(names, drafter)

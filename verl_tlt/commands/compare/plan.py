@@ -38,11 +38,12 @@ OWN_LOG = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "5"}
 LATEST = "latest_checkpointed_iteration.txt"
 FLAG = f"++{flag.SWITCH}={flag.NAME}"
 NO_FLAG = f"++{flag.SWITCH}=null"
-NAMES = re.compile(
+NOT_COMPARED = re.compile(
     r"trainer\.(experiment_name|project_name|logger|resume_\w+|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
     r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
 )
-"""Settings that decide nothing about a turn: what it is called and where it writes. Where it starts is asked apart."""
+"""Settings that may differ between two calls of a comparison, because they only say what a turn is called and where it
+writes. `Plan.asked` has the checkpoint in which it starts besides."""
 ENV_VARS = "++ray_kwargs.ray_init.runtime_env.env_vars"
 NEVER = 10**9
 
@@ -121,7 +122,7 @@ class Plan:
     """The user's own command, which starts `main_ppo`; empty: it is started directly."""
     typed: tuple[str, ...] = ()
     """Overrides that the user gave besides the command."""
-    around: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment in which jobs are started."""
     decay: tuple[str, ...] = ()
     """Overrides that keep learning rates as in the real run, though a turn has fewer steps."""
@@ -163,19 +164,19 @@ class Plan:
         ]  # fmt: skip
 
     def job(self, arm: Arm, turn: int, variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """The command of a turn, and its environment beside this process's; `variables` are the turn's own."""
+        """The command of a turn, and its environment; `variables` are the turn's own."""
         own = {**arm.environment, **variables}
         added = self.overrides(arm, turn, own)
         if self.command:
-            environment = environment_for(APPEND, json.dumps([*self.typed, *added]), {**self.around, **own})
+            environment = environment_for(APPEND, json.dumps([*self.typed, *added]), {**self.environment, **own})
             return list(self.command), environment
         path, name = os.path.split(self.recipe.config)
         where = [f"--config-path={path}", f"--config-name={name}"] if path else [f"--config-name={name}"]
         command = [sys.executable, "-m", MAIN, *where, *self.recipe.overrides, *added]
-        return command, {**self.around, **own}
+        return command, {**self.environment, **own}
 
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
-        """Settings that must stay the same for turns to be comparable; names may differ, often by a date."""
+        """Settings that must stay the same for turns to be comparable. Names may differ: many have a date."""
         words = {"recipe": list(self.recipe.overrides)}
         if self.recipe.config != CONFIG:
             words["recipe"].append(f"--config-name={self.recipe.config}")
@@ -184,7 +185,7 @@ class Plan:
             words[f"arm {arm.name}"] = [*arm.overrides, *variables]
         asked: dict[str, object] = {"--steps": self.steps, "starting checkpoint": str(self.start or "")}
         for what, said in words.items():
-            asked[what] = [word for word in said if not NAMES.fullmatch(key_of(word))]
+            asked[what] = [word for word in said if not NOT_COMPARED.fullmatch(key_of(word))]
         return asked
 
 
@@ -217,9 +218,10 @@ def key_of(override: str) -> str:
 
 
 def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | None:
-    """The drafter that all of these arms begin with, as any process finds it.
+    """The drafter that all of these arms begin with, by a path or name that every process can read.
 
-    That of the checkpoint, with which TLT goes on whatever is `given`; else the given one, or the recipe's.
+    If the checkpoint has a drafter, it is that one, because TLT goes on with it whatever else is given. Else it is the
+    `given` one, or the recipe's.
     """
     if given is not None and not given.strip():
         raise CompareError("--drafter is empty: give a folder or a name on the hub, or leave it out.")
@@ -272,7 +274,7 @@ def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
 
 
 def _refused(recipe: Recipe) -> list[Finding]:
-    """What the doctor has against a recipe, and against its drafter on this machine, where the jobs will run."""
+    """The doctor's findings that a recipe cannot run, or that its drafter is not here, where jobs will run."""
     return [f for f in diagnose(recipe) if f.level == "refuse" or (f.level == "if" and f.what == DRAFTER)]
 
 

@@ -178,13 +178,14 @@ def other_prompts(stock: Sequence[Step], arm: Sequence[Step]) -> int:
 
 def verdict(name: str, other: str, ratio: Mapping[str, Any], turns: int) -> str:
     """A sentence on whether arm `name` was faster than `other`, by a pooled ratio of so many turns."""
-    faster, low, high = ratio["pooled"], ratio["low"], ratio["high"]
-    count, so_far = len(ratio["each"]), f"so far {name} against {other}: {faster:.2f}x"
+    low, high = ratio["low"], ratio["high"]
+    count = len(ratio["each"])
+    so_far = f"so far {name} against {other}: {ratio['pooled']:.2f}x"
     if count < FEWEST:
         return f"Too few steps to tell: {count} of each arm count, {FEWEST} are needed ({so_far}). Take more rounds."
     if turns < FEWEST_TURNS:
         return f"Too few jobs to tell: {turns} of each arm, {FEWEST_TURNS} are needed ({so_far}). Take more rounds."
-    measured = f"{faster:.2f}x per token in a step (95 % interval {low:.2f} to {high:.2f})"
+    measured = f"{ratio['pooled']:.2f}x per token in a step (95 % interval {low:.2f} to {high:.2f})"
     if low > 1:
         return f"{name} was faster than {other}: {measured}."
     if high < 1:
@@ -194,13 +195,13 @@ def verdict(name: str, other: str, ratio: Mapping[str, Any], turns: int) -> str:
 
 def paid_back(name: str, other: str, lead: Mapping[str, Any]) -> str:
     """A sentence on when an arm that had fallen behind `other` caught up, by its `lead`; empty: it was never behind."""
-    step, low = min(lead["seconds"], key=lambda row: row[1])
-    last, end = lead["seconds"][-1]
-    if low >= -0.5:
+    worst_step, worst_s = min(lead["seconds"], key=lambda row: row[1])
+    last_step, last_s = lead["seconds"][-1]
+    if worst_s >= -0.5:
         return ""
     now = f"since step {lead['from_step']} it is ahead" if lead["from_step"] else "it is not ahead yet"
-    behind = f"{name} was {-low:.0f} s behind {other} after step {step}"
-    return f"{behind}; {now} ({end:+.0f} s after step {last}, for as many tokens)."
+    behind = f"{name} was {-worst_s:.0f} s behind {other} after step {worst_step}"
+    return f"{behind}; {now} ({last_s:+.0f} s after step {last_step}, for as many tokens)."
 
 
 def undrafted(name: str, steps: Sequence[Step]) -> str:
