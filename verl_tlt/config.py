@@ -45,10 +45,10 @@ class TLTConfigError(TLTError, ValueError):
 
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-"""Nothing is guessed: an int passes for a float and a list for a tuple, nothing else for anything."""
+"""Types are not converted, except that an int may stand for a float and a list for a tuple."""
 
 MOST = 2**31 - 1
-"""Largest number that a setting may be: nothing needs more, and clocks, random generators and engines overflow."""
+"""Largest number that a setting may have: larger ones overflow clocks, random generators and engines."""
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]

@@ -44,7 +44,7 @@ class Finding:
 
 
 def check_policy(path: str, method: str = "eagle3") -> Finding:
-    """Whether the model at `path`, a folder or a name on the hub, can be drafted for by a head of this method."""
+    """Whether a head of this method can draft for the model at `path`, a folder or a name on the hub."""
     key = f"{POLICY}={path}"
     if not path:
         return Finding("refuse", POLICY, f"{POLICY} is not set.")

@@ -147,7 +147,7 @@ class EngineOptions(RunOptions):
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The values given by name; where a run is among them, also the values that the run decides."""
+        """The values that the user gave, by name, with those that the user's run decides if it is given too."""
         from verl_tlt.commands.warmup.run import decided_options
         from verl_tlt.drafter.policy import policy_shape
 

@@ -48,7 +48,9 @@ def read_run(path: Path) -> LoggedRun:
     """Read one file. Lines without metrics are skipped; a resumed run repeats steps, of which the last ones count."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as lines:
-            return put_together(_csv_rows(path, lines) if path.suffix.lower() == ".csv" else _log_rows(lines))
+            if path.suffix.lower() == ".csv":
+                return put_together(_csv_rows(path, lines))
+            return put_together(_log_rows(lines))
     except OSError as error:
         raise TLTError(f"{path} cannot be read: {error.strerror or error}.") from error
     except csv.Error as error:
@@ -56,7 +58,11 @@ def read_run(path: Path) -> LoggedRun:
 
 
 def put_together(rows: Iterable[Row]) -> LoggedRun:
-    """The run of these rows. A lower step number is a restart; one up to the first step begins another run."""
+    """The run that logged these rows.
+
+    A step number that is lower than the one before shows a restart, which repeats the steps from there on. If these are
+    all steps, another run begins.
+    """
     run = LoggedRun()
     last = -1
     for step, metrics in rows:
@@ -90,15 +96,16 @@ def _log_rows(lines: Iterable[str]) -> Iterator[Row]:
 def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[Row]:
     table = csv.DictReader(lines)
     columns = [name for name in table.fieldnames or () if name and not name.endswith(WANDB_LIMITS)]
-    by = next((name for name in STEP_COLUMNS if name in columns), None)
-    if by is None:
+    step_columns = [name for name in STEP_COLUMNS if name in columns]
+    if not step_columns:
         raise TLTError(f"{path} has no column of RL steps: export it from W&B with the column Step or _step.")
-    others = [name for name in columns if name != by]
+    step_column = step_columns[0]
+    others = [name for name in columns if name != step_column]
     metric_of = {name: name.rpartition(" - ")[2] for name in others}  # "my run - timing_s/gen"
     if len(set(metric_of.values())) < len(others):  # two runs, perhaps of one name
         raise TLTError(f"{path} has several columns of the same metric: export one run only.")
     for row in table:
-        step = row[by]
+        step = row[step_column]
         if step and step.replace(".", "", 1).isdecimal():
             yield int(float(step)), numbers({metric: row[name] for name, metric in metric_of.items()})
 

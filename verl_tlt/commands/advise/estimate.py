@@ -23,7 +23,7 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 WORTH = 1.15
 """How many times as fast a step must become to be worth the trouble of another component."""
 NO_LIMIT = 100.0
-"""Speed-up of a step above which it is no limit: all but the rollout then takes less than 1 % of a step."""
+"""Largest possible speed-up of a step that is worth telling: above it all but the rollout takes less than 1 %."""
 SHORT_TAIL = 1.5
 """Longest response over the mean one, below which engines stay full until the end."""
 SINGLE_TURN = 2.0

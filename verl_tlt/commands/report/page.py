@@ -32,9 +32,11 @@ def run_page(trace: RunTrace) -> Page:
 
 def _facts(trace: RunTrace) -> Iterator[tuple[str, str]]:
     rows = rows_of_trace(trace)
-    share, devices = "rollout's share of a step", "replicas"
+    share = "rollout's share of a step"
+    devices = "replicas"
     if trace.standalone:
-        share, devices = "the trainer's wait for samples, share of a step", "the trainer's devices"
+        share = "the trainer's wait for samples, share of a step"
+        devices = "the trainer's devices"
     if whole := rows.step_s.sum():
         yield "mean step", f"{rows.step_s.mean():.1f} s"
         yield share, f"{rows.rollout_s.sum() / whole:.0%}"

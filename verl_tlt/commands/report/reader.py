@@ -233,7 +233,11 @@ def _time_of(line: bytes) -> float:
 def _first_time(file: Path) -> float:
     """The time of a file's first engine step; infinity: it has none."""
     with file.open("rb") as lines:
-        return next((t for t in map(_time_of, lines) if not math.isnan(t)), math.inf)
+        for line in lines:
+            t = _time_of(line)
+            if not math.isnan(t):
+                return t
+    return math.inf
 
 
 def _engine_step(record: Mapping[str, Any]) -> list[float]:

@@ -41,7 +41,7 @@ WIRING = "verl.utils.tokenizer.continuous_token_wiring"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an agent loop first asks an engine for a row of the data."""
+    """The first request that an agent loop makes to an engine for a row of the data."""
 
     tokens: tuple[int, ...]
     """Token ids; an image has as many as the policy sees of it."""
@@ -50,7 +50,7 @@ class Prompt:
 
     @property
     def content(self) -> tuple[int | str, ...]:
-        """What distinguishes it from other prompts, wherever its images are kept."""
+        """Its tokens and its images' names, without their folder: equal for equal prompts."""
         return (*self.tokens, *(Path(file).name for file in self.images))
 
 
@@ -167,7 +167,7 @@ def open_images(files: Sequence[str]) -> list[Image]:
 
 
 class _Recorded(BaseException):
-    """Leaves an agent loop with its first request; no `except Exception` of the loop stops it."""
+    """Raised to leave an agent loop with its first request. An `except Exception` of the loop does not catch it."""
 
     def __init__(self, prompt: Prompt | None) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Recorded(BaseException):
 
 
 class _Recorder:
-    """Stands where agent loops have their client of the engines, and keeps the images of requests in a folder."""
+    """Takes the place of the agent loops' engine client: ends a loop at its first request, whose images it keeps."""
 
     def __init__(self, images: Path) -> None:
         self._images = images
