@@ -12,7 +12,7 @@ import yaml
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.compare import job
 from verl_tlt.commands.compare.command import take_turns
-from verl_tlt.commands.compare.job import accepted, failure, read_rows, take_turn, with_cluster
+from verl_tlt.commands.compare.job import accept_length_of, failure, read_rows, take_turn, with_cluster
 from verl_tlt.commands.compare.plan import STOCK, Arm, Plan
 from verl_tlt.commands.compare.record import CompareError, Record
 from verl_tlt.commands.console import make_console
@@ -117,10 +117,12 @@ def test_a_job_finds_the_ray_cluster_that_was_started_here(tmp_path):
 def test_what_vllm_logs_of_accept_lengths_is_weighed_by_drafts():
     line = "INFO SpecDecoding metrics: Mean acceptance length: {}, Accepted throughput: 1.00 tokens/s, Drafted throughput: 2.00 tokens/s, Accepted: {} tokens, Drafted: {} tokens, Per"  # noqa: E501
     lines = [line.format("3.00", 200, 300), "another line", line.format("1.50", 150, 900)]
-    assert accepted(lines) == 1 + 350 / 400
-    assert accepted([*lines, line.format("1.00", 0, 1200)]) == 1 + 350 / 800, "400 more drafts of three tokens"
-    assert accepted([line.format("1.00", 0, 300)]) == 1.0, "a drafter of which nothing is accepted drafts nevertheless"
-    assert accepted(["another line"]) is None
+    assert accept_length_of(lines) == 1 + 350 / 400
+    assert accept_length_of([*lines, line.format("1.00", 0, 1200)]) == 1 + 350 / 800, "400 more drafts of three tokens"
+    assert accept_length_of([line.format("1.00", 0, 300)]) == 1.0, (
+        "a drafter of which nothing is accepted drafts nevertheless"
+    )
+    assert accept_length_of(["another line"]) is None
 
 
 def test_the_cause_is_the_last_error_without_rays_prefix(tmp_path):

@@ -55,7 +55,7 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
     shutil.rmtree(ray_logs_of(log), ignore_errors=True)
     steps = [read_step(turn, step, row) for step, row in rows.items()]
     saved = sum(row.get("timing_s/save_checkpoint", 0.0) for row in rows.values())
-    logged = accepted(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None
+    logged = accept_length_of(log.read_text(errors="replace").splitlines()) if arm.own_speculation else None
     return Turn(arm.name, turn, steps[1:], seconds, steps[0].step_s, saved, logged)
 
 
@@ -124,7 +124,7 @@ def read_rows(metrics: Path) -> dict[int, dict[str, float]]:
     return {step: row for step, row in read_run(metrics).steps.items() if "timing_s/step" in row}
 
 
-def accepted(lines: Iterable[str]) -> float | None:
+def accept_length_of(lines: Iterable[str]) -> float | None:
     """Mean accept length of all drafts, of which vLLM logs the mean in intervals; None: nothing was drafted.
 
     The number of an interval's drafts follows from its accept length, unless nothing was accepted in it: then its
