@@ -88,20 +88,7 @@ class DraftingGain:
 
 def shape_of(run: LoggedRun, source: str) -> RunShape:
     """The shape of a run with stock verl; the first step after each start is left out if there are others."""
-    timed = {step: m for step, m in run.steps.items() if m.get(ROLLOUT, 0.0) > 0 and STEP in m}
-    finished = {step: m for step, m in timed.items() if m[ROLLOUT] <= m[STEP] - m.get(CHECKPOINT, 0.0)}
-    if timed and not finished:
-        raise TLTError(
-            f"{source} has no step whose {STEP} is above its {ROLLOUT} and {CHECKPOINT}: they are of different runs."
-        )
-    if not finished:
-        absent = [name for name in (ROLLOUT, STEP) if not any(name in m for m in run.steps.values())]
-        if len(absent) == 1:
-            raise TLTError(f"{source} has no {absent[0]}: give the file with this metric too.")
-        logged = "its file logger, its console, or W&B's CSV"
-        raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give what verl logged in a run ({logged}).")
-    if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):
-        raise TLTError(f"{source} is from a run with TLT: give one with stock verl, or use verl-tlt report.")
+    finished = _finished_steps(run, source)
     later = [metrics for step, metrics in finished.items() if step not in run.starts]
     rows = later or list(finished.values())
     seconds = [(row[ROLLOUT], row[STEP] - row.get(CHECKPOINT, 0.0)) for row in rows]
@@ -121,6 +108,25 @@ def shape_of(run: LoggedRun, source: str) -> RunShape:
         prompt=usual(PROMPT) or 0.0,
         only_first=not later,
     )
+
+
+def _finished_steps(run: LoggedRun, source: str) -> dict[int, dict[str, float]]:
+    """The metrics of the steps whose times are known; a `TLTError` where there are none, or where TLT was on."""
+    timed = {step: m for step, m in run.steps.items() if m.get(ROLLOUT, 0.0) > 0 and STEP in m}
+    finished = {step: m for step, m in timed.items() if m[ROLLOUT] <= m[STEP] - m.get(CHECKPOINT, 0.0)}
+    if timed and not finished:
+        raise TLTError(
+            f"{source} has no step whose {STEP} is above its {ROLLOUT} and {CHECKPOINT}: they are of different runs."
+        )
+    if not finished:
+        absent = [name for name in (ROLLOUT, STEP) if not any(name in m for m in run.steps.values())]
+        if len(absent) == 1:
+            raise TLTError(f"{source} has no {absent[0]}: give the file with this metric too.")
+        logged = "its file logger, its console, or W&B's CSV"
+        raise TLTError(f"{source} has no step with {ROLLOUT} and {STEP}: give what verl logged in a run ({logged}).")
+    if any(name.startswith("tlt/") for metrics in finished.values() for name in metrics):
+        raise TLTError(f"{source} is from a run with TLT: give one with stock verl, or use verl-tlt report.")
+    return finished
 
 
 def drafting_gains(
