@@ -90,24 +90,31 @@ class EngineStep(Step):
 
     def _count_drafts(self) -> None:
         drafts = self.output.scheduled_spec_decode_tokens if self.sampled else {}
-        if len(drafts) == len(self.sampled) and not self.gone:
-            exactly = Counter(self.sampled)
-        else:
-            drafts = {request: draft for request, draft in drafts.items() if request not in self.gone}
-            exactly = Counter([self.sampled[self.row_of[request]] for request in drafts])
+        sampled = self.sampled
+        if self.gone or 0 in sampled or len(drafts) != len(sampled):
+            drafts = {request: draft for request, draft in drafts.items() if self._counts(request)}
+            sampled = [self.sampled[self.row_of[request]] for request in drafts]
             self.num_draft_tokens = sum(map(len, drafts.values()))
-        if 0 in exactly:  # vLLM discarded these requests' tokens
-            drafts = {request: draft for request, draft in drafts.items() if self.sampled[self.row_of[request]]}
-            self.num_draft_tokens = sum(map(len, drafts.values()))
-        previous = self.verified
+        drafted_before = self.verified
         # Where requests may lack a draft, a missing one counts as one of which nothing was accepted: what K costs and
         # brings is then that of the whole batch, as with a drafter.
-        self.num_drafts = self.batch if self.may_lack_drafts and previous > 0 else len(drafts)
-        self.verified = previous if self.num_drafts else 0
-        reached = accumulate(exactly[1 + k] for k in range(self.verified, 0, -1))  # K, K-1, ... 1 tokens accepted
-        self.num_accepted_tokens_per_pos = tuple(reached)[::-1]
+        self.num_drafts = self.batch if self.may_lack_drafts and drafted_before > 0 else len(drafts)
+        self.verified = drafted_before if self.num_drafts else 0
+        rows_with = Counter(sampled)  # rows with so many sampled tokens: the accepted ones and the target's own
+        at_least = accumulate(rows_with[1 + k] for k in range(self.verified, 0, -1))  # K, K-1, ... 1 tokens accepted
+        self.num_accepted_tokens_per_pos = tuple(at_least)[::-1]
         # From 0.33 on vLLM's V2 runner drafts nothing where every request ends with the step or has prompt left.
         skipped = bool(getattr(self.output, "skip_drafts", False)) and self.drafted > 0
-        whole = self.num_drafts == self.batch and self.num_draft_tokens == self.verified * self.batch
-        steady = self.drafted == previous and (self.drafted <= 0 or self.may_lack_drafts or whole)
-        self.clean = self.decode_only and steady and not (self.blocked or skipped)
+        self.clean = self.decode_only and self._is_steady(drafted_before) and not (self.blocked or skipped)
+
+    def _counts(self, request: str) -> bool:
+        """Whether a request's draft counts: the request did not end meanwhile, and vLLM did not discard its tokens."""
+        return request not in self.gone and self.sampled[self.row_of[request]] > 0
+
+    def _is_steady(self, drafted_before: int) -> bool:
+        """Whether the step drafts at the K of the step before it, and verifies K tokens of every request."""
+        if self.drafted != drafted_before:
+            return False
+        if self.drafted <= 0 or self.may_lack_drafts:
+            return True
+        return self.num_drafts == self.batch and self.num_draft_tokens == self.verified * self.batch
