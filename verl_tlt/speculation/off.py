@@ -20,15 +20,18 @@ IN_A_ROW = 3
 """Rollouts in a row that drafting made slower before it is switched off."""
 FEWEST_STEPS = 100
 """Engine steps with the drafter's pass from which on a rollout counts: fewer may all be disturbed ones."""
-FIRST_WAIT, LONGEST_WAIT = 8, 64
-"""Rollouts before one replica tries again, and between two tries at most; each wait is twice the one before it."""
+FIRST_WAIT = 8
+"""Rollouts before one replica tries again; each further wait is twice the one before it."""
+LONGEST_WAIT = 64
+"""Most rollouts between two tries."""
 
 
 def saved_estimate_s(stats: Mapping[str, EngineStats]) -> float | None:
-    """Estimated seconds by which a rollout ended earlier than without drafts; 0 at most where nothing was drafted.
+    """Estimated seconds by which a rollout ended earlier than without drafts; None where an engine has no figures.
 
-    An engine decodes for `decode_s`, and would have for `undrafted_s` by its step costs. The slowest engine counts, so
-    it is None where one of them has no figures.
+    By its step costs an engine that decoded for `decode_s` would have taken `undrafted_s` without drafts. The slowest
+    engine ends the rollout, so the longest time of all engines counts. A rollout without any draft cannot have saved
+    time: its estimate is 0 at most.
     """
     if any(s.failure is not None for s in stats.values()):
         return None
@@ -104,12 +107,18 @@ class OffDecision:
 
         Returns what the user is to be told; None: nothing.
         """
-        self._costs = costs if OFF in costs.lengths() else None
-        batches = sorted({p.batch for p in costs.points})
-        self._work = {batch: batch / float(costs.seconds(OFF, batch, 0.0)) for batch in batches} if self._costs else {}
-        unknown = not costs.lengths() and self._by_costs
-        without_drafts = self._costs and costs.lengths()[-1] <= 0 and not self._always
-        if self.never or not (unknown or without_drafts):
+        self._costs = None
+        self._work = {}
+        nothing_measured = not costs.lengths()
+        no_draft_measured = False
+        if OFF in costs.lengths():
+            self._costs = costs
+            # Until a rollout has ended, each calibrated batch is assumed to be decoded for the same time.
+            batches = sorted({p.batch for p in costs.points})
+            self._work = {batch: batch / float(costs.seconds(OFF, batch, 0.0)) for batch in batches}
+            no_draft_measured = costs.lengths()[-1] <= 0
+        without_drafts = (nothing_measured and self._by_costs) or (no_draft_measured and not self._always)
+        if self.never or not without_drafts:
             return None
         self.never = "no step with a draft was measured at start"
         return f"Nothing is drafted in this run: {self.never}."
@@ -120,24 +129,29 @@ class OffDecision:
         `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
         """
         self._accept_length = expected_accept_lengths(acceptance, len(acceptance))[-1] if acceptance else 1.0
-        if self._wait and self._accept_length > BETTER * self._accept_length_last_try:
-            self.cause, self._wait = "", 0
+        if self._wait and self._accept_length > BETTER * self._accept_length_last_try:  # the new drafter is tried
+            self.cause = ""
+            self._wait = 0
         self._trying = None
-        self.against = self.never or ("" if self._always else self.cause or self._why_not(acceptance))
         if self.never:
+            self.against = self.never
             return []
+        self.against = "" if self._always else self.cause or self._why_not(acceptance)
         if not self.against:
             self._wait = 0
             return self.replicas
         if not self._wait:
             self._begin_to_wait()
-        if self._next_try_in > 0 or (acceptance and not any(acceptance)):  # nobody tries a random head
+        is_random_head = bool(acceptance) and not any(acceptance)
+        if self._next_try_in > 0 or is_random_head:
             return []
-        self.against, self._trying = "", self.replicas[self._tries % len(self.replicas)]
+        self.against = ""
+        self._trying = self.replicas[self._tries % len(self.replicas)]
         return [self._trying]
 
     def _begin_to_wait(self) -> None:
-        self._accept_length_last_try, self._slower = self._accept_length, 0
+        self._accept_length_last_try = self._accept_length
+        self._slower = 0
         self._wait = self._next_try_in = FIRST_WAIT
 
     def _why_not(self, acceptance: Sequence[float]) -> str:
@@ -150,10 +164,8 @@ class OffDecision:
         return f"with a held-out accept length of {self._accept_length:.2f} drafts are expected to save {saving:.0%}"
 
     def rollout_ended(self, stats: Mapping[str, EngineStats]) -> str | None:
-        """Take note of a rollout by its sums by replica; returns what the user is to be told, None: nothing new."""
-        self._work = +sum((Counter(s.tokens_by_batch) for s in stats.values()), Counter[int]()) or self._work
-        contexts = [s.mean_context for s in stats.values() if s.mean_context]
-        self._context = sum(contexts) / len(contexts) if contexts else self._context
+        """Take note of a rollout, by each replica's sums; returns what the user is to be told, None: nothing new."""
+        self._note_load(stats)
         ran = [s for s in stats.values() if _steps_with_drafter(s) >= FEWEST_STEPS]
         undrafted_s = sum(s.undrafted_s for s in ran)
         gain = 1.0 - sum(s.decode_s for s in ran) / undrafted_s if undrafted_s else 0.0
@@ -174,12 +186,27 @@ class OffDecision:
         self._begin_to_wait()
         return f"Drafting is switched off after {IN_A_ROW} rollouts that it made slower: {self.cause}."
 
+    def _note_load(self, stats: Mapping[str, EngineStats]) -> None:
+        """Keep this rollout's tokens by batch and mean context, so far as it has any, for the next expectation."""
+        work: Counter[int] = Counter()
+        for s in stats.values():
+            work.update(s.tokens_by_batch)
+        work = +work  # without batches that decoded nothing
+        if work:
+            self._work = work
+        contexts = [s.mean_context for s in stats.values() if s.mean_context]
+        if contexts:
+            self._context = sum(contexts) / len(contexts)
+
     def _tried(self, one: EngineStats, gain: float) -> str | None:
+        """Take note of a rollout in which `one` replica tried; returns as `rollout_ended`."""
         self._tries += 1
         if not (one.num_steps or one.failure):  # it slept: another one will try
             return None
         if gain > CLEARLY:
-            self.cause, self._gained, self._wait = "", True, 0
+            self.cause = ""
+            self._gained = True
+            self._wait = 0
             return f"Drafting is switched on again: a replica that tried saved {gain:.0%} of its decoding time."
         self._next_try_in = self._wait = min(2 * self._wait, LONGEST_WAIT)
         self._accept_length_last_try = self._accept_length
