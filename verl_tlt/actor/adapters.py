@@ -83,7 +83,8 @@ class FSDPAdapter:
         """
         if state.shape[0] == len(lengths) and self._slice is None:  # also a packed batch of one: the same thing
             return [(state[i], [TokenSpan(0, length, 0)]) for i, length in enumerate(lengths)]
-        located, begin = [], 0
+        located = []
+        begin = 0  # of the sequence on the axis
         for length in lengths:
             spans = [TokenSpan(0, length, begin)]
             if self._slice is not None:  # rank r computes the r-th slice of the packed row
@@ -116,7 +117,8 @@ class MegatronAdapter:
         self._decoders = [chunk.decoder for chunk in chunks]
         config = chunks[0].config
         self.layers = config.num_layers
-        self._cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        self._cp = parallel_state.get_context_parallel_rank()
+        self._cp_size = parallel_state.get_context_parallel_world_size()
         self._tp = parallel_state.get_tensor_model_parallel_rank()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._split = bool(config.sequence_parallel)  # over the ranks of a tensor-parallel group
@@ -141,7 +143,8 @@ class MegatronAdapter:
 
     def intercept(self, around: Around) -> None:
         """As `FSDPAdapter.intercept`; this engine's method draws its micro-batch from an iterator."""
-        engine, original = self._engine, self._engine.forward_step
+        engine = self._engine
+        original = engine.forward_step
 
         def forward_step(batches: Iterator[TensorDict], model: object, *args: object, **kwargs: object) -> object:
             micro_batch = next(batches)
@@ -153,17 +156,21 @@ class MegatronAdapter:
     def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
         """As `FSDPAdapter.locate`; packed is one axis [T, 1, H], padded one for each [S, B, H]."""
         size = state.shape[0]
-        rank, ranks = self._cp
-        located, edges = [], None if self._begins is None else self._begins.tolist()
+        begins = None if self._begins is None else self._begins.tolist()
+        located = []
         for i, length in enumerate(lengths):
-            if edges is None:
-                padded, at = size * ranks * (self._tp_size if self._split else 1), 0
-            else:
-                padded, at = edges[i + 1] - edges[i], edges[i] // ranks
-            spans = zigzag(length, padded, at, rank, ranks)
+            if begins is None:  # an axis for each sequence
+                axis = state[:, i]
+                at = 0
+                padded = size * self._cp_size * (self._tp_size if self._split else 1)
+            else:  # one axis for all, of which each context-parallel rank has an equal part of each sequence
+                axis = state[:, 0]
+                at = begins[i] // self._cp_size
+                padded = begins[i + 1] - begins[i]
+            spans = zigzag(length, padded, at, self._cp, self._cp_size)
             if self._split:
                 spans = even_split(spans, size, self._tp)
-            located.append((state[:, i if edges is None else 0], spans))
+            located.append((axis, spans))
         return located
 
 
@@ -175,22 +182,33 @@ def zigzag(length: int, padded: int, at: int, rank: int, ranks: int) -> list[Tok
     if ranks == 1:
         return [TokenSpan(0, length, at)]
     chunk = padded // (2 * ranks)
-    first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
+    first = rank * chunk
+    second = (2 * ranks - 1 - rank) * chunk
     pieces = [TokenSpan(first, first + chunk, at), TokenSpan(second, second + chunk, at + chunk)]
     return window(pieces, 0, length)  # without the padding
 
 
 def even_split(spans: Iterable[TokenSpan], size: int, rank: int) -> list[TokenSpan]:
     """The parts of `spans` on one of the ranks that share the axis evenly: indices [rank * size, (rank + 1) * size)."""
-    low, parts = rank * size, []
-    for s in spans:
-        first, after = max(s.at, low), min(s.at + s.stop - s.start, low + size)
+    low = rank * size
+    high = low + size
+    parts = []
+    for span in spans:
+        # Indices of the span's part on the whole axis.
+        first = max(span.at, low)
+        after = min(span.at + span.stop - span.start, high)
         if first < after:
-            parts.append(TokenSpan(s.start + first - s.at, s.start + after - s.at, first - low))
+            to_token = span.start - span.at  # what to add to an index for the token there
+            parts.append(TokenSpan(first + to_token, after + to_token, first - low))
     return parts
 
 
 def window(spans: Iterable[TokenSpan], start: int, stop: int) -> list[TokenSpan]:
     """The parts of `spans` that lie in tokens [start, stop) of the sequence."""
-    cut = ((max(s.start, start), min(s.stop, stop), s) for s in spans)
-    return [TokenSpan(a, b, s.at + a - s.start) for a, b, s in cut if a < b]
+    parts = []
+    for span in spans:
+        first = max(span.start, start)
+        after = min(span.stop, stop)
+        if first < after:
+            parts.append(TokenSpan(first, after, span.at + first - span.start))
+    return parts
