@@ -87,16 +87,20 @@ class TLTActorWorker(DetachActorWorker):
         """Capture hidden states on this rank from now on; the first rank copies the verifier weights in every sync."""
         dtype = torch.float16 if dtype_name(self.config.rollout.dtype) == "float16" else torch.bfloat16
         context = ray.get_runtime_context()
-        place = {"node": context.get_node_id(), "device": next(iter(context.get_accelerator_ids().get("GPU", ())), "")}
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        place = {"node": context.get_node_id(), "device": gpus[0] if gpus else ""}
         try:
             adapter = adapt(self.actor.engine)
         except DrafterError as why:
             return CaptureReady(group=0, refusal=str(why), **place)
         engine = self.actor.engine
         self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
-        tokens, ranks = config.buffer.tokens_per_step or 0, engine.get_data_parallel_size()
-        self.actor.tap_turns = turns = capture_turns(tokens, ranks, config.buffer.window)
-        self.actor.tap_budget, self.actor.tap_window = tokens * turns // ranks, config.buffer.window
+        tokens = config.buffer.tokens_per_step or 0
+        ranks = engine.get_data_parallel_size()
+        turns = capture_turns(tokens, ranks, config.buffer.window)
+        self.actor.tap_turns = turns
+        self.actor.tap_budget = tokens * turns // ranks
+        self.actor.tap_window = config.buffer.window
         policy = policy_shape(engine.model_config.local_path)
         self.actor.tap.counts_tokens = policy.vocab_size if counts_tokens else 0
         if self.rank == 0:
@@ -107,13 +111,16 @@ class TLTActorWorker(DetachActorWorker):
     def tlt_take(self, counts: bool = False) -> CapturedStates:
         """Hand over the last old-log-prob forward's hidden states, and the verifier weights of the sync before it.
 
-        `counts`: and how often each token was in the first rollout's responses, until the trainer has it.
+        `counts`: hand over also how often each token was in the first rollout's responses; the trainer asks for it
+        until it has it.
         """
         tap = self.actor.tap
         assert tap is not None
         taken = tap.take()
-        errors, tap.errors = tap.errors, 0
-        tap.token_counts = tap.token_counts if counts else None
+        errors = tap.errors
+        tap.errors = 0
+        if not counts:
+            tap.token_counts = None
         captured = Captured() if self._tlt_capture is None else self._tlt_capture.take()
         return CapturedStates(
             shards=ray.put(taken),
