@@ -170,8 +170,9 @@ class TraceWriter:
         self.write({"t": self._clock(), "kind": kind, **fields})
 
     def add(self, event: Event) -> None:
-        """Write an event with the time that it holds; what it leaves at None is left out."""
-        self.write({"kind": event.kind, **{name: value for name, value in vars(event).items() if value is not None}})
+        """Write an event with the time that it holds; fields that are None are left out."""
+        fields = {name: value for name, value in vars(event).items() if value is not None}
+        self.write({"kind": event.kind, **fields})
 
     def write(self, record: Mapping[str, object]) -> None:
         """Write one record as it is; engine steps have their own `t`."""
@@ -180,9 +181,11 @@ class TraceWriter:
             with self._lock:
                 if self._fd is None:
                     raise OSError("the file is not open")
-                line = b"\n" * self._torn + line
-                self._torn = (written := os.write(self._fd, line)) < len(line)
-            if self._torn:
+                if self._torn:  # so that the reader skips the part, and not this line
+                    line = b"\n" + line
+                written = os.write(self._fd, line)
+                self._torn = written < len(line)
+            if written < len(line):
                 raise OSError(f"of its {len(line)} bytes {written} were written")
         except Exception as error:  # the run goes on, whatever the record holds
             self._fail(f"lost a line of the trace {self.path}: {error}")

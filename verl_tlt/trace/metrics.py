@@ -143,8 +143,10 @@ def _drafter_metrics(observations: StepObservations) -> Metrics:
 def counted_savings(metrics: Mapping[str, float]) -> float | None:
     """Savings of a rollout; None if they are unknown, or if nothing was drafted and the drafter lost no time."""
     saved_s = metrics.get("tlt/saved_estimate_s")
+    if saved_s is None:
+        return None
     drafted = metrics.get("tlt/draft_length_mean", 0.0) > 0
-    return saved_s if drafted or (saved_s is not None and saved_s < 0) else None
+    return saved_s if drafted or saved_s < 0 else None
 
 
 def step_line(metrics: Mapping[str, float], step: int, total: int | None = None) -> str:
@@ -152,15 +154,20 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
     width = len(str(total or step))
     idle = _part(metrics, "tlt/idle_s", "idle {:.1f} s")
     saved_s = counted_savings(metrics)
+    if idle:
+        idle += _part(metrics, "tlt/trained_s", ", of which {:.1f} s trained the drafter")
+    saved = ""
+    if saved_s is not None:
+        saved = f"saved {saved_s:.1f} s" if saved_s >= 0 else f"lost {-saved_s:.1f} s"
     parts = [
         f"step {step:>{width}}" + (f"/{total}" if total else ""),
         _part(metrics, "critic/score/mean", "reward {:.2f}"),
         _part(metrics, "timing_s/gen", "rollout {:.1f} s"),
         _part(metrics, "tlt/accept_length", "accept {:.2f}"),
         _draft_lengths(metrics),
-        idle + (idle and _part(metrics, "tlt/trained_s", ", of which {:.1f} s trained the drafter")),
+        idle,
         _part(metrics, "tlt/drafter_version", "drafter v{:.0f}"),
-        "" if saved_s is None else f"{'saved' if saved_s >= 0 else 'lost'} {abs(saved_s):.1f} s",
+        saved,
     ]
     return " | ".join(part for part in parts if part)
 
@@ -172,11 +179,12 @@ def _part(metrics: Mapping[str, float], name: str, form: str) -> str:
 
 def _draft_lengths(metrics: Mapping[str, float]) -> str:
     """Mean K of the engine steps that drafted, and the share of those that did not."""
-    mean, off = metrics.get("tlt/draft_length_mean"), metrics.get("tlt/drafter_off_frac")
+    mean = metrics.get("tlt/draft_length_mean")
+    off = metrics.get("tlt/drafter_off_frac")
     if mean is None or off is None:
         return ""
-    off += metrics["tlt/draft_length_frac_0"]
-    if off > 0.995:
+    without_drafts = off + metrics["tlt/draft_length_frac_0"]
+    if without_drafts > 0.995:  # "100%" as it is printed
         return "no drafts"
-    text = f"K {mean / (1.0 - off):.1f}"
-    return f"{text} ({off:.0%} without)" if off >= 0.005 else text
+    text = f"K {mean / (1.0 - without_drafts):.1f}"
+    return f"{text} ({without_drafts:.0%} without)" if without_drafts >= 0.005 else text
