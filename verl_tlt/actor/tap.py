@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,13 +47,14 @@ class HiddenStateTap:
     """Hooks on an engine's layers, which record while armed, in evaluation forwards only; `dtype` has 16 bits."""
 
     def __init__(self, adapter: EngineAdapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
-        self.adapter, self.dtype = adapter, dtype
+        self.adapter = adapter
+        self.dtype = dtype
         # The final norm's input is pre-norm; what Hugging Face returns as last is not.
         self.wanted = (*sorted(aux_layers), adapter.layers)
-        self.chosen: dict[int, tuple[int, int]] = {}
+        self.chosen: dict[int, tuple[int, int]] = {}  # row → window (start, stop) to record
         self.taken: list[HiddenStateShard] = []
-        self.seconds = 0.0
-        self.errors = 0
+        self.seconds = 0.0  # that the tap's own work took since `arm`
+        self.errors = 0  # micro-batches that could not be captured
         self.counts_tokens = 0
         """The policy's vocabulary where the responses of the next batch are counted by token; else 0."""
         self.token_counts: np.ndarray | None = None
@@ -64,22 +66,29 @@ class HiddenStateTap:
 
     def arm(self, windows: Mapping[int, tuple[int, int]]) -> None:
         """Record the window (start, stop) of rows of the coming batch."""
-        self.chosen, self.taken, self.seconds = dict(windows), [], 0.0
+        self.chosen = dict(windows)
+        self.taken = []
+        self.seconds = 0.0
 
     def count(self, batch: TensorDict) -> None:
-        """Count the tokens of a batch's responses, once where that was asked for (`CapturedStates.token_counts`)."""
-        if self.counts_tokens:
-            ids, last = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
-            tokens = torch.cat([ids[end - n : end] for end, n in zip(last, response_lengths(batch), strict=True)])
-            if (sampled := _sampled(batch)) is not None:
-                tokens = tokens[sampled.values().bool()]
-            self.token_counts = torch.bincount(tokens.long(), minlength=self.counts_tokens).cpu().numpy()
-            self.counts_tokens = 0
+        """Count the tokens of a batch's responses, if that was asked for; once (`CapturedStates.token_counts`)."""
+        if not self.counts_tokens:
+            return
+        ids = batch["input_ids"].values()
+        ends = batch["input_ids"].offsets()[1:].tolist()
+        lengths = response_lengths(batch)
+        responses = torch.cat([ids[end - length : end] for end, length in zip(ends, lengths, strict=True)])
+        sampled = _sampled(batch)
+        if sampled is not None:
+            responses = responses[sampled.values().bool()]
+        self.token_counts = torch.bincount(responses.long(), minlength=self.counts_tokens).cpu().numpy()
+        self.counts_tokens = 0
 
     def take(self) -> list[HiddenStateShard]:
         """What was recorded of the chosen rows on this rank, in row order; disarms."""
         taken = sorted(self.taken, key=lambda shard: shard.row)
-        self.chosen, self.taken = {}, []
+        self.chosen = {}
+        self.taken = []
         return taken
 
     def _hook(self, index: int) -> Callable[..., None]:
@@ -91,7 +100,9 @@ class HiddenStateTap:
         return keep
 
     def _around(self, micro_batch: TensorDict, forward_only: bool, forward: Callable[[], object]) -> object:
-        rows = micro_batch[ROW].tolist() if forward_only and self.chosen and ROW in micro_batch else []
+        if not (forward_only and self.chosen and ROW in micro_batch):
+            return forward()
+        rows = micro_batch[ROW].tolist()
         if not any(row in self.chosen for row in rows):
             return forward()
         with self.contained():
@@ -99,7 +110,8 @@ class HiddenStateTap:
         try:
             output = forward()
         finally:
-            recorded, self._open = self._open, None
+            recorded = self._open
+            self._open = None
         if recorded is not None:
             recorded.wait()
             with self.contained():
@@ -125,23 +137,27 @@ class _MicroBatch:
     """The chosen tokens of one micro-batch, layer after layer: a layer's other tokens are free once it has run."""
 
     def __init__(self, tap: HiddenStateTap, micro_batch: TensorDict, rows: Sequence[int]) -> None:
-        self._adapter, self._dtype, self._batch = tap.adapter, tap.dtype, micro_batch
+        self._adapter = tap.adapter
+        self._dtype = tap.dtype
+        self._batch = micro_batch
         ids = micro_batch["input_ids"]  # jagged [B, L_b]: prompt and response without padding
         self._offsets = ids.offsets().tolist()
         self._lengths = [b - a for a, b in itertools.pairwise(self._offsets)]
-        self._windows = {i: (row, *tap.chosen[row]) for i, row in enumerate(rows) if row in tap.chosen}
-        self._spans: dict[int, list[TokenSpan]] = {}
-        self._slices: dict[int, dict[int, torch.Tensor]] = {}  # by layer, then by place in the batch: [n, H]
+        self._rows = {i: row for i, row in enumerate(rows) if row in tap.chosen}  # place in this micro-batch → row
+        self._windows = {i: tap.chosen[row] for i, row in self._rows.items()}  # place → (start, stop)
+        self._spans: dict[int, list[TokenSpan]] = {}  # place → the parts of its window on this rank
+        self._slices: dict[int, dict[int, torch.Tensor]] = {}  # layer → place → states [n, H]
 
     def slice(self, layer: int, state: torch.Tensor) -> None:
         """Copy the chosen tokens out of a layer's input, in 16 bits, where it is."""
         located = self._adapter.locate(state.detach(), self._lengths)
         slices = self._slices[layer] = {}
-        for i, (_row, start, stop) in self._windows.items():
+        for i, (start, stop) in self._windows.items():
             axis, spans = located[i]
-            if spans := window(spans, start, stop):
-                self._spans[i] = spans  # the same under every layer
-                slices[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in spans])
+            chosen = window(spans, start, stop)
+            if chosen:
+                self._spans[i] = chosen  # the same under every layer
+                slices[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in chosen])
 
     def wait(self) -> None:
         """Wait until a GPU has computed the states: the time of their copy is then not that of the forward."""
@@ -150,44 +166,51 @@ class _MicroBatch:
 
     def shards(self, wanted: tuple[int, ...]) -> list[HiddenStateShard]:
         """The chosen tokens of each sequence, copied to the host."""
-        ids, responses = self._batch["input_ids"].values(), response_lengths(self._batch)
+        ids = self._batch["input_ids"].values()
+        responses = response_lengths(self._batch)
         foreign = foreign_stretches(self._batch)
         layers = tuple(sorted(self._slices))
         shards = []
         for i, spans in self._spans.items():
-            row, start, stop = self._windows[i]
+            start, stop = self._windows[i]
             begin = self._offsets[i]  # of this sequence in the jagged values
             prompt_len = self._lengths[i] - responses[i]
-            states = [self._slices[layer].pop(i) for layer in layers]
-            kept = torch.empty((len(layers), *states[0].shape), dtype=self._dtype)
-            for layer, state in zip(kept, states, strict=True):
-                layer.copy_(state)
+            prompt = ids[begin : begin + prompt_len].tolist()
             shards.append(
                 HiddenStateShard(
-                    row=row,
+                    row=self._rows[i],
                     tokens=ids[begin + start : begin + stop].to("cpu", torch.int64, copy=True).numpy(),
                     prompt_len=max(0, prompt_len - start),
-                    prompt=digest_of(ids[begin : begin + prompt_len].tolist(), images_of(self._batch, i, foreign[i])),
+                    prompt=digest_of(prompt, images_of(self._batch, i, foreign[i])),
                     start=start,
                     stretches=tuple((s.start - start, s.stop - start) for s in spans),
                     wanted=wanted,
                     layers=layers,
-                    states=to_numpy16(kept),
+                    states=to_numpy16(self._on_host(i, layers)),
                     foreign=within([(prompt_len + a, prompt_len + b) for a, b in foreign[i]], start, stop),
                 )
             )
         return shards
 
+    def _on_host(self, i: int, layers: Sequence[int]) -> torch.Tensor:
+        """Move the states of one sequence to the host: [layers, n, H]. Its place on the device is free afterwards."""
+        states = [self._slices[layer].pop(i) for layer in layers]
+        host = torch.empty((len(layers), *states[0].shape), dtype=self._dtype)
+        for target, state in zip(host, states, strict=True):
+            target.copy_(state)
+        return host
+
 
 def images_of(micro_batch: TensorDict, row: int, foreign: Sequence[tuple[int, int]] = ()) -> list[torch.Tensor]:
-    """The tensors of the images in a row's prompt, as verl hands them to the policy; none for a prompt of text.
+    """The tensors of the images in a row's prompt, as verl hands them to the policy; empty for a prompt of text.
 
-    None either where tools answered (`foreign`): verl has their images beside the prompt's.
+    It is also empty where tools answered (`foreign`): verl does not tell their images from the prompt's.
     """
     rows = micro_batch.get("multi_modal_inputs", None)
-    inputs = None if rows is None or foreign else rows[row]
-    inputs = getattr(inputs, "data", inputs)  # tensordict's wrapper
-    return [value for _, value in sorted((inputs or {}).items()) if isinstance(value, torch.Tensor)]
+    if rows is None or foreign:
+        return []
+    inputs = getattr(rows[row], "data", rows[row]) or {}  # out of tensordict's wrapper
+    return [value for _, value in sorted(inputs.items()) if isinstance(value, torch.Tensor)]
 
 
 def response_lengths(micro_batch: TensorDict) -> list[int]:
@@ -207,13 +230,15 @@ def _sampled(micro_batch: TensorDict) -> Any:
 
 def foreign_stretches(micro_batch: TensorDict) -> list[list[tuple[int, int]]]:
     """By sequence the tokens [begin, end) of its response that the policy did not sample: tools' answers, as a rule."""
-    if (sampled := _sampled(micro_batch)) is None:
+    sampled = _sampled(micro_batch)
+    if sampled is None:
         return [[] for _ in range(len(micro_batch))]
-    mask, offsets = sampled.values().bool().cpu().numpy(), sampled.offsets().tolist()
+    mask = sampled.values().bool().cpu().numpy()
+    offsets = sampled.offsets().tolist()
     found = []
     for begin, end in itertools.pairwise(offsets):
         around = np.concatenate([[True], mask[begin:end], [True]])
-        edges = np.flatnonzero(around[1:] != around[:-1]).tolist()
+        edges = np.flatnonzero(around[1:] != around[:-1]).tolist()  # begin, end, begin, end, ...
         found.append(list(zip(edges[::2], edges[1::2], strict=True)))
     return found
 
@@ -223,7 +248,7 @@ def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Rando
 
     The expected captured tokens of a sequence are proportional to its length, up to all of it. Where the draw exceeds
     the budget, sequences picked at random are dropped. Returns indices into `lengths` (tokens of prompt and response),
-    ascending; their costs min(length, window) sum to at most `budget_tokens`. `window`: no more than that.
+    ascending; their costs min(length, window) sum to at most `budget_tokens`, and `window` is at most that.
     """
     if not lengths or budget_tokens <= 0:
         return []
@@ -244,17 +269,22 @@ def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Rando
 
 
 def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
-    """Chances [N], at most 1, proportional to `size`, which falls: their expected cost is the budget, or all fits."""
+    """Chances [N] to be drawn, min(1, factor * size), whose expected cost is `budget`; all 1 if everything fits.
+
+    `size`, [N], is descending, so the sequences whose chance is 1 come first.
+    """
     if cost.sum() <= budget:
         return np.ones_like(cost)
-    before = np.cumsum(cost) - cost
-    factor = (budget - before) / np.cumsum((size * cost)[::-1])[::-1]  # [N]: if those before are certain
-    return np.minimum(1.0, factor[np.argmax(factor * size <= 1)] * size)
+    cost_before = np.cumsum(cost) - cost
+    weight_from_here = np.cumsum((size * cost)[::-1])[::-1]
+    factor = (budget - cost_before) / weight_from_here  # [N]: factor[i] holds if exactly the first i have chance 1
+    first_below_one = np.argmax(factor * size <= 1)
+    return np.minimum(1.0, factor[first_below_one] * size)
 
 
 def capture_turns(tokens: int, ranks: int, window: int) -> int:
-    """In how many batches a rank captures once, if `ranks` share `tokens` of each batch: its share then is a window."""
-    return max(1, -(-min(window, tokens) * ranks // max(1, tokens)))
+    """In how many batches a rank captures once: so many that its share of them, tokens / ranks of each, is a window."""
+    return max(1, math.ceil(min(window, tokens) * ranks / max(1, tokens)))
 
 
 def turn_budget(budget: int, turns: int, batch: int, rank: int) -> int:
@@ -306,7 +336,9 @@ class VerifierCapture:
         tied: bool = False,
         norm_offset: float = 0.0,
     ) -> None:
-        self._dtype, self._put, self._norm_offset = dtype, put, norm_offset
+        self._dtype = dtype
+        self._put = put
+        self._norm_offset = norm_offset
         self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
         self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
         self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
@@ -314,7 +346,8 @@ class VerifierCapture:
         self._failed = False  # copying from the present sync
         self._putting: Future[ObjectRef] | None = None
         self._thread = ThreadPoolExecutor(1, "tlt-verifier")
-        self._seconds, self._errors = 0.0, 0
+        self._seconds = 0.0
+        self._errors = 0
 
     def tee(self, params: Params) -> Params:
         """Hand `params` on as they are; what the drafter shares is copied on the way."""
@@ -322,14 +355,16 @@ class VerifierCapture:
             part = policy_part(name)
             if part is not None and part in self._wanted and not self._failed:
                 with self._contained():
-                    self._keep(part, tensor.float() + self._norm_offset if part == "norm" else tensor)
+                    shared = tensor.float() + self._norm_offset if part == "norm" else tensor
+                    self._keep(part, shared)
             yield name, tensor
 
     def finish(self) -> None:
         """Put what arrived into the object store, in the background; nothing where the sync brought none of it."""
         with self._contained():
             if self._arrived and not self._failed:
-                if missing := [part for part in self._wanted if part not in self._arrived]:
+                missing = [part for part in self._wanted if part not in self._arrived]
+                if missing:
                     raise RuntimeError(f"{' and '.join(missing)} did not arrive with the weight sync")
                 arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
                 arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
@@ -340,7 +375,8 @@ class VerifierCapture:
     def take(self) -> Captured:
         """What was copied since the last call."""
         reference: ObjectRef | None = None
-        putting, self._putting = self._putting, None
+        putting = self._putting
+        self._putting = None
         with self._contained():
             reference = putting.result(PUT_S) if putting else None
         captured = Captured(reference, self._seconds, self._errors)
