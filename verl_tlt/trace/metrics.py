@@ -158,7 +158,8 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None = None)
         idle += _part(metrics, "tlt/trained_s", ", of which {:.1f} s trained the drafter")
     saved = ""
     if saved_s is not None:
-        saved = f"saved {saved_s:.1f} s" if saved_s >= 0 else f"lost {-saved_s:.1f} s"
+        verb = "saved" if saved_s >= 0 else "lost"
+        saved = f"{verb} {abs(saved_s):.1f} s"
     parts = [
         f"step {step:>{width}}" + (f"/{total}" if total else ""),
         _part(metrics, "critic/score/mean", "reward {:.2f}"),
