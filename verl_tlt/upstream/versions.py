@@ -62,10 +62,12 @@ def look_first_in(folders: Iterable[str]) -> None:
 
 
 def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """What an import of a top-level package would find; None: nothing."""
     try:
-        spec = importlib.machinery.PathFinder.find_spec(name, _first) if _first and name not in sys.modules else None
-        if spec is not None and spec.origin is not None:  # or else a folder of that name that is no package
-            return spec
+        if _first and name not in sys.modules:
+            spec = importlib.machinery.PathFinder.find_spec(name, _first)
+            if spec is not None and spec.origin is not None:  # without an origin it is a folder that is no package
+                return spec
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
@@ -74,7 +76,9 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
 def location(name: str) -> Path | None:
     """The directory of an importable top-level package; None where it is not there."""
     spec = _spec(name)
-    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def installed(name: str) -> str | None:
@@ -82,11 +86,15 @@ def installed(name: str) -> str | None:
 
     Metadata alone does not count: a distribution called `vllm` without modules cannot serve.
     """
-    module, spec, folder = sys.modules.get(name), _spec(name), location(name)
-    if module is None and (spec is None or spec.origin is None):  # or a folder of that name that is no package
+    module = sys.modules.get(name)
+    spec = _spec(name)
+    if module is None and (spec is None or spec.origin is None):  # without an origin it is a folder, no package
         return None
-    if folder is not None and (own := folder / "version" / "version").is_file():  # verl's, also in a clone
-        return own.read_text().strip()
+    folder = location(name)
+    if folder is not None:
+        version_file = folder / "version" / "version"  # verl has it, also in a clone
+        if version_file.is_file():
+            return version_file.read_text().strip()
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
