@@ -10,7 +10,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -48,13 +47,15 @@ def replacing(path: Path, mode: int = 0o664) -> Iterator[BinaryIO]:
 def replacing_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `target` when the block ends, and is removed when it raises.
 
-    It lies beside `target`: a process killed inside the block leaves a `.NAME.new-*` that nothing reads; one killed
-    between the two renames leaves the old folder as `.NAME.old-*`. A mount that cannot rename folders gets the files
-    one by one. A link's target is replaced. A `TLTError` names the folder that could not be written.
+    It lies beside `target`. A process that is killed inside the block leaves a `.NAME.new-*`, which nothing reads; one
+    that is killed between the two renames leaves the old folder as `.NAME.old-*`. On a mount that cannot rename folders
+    the files are copied one by one. Of a link the folder that it leads to is replaced. A `TLTError` names the folder
+    that could not be written.
     """
     target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
     unique = secrets.token_hex(4)
-    draft, old = target.parent / f".{target.name}.new-{unique}", target.parent / f".{target.name}.old-{unique}"
+    draft = target.parent / f".{target.name}.new-{unique}"
+    old = target.parent / f".{target.name}.old-{unique}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
@@ -90,7 +91,7 @@ def _copy_files(draft: Path, target: Path) -> None:
 
 
 def remove_model(folder: Path) -> None:
-    """Remove a model's folder, `config.json` first: a kill meanwhile leaves no half of a model that could be loaded."""
+    """Remove a model's folder, `config.json` first, so that a kill meanwhile leaves nothing that could be loaded."""
     with suppress(OSError):
         (folder / CONFIG).unlink(missing_ok=True)
         shutil.rmtree(folder)
@@ -152,20 +153,35 @@ def private_dir(name: str) -> Path:
     place = Path(tempfile.gettempdir(), f"verl-tlt-{os.getuid()}")
     try:
         place.mkdir(mode=0o700, exist_ok=True)
-        path, lock = next(
-            (place / f"{name}-{n}", lock) for n in count() if (lock := _locked(place / f"{name}-{n}.lock"))
-        )
+        path, lock = _first_free(place, name)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(mode=0o700, exist_ok=True)
         _HELD.append(lock)
-        for other in place.glob("*.lock"):
-            left = other.with_suffix("")
-            if left.exists() and (free := _locked(other)):
-                shutil.rmtree(left, ignore_errors=True)
-                free.close()
+        _remove_abandoned(place)
     except OSError:
         return Path(tempfile.mkdtemp(prefix="verl-tlt-"))
     return path
+
+
+def _first_free(place: Path, name: str) -> tuple[Path, IO[str]]:
+    """The first of `name-0`, `name-1`, ... in `place` that no living process has, and its lock, which we now have."""
+    number = 0
+    while True:
+        lock = _locked(place / f"{name}-{number}.lock")
+        if lock is not None:
+            return place / f"{name}-{number}", lock
+        number += 1
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the private directories in `place` of processes that ended."""
+    for lock in place.glob("*.lock"):
+        directory = lock.with_suffix("")
+        if directory.exists():
+            free = _locked(lock)
+            if free is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+                free.close()
 
 
 def _locked(path: Path) -> IO[str] | None:
@@ -173,18 +189,20 @@ def _locked(path: Path) -> IO[str] | None:
     file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.seek(0)
-        written, ours = file.read().split(), _names_of_this_machine()
-        if not written or {*written} & {*ours}:  # machines may share the folder, and not its locks
-            if written != ours:
-                file.truncate(0)
-                file.write("\n".join(ours))
-                file.flush()
-            return file
     except BlockingIOError:
-        pass
-    file.close()
-    return None
+        file.close()
+        return None
+    file.seek(0)
+    written = file.read().split()
+    ours = _names_of_this_machine()
+    if written and not set(written) & set(ours):  # machines may share the folder, and not its locks
+        file.close()
+        return None
+    if written != ours:
+        file.truncate(0)
+        file.write("\n".join(ours))
+        file.flush()
+    return file
 
 
 def _names_of_this_machine() -> list[str]:
