@@ -35,7 +35,7 @@ class Buffer:
     def __init__(self, *, max_bytes: int, held_out: float) -> None:
         self._max_bytes, self._held_out = max_bytes, held_out
         self._items: list[_Item] = []  # oldest first
-        self._trained: int | None = None  # the first prompt, which is trained on: there may be no other
+        self._first_prompt: int | None = None  # it is always trained on: there may be no other
         self._nbytes = 0
         self.train_tokens = 0
         """Tokens that are trained on; others are held out."""
@@ -53,16 +53,25 @@ class Buffer:
         if sequence.nbytes > self._max_bytes:
             return
         prompt = digest_of(sequence.tokens.tolist()) if sequence.prompt is None else sequence.prompt
-        self._trained = prompt if self._trained is None else self._trained
-        held_out = prompt != self._trained and mark_of(prompt) < self._held_out
+        if self._first_prompt is None:
+            self._first_prompt = prompt
+        held_out = prompt != self._first_prompt and mark_of(prompt) < self._held_out
         self._items.append(_Item(step, prompt, held_out, sequence))
-        self._count(self._items[-1], 1)
+        self._nbytes += sequence.nbytes
+        if not held_out:
+            self.train_tokens += len(sequence)
         while self._nbytes > self._max_bytes or self._items[0].step <= step - KEPT_STEPS:
-            self._count(self._items.pop(0), -1)
+            self._drop_oldest()
         self._queue = []  # a new pass begins
 
+    def _drop_oldest(self) -> None:
+        item = self._items.pop(0)
+        self._nbytes -= item.sequence.nbytes
+        if not item.held_out:
+            self.train_tokens -= len(item.sequence)
+
     def held_out(self, max_tokens: int, fewest: int) -> list[TrainingSequence]:
-        """The gate's sequences, newest first, up to `max_tokens`, and older ones up to `fewest` prompts."""
+        """The gate's sequences, newest first: up to `max_tokens`, then one of each other prompt up to `fewest`."""
         chosen: list[TrainingSequence] = []
         prompts: set[int] = set()
         total = 0
@@ -79,8 +88,10 @@ class Buffer:
         return self.train_tokens >= max(1, min_tokens)
 
     def begin_session(self, max_epochs: float) -> None:
-        """Begin a new pass; `exhausted` after `max_epochs` of them, lest a small buffer is learned by heart."""
-        self.epochs, self._max_epochs, self._queue = 0.0, max_epochs, []
+        """Begin a new pass; `exhausted` after `max_epochs` passes, so that a small buffer is not learned by heart."""
+        self.epochs = 0.0
+        self._max_epochs = max_epochs
+        self._queue = []
 
     def exhausted(self) -> bool:
         """Whether the session's passes are used up, or there is nothing to train on."""
@@ -93,18 +104,19 @@ class Buffer:
         in random order, so that a session that stops early has drawn each sequence in proportion to its length.
         """
         if not self._queue:
-            trained = (i.sequence for i in self._items if not i.held_out)
-            pieces = [piece for sequence in trained for piece in windows(sequence, budget) if piece.loss_rows()]
-            rng.shuffle(pieces)
-            self._queue = list(grouped(pieces, lambda piece: piece.rows, budget, open_groups=OPEN_BATCHES))
-            rng.shuffle(self._queue)
-            self._pass_rows = sum(piece.rows for piece in pieces)
+            self._begin_pass(rng, budget)
         if not self._queue:
             return []
         batch = self._queue.pop()
         self.epochs += sum(piece.rows for piece in batch) / self._pass_rows
         return batch
 
-    def _count(self, item: _Item, sign: int) -> None:
-        self._nbytes += sign * item.sequence.nbytes
-        self.train_tokens += sign * len(item.sequence) * (not item.held_out)
+    def _begin_pass(self, rng: random.Random, budget: int) -> None:
+        pieces: list[TrainingSequence] = []
+        for item in self._items:
+            if not item.held_out:
+                pieces += [piece for piece in windows(item.sequence, budget) if piece.loss_rows()]
+        rng.shuffle(pieces)
+        self._queue = list(grouped(pieces, lambda piece: piece.rows, budget, open_groups=OPEN_BATCHES))
+        rng.shuffle(self._queue)
+        self._pass_rows = sum(piece.rows for piece in pieces)
