@@ -67,10 +67,10 @@ class HeldOutScores:
 def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
     """Judge the candidate; the same scores and `seed` of the resampling give the same verdict.
 
-    * revert to the better of served and initial drafter where the candidate is surely worse by more than `WORSE`;
-    * publish where it is surely not worse than the served drafter by `MARGIN`, and not seen to be worse than the
-      initial one by as much;
-    * keep what is served otherwise, and train the candidate on.
+    * revert to the better of served and initial drafter if the candidate is surely worse than that by `WORSE`;
+    * publish if it is surely less than `MARGIN` worse than the served drafter, and its measured accept length is less
+      than `MARGIN` below the initial drafter's;
+    * otherwise keep what is served, and train the candidate on.
     """
     tau: dict[str, float] = {which: scores.accept_length(which) for which in WHICH}
     best: Which = "initial" if tau["initial"] > tau["served"] else "served"
@@ -121,10 +121,13 @@ def relative_interval(scores: HeldOutScores, against: Which, *, error: float, se
     np.add.at(sums, prompt_of, np.stack(columns, axis=1))
 
     def relative(sums: np.ndarray) -> np.ndarray:
-        return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]) - 1.0
+        tokens, drafts, other_tokens, other_drafts, _positions = sums.T
+        return (tokens / drafts) / (other_tokens / other_drafts) - 1.0
 
-    weights = sums[:, 4]  # a few prompts can hold most positions
-    return interval(sums, relative, error, seed, count=float(weights.sum() ** 2 / np.square(weights).sum()))
+    # A few prompts can hold most positions: as many prompts of equal size would say as much as all of these.
+    positions = sums[:, 4]
+    effective_prompts = float(positions.sum() ** 2 / np.square(positions).sum())
+    return interval(sums, relative, error, seed, count=effective_prompts)
 
 
 def combined(parts: Sequence[HeldOutScores]) -> HeldOutScores:
