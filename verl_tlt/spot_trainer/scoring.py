@@ -66,12 +66,13 @@ class Scoring:
         lm_head: torch.Tensor | None,
         should_stop: Callable[[], bool],
     ) -> HeldOutScores | None:
+        """Scores of all three drafters on a group of sequences; None where `should_stop` ended it."""
         counts: dict[Which, np.ndarray] = {}
         positions = np.zeros(0, np.int64)
         for which, parameters in self.versions.items():
-            same = next((other for other in counts if self.versions[other] is parameters), None)
-            if same is not None:  # until something is published, the served drafter is the initial one
-                counts[which] = counts[same]
+            same = [other for other in counts if self.versions[other] is parameters]
+            if same:  # until something is published, the served drafter is the initial one
+                counts[which] = counts[same[0]]
                 continue
             scores: list[SequenceScore] = []
             with trainer.holding(parameters):
