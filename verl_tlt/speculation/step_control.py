@@ -37,12 +37,18 @@ class Limits(NamedTuple):
     rows: int = 0  # most tokens that a step of a larger batch may verify; 0: no limit
 
     def fitting(self, wanted: int, batch: int) -> int:
-        """`wanted`, or the longest K below it whose step has a graph, or few enough rows where the batch has none."""
+        """`wanted`, or the longest K below it whose step is small enough.
+
+        A step is small enough if it has a CUDA graph, or, where the batch is too large for any graph, by `rows`.
+        """
         wanted = max(0, min(wanted, self.lengths[-1]))
-        if not (tokens := self.token_limit if batch <= self.token_limit else self.rows):
+        tokens = self.token_limit if batch <= self.token_limit else self.rows
+        if tokens == 0:
             return wanted
-        most = tokens // max(batch, 1) - 1
-        return wanted if wanted <= most else max((k for k in self.lengths if k <= most), default=0)
+        longest = tokens // max(batch, 1) - 1  # each request's step has 1 + K tokens
+        if wanted <= longest:
+            return wanted
+        return max((k for k in self.lengths if k <= longest), default=0)
 
 
 def context_limit(positions: int, longest_draft: int, behind: int) -> int:
@@ -79,8 +85,9 @@ class StepTrace:
             self.flush()
 
     def flush(self, wait_s: float = 0.0) -> None:
-        """Have the thread write what is queued, and wait for it no longer than this."""
-        lines, self._lines = self._lines, []
+        """Have the thread write what is queued, and wait up to `wait_s` until it has."""
+        lines = self._lines
+        self._lines = []
         try:
             if lines:
                 self._unwritten.put_nowait(lines)
