@@ -13,10 +13,11 @@ from verl_tlt.speculation.types import OFF, Step
 
 LATENCY_SAMPLES = 64
 """Latest clean steps kept per draft length and batch, for their median."""
-UNDRAFTED, FEWEST_UNDRAFTED = 16, 4
-"""Latest clean steps without drafts that are kept per octave of the batch, also from earlier rollouts, and the fewest
-of them that give a pace. Steps with drafts give none where there are so many: drafts that cost more than calibrated
-would look like a slower machine."""
+KEPT_UNDRAFTED = 16
+"""Latest clean steps without drafts that are kept per octave of the batch, also from earlier rollouts."""
+FEWEST_UNDRAFTED = 4
+"""Fewest steps without drafts that give a pace. With so many, steps with drafts give none: drafts that cost more than
+calibrated would look like a slower machine."""
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self._costs = LatencyTable()
-        self._undrafted: dict[int, deque[Undrafted]] = defaultdict(lambda: deque(maxlen=UNDRAFTED))  # by octave
+        self._undrafted: dict[int, deque[Undrafted]] = defaultdict(lambda: deque(maxlen=KEPT_UNDRAFTED))  # by octave
         self._begin()
 
     def calibrated(self, costs: LatencyTable) -> None:
@@ -125,16 +126,18 @@ class StepSums:
         for i, count in enumerate(step.num_accepted_tokens_per_pos):
             self._offered[i] += step.num_drafts
             self._accepted[i] += count
-        key = (OFF if step.drafted == OFF else step.verified, step.batch)
-        self._steps_by_draft_length[key[0]] += 1
+        draft_length = OFF if step.drafted == OFF else step.verified
+        key = (draft_length, step.batch)
+        self._steps_by_draft_length[draft_length] += 1
         if step.clean:
             self._step_times[key].append(step.latency_s)
-            if key[0] <= 0 and step.batch:
-                of_octave = self._undrafted[step.batch.bit_length()]
-                of_octave.append(Undrafted(*key, step.kv_tokens / step.batch, step.latency_s))
+            if draft_length <= 0 and step.batch:
+                context = step.kv_tokens / step.batch
+                octave = step.batch.bit_length()
+                self._undrafted[octave].append(Undrafted(draft_length, step.batch, context, step.latency_s))
         if step.decode_only and step.batch:
             if key not in self._decoded:
-                self._decoded[key] = Decoded(*key)
+                self._decoded[key] = Decoded(draft_length, step.batch)
             self._decoded[key].add(step)
 
     def stats(self, reset: bool = False) -> EngineStats:
@@ -143,14 +146,14 @@ class StepSums:
         tokens_by_batch: Counter[int] = Counter()
         for cell in decoded:
             tokens_by_batch[cell.batch] += cell.tokens
-        steps = sum(cell.steps * cell.batch for cell in decoded)
+        contexts = sum(cell.steps * cell.batch for cell in decoded)  # one per request and step
         stats = replace(
             self._sums,
             num_draft_tokens_per_pos=tuple(self._offered.values()),
             num_accepted_tokens_per_pos=tuple(self._accepted.values()),
             steps_by_draft_length=dict(sorted(self._steps_by_draft_length.items())),
             tokens_by_batch=dict(sorted(tokens_by_batch.items())),
-            mean_context=sum(cell.kv_tokens for cell in decoded) / steps if steps else 0.0,
+            mean_context=sum(cell.kv_tokens for cell in decoded) / contexts if contexts else 0.0,
             decode_s=sum(cell.seconds for cell in decoded),
             undrafted_s=undrafted_s(decoded, self._costs, chain(*self._undrafted.values())),
             step_times=tuple(StepTime(k, b, statistics.median(v)) for (k, b), v in sorted(self._step_times.items())),
