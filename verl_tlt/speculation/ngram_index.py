@@ -20,8 +20,10 @@ LONGEST = 16
 """Tokens of the longest match."""
 CANDIDATES = 8
 """Earlier places of an n-gram looked at, latest first."""
-TOKEN_BYTES, NGRAM_BYTES = 12, 150
-"""Memory of a stored token, and of an n-gram that is new in its rollout (dict entry and two integers)."""
+TOKEN_BYTES = 12
+"""Memory of a stored token."""
+NGRAM_BYTES = 150
+"""Memory of an n-gram that is new in its rollout: a dict entry and two integers."""
 _SPAN = 1 << 24
 """Positions per response; a place is response * _SPAN + position."""
 _HALVE_AT = 512.0
@@ -35,6 +37,14 @@ class NgramDraft(NamedTuple):
 
     tokens: list[int]
     matched: int  # SHORTEST..LONGEST
+
+
+class _Match(NamedTuple):
+    """An earlier place whose tokens are those at the end of a context."""
+
+    length: int  # tokens that are the same
+    tokens: array[int]  # the response that has them
+    after: int  # position of the token behind them
 
 
 class Trust:
@@ -76,24 +86,28 @@ class _PromptRollout:
         return response
 
     def extend(self, response: int, new: Iterable[int]) -> None:
-        tokens, links, latest = self.tokens[response], self.links[response], self.latest
-        grams, base = len(latest), response * _SPAN
-        before = len(tokens)
+        tokens = self.tokens[response]
+        links = self.links[response]
+        latest = self.latest
+        tokens_before = len(tokens)
+        ngrams_before = len(latest)
+        base = response * _SPAN
         tokens.extend(new)
-        for end in range(before, len(tokens)):
+        for end in range(tokens_before, len(tokens)):
             if end < SHORTEST - 1:
                 links.append(-1)
                 continue
             gram = _gram(tokens, end)
             links.append(latest.get(gram, -1))
             latest[gram] = base + end
-        self.bytes += (len(tokens) - before) * TOKEN_BYTES + (len(latest) - grams) * NGRAM_BYTES
+        self.bytes += (len(tokens) - tokens_before) * TOKEN_BYTES
+        self.bytes += (len(latest) - ngrams_before) * NGRAM_BYTES
 
-    def longest_match(self, context: array[int]) -> tuple[int, array[int], int]:
-        """(matched tokens, response, position after the match) of the longest match; 0 matched tokens: none."""
-        best, source, after = 0, context, 0
+    def longest_match(self, context: array[int]) -> _Match | None:
+        """The longest match of the end of `context`, of equally long ones the latest; None: there is none."""
         if len(context) < SHORTEST:
-            return best, source, after
+            return None
+        best: _Match | None = None
         place = self.latest.get(_gram(context, len(context) - 1), -1)
         for _ in range(CANDIDATES):
             if place < 0:
@@ -102,10 +116,10 @@ class _PromptRollout:
             tokens = self.tokens[response]
             if end + 1 < len(tokens):  # nothing follows the context's own last token: it does not match itself there
                 length = _common_end(context, tokens, end)
-                if length > best:
-                    best, source, after = length, tokens, end + 1
+                if best is None or length > best.length:
+                    best = _Match(length, tokens, end + 1)
             place = self.links[response][end]
-        return best, source, after
+        return best
 
 
 @dataclass
@@ -113,7 +127,7 @@ class _PromptHistory:
     """The latest two rollouts of one prompt, the latest last."""
 
     rollouts: list[_PromptRollout] = field(default_factory=list)
-    epoch: int = -1  # `NgramIndex._policies` when the latest rollout began
+    policy: int = -1  # `NgramIndex._policy` when the latest rollout began
 
 
 class _Request(NamedTuple):
@@ -134,20 +148,21 @@ class NgramIndex:
         self.trust = Trust()
         self._histories: OrderedDict[bytes, _PromptHistory] = OrderedDict()  # least recently used first
         self._requests: dict[str, _Request] = {}
-        self._policies = 0
+        self._policy = 0  # number of the present one
 
     def begin(self, request: str, prompt: Sequence[int]) -> None:
         """A request arrives; its response is indexed with the others of its prompt."""
         key = blake2b(array("i", prompt).tobytes(), digest_size=16).digest()
         history = self._histories.setdefault(key, _PromptHistory())
         self._histories.move_to_end(key)
-        if not history.rollouts or (history.epoch != self._policies and not history.rollouts[-1].running):
+        if not history.rollouts or (history.policy != self._policy and not history.rollouts[-1].running):
             while len(history.rollouts) > 1:
                 self.bytes -= history.rollouts.pop(0).bytes
             history.rollouts.append(_PromptRollout(prompt))
-            history.epoch = self._policies
+            history.policy = self._policy
             self.bytes += history.rollouts[-1].bytes
-        rollout, before = history.rollouts[-1], history.rollouts[-1].bytes
+        rollout = history.rollouts[-1]
+        before = rollout.bytes
         response = rollout.open(prompt[-LONGEST:])
         rollout.running += 1
         self.bytes += rollout.bytes - before
@@ -177,18 +192,18 @@ class NgramIndex:
         if entry is None or length < 1:
             return None
         context = entry.rollout.tokens[entry.response]
-        best, source, after = 0, context, 0
+        best: _Match | None = None
         for rollout in reversed(entry.history.rollouts):
             match = rollout.longest_match(context)
-            if match[0] > best:
-                best, source, after = match
-        if not best or self.trust.of(best) < least:
+            if match is not None and (best is None or match.length > best.length):
+                best = match
+        if best is None or self.trust.of(best.length) < least:
             return None
-        return NgramDraft(source[after : after + length].tolist(), best)
+        return NgramDraft(best.tokens[best.after : best.after + length].tolist(), best.length)
 
     def new_policy(self) -> None:
         """The policy's weights changed: acceptance is counted anew; responses stay, for the next epoch."""
-        self._policies += 1
+        self._policy += 1
         self.trust = Trust()
 
     def _forget_oldest(self) -> None:
