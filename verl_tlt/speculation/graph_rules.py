@@ -60,16 +60,19 @@ def draft_length_table(lengths: Sequence[int], max_num_seqs: int) -> list[list[i
 
 def token_limit(vllm_config: VllmConfig) -> int:
     """Tokens in the largest captured step, from vLLM's resolved config; 0 where nothing is captured."""
-    compilation, width = vllm_config.compilation_config, 1 + vllm_config.num_speculative_tokens
+    compilation = vllm_config.compilation_config
     mode = getattr(compilation.cudagraph_mode, "name", "NONE")
     if vllm_config.model_config.enforce_eager or mode == "NONE":
         return 0
-    return int(compilation.max_cudagraph_capture_size or 0) // width * width
+    request_tokens = 1 + vllm_config.num_speculative_tokens
+    requests = int(compilation.max_cudagraph_capture_size or 0) // request_tokens
+    return requests * request_tokens
 
 
 def row_limit(on_cpu: bool, max_num_seqs: int) -> int:
     """Most tokens that a step without a graph may verify; 0: no limit.
 
-    For their logits vLLM leaves memory for two of each request (`GPUModelRunner._dummy_sampler_run`).
+    Each of them needs its logits, and vLLM leaves memory for those of two tokens of each request
+    (`GPUModelRunner._dummy_sampler_run`).
     """
     return 0 if on_cpu else max(2 * max_num_seqs, FEW_ROWS)
