@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 MOST_BATCH_TOKENS = 4096
 """Largest default micro-batch, in tokens: a longer one would delay stops and gain nothing."""
-LOGIT_BYTES, MOST_LOGIT_BYTES = 20, 6 << 30
-"""Device bytes of one logit while a session trains or scores (`drafter.session_bytes`), and of all of them."""
+LOGIT_BYTES = 20
+"""Device bytes of one logit while a session trains or scores (`drafter.session_bytes`)."""
+MOST_LOGIT_BYTES = 6 << 30
+"""Device bytes that the logits of a default micro-batch may take together."""
 TOKENS_PER_STEP = 65_536
 """Default of `tlt.buffer.tokens_per_step`. Three passes over eight steps of them take an H100 about 10 s per billion
 operations of a row (40 s for the head of an 8B policy), which is as much as the idle time of most steps."""
@@ -44,9 +46,10 @@ LEAST_BUFFER = BUFFER_MB << 20
 COLD_START_S = 30.0
 """Default of `tlt.spot.cold_start_s` on an accelerator: three passes over two steps' tokens take an H100 10 s for the
 head of an 8B policy, and 30 s for that of a 70B one, less than one RL step of a run that lasts hundreds."""
-FEW_HELD_OUT, MOST_HELD_OUT = 12, 0.25
-"""Prompts to hold out of the first two steps, and the largest share of prompts to hold out for that: with fewer than
-seven the gate judges nothing, and what is held out is not trained on."""
+HELD_OUT_PER_STEP = 6
+"""Prompts to hold out of each step, so that two steps have more than the seven that the gate needs to judge."""
+MOST_HELD_OUT = 0.25
+"""Largest default share of prompts to hold out: what is held out is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class RunFacts:
     prunes: bool  # whether verl removes the policies of old checkpoints there
     provenance: DrafterProvenance  # where this run's drafters come from; complete but for what training adds
     gpus: int  # number of the trainer's GPUs
-    keeps: int = 0  # with so many policies there verl removes the oldest before it writes the next one; 0: never
+    keeps: int = 0  # with so many policies there verl removes the oldest before it writes the next one; 0: it does not
     cold_start_s: float = 0.0
     name: str = ""
     hardware: str = ""
@@ -84,15 +87,18 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
     """Build or load the first drafter, and gather what controller and spot trainer have to know."""
     from verl.utils.fs import copy_to_local
 
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
     tlt = TLTConfig.from_dict(OmegaConf.to_container(rollout.custom.tlt, resolve=True))
     tokens = tlt.buffer.tokens_per_step or TOKENS_PER_STEP
     # verl may compute log-probabilities several times in an RL step; the actor captures its part each time.
     batches = config.trainer.v1.get(base_mode, {}).get("parameter_sync_step", 1)
-    tlt = replace(tlt, buffer=replace(tlt.buffer, tokens_per_step=max(1, tokens // batches)))
+    of_batch = replace(tlt.buffer, tokens_per_step=max(1, tokens // batches))
+    tlt = replace(tlt, buffer=of_batch)
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    resumed, dtype = _resume_dir(config.trainer), dtype_name(rollout.dtype)
+    resumed = _resume_dir(config.trainer)
+    dtype = dtype_name(rollout.dtype)
     start = first_drafter(tlt, policy_dir, dtype, context + tlt.speculation.max_draft_length, resumed)
     accelerator = config.trainer.device == "cuda"
     window = min(tlt.buffer.window, context)
@@ -119,20 +125,17 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
 
 def node_bytes() -> float:
     """Memory of the smallest node with GPUs, as far as Ray may use it; 0: unknown."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-    return min((node.get("memory", 0.0) for node in nodes if node.get("GPU")), default=0.0)
+    if not ray.is_initialized():
+        return 0.0
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return min((resources.get("memory", 0.0) for resources in alive if resources.get("GPU")), default=0.0)
 
 
 def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
-    from verl.trainer.ppo.utils import need_critic
-
-    rollout, data = config.actor_rollout_ref.rollout, config.data
+    rollout = config.actor_rollout_ref.rollout
+    data = config.data
+    trainer = config.trainer
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
-    keeps, one = (config.trainer.get(key) for key in ("max_actor_ckpt_to_keep", "remove_previous_ckpt_in_save"))
-    last = one or keeps == 1 or OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
-    critics = config.trainer.get("max_critic_ckpt_to_keep") or 0
-    if need_critic(config) and not 1 < critics <= (keeps or 0):
-        last = True  # verl may keep more critics, or write one before it removes one
     provenance = DrafterProvenance(
         policy=config.actor_rollout_ref.model.path,
         data=str(data.train_files),
@@ -142,22 +145,38 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
     return RunFacts(
         rule=rule,
         requests=data.train_batch_size * rollout.n,
-        checkpoints=Path(config.trainer.default_local_dir),
-        prunes=bool(keeps or one),
-        keeps=0 if last else keeps or 0,
-        cold_start_s=_cold_start_s(tlt, config.trainer.device == "cuda"),
+        checkpoints=Path(trainer.default_local_dir),
+        prunes=bool(trainer.get("max_actor_ckpt_to_keep") or trainer.get("remove_previous_ckpt_in_save")),
+        keeps=_kept_policies(config),
+        cold_start_s=_cold_start_s(tlt, trainer.device == "cuda"),
         provenance=provenance,
-        gpus=config.trainer.n_gpus_per_node * config.trainer.nnodes,
-        name=f"{config.trainer.project_name}/{config.trainer.experiment_name}",
-        hardware=hardware_name(cluster, config.trainer.device == "cuda"),
+        gpus=trainer.n_gpus_per_node * trainer.nnodes,
+        name=f"{trainer.project_name}/{trainer.experiment_name}",
+        hardware=hardware_name(cluster, trainer.device == "cuda"),
     )
+
+
+def _kept_policies(config: DictConfig) -> int:
+    """`RunFacts.keeps`, as verl's checkpoint manager has it (`ensure_checkpoint_capacity`)."""
+    from verl.trainer.ppo.utils import need_critic
+
+    most = config.trainer.get("max_actor_ckpt_to_keep") or 0
+    if most == 1 or config.trainer.get("remove_previous_ckpt_in_save"):
+        return 0  # verl keeps its only policy until the next one is written
+    if OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save"):
+        return 0
+    critics = config.trainer.get("max_critic_ckpt_to_keep") or 0
+    if need_critic(config) and not 1 < critics <= most:
+        return 0  # verl may keep more critics, or write one before it removes one
+    return most
 
 
 def hardware_name(cluster: Iterable[str], accelerator: bool) -> str:
     """What a run computes on, from the names of Ray's resources; Ray has none for an accelerator it does not know."""
     if not accelerator:
         return f"CPU, {os.cpu_count()} cores"
-    kinds = sorted(kind for name in cluster if (kind := name.removeprefix("accelerator_type:")) != name)
+    prefix = "accelerator_type:"
+    kinds = sorted(name.removeprefix(prefix) for name in cluster if name.startswith(prefix))
     return ", ".join(kinds) or "GPUs that Ray has no name for"
 
 
@@ -173,11 +192,13 @@ def first_drafter(
     from verl_tlt.drafter.build import has_chosen_tokens, policy_width
 
     if config.speculation.enable and config.speculation.source == "ngram":
-        return FirstDrafter(nothing := DrafterFile(0, "{}", b""), nothing, (), "n-grams, without a drafter")
+        nothing = DrafterFile(0, "{}", b"")
+        return FirstDrafter(nothing, nothing, aux_layers=(), origin="n-grams, without a drafter")
     checkpoint = saved_drafter(resume_from)
     model, facts, origin = _first_model(config, policy_dir, context, checkpoint)
-    resumed = facts if checkpoint else {}
-    version, acceptance = int(resumed.get("version", 0)), tuple(facts.get("acceptance", ()))
+    resumed = facts if checkpoint else {}  # what a given drafter counted was another run's
+    version = int(resumed.get("version", 0))
+    acceptance = tuple(facts.get("acceptance", ()))
 
     def file(as_dtype: str) -> DrafterFile:
         text, weights = to_drafter_file(model, as_dtype)
@@ -208,7 +229,8 @@ def _first_model(
     method = config.drafter.method
     if source := checkpoint or config.drafter.path:
         model = load_drafter(str(source), policy_dir, min_context=context)
-        if (kind := model.config.speculators_model_type) != method:
+        kind = model.config.speculators_model_type
+        if kind != method:
             raise DrafterError(f"{source} holds a drafter for tlt.drafter.method={kind}, not {method}.")
         return model, provenance(source), f"checkpoint {source}" if checkpoint else str(source)
     if method == MTP:
@@ -264,7 +286,7 @@ def held_out_share(prompts: int, tokens: int, window: int) -> float:
     A step has so many `prompts`, and `tokens` of sequences of up to `window` tokens are captured of it.
     """
     captured = max(1, min(prompts, tokens // window))
-    return min(max(FEW_HELD_OUT / 2 / captured, HELD_OUT), MOST_HELD_OUT)
+    return min(max(HELD_OUT_PER_STEP / captured, HELD_OUT), MOST_HELD_OUT)
 
 
 def _resume_dir(trainer: DictConfig) -> Path | None:
@@ -275,5 +297,7 @@ def _resume_dir(trainer: DictConfig) -> Path | None:
         if "global_step_" not in str(trainer.resume_from_path):
             raise TLTError("trainer.resume_from_path must name a global_step_N directory to resume from.")
         return Path(os.path.abspath(trainer.resume_from_path))
-    latest = trainer.resume_mode == "auto" and find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
+    if trainer.resume_mode != "auto":
+        return None
+    latest = find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
     return Path(latest) if latest else None
