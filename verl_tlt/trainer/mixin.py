@@ -68,14 +68,13 @@ class TLTMixin(PPOTrainer):
                 self.role_worker_mapping[role] = ray.remote(TLTActorWorker)
 
     def _setup(self) -> None:
-        self._tlt_run = prepare(self.config, self.tlt_base_mode)
-        start = self._tlt_run[2]
+        tlt, facts, start, plan = prepare(self.config, self.tlt_base_mode)
         name = store_name(ray.get_runtime_context().get_job_id())
         self._tlt_first = ray.put(start.served)
         # Each server asks for it while it starts.
         self._tlt_store = ray.remote(DrafterStore).options(name=name, num_cpus=0).remote([self._tlt_first])
         without_weights = replace(start, served=replace(start.served, weights=b""))
-        self._tlt_run = (*self._tlt_run[:2], without_weights, self._tlt_run[3])
+        self._tlt_run = (tlt, facts, without_weights, plan)
         super()._setup()
 
     def on_init_end(self) -> None:
@@ -201,7 +200,8 @@ class TLTTrainerSeparateAsync(TLTMixin, PPOTrainerSeparateAsync):
 def register_trainers() -> None:
     """Register a TLT form of each of verl's v1 trainers; harmless when called again."""
     for trainer in (TLTTrainerSync, TLTTrainerColocateAsync, TLTTrainerSeparateAsync):
-        if (name := f"tlt_{trainer.tlt_base_mode}") not in TRAINER_REGISTRY:
+        name = f"tlt_{trainer.tlt_base_mode}"
+        if name not in TRAINER_REGISTRY:
             register_trainer(name)(trainer)
 
 
