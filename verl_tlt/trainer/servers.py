@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
     from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,20 @@ class Servers:
     def __init__(
         self, manager: LLMServerManager, standalone: LLMServerManager | None, world_size: int, drafter: ObjectRef
     ) -> None:
+        self.replicas: dict[str, Replica] = {}
         colocated = manager.get_replicas()
-        width = max(1, world_size // max(1, len(colocated)))
-        ranks_of = [(replica, range(i * width, (i + 1) * width)) for i, replica in enumerate(colocated)]
-        ranks_of += [(replica, range(0)) for replica in standalone.get_replicas()] if standalone else []
-        made = [Replica(r._server_address, ranks, r._server_handle, list(r.servers)) for r, ranks in ranks_of]
-        self.replicas = {replica.name: replica for replica in made}
+        width = max(1, world_size // max(1, len(colocated)))  # ranks of a replica
+        for i, replica in enumerate(colocated):
+            self._add(replica, range(i * width, (i + 1) * width))
+        if standalone is not None:
+            for replica in standalone.get_replicas():
+                self._add(replica, range(0))
         self.balancer = (standalone or manager).global_load_balancer
         self._published = drafter
+
+    def _add(self, replica: RolloutReplica, ranks: Sequence[int]) -> None:
+        name = replica._server_address
+        self.replicas[name] = Replica(name, ranks, replica._server_handle, list(replica.servers))
 
     def inflight(self) -> dict[str, int]:
         """Requests in flight by replica, of those that are in the load balancer."""
@@ -92,7 +99,8 @@ class Servers:
     def rejoin(self, names: Collection[str]) -> None:
         """Put replicas back into the load balancer; those that are in it already stay as they are."""
         present = self.inflight()
-        if missing := {name: self.replicas[name].server for name in names if name not in present}:
+        missing = {name: self.replicas[name].server for name in names if name not in present}
+        if missing:
             ask(self.balancer.add_servers.remote(missing), CALL_S)
 
     def try_sleep(self, name: str, keep_weights: bool) -> bool:
@@ -108,8 +116,8 @@ class Servers:
 
     def disable_drafting(self, names: Collection[str], at_once: bool) -> None:
         """These replicas, and no others, decode without drafts from the next weight sync on, or from now on."""
-        servers = {name: r.server for name, r in self.replicas.items()}
-        ask([s.tlt_disable_drafting.remote(name in names, at_once) for name, s in servers.items()], CALL_S)
+        calls = [r.server.tlt_disable_drafting.remote(r.name in names, at_once) for r in self.replicas.values()]
+        ask(calls, CALL_S)
 
     def stage(self, drafter: ObjectRef) -> int:
         """Hand a published drafter, a `DrafterFile`, to every server on every node; how many replicas did not take it.
@@ -118,7 +126,9 @@ class Servers:
         `CallFailed` where none took it: it is not published then.
         """
         calls = {name: [server.tlt_stage.remote(drafter) for server in r.servers] for name, r in self.replicas.items()}
-        deadline, failed = Deadline(STAGE_S), {}
+        deadline = Deadline(STAGE_S)
+        failed: list[str] = []
+        first_error: CallFailed | None = None
         for name, of_replica in calls.items():
             try:
                 ask(of_replica, deadline.left())
@@ -126,12 +136,13 @@ class Servers:
                 logger.warning(
                     "replica %s does not take the drafter, and goes on with the one before it: %s", name, error
                 )
-                failed[name] = error
+                failed.append(name)
+                first_error = first_error or error
         back = [server.tlt_stage.remote(self._published) for name in failed for server in self.replicas[name].servers]
         with suppress(CallFailed):
             ask(back, deadline.left() + SLEEP_S)
-        if len(failed) == len(self.replicas):
-            raise next(iter(failed.values()))
+        if first_error is not None and len(failed) == len(self.replicas):
+            raise first_error
         self._published = drafter
         return len(failed)
 
@@ -149,9 +160,11 @@ class Servers:
         return costs
 
     def tell_costs(self, costs: LatencyTable) -> None:
-        """Tell the other replicas what one has measured; of an empty table they measure themselves."""
-        others = [r for r in self.replicas.values() if r is not measuring(self.replicas)]
-        ask([r.server.tlt_calibrate.remote(costs) for r in others], CALL_S if costs.points else CALIBRATION_S)
+        """Tell the other replicas what one has measured; with an empty table each of them measures itself."""
+        measured = measuring(self.replicas)
+        others = [r for r in self.replicas.values() if r is not measured]
+        bound_s = CALL_S if costs.points else CALIBRATION_S
+        ask([r.server.tlt_calibrate.remote(costs) for r in others], bound_s)
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""
@@ -161,5 +174,7 @@ class Servers:
         return [server for r in self.replicas.values() for server in r.servers]
 
     def _of_each(self, method: str) -> dict:
+        """What each replica's server answers to a call without arguments, by replica."""
         calls = {name: getattr(r.server, method).remote() for name, r in self.replicas.items()}
-        return dict(zip(calls, ask(list(calls.values()), CALL_S), strict=True))
+        answers = ask(list(calls.values()), CALL_S)
+        return dict(zip(calls, answers, strict=True))
