@@ -21,7 +21,7 @@ AskPending = Callable[[], PendingWork]
 
 
 def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> bool:
-    """Whether an agent loop may send another turn, as all may that are not verl's single-turn loop, or are unknown.
+    """Whether an agent loop may send another turn: verl's single-turn loop does not; any other, also an unknown, may.
 
     verl runs for each row of `dataset` the loop that its `agent_name` names, or else the default one.
     """
@@ -36,10 +36,12 @@ def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> 
     try:
         if "agent_name" in dataset[0]:
             names = dataset.dataframe.unique("agent_name")  # type: ignore[attr-defined]  # verl's RLHFDataset
-        own = {loop.name: loop for loop in OmegaConf.load(resolve_config_path(path))} if path else {}
-        loops = [load_class_from_fqn((_agent_loop_registry | own)[name]["_target_"]) for name in names]
-        other = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class")
-        if not other and all(issubclass(loop, SingleTurnAgentLoop) for loop in loops):
+        known = dict(_agent_loop_registry)
+        if path:
+            known |= {loop.name: loop for loop in OmegaConf.load(resolve_config_path(path))}
+        loops = [load_class_from_fqn(known[name]["_target_"]) for name in names]
+        may_be_others = rollout.multi_turn.enable or rollout.agent.get("agent_loop_manager_class")
+        if not may_be_others and all(issubclass(loop, SingleTurnAgentLoop) for loop in loops):
             return False
         logger.info("no replica leaves while agent loops run: they may send more turns")
     except Exception as error:
@@ -50,16 +52,20 @@ def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> 
 class BufferWatch:
     """The pending work, counted from verl's replay buffer (`verl/trainer/ppo/v1/replay_buffer.py`).
 
-    verl's buffer empties its sets, asks TransferQueue and fills them again, while the watch reads them from another
-    thread. So the counts are taken right after each of the buffer's looks, and replaced at once. Of a sampler that is
-    not derived from verl's nothing is known, so no replica may leave. One sampling takes `wanted` groups.
+    The watch reads it from another thread than the one in which verl's buffer empties its sets, asks TransferQueue and
+    fills them again. So the work is counted right after the buffer has done so, and the watch reads the last count.
+    A sampler that is not derived from verl's cannot be counted, so no replica may leave. `wanted`: groups that one
+    sampling takes.
     """
 
     # Changes verl: patches/README.md#tlt-sees-when-verl-may-request-more-samples
     def __init__(self, buffer: ReplayBuffer, *, multi_turn: bool, wanted: int) -> None:
-        self._buffer, self._multi_turn, self._wanted = buffer, multi_turn, wanted
+        self._buffer = buffer
+        self._multi_turn = multi_turn
+        self._wanted = wanted
         try:
-            look, self._counted = buffer._sync_metadata_from_transfer_queue, self._count()
+            look = buffer._sync_metadata_from_transfer_queue
+            self._counted = self._count()
         except AttributeError:
             logger.warning("%s does not say what may still arrive, so no replica leaves early.", type(buffer).__name__)
             self._counted = PendingWork(more=True)
@@ -75,10 +81,14 @@ class BufferWatch:
         return self._counted
 
     def _count(self) -> PendingWork:
+        """The groups that wait, and whether more requests may come: for groups that are replaced, or further turns."""
         buffer = self._buffer
-        filters, done = buffer.filter_groups_metric is not None, buffer.finished_keys["train"]
-        if filters:  # DAPO: only after its look the buffer finds out which to replace, and which have a signal (None)
-            done = {uid for uid, shared in buffer._dapo_classification_cache["train"].items() if shared is None} & done
-        more = (filters or buffer.sync_refill_failed_groups) and len(done) < self._wanted
-        more = more or (self._multi_turn and bool(buffer.running_keys["train"]))
-        return PendingWork(len(buffer.pending_keys["train"]), more)
+        done = buffer.finished_keys["train"]
+        filters = buffer.filter_groups_metric is not None
+        if filters:  # DAPO: a group counts once the buffer has found that it has a signal (None), which it does later
+            classified = buffer._dapo_classification_cache["train"]
+            done = {uid for uid, shared in classified.items() if shared is None} & done
+        replaces_groups = filters or buffer.sync_refill_failed_groups
+        may_refill = replaces_groups and len(done) < self._wanted
+        may_turn = self._multi_turn and bool(buffer.running_keys["train"])
+        return PendingWork(len(buffer.pending_keys["train"]), may_refill or may_turn)
