@@ -98,9 +98,10 @@ class Controller:
     def _start_spot_training(self) -> None:
         self._captures = True
         ranks = self.hidden_states.set_up(self.tlt, self._start.aux_layers, self._tokens_to_choose > 0)
-        if refusal := next((rank.refusal for rank in ranks if rank.refusal), None):
-            self.spot.off = refusal
-            logger.warning("the drafter is not trained in this run, and used as it is: %s", refusal)
+        refusals = [rank.refusal for rank in ranks if rank.refusal]
+        if refusals:
+            self.spot.off = refusals[0]
+            logger.warning("the drafter is not trained in this run, and used as it is: %s", refusals[0])
             return
         replicas = {r.name: r.ranks for r in self.servers.replicas.values() if r.colocated}
         self.spot.start(ranks, replicas)
@@ -115,7 +116,8 @@ class Controller:
                 costs = self.servers.calibrate()
                 self.servers.tell_costs(costs)
             with self.guard("calibration"):
-                if notice := self.speculation.calibrated(costs):
+                notice = self.speculation.calibrated(costs)
+                if notice:
                     logger.warning("%s", notice)
             self._choose_who_drafts(at_once=True)
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
@@ -161,7 +163,8 @@ class Controller:
     def sample_end(self, step: int, last: bool) -> None:
         """Stop training (bounded), and read what the engines did. Asynchronous trainers may sample more than once."""
         with self._charged("end of sampling", "stop"):
-            watch, self._watch = self._watch, None
+            watch = self._watch
+            self._watch = None
             if watch is not None:
                 self._sampled(step, watch.finish(self.tlt.spot.stop_timeout_s))
         with self._charged("end of sampling", "statistics"):
@@ -169,7 +172,8 @@ class Controller:
                 stats = self.servers.engine_stats()
                 self.guard.count("statistics", self.log.engine_stats(stats))
                 self.guard.warn("acceptance", falls_short(stats.values(), self.served.acceptance))
-                if notice := self.speculation.rollout_ended(stats):
+                notice = self.speculation.rollout_ended(stats)
+                if notice:
                     logger.warning("%s", notice)
                 saved_s = saved_estimate_s(stats) if self.speculation.knows_costs else None
                 self.log.speculated(step, saved_s, self.speculation.cause, self.speculation.against)
@@ -191,10 +195,12 @@ class Controller:
             self._tokens += session.tokens
             if session.skipped:
                 logger.warning("%d micro-batches were left out: not finite", session.skipped)
-            verdict = session.verdict
-            if verdict is not None and (verdict.publishes or self._verdict is None or not self._verdict.publishes):
-                self._verdict = verdict  # of several in a step, the one that publishes is told
-        if any(session.verdict is not None and session.verdict.publishes for session in sessions):
+        verdicts = [session.verdict for session in sessions if session.verdict is not None]
+        for verdict in verdicts:  # of several in a step the last one that publishes is told, or else the last one
+            already_publishes = self._verdict is not None and self._verdict.publishes
+            if verdict.publishes or not already_publishes:
+                self._verdict = verdict
+        if any(verdict.publishes for verdict in verdicts):
             self.spot.export()
 
     # ------------------------------------------------------------------ _balance_batch: the cold start
@@ -289,24 +295,28 @@ class Controller:
 
     def _publish(self, step: int) -> None:
         """Have the servers stage what was exported, which the weight sync loads; a late one is published next time."""
-        if (exported := self.spot.exported()) is not None:
+        exported = self.spot.exported()
+        if exported is not None:
             self._to_publish = exported
         elif self.spot.exporting:
             return
-        verdict, self._verdict = self._verdict, None
-        if self._to_publish is not None:
+        verdict = self._verdict
+        self._verdict = None
+        drafter = self._to_publish
+        if drafter is not None:
             assert self.spot.published is not None
             if self.tlt.speculation.enable:
-                # Where this raises, the next step tries again.
+                # Where this raises, the next step tries again, without the verdict.
                 self.guard.count("publish", self.servers.stage(self.spot.published))
-            exported, self._to_publish = self._to_publish, None
-            self.served = replace(self.served, version=exported.version, acceptance=exported.acceptance)
+            self._to_publish = None
+            self.served = replace(self.served, version=drafter.version, acceptance=drafter.acceptance)
+            verdict = verdict or Verdict(decision="published")
         elif verdict is not None and verdict.publishes:
             verdict = replace(verdict, decision="reverted", reason="it could not be exported", acceptance=())
         elif verdict is not None and verdict.acceptance:
             self.served = replace(self.served, acceptance=verdict.acceptance)
-        if verdict is not None or exported is not None:
-            self.log.judged(step, verdict or Verdict(decision="published"), self.served.version)
+        if verdict is not None:
+            self.log.judged(step, verdict, self.served.version)
 
     def after_sync(self, step: int, colocated_asleep: bool) -> None:
         """Every engine has new weights, but for colocated replicas if they are `colocated_asleep`: all rejoin."""
@@ -348,8 +358,8 @@ class Controller:
             self.guard.count(during, 1)
             self.log.spot_trainer_failed()
         self.spot.failures.clear()
-        left_out, self.spot.left_out = self.spot.left_out, 0
-        self.guard.count("hidden states", left_out)
+        self.guard.count("hidden states", self.spot.left_out)
+        self.spot.left_out = 0
 
     # ------------------------------------------------------------------ the end of fit
 
@@ -359,20 +369,24 @@ class Controller:
             if self._watch is not None:  # the run failed while it sampled: a session would hold up the drafter
                 self._watch.finish(self.tlt.spot.stop_timeout_s)
         with self.guard("final drafter"):
-            directory = Path(str(self.tlt.drafter.save_dir))
-            asked_for_none = self.spot.published is None and not self.spot.exporting
-            nothing_new = asked_for_none and self._start.checkpoint is None
-            if self.spot.running and nothing_new and (directory / CONFIG).is_file():
-                logger.warning("nothing was published, so %s keeps the drafter of an earlier run", directory)
-            elif self.spot.running:
-                self.spot.save(directory, self._provenance(self._updated))
-                if not (directory / CONFIG).is_file():
-                    logger.warning(
-                        "the trained drafter is in %s on the disk of another node, the spot trainer's (Ray's id %s): "
-                        "copy it from there, and put tlt.drafter.save_dir on a file system that all nodes share",
-                        directory, self.spot.place.node,
-                    )  # fmt: skip
+            if self.spot.running:
+                self._save_final_drafter(Path(str(self.tlt.drafter.save_dir)))
         self._count_failures()
         with self.guard("end of the run"):
             self.spot.close()
             self.servers.close()
+
+    def _save_final_drafter(self, directory: Path) -> None:
+        """Have the spot trainer save the drafter; if this run has nothing new, an earlier run's is not replaced."""
+        published_none = self.spot.published is None and not self.spot.exporting
+        nothing_new = published_none and self._start.checkpoint is None
+        if nothing_new and (directory / CONFIG).is_file():
+            logger.warning("nothing was published, so %s keeps the drafter of an earlier run", directory)
+            return
+        self.spot.save(directory, self._provenance(self._updated))
+        if not (directory / CONFIG).is_file():
+            logger.warning(
+                "the trained drafter is in %s on the disk of another node, the spot trainer's (Ray's id %s): "
+                "copy it from there, and put tlt.drafter.save_dir on a file system that all nodes share",
+                directory, self.spot.place.node,
+            )  # fmt: skip
