@@ -70,18 +70,21 @@ def tidy(step: Path, prunes: bool) -> None:
     if not prunes or not (step / POLICY).is_dir():  # without this step's policy, nothing is known of the others
         return
     steps = [path for path in step.parent.glob("global_step_*") if _number(path) <= _number(step)]
-    newer = earlier = False  # a step that was looked at has a complete drafter; one before `step` has any
+    newer_drafter = False  # whether a newer step than `old` holds a complete drafter
+    found_traces = False  # whether a step before `step` has files of ours, of a complete drafter or not
     for old in sorted(steps, key=_number, reverse=True):
         names = os.listdir(old) if old.is_dir() else []
-        ours = any(CHECKPOINT in name for name in names)
+        has_traces = any(CHECKPOINT in name for name in names)
         if POLICY not in names:
-            if earlier and not ours:
+            if found_traces and not has_traces:
                 break  # earlier calls have nearly always seen to the steps before it, which may be thousands
-            if newer or not holds_drafter(old):
+            if newer_drafter or not holds_drafter(old):
                 remove_model(old / CHECKPOINT)
             remove_halves(old)
-        newer = newer or holds_drafter(old)
-        earlier = earlier or (ours and old != step)
+        if holds_drafter(old):
+            newer_drafter = True
+        if has_traces and old != step:
+            found_traces = True
 
 
 # Changes verl: patches/README.md#the-drafter-is-in-a-checkpoint-before-verl-names-it-as-the-one-to-resume-from
