@@ -7,7 +7,7 @@ deep in a worker, or silence and an accept length of 1.
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,8 @@ def check_drafter(directory: Model, policy: PolicyLike, min_context: int = 0) ->
     obstacle where the RoPE is computed: `load_drafter` makes it longer.
     """
     path = drafter_folder(directory)
-    shape, config = policy_shape(policy), read_json(path / CONFIG)
+    shape = policy_shape(policy)
+    config = read_json(path / CONFIG)
     if config.get("speculators_model_type") == MTP:
         drafter = CheckedDrafter(MTP, {}, head_files(path, shape))
     else:
@@ -91,16 +92,23 @@ def place_for(directory: Model, key: str, replaces: bool = False, others: Iterab
     """Where a drafter saved as `directory` will lie; a `DrafterError`, which names `key`, if it would replace anything.
 
     `replaces`: it may replace an empty directory, or a drafter that verl-tlt saved, if it lies there alone. `others`:
-    directories that are written to before.
+    directories that the run writes to before it saves the drafter.
     """
     path = Path(os.path.realpath(expanded(directory)))
+    # What will be there when the drafter is saved.
     names = {other for other in others if other and Path(os.path.realpath(other)).is_relative_to(path)}
     if os.path.lexists(path):
         if not replaces:
             raise DrafterError(f"{key} {directory} exists; give another name, or remove it.")
-        names |= set(os.listdir(path)) if path.is_dir() and os.access(path, os.R_OK) else {path.name}
-    if (mount := os.path.ismount(path)) or (names and not {CONFIG, PROVENANCE} <= names <= _SAVED):
-        why = "is a mount" if mount else "holds, or would hold, something other than a drafter that verl-tlt saved"
+        readable = path.is_dir() and os.access(path, os.R_OK)
+        names |= set(os.listdir(path)) if readable else {path.name}
+    is_saved_drafter = {CONFIG, PROVENANCE} <= names <= _SAVED
+    why = None
+    if os.path.ismount(path):
+        why = "is a mount"
+    elif names and not is_saved_drafter:
+        why = "holds, or would hold, something other than a drafter that verl-tlt saved"
+    if why is not None:
         raise DrafterError(f"{key}={directory} {why}, and a drafter replaces it whole: name a directory of its own.")
     return path
 
@@ -128,38 +136,50 @@ def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter
     unknown, or of another shape or type.
     """
     listing, owners = tensor_files(directory)
-    own = ("embed_tokens.weight", "lm_head.weight") if "target_hidden_size" in config else ()
-    names: dict[str, str] = {}  # name in the files, by speculators' name
-    for name in owners:
-        usual = plain(name) if flat else name
-        unread = usual.startswith(_NOT_READ) or (flat and any(part in usual for part in _NOT_READ_FLAT))
-        if unread and usual not in own:
-            continue
-        if usual in names:
-            raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
-        names[usual] = name
+    # A head of another width than the policy's can share neither of these with it.
+    needed = ("embed_tokens.weight", "lm_head.weight") if "target_hidden_size" in config else ()
+    names = _names_in_files(listing, owners, flat, needed)
     in_files = headers(directory, listing, {name: owners[name] for name in names.values()})
     tensors = {usual: in_files[name] for usual, name in names.items()}
     shapes = _shapes(config, directory / CONFIG)
-    drafted, vocab = config["draft_vocab_size"], config[LAYER]["vocab_size"]
+    drafted = config["draft_vocab_size"]
+    vocab = config[LAYER]["vocab_size"]
     optional = {"embed_tokens.weight", "t2d"}
     if drafted == vocab and not config.get("own_head"):
-        optional.add("lm_head.weight")  # a copy of the policy's
+        optional.add("lm_head.weight")  # the policy's is used
     for name, shape in shapes.items():
         if name in tensors:
             tensors[name].must_be(shape, CONFIG, MAPS.get(name, FLOATS))
-        elif name in own:
+        elif name in needed:
             raise DrafterError(
                 f"{listing} has no tensor {name!r}, and the policy's does not fit a head of another width: take a head "
                 "whose files have one, or make a head of the policy's width with verl-tlt warmup."
             )
         elif name not in optional:
             raise DrafterError(f"{listing} has no tensor {name!r}.")
-    if unknown := sorted(tensors.keys() - shapes.keys() - MAPS.keys()):
+    unknown = sorted(tensors.keys() - shapes.keys() - MAPS.keys())
+    if unknown:
         raise DrafterError(f"{listing} holds {unknown[0]}, which the network that {CONFIG} describes does not have.")
     if "d2t" in tensors:
         _check_maps(tensors, drafted, vocab)
     return CheckedDrafter("eagle3", config, tensors)
+
+
+def _names_in_files(listing: Path, owners: Iterable[str], flat: bool, needed: Collection[str]) -> dict[str, str]:
+    """The name in the files of each tensor that is read, by speculators' name.
+
+    `owners`: all names in the files, which `listing` lists. Tensors of `needed` are read in any case.
+    """
+    names: dict[str, str] = {}
+    for name in owners:
+        usual = plain(name) if flat else name
+        not_read = usual.startswith(_NOT_READ) or (flat and any(part in usual for part in _NOT_READ_FLAT))
+        if not_read and usual not in needed:
+            continue
+        if usual in names:
+            raise DrafterError(f"{listing}: {name} and {names[usual]} are the same tensor of the drafter.")
+        names[usual] = name
+    return names
 
 
 def _shapes(config: Fields, file: Path) -> dict[str, list[int]]:
@@ -211,7 +231,10 @@ def _check_tokenizer(file: Path, policy: Model) -> None:
     A policy may have more tokens than the drafter was trained for, which are compared up to the drafter's last one.
     """
     known = read_json(file).get(TOKENIZER)
-    if not isinstance(known, dict) or (tokens := _tokens(policy)) is None:
+    if not isinstance(known, dict):
+        return
+    tokens = _tokens(policy)
+    if tokens is None:
         return
     count = known.get("tokens", 0)
     if len(tokens) < count:
@@ -233,8 +256,10 @@ def _tokens(policy: Model) -> list[tuple[int, str]] | None:
     content = read_json(file)
     try:
         words = (content.get("model") or {}).get("vocab") or {}
-        items = words.items() if isinstance(words, dict) else ((word, i) for i, (word, *_) in enumerate(words))
-        pairs = {(i, word) for word, i in items}
+        if isinstance(words, dict):
+            pairs = {(number, word) for word, number in words.items()}
+        else:  # of a Unigram model: [word, score], in the order of their ids
+            pairs = {(number, word) for number, (word, *_) in enumerate(words)}
         pairs |= {(token["id"], token["content"]) for token in content.get("added_tokens") or ()}
         return sorted(pairs)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
