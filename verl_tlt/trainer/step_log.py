@@ -1,4 +1,4 @@
-"""What happens in one RL step, as trace events and metrics; and TLT's own failures, which cost speed, not the run."""
+"""What happens in one RL step, as trace events and metrics; and TLT's own failures, after which the run goes on."""
 
 import dataclasses
 import importlib.metadata
@@ -63,7 +63,9 @@ class StepLog:
     """Recorder of one step; `finish` empties it for the next."""
 
     def __init__(self, trace: TraceWriter, clock: Clock = SYSTEM) -> None:
-        self.trace, self.clock, self.guard = trace, clock, Guard()
+        self.trace = trace
+        self.clock = clock
+        self.guard = Guard()
         self._disabled = ""
         self._begin()
 
@@ -76,10 +78,12 @@ class StepLog:
         _add(self.observed.overhead, {part: seconds})
 
     def _event(self, kind: type[E], step: int, record: object, **further: Any) -> E:
-        """Write an event whose fields are those that a record has, too, and further ones."""
+        """Write an event: its fields are those of `record` that it has, too, and `further` ones."""
         names = {field.name for field in dataclasses.fields(kind)}
-        facts = {name: value for name, value in vars(record).items() if name in names}
-        event = kind(**facts | further | {"step": step, "t": self.clock.time()})
+        fields = {name: value for name, value in vars(record).items() if name in names}
+        fields |= further
+        fields |= {"step": step, "t": self.clock.time()}
+        event = kind(**fields)
         self.trace.add(event)
         return event
 
@@ -116,7 +120,7 @@ class StepLog:
 
     @contextmanager
     def charged(self, what: str, part: str | None = None) -> Iterator[None]:
-        """TLT's own work on the critical path: a failure of it is contained, its time charged to `part` (or `what`)."""
+        """Contain failures of TLT's own work on the critical path, and charge its time to `part`, or else to `what`."""
         with self.guard(what), self.overhead(part or what):
             yield
 
@@ -141,17 +145,19 @@ class StepLog:
         self.observed.spot_failures = (self.observed.spot_failures or 0) + 1
 
     def engine_stats(self, stats: dict[str, EngineStats]) -> int:
-        """The engines' sums of this rollout by replica; returns how many engines have none."""
+        """Keep the engines' sums of this rollout, by replica; returns how many engines have none."""
         self.observed.replicas = {name: s for name, s in stats.items() if s.failure is None}
-        return sum(s.failure is not None for s in stats.values())
+        return len(stats) - len(self.observed.replicas)
 
     def speculated(self, step: int, saved_s: float | None, disabled: str, off: str = "") -> None:
-        """Seconds that TLT saved in this rollout, why speculation is disabled after it, and why nobody drafted in it.
+        """Note what speculation did in this rollout.
 
-        A reason is empty where speculation is not disabled, or somebody drafted.
+        `saved_s`: estimated seconds that it saved. `disabled`: why it is disabled after this rollout; empty: it is not.
+        `off`: why no replica drafted in this rollout; empty: one did.
         """
         self._off = off
-        self.observed.saved_s, self.observed.speculation_disabled = saved_s, bool(disabled)
+        self.observed.saved_s = saved_s
+        self.observed.speculation_disabled = bool(disabled)
         if disabled != self._disabled:
             self.trace.emit("stopped", step=step, cause=disabled)
         self._disabled = disabled
@@ -168,9 +174,10 @@ class StepLog:
         logger.info("drafter %s (%s); held-out accept length: %s", verdict.decision, verdict.reason, lengths)
 
     def reloaded(self, step: int, statuses: dict[str, DrafterStatus], wanted: int) -> None:
-        """Every engine has loaded a drafter again, and says which."""
-        for name, s in statuses.items():
-            self.reloads[name] = self._event(Reload, step, s, replica=name, ok=s.ok and s.version == wanted)
+        """Note which drafter each engine has loaded; `wanted` is the version that all of them should serve."""
+        for name, status in statuses.items():
+            ok = status.ok and status.version == wanted
+            self.reloads[name] = self._event(Reload, step, status, replica=name, ok=ok)
         self.observed.reloads = list(self.reloads.values())
         self.observed.served_version = min((s.version for s in statuses.values()), default=None)
         self.observed.overhead["reload"] = max((r.seconds for r in self.observed.reloads), default=0.0)
@@ -179,12 +186,17 @@ class StepLog:
         """The step's `tlt/*` metrics, given verl's; ends the step in trace and log."""
         self.guard.count("trace", self.trace.failures - self.guard.counts["trace"])
         tlt = step_metrics(self.observed)
-        everything = {k: v for k, v in {**metrics, **tlt}.items() if isinstance(v, int | float) or hasattr(v, "item")}
-        self.trace.emit("step", step=step, metrics=everything, off=self._off)
+        numbers = {key: value for key, value in {**metrics, **tlt}.items() if _is_number(value)}
+        self.trace.emit("step", step=step, metrics=numbers, off=self._off)
         self._begin()
         with self.guard("step line"):  # a disk that is full
-            print(step_line(everything, step), flush=True)
+            print(step_line(numbers, step), flush=True)
         return tlt
+
+
+def _is_number(value: object) -> bool:
+    """Whether a metric is a number: Python's, or a scalar of numpy or torch."""
+    return isinstance(value, int | float) or hasattr(value, "item")
 
 
 def _add(sums: dict[str, float], terms: Mapping[str, float]) -> None:
