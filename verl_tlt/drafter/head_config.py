@@ -37,7 +37,8 @@ from verl_tlt.errors import DrafterError, wrong_field
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-LAYER, IDS = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids"
+LAYER = "transformer_layer_config"
+IDS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS_DEFAULTS: Fields = {
     "draft_vocab_size": None, "norm_before_residual": True, "norm_before_fc": False, "fc_norm": False,
     "norm_output": False, "target_hidden_size": None, IDS: None,
@@ -84,24 +85,13 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
         check_kind(config, file)
     flat = config if flat_layout else _flattened(config, file)
     nested = flat.get("eagle_config") or {}
-    read = {**flat, "use_aux_hidden_state": nested.get("use_aux_hidden_state")}
-    read["layer_types"] = next(iter(flat.get("layer_types") or ()), None)  # of the one layer
-    for field, values in ONLY.items():
-        value = read.get(field)
-        if value is not None and value not in values:
-            must = f"must be {values[0]!r}" if values else "must not be set"
-            raise DrafterError(f"{file}: {field}={value!r}, but of the heads that are served it {must}.")
+    _check_network(flat, nested, file)
     layer = _layer(flat, file)
-    reads = "target_hidden_size" if flat.get("target_hidden_size") is not None else "hidden_size"
-    for field, value, expected in (
-        (reads, flat[reads], policy.hidden_size),
-        ("vocab_size", layer["vocab_size"], policy.vocab_size),
-    ):
-        if value != expected:
-            raise DrafterError(f"{file}: {field}={value}, but the policy's is {expected} ({policy.source}).")
-    usual = list(aux_layers_for(policy.num_layers))
-    layers = _aux_layers(flat.get(IDS), nested.get(IDS), usual, file) if flat_layout else flat.get(IDS) or usual
-    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+    _check_sizes(flat, layer, policy, file)
+    layers = flat.get(IDS) or list(aux_layers_for(policy.num_layers))  # the latter is vLLM's own choice
+    if flat_layout and nested.get(IDS):
+        _check_nested_layers(nested[IDS], layers, file)
+    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
         raise DrafterError(f"{file}: {IDS} must be a list of layer numbers, not {str(layers)[:80]}.")
     check_aux_layers(layers, policy.num_layers, f"{file}: {IDS}")
     if flat_layout:  # often 2048, the length of the training texts; positions are relative
@@ -125,6 +115,32 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
     return _validated(fields, policy, file)
 
 
+def _check_network(flat: Fields, nested: Fields, file: Path) -> None:
+    """Raise a `DrafterError` where a field describes another network than the one that is served (`ONLY`)."""
+    layer_types = flat.get("layer_types") or [None]
+    read = {
+        **flat,
+        "use_aux_hidden_state": nested.get("use_aux_hidden_state"),
+        "layer_types": layer_types[0],  # of the one layer
+    }
+    for field, values in ONLY.items():
+        value = read.get(field)
+        if value is not None and value not in values:
+            must = f"must be {values[0]!r}" if values else "must not be set"
+            raise DrafterError(f"{file}: {field}={value!r}, but of the heads that are served it {must}.")
+
+
+def _check_sizes(flat: Fields, layer: Fields, policy: PolicyShape, file: Path) -> None:
+    """Raise a `DrafterError` where the head was made for hidden states or a vocabulary of another size."""
+    states = "target_hidden_size" if flat.get("target_hidden_size") is not None else "hidden_size"
+    for field, value, expected in (
+        (states, flat[states], policy.hidden_size),
+        ("vocab_size", layer["vocab_size"], policy.vocab_size),
+    ):
+        if value != expected:
+            raise DrafterError(f"{file}: {field}={value}, but the policy's is {expected} ({policy.source}).")
+
+
 def _flattened(config: Fields, file: Path) -> Fields:
     """A config in speculators' layout as vLLM makes a flat one of it (`update_eagle3`)."""
     layer = config.get(LAYER)
@@ -133,13 +149,16 @@ def _flattened(config: Fields, file: Path) -> Fields:
         raise DrafterError(f"{file}: {LAYER} must describe a layer of model_type 'llama', not {str(kind)[:80]!r}.")
     if config.get("quantization_config") is not None:
         raise DrafterError(f"{file}: quantization_config must not be set: quantized drafters are not served.")
-    return {**layer, **{field: config.get(field, default) for field, default in SPECULATORS_DEFAULTS.items()}}
+    beside = {field: config.get(field, default) for field, default in SPECULATORS_DEFAULTS.items()}
+    return {**layer, **beside}
 
 
 def _layer(flat: Fields, file: Path) -> Fields:
     """The fields of the head's layer; those that the file leaves out are `LlamaConfig`'s defaults, as in vLLM."""
-    needed, optional = LAYER_FIELDS[:4], ("num_key_value_heads", "head_dim", "max_position_embeddings")
-    for field in (*needed, *(name for name in optional if flat.get(name) is not None)):
+    needed = LAYER_FIELDS[:4]
+    optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    given_optional = [field for field in optional if flat.get(field) is not None]
+    for field in (*needed, *given_optional):
         if type(flat[field]) is not int or flat[field] < 1:
             raise DrafterError(f"{file}: {field} must be a positive integer, not {flat[field]!r}.")
     try:
@@ -168,7 +187,8 @@ def _layer(flat: Fields, file: Path) -> Fields:
 
 def _positions(layer: Fields, policy: PolicyShape, min_context: int, file: Path) -> int:
     """`max_position_embeddings` to serve: at most what an engine of this policy needs; vLLM makes a row for each."""
-    context, rope = layer["max_position_embeddings"], layer["rope_parameters"]
+    context = layer["max_position_embeddings"]
+    rope = layer["rope_parameters"]
     kind = rope["rope_type"]
     if kind == "yarn":  # vLLM's table has so many rows, whatever the config says
         context = int(rope["original_max_position_embeddings"] * rope["factor"]) + LONGEST_DRAFT
@@ -216,22 +236,17 @@ def check_kind(config: Fields, file: Path) -> None:
         raise DrafterError(f"{file}: architectures must name one of {', '.join(ARCHITECTURES)}, not {architectures}.")
 
 
-def _aux_layers(top_level: list[int] | None, nested: list[int] | None, usual: list[int], file: Path) -> list[int]:
-    """Layers whose inputs a flat head reads.
+def _check_nested_layers(nested: list[int], layers: list[int], file: Path) -> None:
+    """Raise a `DrafterError` where the layer numbers in `eagle_config` may mean others than `layers`.
 
-    In `eagle_config` the ids are inputs of layers to vLLM and outputs to SGLang, which adds one. They are taken only
-    where both mean the same layers: where SGLang's are those of the top level, or `usual`, vLLM's own choice, which
-    both write by default.
+    There a number is the layer whose input is read to vLLM, and the layer whose output is read to SGLang, which writes
+    them by default. So they are accepted only if SGLang's meaning is `layers`, which are inputs.
     """
-    if not nested:
-        return top_level or usual
-    inputs = [i + 1 for i in nested]
-    if inputs == (top_level or usual):
-        return inputs
-    raise DrafterError(
-        f"{file}: eagle_config.{IDS}={nested} is ambiguous, inputs of layers to vLLM and outputs to SGLang: set "
-        f"{IDS} to the layers whose inputs the drafter reads, and remove it from eagle_config."
-    )
+    if [number + 1 for number in nested] != layers:
+        raise DrafterError(
+            f"{file}: eagle_config.{IDS}={nested} is ambiguous, inputs of layers to vLLM and outputs to SGLang: set "
+            f"{IDS} to the layers whose inputs the drafter reads, and remove it from eagle_config."
+        )
 
 
 # ------------------------------------------------------------------ what is written
