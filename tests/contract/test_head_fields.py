@@ -10,7 +10,7 @@ VLLM = Path(importlib.util.find_spec("vllm").origin).parent
 MODELS, ALGORITHMS = VLLM / "model_executor/models", VLLM / "transformers_utils/configs/speculators/algos.py"
 OTHERWISE = {
     "eagle_config": "its fields are read one by one",
-    "eagle_aux_hidden_state_layer_ids": "in eagle_config too, where readers count differently (`_aux_layers`)",
+    "eagle_aux_hidden_state_layer_ids": "in eagle_config too, where readers count differently (`_check_nested_layers`)",
     "model_type": "another than llama is refused, or names no other network in a flat config",
     "sliding_window": "read where layer_types asks for it",
     "target_layer_count": "set by vLLM",

@@ -239,8 +239,8 @@ def check_kind(config: Fields, file: Path) -> None:
 def _check_nested_layers(nested: list[int], layers: list[int], file: Path) -> None:
     """Raise a `DrafterError` where the layer numbers in `eagle_config` may mean others than `layers`.
 
-    There a number is the layer whose input is read to vLLM, and the layer whose output is read to SGLang, which writes
-    them by default. So they are accepted only if SGLang's meaning is `layers`, which are inputs.
+    To vLLM a number there is the layer whose input is read, to SGLang the layer whose output is read. They are accepted
+    only if they mean `layers`, whose inputs are read, to SGLang.
     """
     if [number + 1 for number in nested] != layers:
         raise DrafterError(
