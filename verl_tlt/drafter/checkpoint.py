@@ -59,11 +59,14 @@ def serving_tensors(
     model: Eagle3DraftModel, dtype: torch.dtype | None = None, *, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
     """What vLLM loads, by speculators' names, on the host: floats in `dtype`, else float32; `without` these names."""
-    brings_head = model.use_draft_vocab or has_own_head(model)
-    policy_owned = (() if has_own_embedding(model) else ("embed_tokens.",)) + (() if brings_head else ("lm_head.",))
+    policy_owned = [*_VERIFIER]
+    if not has_own_embedding(model):
+        policy_owned.append("embed_tokens.")
+    if not (model.use_draft_vocab or has_own_head(model)):
+        policy_owned.append("lm_head.")
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if name in without or name.startswith(_VERIFIER + policy_owned):
+        if name in without or name.startswith(tuple(policy_owned)):
             continue
         tensor = tensor.detach().cpu()
         # A clone: float32 tensors on the host would otherwise be the live weights, which training moves on.
@@ -116,10 +119,10 @@ def save_drafter(
 ) -> Path:
     """Write the drafter so that `directory`, which is replaced whole, is complete or what it was before.
 
-    `provenance`: facts for `provenance.json`; a `TypeError` if they are no JSON. `policy`: its
-    tokenizer is noted, so that another is refused. `training_state`: of `DrafterTrainer.state()`. `tensors`: an earlier
-    `serving_tensors`; None: the present weights. A `DrafterError` if one is NaN or infinite, or if `directory` holds
-    anything but an earlier drafter; a `TLTError` if the disk does not take it.
+    `provenance`: facts for `provenance.json`; a `TypeError` if they are no JSON. `policy`: its tokenizer is noted, so
+    that the drafter is refused for a policy with another one. `training_state`: of `DrafterTrainer.state()`. `tensors`:
+    an earlier `serving_tensors`; None: the present weights. A `DrafterError` if one is NaN or infinite, or if
+    `directory` holds anything but an earlier drafter; a `TLTError` if the disk does not take it.
     """
     target = expanded(directory)
     place_for(target, "directory", replaces=True)
@@ -174,38 +177,52 @@ def load_drafter(
     if checked.method == MTP:
         return load_own_head(directory, policy, device=device)
     config = config_of(checked.config)
-    layer = config.transformer_layer_config  # of a shorter run: vLLM and transformers compute a table of any size
+    layer = config.transformer_layer_config
+    # A drafter of a shorter run serves a longer one, too: vLLM and transformers compute a table of any size.
     layer.max_position_embeddings = max(layer.max_position_embeddings, min_context)
-    tensors, drafted = _read_checked(checked.tensors), torch.arange(config.draft_vocab_size)
-    if config.draft_vocab_size < layer.vocab_size:  # what it does not say itself: the tokens that it drafts
-        tokens = drafted + tensors["d2t"]
-        order = tokens.argsort()
-        drafted, tensors["d2t"] = tokens[order], tokens[order] - drafted
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
-        tensors["t2d"][drafted] = True
+    tensors = _read_checked(checked.tensors)
+    if config.draft_vocab_size < layer.vocab_size:
+        drafted = _sort_draft_vocab(tensors, layer.vocab_size)
     else:
+        drafted = torch.arange(config.draft_vocab_size)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-    # What verl-tlt saves says itself whose its head is: rows of the policy's may be those of an earlier RL step.
-    says = "own_head" in checked.config or "verl_tlt" in provenance(directory).get("versions", {})
-    files = policy if isinstance(policy, str | os.PathLike) else None
-    if "lm_head.weight" in tensors and not says:
-        config.own_head = files is None or is_trained(tensors["lm_head.weight"], drafted, files, "lm_head")
+    # What verl-tlt saved says whose its head is. It need not be compared, as the policy may have changed since then.
+    says_whose_head = "own_head" in checked.config or "verl_tlt" in provenance(directory).get("versions", {})
+    policy_files = policy if isinstance(policy, str | os.PathLike) else None
+    if "lm_head.weight" in tensors and not says_whose_head:
+        head = tensors["lm_head.weight"]
+        config.own_head = policy_files is None or is_trained(head, drafted, policy_files, "lm_head")
     model = _filled(config, tensors, default_attention(device)).to(device)
     embedding = tensors.get("embed_tokens.weight")
-    if embedding is None or has_own_embedding(model) or files is None:
+    if embedding is None or has_own_embedding(model) or policy_files is None:
         return model
-    if is_trained(embedding, torch.arange(len(embedding)), files, "embed"):
+    if is_trained(embedding, torch.arange(len(embedding)), policy_files, "embed"):
         logger.warning("%s has an embedding of its own, but is served with the policy's: it may draft worse", directory)
     return model
+
+
+def _sort_draft_vocab(tensors: dict[str, torch.Tensor], vocab: int) -> torch.Tensor:
+    """Bring a pruned draft vocabulary into the order of the tokens' ids, and return these, int64 [DV].
+
+    Files may have another order, and need not have `t2d`.
+    """
+    draft_ids = torch.arange(len(tensors["d2t"]))
+    unsorted = draft_ids + tensors["d2t"]
+    order = unsorted.argsort()
+    tokens = unsorted[order]
+    tensors["d2t"] = tokens - draft_ids
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+    tensors["t2d"][tokens] = True
+    return tokens
 
 
 def _read_checked(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:
     """The tensors of a drafter's files, which are read whole, by speculators' names; all of them finite."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted({entry.file for entry in entries.values()}):
-        found = read_file(file)
-        tensors |= {name: found[entry.name] for name, entry in entries.items() if entry.file == file}
+        in_file = read_file(file)
+        tensors |= {name: in_file[entry.name] for name, entry in entries.items() if entry.file == file}
         check_finite(tensors, file)
     return tensors
 
@@ -235,10 +252,12 @@ def _filled(
 def load_training_state(directory: str | os.PathLike[str]) -> Fields | None:
     """The `DrafterTrainer.state()` saved with a drafter; None where there is none, or only a pickled one."""
     folder = expanded(directory)
-    if (file := folder / STATE).is_file():
+    file = folder / STATE
+    if file.is_file():
         return read_state(file)
-    if earlier := sorted(folder.glob("**/training_state.pt")):
-        logger.warning("%s is pickled and not read: the drafter goes on with a fresh optimizer.", earlier[0])
+    pickled = sorted(folder.glob("**/training_state.pt"))
+    if pickled:
+        logger.warning("%s is pickled and not read: the drafter goes on with a fresh optimizer.", pickled[0])
     return None
 
 
@@ -262,8 +281,8 @@ def read_state(file: Path) -> Fields:
     """What `write_state` wrote, on the host; a `DrafterError` where the file is damaged or holds something else."""
 
     def with_tensor(value: Fields) -> Any:
-        at_tensor = value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str)
-        return reader.get_tensor(value[_TENSOR]).clone() if at_tensor else value
+        names_tensor = value.keys() == {_TENSOR} and isinstance(value[_TENSOR], str)
+        return reader.get_tensor(value[_TENSOR]).clone() if names_tensor else value
 
     try:
         with opened(file) as reader:
@@ -273,6 +292,7 @@ def read_state(file: Path) -> Fields:
 
 
 def _without_tensors(value: object, place: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> object:
+    """`value` with the name of each tensor in its place; the tensors are put into `tensors` by these names."""
     if isinstance(value, torch.Tensor):
         name = "/".join(place)
         tensors[name] = value.contiguous()
