@@ -186,7 +186,8 @@ def load_drafter(
     else:
         drafted = torch.arange(config.draft_vocab_size)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-    # What verl-tlt saved says whose its head is. It need not be compared, as the policy may have changed since then.
+    # What verl-tlt saved says whose its head is. A comparison would mislead: the policy's rows in it may be those of an
+    # earlier RL step.
     says_whose_head = "own_head" in checked.config or "verl_tlt" in provenance(directory).get("versions", {})
     policy_files = policy if isinstance(policy, str | os.PathLike) else None
     if "lm_head.weight" in tensors and not says_whose_head:
