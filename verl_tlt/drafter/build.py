@@ -131,29 +131,36 @@ def build_drafter(
 def begin_at_the_token(model: Eagle3DraftModel) -> None:
     """Initialise half of a new layer's heads so that they add their position's token embedding to the residual stream.
 
-    The residual stream holds the policy's state alone (benchmarks/results/drafter.md#finished-studies).
+    Without that, the residual stream holds the policy's state alone (benchmarks/results/drafter.md#finished-studies).
     """
-    attention, hidden = model.layers[0].self_attn, model.hidden_size
+    attention = model.layers[0].self_attn
+    hidden = model.hidden_size
     size = attention.head_dim
-    key, value, query, out = (getattr(attention, f"{name}_proj").weight for name in "kvqo")
-    groups, rows = len(query) // len(key), size * math.ceil(len(key) // size / 2)
+    key_rows, query_rows = attention.k_proj.weight.shape[0], attention.q_proj.weight.shape[0]
+    groups = query_rows // key_rows  # query heads that share a key head
+    rows = size * math.ceil(key_rows // size / 2)  # of half of the key heads
+    key = attention.k_proj.weight[:rows]
+    value = attention.v_proj.weight[:rows]
+    query = attention.q_proj.weight[: rows * groups]
+    out = attention.o_proj.weight[:, : rows * groups]
 
     def for_queries(keys: torch.Tensor) -> torch.Tensor:  # [rows, X] of key heads to [rows * groups, X] of query heads
         return keys.view(-1, size, keys.shape[1]).repeat_interleave(groups, dim=0).flatten(0, 1)
 
-    key, query, value, out = key[:rows], query[: rows * groups], value[:rows], out[:, : rows * groups]
     key.normal_(std=(_SELF / (size**0.5 * 2 * hidden)) ** 0.5)  # inputs are normed
     query.copy_(for_queries(key))
     value.normal_(std=_NOISE / (2 * hidden) ** 0.5)
     out.normal_(std=_NOISE / out.shape[1] ** 0.5)
-    seen = torch.nn.init.orthogonal_(torch.empty(rows, hidden))
-    value[:, :hidden] += seen
-    out += for_queries(seen).T / groups
+    rotation = torch.nn.init.orthogonal_(torch.empty(rows, hidden))  # out inverts what value does
+    value[:, :hidden] += rotation
+    out += for_queries(rotation).T / groups
 
 
 def choose_tokens(model: Eagle3DraftModel, draft_ids: torch.Tensor) -> bool:
     """Draft these tokens: int64 [DV], ascending target ids; returns whether others were drafted before."""
-    ids, vocab, size = draft_ids.to(torch.int64).cpu(), model.verifier_vocab_size, model.draft_vocab_size
+    ids = draft_ids.to(torch.int64).cpu()
+    vocab = model.verifier_vocab_size
+    size = model.draft_vocab_size
     if ids.shape != (size,) or bool((ids.diff() <= 0).any()) or bool(ids[0] < 0 or ids[-1] >= vocab):
         raise DrafterError(f"draft_ids must be {size} ascending distinct token ids within 0..{vocab - 1}.")
     if not model.use_draft_vocab:
@@ -206,9 +213,10 @@ def _model_class(kind: str) -> type[Eagle3DraftModel]:
 
         def __init__(self, config: Eagle3SpeculatorConfig) -> None:
             super().__init__(config)
-            width, layers = policy_width(self), len(self.target_layer_ids)
+            width = policy_width(self)
             if width == self.hidden_size:
                 return
+            layers = len(self.target_layer_ids)
             norm = partial(self._model_definitions.norm_class, eps=config.transformer_layer_config.rms_norm_eps)
             self.fc = torch.nn.Linear(layers * width, self.hidden_size, bias=False)
             self.input_norm = norm(layers * width) if config.norm_before_fc else None
@@ -288,20 +296,27 @@ def attend_by_document(
     of each further S; padding attends to itself alone. Returns [1, S, heads, head_dim], and no weights.
     """
     heads, rows, width = query.shape[1:]
-    kv, passes = key.shape[1], key.shape[2] // rows
+    kv = key.shape[1]
+    passes = key.shape[2] // rows
     groups = heads // kv  # query heads that share keys and values, which are not repeated for each
     q = (query[0] * (width**-0.5 if scaling is None else scaling)).view(kv, groups, rows, width)
-    k, v = (x[0].view(kv, 1, passes, rows, width) for x in (key, value))
-    later = (q[:, :, None] * k[:, :, 1:]).sum(-1).transpose(2, 3)  # [kv, G, S, P-1] each position's own later keys
+    k = key[0].view(kv, 1, passes, rows, width)
+    v = value[0].view(kv, 1, passes, rows, width)
+    # [kv, G, S, P-1]: of the later passes each position sees its own keys only.
+    later_scores = (q[:, :, None] * k[:, :, 1:]).sum(-1).transpose(2, 3)
     parts = []
     for begin, end in _documents(attention_mask[0, 0, :, :rows]):
-        span, length = slice(begin, end), end - begin
+        span = slice(begin, end)
+        length = end - begin
         scores = (q[:, :, span].flatten(1, 2) @ k[:, 0, 0, span].transpose(1, 2)).view(kv, groups, length, length)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        weights = torch.cat([scores.masked_fill(future, -torch.inf), later[:, :, span]], dim=-1).softmax(-1)
-        first, others = weights[..., :length], weights[..., length:]
-        own = (first.flatten(1, 2) @ v[:, 0, 0, span]).view(kv, groups, length, width)
-        parts.append(own + (others.transpose(2, 3)[..., None] * v[:, :, 1:, span]).sum(2))
+        scores = scores.masked_fill(future, -torch.inf)
+        weights = torch.cat([scores, later_scores[:, :, span]], dim=-1).softmax(-1)
+        first_weights = weights[..., :length]
+        later_weights = weights[..., length:]
+        first = (first_weights.flatten(1, 2) @ v[:, 0, 0, span]).view(kv, groups, length, width)
+        later = (later_weights.transpose(2, 3)[..., None] * v[:, :, 1:, span]).sum(2)
+        parts.append(first + later)
     return torch.cat(parts, dim=2).flatten(0, 1).transpose(0, 1)[None], None
 
 
