@@ -136,7 +136,8 @@ def begin_at_the_token(model: Eagle3DraftModel) -> None:
     attention = model.layers[0].self_attn
     hidden = model.hidden_size
     size = attention.head_dim
-    key_rows, query_rows = attention.k_proj.weight.shape[0], attention.q_proj.weight.shape[0]
+    key_rows = len(attention.k_proj.weight)
+    query_rows = len(attention.q_proj.weight)
     groups = query_rows // key_rows  # query heads that share a key head
     rows = size * math.ceil(key_rows // size / 2)  # of half of the key heads
     key = attention.k_proj.weight[:rows]
