@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERSIONS_HELD = 4
-"""Copies of the trained parameters beside the model's own: the initial drafter, the served one, the candidate, and for
-a moment the drafter that is being published."""
+"""Most copies of the trained parameters beside the model's own: the initial drafter, the served one, the candidate, and
+for a moment the drafter that is being published."""
 ALIGNMENT = 256
 """Bytes; no kernel and no copy engine asks for more."""
 MARGIN = 0.03
@@ -49,10 +49,15 @@ def _bytes(model: Eagle3DraftModel) -> tuple[int, int]:
 
     The latter are the policy's weights in 16 bits, an embedding and head of the drafter's own in 32, and buffers.
     """
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     own = own_frozen(model)
-    frozen = sum((4 if n in own else 2) * p.numel() for n, p in model.named_parameters() if not p.requires_grad)
-    return trained, frozen + sum(b.nbytes for b in model.buffers())
+    trained = 0
+    frozen = sum(b.nbytes for b in model.buffers())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained += parameter.nbytes
+        else:
+            frozen += (4 if name in own else 2) * parameter.numel()
+    return trained, frozen
 
 
 def session_bytes(model: Eagle3DraftModel, rows: int, passes: int, scored: int = 0) -> int:
@@ -111,8 +116,12 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 def views(block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors of these shapes and dtypes in `block`, uint8 [bytes], where `layout` places them; no more than fit."""
     begins, _ = layout([t.nbytes for t in like])
-    inside = [(t, begin) for t, begin in zip(like, begins, strict=True) if begin + t.nbytes <= len(block)]
-    return [block[begin : begin + t.nbytes].view(t.dtype).view(t.shape) for t, begin in inside]
+    found = []
+    for tensor, begin in zip(like, begins, strict=True):
+        end = begin + tensor.nbytes
+        if end <= len(block):
+            found.append(block[begin:end].view(tensor.dtype).view(tensor.shape))
+    return found
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
@@ -152,12 +161,15 @@ class DrafterMemory:
 
     def __init__(self, trainer: DrafterTrainer) -> None:
         everything = [*trainer.model.parameters(), *trainer.model.buffers()]
-        frozen, trained = [t for t in everything if not t.requires_grad], list(trainer.parameters.values())
+        frozen = [t for t in everything if not t.requires_grad]
+        trained = list(trainer.parameters.values())
         state = [value for values in trainer.optimizer.state.values() for value in values.values()]
         self.tensors = [*frozen, *trained, *state]
         begins, nbytes = layout([t.nbytes for t in self.tensors])
-        self.changing, self.optimizer = begins[len(frozen)], begins[len(frozen) + len(trained)]
-        """First bytes of the part that training changes, and of the optimizer's state."""
+        self.changing = begins[len(frozen)]
+        """First byte of what training changes: trained weights, then the optimizer's state."""
+        self.optimizer = begins[len(frozen) + len(trained)]
+        """First byte of the optimizer's state, which only a block that trains needs on its device."""
         self.block = page_locked(nbytes)
         self._on_host = views(self.block, self.tensors)
         for tensor, place in zip(self.tensors, self._on_host, strict=True):
@@ -266,8 +278,9 @@ class TrainingDevice:
         if not self.is_accelerator:
             return most
         free, total = self.memory()
-        rows, passes = most, trainer.ttt_steps
-        while rows >= 2 * FEWEST_ROWS and session_bytes(trainer.model, rows, passes, scored) > free - MARGIN * total:
+        usable = free - MARGIN * total
+        rows = most
+        while rows >= 2 * FEWEST_ROWS and session_bytes(trainer.model, rows, trainer.ttt_steps, scored) > usable:
             rows //= 2
         if rows < most:
             logger.warning("%.1f GiB of device memory are free: batches have %d rows, not %d", free / GIB, rows, most)
