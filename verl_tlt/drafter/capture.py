@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -59,9 +59,10 @@ def find_decoder(policy: torch.nn.Module, where: str) -> Decoder:
         if len(lists) == len(norms) == 1:
             decoders.append(Decoder(module, lists[0], norms[0]))
     if len(decoders) != 1:
-        modules = f"{len(decoders) or 'no'} modules hold a list of {count or 'decoder'} layers with one norm beside it"
-        only = "its language model's decoder should be the only one"
-        raise DrafterError(f"{where} is a {type(policy).__name__}, in which {modules}; {only}.")
+        raise DrafterError(
+            f"{where} is a {type(policy).__name__}, in which {len(decoders) or 'no'} modules hold a list of "
+            f"{count or 'decoder'} layers with one norm beside it; its language model's decoder should be the only one."
+        )
     return decoders[0]
 
 
@@ -78,25 +79,35 @@ def check_loadable(policy: Model) -> None:
 
 
 def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
-    """The policy as a frozen transformers model on `device`, over all GPUs where there are several.
-
-    The dtype is the files', but bfloat16 for those in float32 on a GPU, as in engines. On a CPU without products of 16
-    bits, which then take five times as long, it is float32.
-    """
+    """The policy as a frozen transformers model on `device`, over all GPUs where there are several."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if policy_shape(policy).nested else AutoModelForCausalLM
-    several = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)
-    cpu: dict[str, object] = capabilities() if torch.device(device).type == "cpu" else {}
-    slow = cpu.get("architecture") == "x86_64" and not (cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-    spread = {"device_map": "auto"} if several else {}
-    fields = read_model_config(policy)
-    long = (fields.get("dtype") or fields.get("torch_dtype") or "float32") == "float32"
-    on_gpu = torch.bfloat16 if long and torch.device(device).type == "cuda" else "auto"
-    dtype = torch.float32 if slow else on_gpu
+    several_gpus = torch.device(device).type == "cuda" and torch.cuda.device_count() > 1
+    spread = {"device_map": "auto"} if several_gpus else {}
+    dtype = _policy_dtype(policy, torch.device(device).type)
     model = kind.from_pretrained(policy, dtype=dtype, attn_implementation="sdpa", **spread)
-    return (model if several else model.to(device)).eval().requires_grad_(False)
+    if not several_gpus:
+        model = model.to(device)
+    return model.eval().requires_grad_(False)
+
+
+def _policy_dtype(policy: Model, device: str) -> torch.dtype | Literal["auto"]:
+    """The dtype to load a policy in on a type of device; "auto": the files' own.
+
+    A policy in float32 runs in bfloat16 on a GPU, as in engines. On an x86 CPU without products in bfloat16, where
+    these take five times as long, every policy runs in float32.
+    """
+    if device == "cuda":
+        fields = read_model_config(policy)
+        in_files = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+        return torch.bfloat16 if in_files == "float32" else "auto"
+    if device == "cpu":
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)
+        cpu: dict[str, object] = capabilities()
+        if cpu.get("architecture") == "x86_64" and not (cpu.get("avx512_bf16") or cpu.get("amx_bf16")):
+            return torch.float32
+    return "auto"
 
 
 ImageInputs = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
@@ -112,13 +123,16 @@ class PolicyStates:
     def __init__(
         self, policy: PreTrainedModel, aux_layers: Sequence[int], image_inputs: ImageInputs | None = None
     ) -> None:
-        self._policy, self._image_inputs = policy, image_inputs
+        self._policy = policy
+        self._image_inputs = image_inputs
         decoder = find_decoder(policy, "the policy")
         if aux_layers:
             check_aux_layers(aux_layers, len(decoder.layers), "aux_layers")
-        self.aux_layers, self._decoder = tuple(aux_layers), decoder.model
+        self.aux_layers = tuple(aux_layers)
+        self._decoder = decoder.model
         embedding = policy.get_input_embeddings().weight  # [V, H]
-        self._device, self._vocabulary = embedding.device, embedding.shape[0]
+        self._device = embedding.device
+        self._vocabulary = embedding.shape[0]
         self._states: dict[int | str, torch.Tensor] = {}
         for index in self.aux_layers:
             decoder.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
@@ -135,14 +149,16 @@ class PolicyStates:
     def __call__(self, texts: Sequence[Text]) -> list[data.TrainingSequence]:
         """A sequence for each text, in order, on the host, in the policy's dtype; from one forward, right-padded."""
         for text in texts:
-            if not (length := len(text.tokens)):
+            length = len(text.tokens)
+            if length == 0:
                 raise DrafterError("A text without tokens has no hidden states.")
             if not 0 <= text.prompt_len <= length:
                 raise DrafterError(f"prompt_len={text.prompt_len} must be 0..{length}, the tokens of the text.")
         ids = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # int64 [B, L]
         data.check_tokens(ids, self._vocabulary)
         self._forward(ids.to(self._device), [file for text in texts for file in text.images])
-        states, self._states = self._states, {}
+        states = self._states
+        self._states = {}
         sequences = []
         for i, text in enumerate(texts):
             length = len(text.tokens)
@@ -158,14 +174,15 @@ class PolicyStates:
             return
         assert self._image_inputs is not None
         inputs = {name: value.to(self._device) for name, value in self._image_inputs(images).items()}
-        shows = (ids == self._policy.config.image_token_id).int()  # 1: a token of an image, which has its own positions
-        self._policy.base_model(input_ids=ids, mm_token_type_ids=shows, use_cache=False, **inputs)
+        is_image = (ids == self._policy.config.image_token_id).int()  # an image's tokens have positions of their own
+        self._policy.base_model(input_ids=ids, mm_token_type_ids=is_image, use_cache=False, **inputs)
 
 
 class Library:
     """Texts with their hidden states, computed on first use.
 
-    Those beyond `max_bytes` are computed again unless the call before had them too, as for a long text's windows.
+    Up to `max_bytes` of them are kept. Others are computed again, unless they were in the call before: the windows of a
+    long text are asked for one after the other.
     """
 
     def __init__(self, states: PolicyStates, texts: Sequence[Text], max_bytes: int) -> None:
@@ -176,7 +193,8 @@ class Library:
 
     def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
         """The sequences of the texts with these numbers, in this order."""
-        found = {n: known[n] for n in numbers for known in (self._cached, self._last) if n in known}
+        known = {**self._cached, **self._last}
+        found = {n: known[n] for n in numbers if n in known}
         self._last = {}
         missing = sorted(set(numbers) - found.keys(), key=lambda n: len(self.texts[n].tokens))
         for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
