@@ -193,9 +193,9 @@ class Library:
 
     def get(self, numbers: Sequence[int]) -> list[data.TrainingSequence]:
         """The sequences of the texts with these numbers, in this order."""
-        known = {**self._cached, **self._last}
-        found = {n: known[n] for n in numbers if n in known}
-        self._last = {}
+        found = {n: self._cached[n] for n in numbers if n in self._cached}
+        found |= {n: self._last[n] for n in numbers if n in self._last}
+        self._last = {}  # their memory is free before others are computed
         missing = sorted(set(numbers) - found.keys(), key=lambda n: len(self.texts[n].tokens))
         for group in data.grouped(missing, lambda n: len(self.texts[n].tokens), FORWARD_TOKENS, padded=True):
             for number, sequence in zip(group, self.states([self.texts[n] for n in group]), strict=True):
