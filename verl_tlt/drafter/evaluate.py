@@ -2,9 +2,8 @@
 
 Speculative sampling accepts a drafted token with probability min(1, p(x)/q(x)), p the policy's and q the drafter's, and
 overall with sum_v min(p_v, q_v) (Leviathan et al. 2023). Its output is distributed as the policy's own, so recorded
-rollouts are fair samples of it; and where it is given, the recorded token is an accepted draft with probability
-min(1, q/p), at each position independently. Three exact steps follow from one teacher-forced pass over the recurrence
-that training runs:
+rollouts are fair samples of it. Given the recorded token, the chance that it was an accepted draft is min(1, q/p), at
+each position independently. So one teacher-forced pass over the recurrence that training runs gives, exactly:
 
 1. overlap[k, j] = sum_v min(p, q) at draft position k of a draft that starts at row j, q fed with the recorded tokens;
 2. survival of position k = overlap there times min(1, q/p) of the recorded tokens before it in the same draft;
@@ -96,7 +95,8 @@ def acceptance(
         raise DrafterError("acceptance(): a drafter with a pruned vocabulary needs the policy's whole head, lm_head.")
     for sequence in sequences:
         check_tokens(sequence.tokens, model.verifier_vocab_size)
-    device, scores = model.verifier_norm.weight.device, [combined_score((), max_draft) for _ in sequences]
+    device = model.verifier_norm.weight.device
+    scores = [combined_score((), max_draft) for _ in sequences]
     if lm_head is not None:  # with CUDA the product is made in 16 bits anyway (`run_passes`)
         lm_head = lm_head.to(device, None if device.type == "cuda" else torch.float32)
     was_training = model.training
@@ -105,12 +105,13 @@ def acceptance(
         numbered = ((number, sequence) for number, sequence in enumerate(sequences) if sequence.rows > 0)
         for group in grouped(numbered, lambda item: item[1].rows, budget):
             batch = pack(sequence for _, sequence in group).to(device, torch.float32)
-            batch = batch.padded(ROW_BLOCK) if batch.input_ids.is_cuda else batch
+            if batch.input_ids.is_cuda:
+                batch = batch.padded(ROW_BLOCK)
             rates = _Rates(model, batch, temperature, top_p, top_k, lm_head, max_draft)
             everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
             with torch.no_grad():
                 run_passes(model, everywhere, max_draft, {"acceptance": (rates, 1.0)})
-            overlap, recorded = rates.both.cpu().numpy()  # [K, S] each; the one wait for the device
+            overlap, recorded = rates.overlap_and_recorded.cpu().numpy()  # [K, S] each; the one wait for the device
             begin = 0
             for number, sequence in group:
                 rows = slice(begin, begin + sequence.rows)
@@ -134,32 +135,37 @@ class _Rates:
     max_draft: int
 
     def __post_init__(self) -> None:
-        rows, device = self.batch.rows, self.batch.input_ids.device
-        self.both = torch.zeros(2, self.max_draft, rows, dtype=torch.float64, device=device)
-        """[2, K, S]: sum_v min(p, q), and min(1, q/p) of the token that came; row k ends in k zeros."""
+        shape = (2, self.max_draft, self.batch.rows)
+        self.overlap_and_recorded = torch.zeros(shape, dtype=torch.float64, device=self.batch.input_ids.device)
+        """[2, K, S]: sum_v min(p, q), and min(1, q/p) of the recorded token; row k ends in k zeros. One tensor, so that
+        the host waits once."""
         self.passes = 0
         self.policy = torch.empty(0)  # [S, DV] the policy's probabilities on the draft vocabulary
-        self.chosen = torch.empty(0)  # [S] the policy's probability of the token that came
+        self.chosen = torch.empty(0)  # [S] the policy's probability of the recorded token
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Called once for each pass k with the drafter's and the policy's logits [1, S - k, DV] for the same tokens."""
-        k, rows_left = self.passes, logits.shape[1]
+        k = self.passes
         self.passes += 1
+        rows_left = logits.shape[1]
+        overlap, recorded = self.overlap_and_recorded
         if k == 0:
             self.policy = torch.empty_like(targets[0], dtype=torch.float32)
             self.chosen = self.policy.new_empty(rows_left)
             for rows in _blocks(rows_left):
                 self.policy[rows], self.chosen[rows] = self._policy(targets[0, rows].float(), rows)
-        policy, chosen, tokens = self.policy[k:], self.chosen[k:], self.batch.next_ids[0, k:]
+        policy = self.policy[k:]
+        chosen = self.chosen[k:]
+        tokens = self.batch.next_ids[0, k:]
         for rows in _blocks(rows_left):
             draft = _probabilities(logits[0, rows].float(), self.temperature)  # [B, DV]
-            self.both[0, k, rows] = torch.minimum(draft, policy[rows]).sum(-1).double()
-            drawn = self._at(draft, tokens[rows]) / chosen[rows].clamp_min(torch.finfo(torch.float32).tiny)
-            self.both[1, k, rows] = drawn.clamp_max(1.0).double()
+            overlap[k, rows] = torch.minimum(draft, policy[rows]).sum(-1).double()
+            ratio = self._at(draft, tokens[rows]) / chosen[rows].clamp_min(torch.finfo(torch.float32).tiny)
+            recorded[k, rows] = ratio.clamp_max(1.0).double()
         return logits.new_zeros(logits.shape[:2])
 
     def _policy(self, targets: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The policy's probabilities in B rows: on the draft vocabulary [B, DV] and at the tokens that came [B]."""
+        """The policy's probabilities in B rows: on the draft vocabulary [B, DV] and of the recorded tokens [B]."""
         tokens = self.batch.next_ids[0, rows]
         if self.model.use_draft_vocab:
             assert self.lm_head is not None
@@ -201,15 +207,17 @@ def _probabilities(logits: torch.Tensor, temperature: float, top_p: float = 1.0,
 
 
 def _expected(window: TrainingSequence, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
-    """Expected drafts and acceptances along one sequence, from its columns of `_Rates.both`."""
+    """Expected drafts and acceptances along one sequence, from its columns of `_Rates.overlap_and_recorded`."""
     max_draft = len(overlap)
     return combined_score((_of_turn(rows, overlap, recorded) for rows in window.loss_rows(max_draft)), max_draft)
 
 
 def _of_turn(starts: range, overlap: np.ndarray, recorded: np.ndarray) -> SequenceScore:
-    """The same where drafts may start at these rows, and one starts at the first."""
-    max_draft, first, stop = len(overlap), starts.start, starts.stop
-    # [K+1, rows]: the first k drafted tokens are the recorded ones
+    """The same for one turn: drafts may start at the rows `starts`, and one does start at the first of them."""
+    max_draft = len(overlap)
+    first = starts.start
+    stop = starts.stop
+    # [K+1, rows]: chance that the first k tokens of a draft that starts there are accepted, and are the recorded ones.
     reached = np.cumprod(np.vstack([np.ones(overlap.shape[1]), recorded]), axis=0)
     survival = reached[:-1] * overlap  # [K, rows]
     drafts = np.zeros(stop + max_draft + 1)  # expected drafts that start at each row
