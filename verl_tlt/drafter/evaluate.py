@@ -148,7 +148,8 @@ class _Rates:
         k = self.passes
         self.passes += 1
         rows_left = logits.shape[1]
-        overlap, recorded = self.overlap_and_recorded
+        overlap = self.overlap_and_recorded[0]
+        recorded = self.overlap_and_recorded[1]
         if k == 0:
             self.policy = torch.empty_like(targets[0], dtype=torch.float32)
             self.chosen = self.policy.new_empty(rows_left)
@@ -217,7 +218,7 @@ def _of_turn(starts: range, overlap: np.ndarray, recorded: np.ndarray) -> Sequen
     max_draft = len(overlap)
     first = starts.start
     stop = starts.stop
-    # [K+1, rows]: chance that the first k tokens of a draft that starts there are accepted, and are the recorded ones.
+    # [K+1, rows]: chance that the first k recorded tokens were accepted from a draft that starts there.
     reached = np.cumprod(np.vstack([np.ones(overlap.shape[1]), recorded]), axis=0)
     survival = reached[:-1] * overlap  # [K, rows]
     drafts = np.zeros(stop + max_draft + 1)  # expected drafts that start at each row
