@@ -102,7 +102,9 @@ def read_parts(entries: Mapping[str, Header]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted({entry.file for entry in entries.values()}):
         with opened(file) as reader:
-            tensors |= {n: reader.get_tensor(e.name).clone() for n, e in entries.items() if e.file == file}
+            for name, entry in entries.items():
+                if entry.file == file:
+                    tensors[name] = reader.get_tensor(entry.name).clone()
     return tensors
 
 
@@ -119,14 +121,17 @@ def _unreadable(file: Path, error: Exception) -> DrafterError:
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str | os.PathLike[str]) -> None:
     """Raise a `DrafterError` where a tensor holds NaN or infinity."""
-    if (broken := not_finite(tensors)) is not None:
+    broken = not_finite(tensors)
+    if broken is not None:
         raise DrafterError(f"{where}: {broken} holds NaN or infinity.")
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str | None:
     """Name of the first tensor with NaN or infinity, sought on `device` or where it is; None: all are finite."""
-    numbers = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
-    return next((name for name, tensor in numbers if not tensor.to(device).isfinite().all()), None)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.to(device).isfinite().all():
+            return name
+    return None
 
 
 def plain(name: str) -> str:
@@ -148,23 +153,28 @@ def stacked(name: str) -> str:
 def tensor_files(model: Model, fetch: bool = True) -> tuple[Path, dict[str, str]]:
     """(the file that lists a model's tensors, the file of each by the tensor's name); else a `DrafterError`.
 
-    As in transformers a single file comes before an index; the index counts besides if it names that file.
+    As in transformers a single file comes before an index, whose other files count only if it names that file, too.
     """
     directory = folder(model, (WEIGHTS, INDEX), fetch=fetch)
-    single, index = directory / WEIGHTS, directory / INDEX
+    single = directory / WEIGHTS
+    index = directory / INDEX
     owners = _index(index) if index.is_file() else {}
     if single.is_file():
-        own = dict.fromkeys(read_headers(single), WEIGHTS)
-        return (index, owners | own) if WEIGHTS in owners.values() else (single, own)
+        in_single = dict.fromkeys(read_headers(single), WEIGHTS)
+        if WEIGHTS in owners.values():
+            return index, owners | in_single
+        return single, in_single
     if owners:
         return index, owners
-    if pickle := min((file.name for pattern in _PICKLES for file in directory.glob(pattern)), default=None):
+    pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
+    if pickles:
         raise DrafterError(
-            f"{directory / pickle} is pickled, which can run code when it is read; if you trust it, write {WEIGHTS} "
-            "beside it, with save_file of safetensors.torch or save_pretrained of transformers."
+            f"{directory / pickles[0]} is pickled, which can run code when it is read; if you trust it, write "
+            f"{WEIGHTS} beside it, with save_file of safetensors.torch or save_pretrained of transformers."
         )
-    if dangling := next((file for file in (single, index) if file.is_symlink()), None):
-        raise DrafterError(f"{dangling} {_missing(dangling)}.")
+    for file in (single, index):
+        if file.is_symlink():
+            raise DrafterError(f"{file} {_missing(file)}.")
     raise DrafterError(f"{directory} holds no weights: there is neither {WEIGHTS} nor {INDEX}.")
 
 
@@ -189,6 +199,7 @@ def check_weights(model: Model) -> None:
 
 
 def _missing(file: Path) -> str:
+    """Why a path is no file, as the end of a sentence."""
     if file.is_dir():
         return "is a folder"
     return f"is a link to {os.readlink(file)}, which does not exist" if file.is_symlink() else "does not exist"
@@ -207,7 +218,7 @@ def headers(model: Model, listing: Path, owners: Mapping[str, str], fetch: bool 
     for file in sorted(set(owners.values())):
         path = folder(model, (file,), fetch=fetch) / file
         found = read_headers(path)
-        for name in (name for name, owner in owners.items() if owner == file):
+        for name in [name for name, owner in owners.items() if owner == file]:
             if name not in found:
                 raise DrafterError(f"{path} has no tensor {name!r}, which {listing} says it has.")
             entries[name] = found[name]
