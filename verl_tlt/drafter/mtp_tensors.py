@@ -57,8 +57,9 @@ _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 def mtp_layout(shape: PolicyShape) -> MTPLayout:
     """How this policy holds its MTP head; a `DrafterError` where it has none that drafts here."""
-    architecture = next(iter(shape.architectures), None)
-    if (layout := LAYOUTS.get(str(architecture))) is None:
+    architecture = shape.architectures[0] if shape.architectures else None
+    layout = LAYOUTS.get(str(architecture))
+    if layout is None:
         raise DrafterError(
             f"{shape.source} names {architecture}, and method=mtp drafts for {', '.join(LAYOUTS)} alone."
         )
@@ -72,14 +73,18 @@ def mtp_layout(shape: PolicyShape) -> MTPLayout:
 
 def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]]:
     """The shape of each tensor of the head, by its name in the policy's checkpoint; `single`: experts one by one."""
-    layout, hidden, inner = mtp_layout(shape), shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layout = mtp_layout(shape)
+    hidden = shape.hidden_size
+    inner = shape.intermediate_size
+    queries = shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
     attention = f"{layout.block}self_attn."
     mlp = f"{layout.block}mlp."
     experts: dict[str, list[int]] = {}
     if layout.experts:
         experts = _experts_shapes(mlp, shape, single)
-        mlp, inner = f"{mlp}shared_expert.", shape.shared_width
+        mlp = f"{mlp}shared_expert."
+        inner = shape.shared_width
     shapes = {
         f"{layout.projection}.weight": [hidden, 2 * hidden],
         **{f"{norm}.weight": [hidden] for norm in layout.norms},
@@ -95,8 +100,15 @@ def head_shapes(shape: PolicyShape, single: bool = False) -> dict[str, list[int]
         **experts,
     }
     if layout.gated:
-        return shapes | {f"{attention}{norm}.weight": [shape.head_dim] for norm in ("q_norm", "k_norm")}
-    return shapes | {f"{attention}{x}_proj.bias": [n] for x, n in (("q", queries), ("k", keys), ("v", keys))}
+        return shapes | {
+            f"{attention}q_norm.weight": [shape.head_dim],
+            f"{attention}k_norm.weight": [shape.head_dim],
+        }
+    return shapes | {
+        f"{attention}q_proj.bias": [queries],
+        f"{attention}k_proj.bias": [keys],
+        f"{attention}v_proj.bias": [keys],
+    }
 
 
 def _experts_shapes(mlp: str, shape: PolicyShape, single: bool) -> dict[str, list[int]]:
@@ -115,9 +127,12 @@ def _experts_shapes(mlp: str, shape: PolicyShape, single: bool) -> dict[str, lis
 
 def mtp_tensors(policy: Model, fetch: bool = True) -> dict[str, Header]:
     """Headers of a policy's MTP head, from files fetched from the hub if `fetch`; a `DrafterError` if it has none."""
-    config, shape = read_model_config(policy, fetch=fetch), policy_shape(policy)
+    config = read_model_config(policy, fetch=fetch)
+    shape = policy_shape(policy)
     layout = mtp_layout(shape)
-    if (layers := (config.get("text_config") or config).get(layout.count) or 0) != 1:
+    text_config = config.get("text_config") or config
+    layers = text_config.get(layout.count) or 0
+    if layers != 1:
         raise DrafterError(f"{shape.source} says {layout.count}={layers}, and an MTP head that drafts has one layer.")
     return head_files(policy, shape, fetch)
 
@@ -137,7 +152,8 @@ def head_files(source: Model, shape: PolicyShape, fetch: bool = True) -> dict[st
         )
     single = layout.experts and any(".mlp.experts." in name and name.endswith("_proj.weight") for name in files)
     shapes = head_shapes(shape, single)
-    if different := sorted(files.keys() ^ shapes.keys()):
+    different = sorted(files.keys() ^ shapes.keys())
+    if different:
         verb = "holds" if different[0] in files else "lacks"
         raise DrafterError(
             f"{listing} {verb} {different[0]}: that is no head of one layer such as its config asks for."
