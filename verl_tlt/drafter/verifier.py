@@ -25,7 +25,10 @@ _PATTERNS = {
 
 def policy_part(name: str) -> str | None:
     """Which part of a policy a tensor is, by its name: "embed", "lm_head" or "norm" (the final one); None: another."""
-    return next((part for part, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None)
+    for part, pattern in _PATTERNS.items():
+        if pattern.fullmatch(name):
+            return part
+    return None
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,19 @@ class VerifierWeights:
         """Read the three tensors, and no other, from the safetensors of a policy in a folder or on the hub."""
         shape = policy_shape(path)
         tensors = read_parts(locate_parts(path))
-        embed, norm = tensors["embed"], tensors["norm"].float() + shape.norm_offset
+        embed = tensors["embed"]
         head = tensors.get("lm_head", embed)
-        return cls(embed, embed if shape.tied and torch.equal(head, embed) else head, norm)
+        if shape.tied and torch.equal(head, embed):
+            head = embed  # one object, so that the copy in the files takes no memory
+        norm = tensors["norm"].float() + shape.norm_offset
+        return cls(embed, head, norm)
 
 
 def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) -> None:
     """Copy the policy's embedding, head and norm into the drafter, cast to its dtype and device.
 
-    A pruned draft vocabulary takes the head's rows that it keeps; a head of the drafter's own stays, beside its
-    teacher's, and so does an embedding of its own.
+    With a pruned draft vocabulary only the head's rows for these tokens are copied. An embedding of the drafter's own
+    stays, and so does its own head: the policy's head, by which it is trained, is a tensor beside that.
     """
     head = parts.lm_head
     if model.use_draft_vocab and head.shape[0] == model.verifier_vocab_size:
@@ -64,7 +70,8 @@ def refresh_verifier_weights(model: Eagle3DraftModel, parts: VerifierWeights) ->
     if has_own_embedding(model):
         del pairs["embed"]
     for part, (module, given) in pairs.items():
-        if (shape := module.weight.shape) != given.shape:
+        shape = module.weight.shape
+        if shape != given.shape:
             raise DrafterError(f"VerifierWeights.{part} is {list(given.shape)}, but the drafter's is {list(shape)}.")
     with torch.no_grad():
         for module, given in pairs.values():
@@ -78,30 +85,34 @@ def locate_parts(policy: Model, fetch: bool = True) -> dict[str, Header]:
     """
     shape = policy_shape(policy)
     source, owners = tensor_files(policy, fetch)
-    table, norm = [shape.vocab_size, shape.hidden_size], [shape.hidden_size]
-    names: dict[str, str] = {}
+    table = [shape.vocab_size, shape.hidden_size]
+    norm = [shape.hidden_size]
+    names: dict[str, str] = {}  # of each part, the first one that is found
     for name in owners:
-        if (part := policy_part(name)) is not None:
+        part = policy_part(name)
+        if part is not None:
             names.setdefault(part, name)
-    for part, usual in _USUAL.items():
-        if part not in names and not (shape.tied and part == "lm_head"):
+    for wanted, usual in _USUAL.items():
+        if wanted not in names and not (shape.tied and wanted == "lm_head"):
             raise DrafterError(f"{source} has no tensor {usual!r}, nor that of a language model in a larger one.")
-    tensors = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
-    for part, name in names.items():
-        tensors[name].must_be(norm if part == "norm" else table, "the policy's config")
-    return {part: tensors[name] for part, name in names.items()}
+    in_files = headers(policy, source, {name: owners[name] for name in names.values()}, fetch)
+    parts = {part: in_files[name] for part, name in names.items()}
+    for part, header in parts.items():
+        header.must_be(norm if part == "norm" else table, "the policy's config")
+    return parts
 
 
 def is_trained(rows: torch.Tensor, tokens: torch.Tensor, policy: Model, part: str) -> bool:
-    """Whether a drafter's rows, [n, H], are no copy of the policy's for these tokens, int64 [n], in 16 bits.
+    """Whether a drafter's rows, [n, H], differ from the policy's for these tokens, int64 [n], by more than a cast.
 
     `part`: "lm_head" or "embed".
     """
     parts = locate_parts(policy)
     header = parts.get(part, parts["embed"])
     with opened(header.file) as reader:
-        policys = reader.get_tensor(header.name)[tokens].float()
-    return bool((rows.float() - policys).norm() > 0.01 * policys.norm())  # a cast makes 0.002, training far more
+        policy_rows = reader.get_tensor(header.name)[tokens].float()
+    difference = (rows.float() - policy_rows).norm()
+    return bool(difference > 0.01 * policy_rows.norm())  # a cast to 16 bits makes 0.002, training far more
 
 
 def check_policy_files(policy: Model, method: str = "eagle3", fetch: bool = True) -> bool:
@@ -118,6 +129,6 @@ def check_policy_files(policy: Model, method: str = "eagle3", fetch: bool = True
         check_unquantized(policy)
         check_weights(policy)
         locate_parts(policy, fetch)
-    except NotHereError:  # or of several files some
+    except NotHereError:  # some of the files are not here
         return False
     return True
