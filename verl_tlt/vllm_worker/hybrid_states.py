@@ -39,7 +39,8 @@ def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     if vllm_config.scheduler_config.async_scheduling:
         raise TLTError("A hybrid policy is drafted for with synchronous scheduling only: async_scheduling=False.")
     cache = vllm_config.cache_config
-    if (mode := cache.mamba_cache_mode) != "none":
+    mode = cache.mamba_cache_mode
+    if mode != "none":
         raise TLTError(f"A hybrid policy is drafted for without prefix caching only, not in the cache mode {mode}.")
     if getattr(cache, "use_replayssm", False):
         raise TLTError("A hybrid policy is drafted for without use_replayssm only.")
@@ -54,8 +55,9 @@ def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
 def count_rows_without_drafts(runner: GPUModelRunner, build: Callable[..., object]) -> bool:
     """Have a decode row without drafts count as one that is verified; returns whether vLLM, by `build`, needs it.
 
-    Only the layers' path for such rows reads the state at the offset of the last accepted token. `build` leaves it
-    where no row has a draft: so the rows are said to have one, and that is all it reads the number for.
+    Only the layers' path for verified rows reads the state at the offset of the last accepted token, and `build` takes
+    that path only where a row has a draft. So rows without one are said to have one draft token; `build` uses the
+    number for nothing else.
     """
     if "num_decode_draft_tokens_cpu[" not in inspect.getsource(build):
         return False
@@ -64,12 +66,14 @@ def count_rows_without_drafts(runner: GPUModelRunner, build: Callable[..., objec
     def build_attention_metadata(*args: object, **kwargs: Any) -> object:
         if kwargs.get("num_scheduled_tokens") is None:  # a dummy run
             return build_metadata(*args, **kwargs)
-        batch, counts, rows = runner.input_batch, runner.num_decode_draft_tokens.np, kwargs["num_reqs"]
+        batch = runner.input_batch
+        rows = kwargs["num_reqs"]
+        draft_tokens = runner.num_decode_draft_tokens.np
         if not kwargs["use_spec_decode"]:
-            counts.fill(-1)
+            draft_tokens.fill(-1)  # vLLM fills it in only where a row has a draft
         scheduled = runner.query_start_loc.np[1 : rows + 1] - runner.query_start_loc.np[:rows]
-        decoded = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
-        counts[:rows][(scheduled == 1) & decoded] = 1
+        decodes = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
+        draft_tokens[:rows][(scheduled == 1) & decodes] = 1
         return build_metadata(*args, **{**kwargs, "use_spec_decode": True})
 
     runner._build_attention_metadata = build_attention_metadata
@@ -78,29 +82,34 @@ def count_rows_without_drafts(runner: GPUModelRunner, build: Callable[..., objec
 
 # Changes vllm: patches/README.md#a-request-that-sat-out-steps-knows-how-many-tokens-its-last-one-accepted
 def remember_accepted(runner: GPUModelRunner) -> bool:
-    """Give a request that sat out steps the count of accepted tokens it left with; returns whether vLLM needs it.
+    """Give a request that sat out steps the count of accepted tokens that it had before; returns whether vLLM needs it.
 
-    vLLM sets it to 1, which is right for what is computed from its first token on.
+    vLLM sets the count to 1, which is right only for a request that is computed from its first token on.
     """
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
     if "self.num_accepted_tokens_cpu[req_index] = 1" not in inspect.getsource(InputBatch.add_request):
         return False
-    update, away = runner._update_states, dict[str, int]()
+    update = runner._update_states
+    accepted_of: dict[str, int] = {}  # by request that sits out steps
 
     def update_states(output: SchedulerOutput) -> object:
-        batch, scheduled = runner.input_batch, output.num_scheduled_tokens
-        if leaving := batch.req_id_to_index.keys() - scheduled.keys():
+        batch = runner.input_batch
+        scheduled = output.num_scheduled_tokens
+        leaving = batch.req_id_to_index.keys() - scheduled.keys()
+        if leaving:
             runner.num_accepted_tokens_event.synchronize()
-            counts, row_of = batch.num_accepted_tokens_cpu, batch.req_id_to_index
-            away.update({request: int(counts[row_of[request]]) for request in leaving})
+            for request in leaving:
+                row = batch.req_id_to_index[request]
+                accepted_of[request] = int(batch.num_accepted_tokens_cpu[row])
         for request in output.finished_req_ids:
-            away.pop(request, None)
+            accepted_of.pop(request, None)
         result = update(output)
-        for request in away.keys() & scheduled.keys():
-            count = away.pop(request)
+        for request in accepted_of.keys() & scheduled.keys():
+            accepted = accepted_of.pop(request)
             if runner.requests[request].num_computed_tokens > 0:  # else it was preempted
-                runner.input_batch.num_accepted_tokens_cpu[runner.input_batch.req_id_to_index[request]] = count
+                row = runner.input_batch.req_id_to_index[request]
+                runner.input_batch.num_accepted_tokens_cpu[row] = accepted
         return result
 
     runner._update_states = update_states
@@ -120,9 +129,10 @@ def tell_prompts_by_more_than_their_shape(runner: GPUModelRunner) -> bool:
 
     def determine_batch_execution(*args: object, **kwargs: Any) -> object:
         if "force_uniform_decode" not in kwargs:  # else a dummy run
-            batch, rows = runner.input_batch, kwargs["num_reqs"]
-            missing = batch.num_tokens_no_spec[:rows] - batch.num_computed_tokens_cpu[:rows]
-            if (missing > 1).any():  # a row that decodes lacks the token that was sampled last
+            batch = runner.input_batch
+            rows = kwargs["num_reqs"]
+            to_compute = batch.num_tokens_no_spec[:rows] - batch.num_computed_tokens_cpu[:rows]
+            if (to_compute > 1).any():  # in a row that decodes it is only the token that was sampled last
                 kwargs["force_uniform_decode"] = False
         return determine(*args, **kwargs)
 
