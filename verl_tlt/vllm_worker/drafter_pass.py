@@ -1,9 +1,9 @@
 """The drafter's pass in a vLLM worker: left out of steps that draft nothing (OFF), and contained where it fails.
 
-A step without the pass leaves a hole in the drafter's KV cache: so switch only an engine without requests, and reset
-its prefix cache before it drafts again. Such a step costs what it costs in an engine without a drafter, except under
-CUDA graphs of the V1 runner, whose FULL graphs are for the longest draft alone. vLLM has two model runners: V1, and V2,
-which serves from vLLM 0.32 on (tests/contract/test_vllm_v2_runner.py).
+A step without the pass leaves a hole in the drafter's KV cache. So switch only an engine without requests, and reset
+its prefix cache before it drafts again. Such a step takes as long as in an engine without a drafter. The exception are
+CUDA graphs of vLLM's V1 model runner, whose FULL graphs are for the longest draft alone. From vLLM 0.32 on the V2 model
+runner serves (tests/contract/test_vllm_v2_runner.py).
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def certain_drafts(proposer: SpecDecodeBaseProposer, batch: int, draft_length: i
 
 
 def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Requests and K that a call of V1's `propose` asks for."""
-    return kwargs["common_attn_metadata"].batch_size(), args[0] if args else kwargs["num_speculative_tokens"]
+    """(number of requests, K) that a call of V1's `propose` asks for."""
+    draft_length = args[0] if args else kwargs["num_speculative_tokens"]
+    return kwargs["common_attn_metadata"].batch_size(), draft_length
 
 
 class ContainedPass:
@@ -62,7 +63,8 @@ class ContainedPass:
 
     def __init__(self, proposer: SpecDecodeBaseProposer) -> None:
         self.failure = ""
-        self._proposer, self._propose = proposer, proposer.propose
+        self._proposer = proposer
+        self._propose = proposer.propose
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.failure:
@@ -102,10 +104,12 @@ def count_positions(proposer: SpecDecodeBaseProposer, vllm_config: VllmConfig) -
     set_inputs = proposer.set_inputs_first_pass
 
     def run(*, target_positions: torch.Tensor, cad: CommonAttentionMetadata, **inputs: Any) -> object:
-        starts, lengths = cad.query_start_loc[:-1], cad.query_start_loc.diff()
+        starts = cad.query_start_loc[:-1]
+        lengths = cad.query_start_loc.diff()
         tokens = target_positions.shape[-1]
-        rows = torch.repeat_interleave(lengths, output_size=tokens)  # the request of each token
-        places = torch.arange(tokens, device=rows.device) + (cad.seq_lens - lengths - starts)[rows]
+        requests = torch.repeat_interleave(lengths, output_size=tokens)  # number of each token's request
+        computed_before = cad.seq_lens - lengths  # tokens of each request before this step
+        places = torch.arange(tokens, device=requests.device) + (computed_before - starts)[requests]
         return set_inputs(target_positions=places.expand(3, -1), cad=cad, **inputs)  # vLLM takes the first of three
 
     proposer.set_inputs_first_pass = run
@@ -128,7 +132,8 @@ def _make_v1_skippable(runner: GPUModelRunner, proposer: SpecDecodeBaseProposer)
 
     With async scheduling the next step takes its tokens from the preparation, so that stays.
     """
-    propose, prepare_and_propose = proposer.propose, runner.propose_draft_token_ids
+    propose = proposer.propose
+    prepare_and_propose = runner.propose_draft_token_ids
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         batch, draft_length = _asked(args, kwargs)
@@ -153,7 +158,9 @@ def _make_v2_skippable(runner: V2ModelRunner, speculator: EagleSpeculator) -> No
     Before 0.32 this runner drafts K_max whatever is asked, so K is read from the scheduler's output. The rows that are
     not drafted, int64 [num_reqs, K_max], are zeros, which nothing verifies.
     """
-    execute, propose, draft_length = runner.execute_model, speculator.propose, 0
+    execute = runner.execute_model
+    propose = speculator.propose
+    draft_length = 0  # of the step that is executed
 
     def execute_model(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
         nonlocal draft_length
@@ -166,4 +173,5 @@ def _make_v2_skippable(runner: V2ModelRunner, speculator: EagleSpeculator) -> No
         with torch.inference_mode():  # as `propose`
             return speculator.draft_tokens[: input_batch.num_reqs].zero_()
 
-    runner.execute_model, speculator.propose = execute_model, run
+    runner.execute_model = execute_model
+    speculator.propose = run
