@@ -38,12 +38,18 @@ def graph_mode(user: Mapping[str, Any], enforce_eager: bool) -> str:
     """
     if enforce_eager:
         return "NONE"
-    asked, attention = (_mapping(user, key) for key in ("compilation_config", "attention_config"))
-    mode = str(asked.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()
+    compilation = _mapping(user, "compilation_config")
+    attention = _mapping(user, "attention_config")
+    mode = str(compilation.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()
     backend = str(user.get("attention_backend") or attention.get("backend") or "").upper()
-    split = _ranks(user, "decode_context_parallel_size") > 1 and mode == "FULL_AND_PIECEWISE"
-    without_kernels = "FLASHINFER" in backend and "MLA" not in backend and not attention.get("use_trtllm_attention")
-    return "PIECEWISE" if graph_rules.has_full_graphs(mode) and (split or without_kernels) else mode
+    splits_contexts = _ranks(user, "decode_context_parallel_size") > 1
+    if not graph_rules.has_full_graphs(mode):
+        return mode
+    if splits_contexts and mode == "FULL_AND_PIECEWISE":
+        return "PIECEWISE"
+    if "FLASHINFER" in backend and "MLA" not in backend and not attention.get("use_trtllm_attention"):
+        return "PIECEWISE"
+    return mode
 
 
 def _ranks(user: Mapping[str, Any], key: str) -> int:
@@ -58,8 +64,9 @@ def _ranks(user: Mapping[str, Any], key: str) -> int:
 def _mapping(user: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """An engine argument that is a mapping or its JSON; empty where it is absent."""
     value = user.get(key) or {}
-    with suppress(ValueError):
-        value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
     if not isinstance(value, Mapping):
         raise TLTConfigError(f"{WHERE}.{key} must be a mapping or its JSON, not {value!r}.")
     return value
@@ -118,8 +125,9 @@ def engine_kwargs(
     """
     eager = user.get("enforce_eager")
     enforce_eager = bool(rollout.enforce_eager if eager is None else eager)
-    for problem in problems(tlt, user, enforce_eager, hybrid):
-        raise TLTConfigError(problem)
+    found = list(problems(tlt, user, enforce_eager, hybrid))
+    if found:
+        raise TLTConfigError(found[0])
     if on_cpu is None:
         from vllm.platforms import current_platform
 
@@ -127,10 +135,7 @@ def engine_kwargs(
     mode = graph_mode(user, enforce_eager)
     source = tlt.speculation.source
     lengths = engine_lengths(tlt, mode)
-    # As vLLM has it: nowhere on the CPU, else as the user says, else with these executors ("mp" is verl's choice).
-    by_default = user.get("distributed_executor_backend", "mp") in ("mp", "uni")
-    asked = user.get("async_scheduling")
-    is_async = source == "eagle" and not on_cpu and not hybrid and (by_default if asked is None else bool(asked))
+    is_async = source == "eagle" and not on_cpu and not hybrid and _asks_async(user)
     # Drafts longer than the policy chooses would only reserve memory and, with CUDA graphs, capture unused widths.
     speculative = speculative_config(drafter_dir, max(1, lengths[-1]), source, tlt.drafter.method)
     if graph_rules.has_full_graphs(mode) and graph_rules.runner_for(_release()) == "V2":
@@ -147,6 +152,14 @@ def engine_kwargs(
             "tlt": {"speculation": tlt.to_dict()["speculation"], "arms": list(lengths)},
         },
     }
+
+
+def _asks_async(user: Mapping[str, Any]) -> bool:
+    """Whether vLLM would schedule asynchronously on a GPU: as the user says, or else with these two executors."""
+    asked = user.get("async_scheduling")
+    if asked is None:
+        return user.get("distributed_executor_backend", "mp") in ("mp", "uni")  # "mp" is verl's choice
+    return bool(asked)
 
 
 def for_hybrids() -> dict[str, Any]:
