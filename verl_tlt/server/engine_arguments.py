@@ -125,9 +125,9 @@ def engine_kwargs(
     """
     eager = user.get("enforce_eager")
     enforce_eager = bool(rollout.enforce_eager if eager is None else eager)
-    found = list(problems(tlt, user, enforce_eager, hybrid))
-    if found:
-        raise TLTConfigError(found[0])
+    problem = next(problems(tlt, user, enforce_eager, hybrid), None)
+    if problem is not None:
+        raise TLTConfigError(problem)
     if on_cpu is None:
         from vllm.platforms import current_platform
 
