@@ -51,12 +51,15 @@ def expected_saving(
     tau = expected_accept_lengths(acceptance, costs.lengths()[-1])
     off_s = drafted_s = 0.0
     for batch, tokens in work.items():
-        seconds = float(costs.seconds(OFF, batch, context))
-        # A step with the drafter never takes less than one without: where it was measured so, that was noise.
-        lengths = [k for k in costs.usable(batch) if k >= 0]
-        best = min((max(seconds, float(costs.seconds(k, batch, context))) / tau[k] for k in lengths), default=seconds)
-        off_s += tokens / batch * seconds
-        drafted_s += tokens / batch * best
+        off_step_s = float(costs.seconds(OFF, batch, context))
+        per_token_s = []  # of a request, by K
+        for k in costs.usable(batch):
+            if k >= 0:
+                # A step with the drafter never takes less than one without: where it was measured so, that was noise.
+                step_s = max(off_step_s, float(costs.seconds(k, batch, context)))
+                per_token_s.append(step_s / tau[k])
+        off_s += tokens / batch * off_step_s
+        drafted_s += tokens / batch * min(per_token_s, default=off_step_s)
     return 1.0 - drafted_s / off_s
 
 
