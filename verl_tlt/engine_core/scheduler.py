@@ -67,6 +67,14 @@ def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
     return NgramDrafts(NgramIndex(MAX_NGRAM_BYTES)) if speculation["source"] == "ngram" else None
 
 
+def _engine_trace() -> StepTrace | None:
+    """The trace of this engine's steps; None: no trace is asked for."""
+    directory = os.environ.get("TLT_TRACE_DIR")
+    if not directory:
+        return None
+    return StepTrace(Path(directory) / f"engine-{os.environ.get('TLT_REPLICA', '0')}.jsonl")
+
+
 class _DraftLengths:
     """Takes the place of vLLM's list of draft lengths by batch size."""
 
@@ -78,11 +86,12 @@ class _DraftLengths:
 
 
 def verified_inexactly(request: Request) -> bool:
-    """Whether vLLM would answer this request otherwise if drafts were verified.
+    """Whether vLLM would answer this request otherwise if drafts were verified. There are three causes:
 
-    A grammar: vLLM cuts a draft before the first token that the grammar forbids, and draws the next token as if none
-    had been drafted there, so tokens that the drafter holds likely come too often. `min_tokens`: until it is reached,
-    vLLM judges the token behind a draft by the tokens before the draft. And `asks_logprobs`.
+    * A grammar. vLLM cuts a draft before the first token that the grammar forbids, and draws the next token as if none
+      had been drafted there. So tokens that the drafter finds likely come too often.
+    * `min_tokens`. Until it is reached, vLLM judges the token behind a draft by the tokens before the draft.
+    * `asks_logprobs`.
     """
     params = request.sampling_params
     if params is None:
@@ -134,15 +143,14 @@ class TLTScheduler(Scheduler):
         if isinstance(self, AsyncScheduler) != is_async:
             raise ValueError(f"{type(self).__name__} with async_scheduling={is_async} would draft nothing.")
         settings = config.additional_config["tlt"]
-        trace_dir = os.environ.get("TLT_TRACE_DIR")
-        trace = StepTrace(Path(trace_dir) / f"engine-{os.environ.get('TLT_REPLICA', '0')}.jsonl") if trace_dir else None
         draft_config = config.speculative_config.draft_model_config
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
         # K is chosen by the contexts of two steps before; of three, where two steps are in flight.
         self._tlt_context_limit = context_limit(longest, self.num_spec_tokens, behind=3 if is_async else 2)
         policy = load_policy(settings, self.max_num_running_reqs)
         rows = row_limit(config.device_config.device_type == "cpu", self.max_num_running_reqs)
-        self.tlt = StepControl(policy, Limits(tuple(settings["arms"]), token_limit(config), rows), trace)
+        limits = Limits(tuple(settings["arms"]), token_limit(config), rows)
+        self.tlt = StepControl(policy, limits, _engine_trace())
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengths(self._tlt_choose)
         EngineCore.tlt_call = lambda core, operation, arguments: core.scheduler.tlt_call(operation, arguments)
@@ -285,7 +293,8 @@ class TLTScheduler(Scheduler):
     @_contained
     def _tlt_learn(self) -> None:
         """Count the steps that are over, and have statistics, trace and policy learn from them."""
-        finished, self._tlt_finished = self._tlt_finished, []
+        finished = self._tlt_finished
+        self._tlt_finished = []
         for step in finished:
             step.count()
             self._tlt_blocked = step.longest > self._tlt_context_limit
