@@ -66,25 +66,30 @@ class MTPDrafter(Eagle3DraftModel):
             self._init_vocab(config)
         self._attn_impl = layer._attn_implementation
         self._create_mask_fn = create_float_mask if self._attn_impl == "eager" else create_mask
-        self.uses_full_attn, self.uses_sliding_window_attn = True, False
+        self.uses_full_attn = True
+        self.uses_sliding_window_attn = False
         self.sliding_window_indices: list[int] = []
         self.input_norm = self.fc_norm = None
         self.verifier_norm = LlamaRMSNorm(self.hidden_size, eps=layer.rms_norm_eps).requires_grad_(False)
         head: Qwen35Head | MiMoHead
+        before_head: torch.nn.Module
+        after_head: torch.nn.Module
         if layer.model_type.startswith("qwen3_5"):
             head = Qwen35Head(layer)
-            read, last = self.verifier_norm, head.norm  # it reads the state after the policy's final norm
+            before_head = self.verifier_norm  # the head reads the state after the policy's final norm
+            after_head = head.norm
             self.rotary_emb = _qwen3_5().Qwen3_5TextRotaryEmbedding(layer)
             self.add_module(QWEN3_5.prefix.rstrip("."), head)
         else:
             head = MiMoHead(layer)
-            read, last = torch.nn.Identity(), head.final_layernorm  # before it
+            before_head = torch.nn.Identity()  # the head reads the state before the policy's final norm
+            after_head = head.final_layernorm
             self.rotary_emb = Qwen2RotaryEmbedding(layer)
             first, second = MIMO.prefix.rstrip(".").split(".")
             self.add_module(first, torch.nn.ModuleDict({second: torch.nn.ModuleList([head])}))
         # The recurrence's names for these modules, kept out of `named_parameters`. `norm` comes before the policy's
         # head, and before the next pass.
-        self.__dict__ |= {"fc": read, "layers": [head], "norm": last}
+        self.__dict__ |= {"fc": before_head, "layers": [head], "norm": after_head}
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -99,7 +104,9 @@ class Qwen35Head(torch.nn.Module):
 
     def __init__(self, layer: PretrainedConfig) -> None:
         super().__init__()
-        modules, hidden, eps = _qwen3_5(), layer.hidden_size, layer.rms_norm_eps
+        modules = _qwen3_5()
+        hidden = layer.hidden_size
+        eps = layer.rms_norm_eps
         self.pre_fc_norm_embedding = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.pre_fc_norm_hidden = modules.Qwen3_5RMSNorm(hidden, eps=eps)
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
