@@ -44,7 +44,8 @@ class Deadline:
     """A bound that several waits share: some seconds from now."""
 
     def __init__(self, seconds: float, clock: Clock = SYSTEM) -> None:
-        self._clock, self._end = clock, clock.monotonic() + seconds
+        self._clock = clock
+        self._end = clock.monotonic() + seconds
 
     def left(self) -> float:
         return max(0.0, self._end - self._clock.monotonic())
@@ -73,15 +74,16 @@ def answer(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
 
 
 def ask(reference: ObjectRef | Sequence[ObjectRef], timeout_s: float) -> Any:
-    """As `answer`, of an actor that lives on: a call that is late is taken back, and ends where it waits.
+    """As `answer`, of an actor that lives on: a call that is late is cancelled, and ends where it waits.
 
-    Ray does not take back what the actor has got and not begun; that begins before whatever is called later.
+    Ray does not cancel a call that the actor has received and not begun. The actor begins it before any later call.
     """
     try:
         return answer(reference, timeout_s)
     except CallFailed as error:
         if error.late:
-            for call in [reference] if isinstance(reference, ray.ObjectRef) else reference:
+            calls = [reference] if isinstance(reference, ray.ObjectRef) else reference
+            for call in calls:
                 ray.cancel(call)
         raise
 
