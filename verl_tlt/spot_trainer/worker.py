@@ -97,9 +97,11 @@ class SpotTrainerWorker:
         return replace(stats, incomplete=missing)
 
     def _train(self, device: int) -> SessionResult:
-        # Without verl's CPU platform, as in tests, there is no such device.
         devices = self._devices
-        with devices.device(device) if devices and devices.is_available() else contextlib.nullcontext():
+        on_device = contextlib.nullcontext()
+        if devices and devices.is_available():  # not without verl's CPU platform, as in tests
+            on_device = devices.device(device)
+        with on_device:
             return self.trainer.train(device, self._stopping.is_set)
 
     async def train(self, device: int) -> SessionResult:
@@ -135,5 +137,6 @@ def _yield_to_engines() -> None:
 
 def _release_freed() -> None:
     """Return what a session freed to the system, for the actors' offloaded optimizers, where glibc can do so."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
         trim(0)
