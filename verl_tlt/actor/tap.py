@@ -355,8 +355,10 @@ class VerifierCapture:
             part = policy_part(name)
             if part is not None and part in self._wanted and not self._failed:
                 with self._contained():
-                    shared = tensor.float() + self._norm_offset if part == "norm" else tensor
-                    self._keep(part, shared)
+                    if part == "norm":
+                        self._keep(part, tensor.float() + self._norm_offset)
+                    else:
+                        self._keep(part, tensor)
             yield name, tensor
 
     def finish(self) -> None:

@@ -95,8 +95,8 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 def _policy_dtype(policy: Model, device: str) -> torch.dtype | Literal["auto"]:
     """The dtype to load a policy in on a type of device; "auto": the files' own.
 
-    A policy in float32 runs in bfloat16 on a GPU, as in engines. On an x86 CPU without products in bfloat16, where
-    these take five times as long, every policy runs in float32.
+    A policy in float32 runs in bfloat16 on a GPU, as in engines. On an x86 CPU that cannot multiply in bfloat16, 16 bits
+    take five times as long, so every policy runs in float32 there.
     """
     if device == "cuda":
         fields = read_model_config(policy)

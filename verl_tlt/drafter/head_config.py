@@ -117,7 +117,7 @@ def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> 
 
 def _check_network(flat: Fields, nested: Fields, file: Path) -> None:
     """Raise a `DrafterError` where a field describes another network than the one that is served (`ONLY`)."""
-    layer_types = flat.get("layer_types") or [None]
+    layer_types = list(flat.get("layer_types") or [None])
     read = {
         **flat,
         "use_aux_hidden_state": nested.get("use_aux_hidden_state"),
@@ -240,7 +240,7 @@ def _check_nested_layers(nested: list[int], layers: list[int], file: Path) -> No
     """Raise a `DrafterError` where the layer numbers in `eagle_config` may mean others than `layers`.
 
     To vLLM a number there is the layer whose input is read, to SGLang the layer whose output is read. They are accepted
-    only if they mean `layers`, whose inputs are read, to SGLang.
+    only where SGLang, too, would read the inputs of `layers`: each number is then one less.
     """
     if [number + 1 for number in nested] != layers:
         raise DrafterError(

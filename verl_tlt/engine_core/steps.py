@@ -112,7 +112,10 @@ class EngineStep(Step):
         return request not in self.gone and self.sampled[self.row_of[request]] > 0
 
     def _is_steady(self, drafted_before: int) -> bool:
-        """Whether the step drafts at the K of the step before it, and verifies K tokens of every request."""
+        """Whether the step drafts at the K of the step before it.
+
+        With a drafter it must also verify K tokens of every request.
+        """
         if self.drafted != drafted_before:
             return False
         if self.drafted <= 0 or self.may_lack_drafts:

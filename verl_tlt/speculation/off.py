@@ -132,7 +132,8 @@ class OffDecision:
         `acceptance` is held out, conditional, by draft position, in 0..1 (else ControlError); empty: unknown.
         """
         self._accept_length = expected_accept_lengths(acceptance, len(acceptance))[-1] if acceptance else 1.0
-        if self._wait and self._accept_length > BETTER * self._accept_length_last_try:  # the new drafter is tried
+        # A drafter that is clearly better is judged anew, by costs alone.
+        if self._wait and self._accept_length > BETTER * self._accept_length_last_try:
             self.cause = ""
             self._wait = 0
         self._trying = None

@@ -39,7 +39,8 @@ class Limits(NamedTuple):
     def fitting(self, wanted: int, batch: int) -> int:
         """`wanted`, or the longest K below it whose step is small enough.
 
-        A step is small enough if it has a CUDA graph, or, where the batch is too large for any graph, by `rows`.
+        A step is small enough if it has a CUDA graph. Where the batch is too large for any graph, it is small enough
+        if it verifies at most `rows` tokens.
         """
         wanted = max(0, min(wanted, self.lengths[-1]))
         tokens = self.token_limit if batch <= self.token_limit else self.rows

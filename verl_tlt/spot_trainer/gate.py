@@ -67,7 +67,8 @@ class HeldOutScores:
 def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
     """Judge the candidate; the same scores and `seed` of the resampling give the same verdict.
 
-    * revert to the better of served and initial drafter if the candidate is surely worse than that by `WORSE`;
+    * revert to the better of served and initial drafter if the candidate is surely worse than that one by more than
+      `WORSE`;
     * publish if it is surely less than `MARGIN` worse than the served drafter, and its measured accept length is less
       than `MARGIN` below the initial drafter's;
     * otherwise keep what is served, and train the candidate on.

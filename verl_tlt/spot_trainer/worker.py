@@ -99,7 +99,8 @@ class SpotTrainerWorker:
     def _train(self, device: int) -> SessionResult:
         devices = self._devices
         on_device = contextlib.nullcontext()
-        if devices and devices.is_available():  # not without verl's CPU platform, as in tests
+        # Without verl's CPU platform, as in tests, there is no such device.
+        if devices and devices.is_available():
             on_device = devices.device(device)
         with on_device:
             return self.trainer.train(device, self._stopping.is_set)

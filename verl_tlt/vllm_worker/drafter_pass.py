@@ -1,8 +1,8 @@
 """The drafter's pass in a vLLM worker: left out of steps that draft nothing (OFF), and contained where it fails.
 
 A step without the pass leaves a hole in the drafter's KV cache. So switch only an engine without requests, and reset
-its prefix cache before it drafts again. Such a step takes as long as in an engine without a drafter. The exception are
-CUDA graphs of vLLM's V1 model runner, whose FULL graphs are for the longest draft alone. From vLLM 0.32 on the V2 model
+its prefix cache before it drafts again. Such a step takes as long as in an engine without a drafter, except with CUDA
+graphs of vLLM's V1 model runner, whose FULL graphs are for the longest draft alone. From vLLM 0.32 on the V2 model
 runner serves (tests/contract/test_vllm_v2_runner.py).
 """
 

@@ -192,7 +192,7 @@ class LiveDrafter:
             )
 
     def _check_draft_vocabulary(self, d2t: torch.Tensor, file: Path) -> None:
-        """Raise a `DrafterError` unless a file's `d2t`, [DV], has as many tokens as are served, all of the policy."""
+        """Raise a `DrafterError` unless `d2t`, [DV], has as many tokens as are served, all of them the policy's."""
         offsets = dict(self.model.named_parameters()).get(OFFSETS)
         if offsets is None or len(offsets) != len(d2t):
             raise DrafterError(f"{file} drafts {len(d2t)} tokens, and the served drafter does not.")
