@@ -95,8 +95,8 @@ def load_policy(policy: Model, device: torch.device | str) -> PreTrainedModel:
 def _policy_dtype(policy: Model, device: str) -> torch.dtype | Literal["auto"]:
     """The dtype to load a policy in on a type of device; "auto": the files' own.
 
-    A policy in float32 runs in bfloat16 on a GPU, as in engines. On an x86 CPU that cannot multiply in bfloat16, 16 bits
-    take five times as long, so every policy runs in float32 there.
+    A policy in float32 runs in bfloat16 on a GPU, as in engines. An x86 CPU that cannot multiply in bfloat16 takes five
+    times as long in 16 bits, so every policy runs in float32 there.
     """
     if device == "cuda":
         fields = read_model_config(policy)

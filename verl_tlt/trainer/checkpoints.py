@@ -71,20 +71,20 @@ def tidy(step: Path, prunes: bool) -> None:
         return
     steps = [path for path in step.parent.glob("global_step_*") if _number(path) <= _number(step)]
     newer_drafter = False  # whether a newer step than `old` holds a complete drafter
-    found_traces = False  # whether a step before `step` has files of ours, of a complete drafter or not
+    earlier_has_ours = False  # whether a step before `step` has files of ours, of a complete drafter or not
     for old in sorted(steps, key=_number, reverse=True):
         names = os.listdir(old) if old.is_dir() else []
-        has_traces = any(CHECKPOINT in name for name in names)
+        has_ours = any(CHECKPOINT in name for name in names)
         if POLICY not in names:
-            if found_traces and not has_traces:
+            if earlier_has_ours and not has_ours:
                 break  # earlier calls have nearly always seen to the steps before it, which may be thousands
             if newer_drafter or not holds_drafter(old):
                 remove_model(old / CHECKPOINT)
             remove_halves(old)
         if holds_drafter(old):
             newer_drafter = True
-        if has_traces and old != step:
-            found_traces = True
+        if has_ours and old != step:
+            earlier_has_ours = True
 
 
 # Changes verl: patches/README.md#the-drafter-is-in-a-checkpoint-before-verl-names-it-as-the-one-to-resume-from

@@ -358,8 +358,9 @@ class Controller:
             self.guard.count(during, 1)
             self.log.spot_trainer_failed()
         self.spot.failures.clear()
-        self.guard.count("hidden states", self.spot.left_out)
+        left_out = self.spot.left_out
         self.spot.left_out = 0
+        self.guard.count("hidden states", left_out)
 
     # ------------------------------------------------------------------ the end of fit
 

@@ -85,7 +85,7 @@ class BufferWatch:
         buffer = self._buffer
         done = buffer.finished_keys["train"]
         filters = buffer.filter_groups_metric is not None
-        if filters:  # DAPO: a group counts once the buffer has found that it has a signal (None), which it does later
+        if filters:  # DAPO: only after its look the buffer finds out which groups have a signal (None), and so count
             classified = buffer._dapo_classification_cache["train"]
             done = {uid for uid, shared in classified.items() if shared is None} & done
         replaces_groups = filters or buffer.sync_refill_failed_groups

@@ -93,8 +93,8 @@ def prepare(config: DictConfig, base_mode: str) -> tuple[TLTConfig, RunFacts, Fi
     tokens = tlt.buffer.tokens_per_step or TOKENS_PER_STEP
     # verl may compute log-probabilities several times in an RL step; the actor captures its part each time.
     batches = config.trainer.v1.get(base_mode, {}).get("parameter_sync_step", 1)
-    of_batch = replace(tlt.buffer, tokens_per_step=max(1, tokens // batches))
-    tlt = replace(tlt, buffer=of_batch)
+    buffer = replace(tlt.buffer, tokens_per_step=max(1, tokens // batches))
+    tlt = replace(tlt, buffer=buffer)
     policy_dir = copy_to_local(model.path, use_shm=model.get("use_shm", False))
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     resumed = _resume_dir(config.trainer)
@@ -196,7 +196,7 @@ def first_drafter(
         return FirstDrafter(nothing, nothing, aux_layers=(), origin="n-grams, without a drafter")
     checkpoint = saved_drafter(resume_from)
     model, facts, origin = _first_model(config, policy_dir, context, checkpoint)
-    resumed = facts if checkpoint else {}  # what a given drafter counted was another run's
+    resumed = facts if checkpoint else {}  # the version of a given drafter was another run's
     version = int(resumed.get("version", 0))
     acceptance = tuple(facts.get("acceptance", ()))
 

@@ -42,8 +42,8 @@ NOT_COMPARED = re.compile(
     r"trainer\.(experiment_name|project_name|logger|resume_\w+|\w+_(local|data|hdfs)_dir)|tlt\.(trace\.dir|drafter\.save_dir)"
     r"|hydra\.(run|sweep|job|job_logging)\..*|.*profiler\..*(path|dir)|.*\.env_vars\.WANDB_\w+"
 )
-"""Settings that may differ between two calls of a comparison, because they only say what a turn is called and where it
-writes. `Plan.asked` has the checkpoint in which it starts besides."""
+"""Settings that may differ between two calls of a comparison: they only say what a turn is called and where it writes.
+Where it starts must stay the same (`Plan.asked`)."""
 ENV_VARS = "++ray_kwargs.ray_init.runtime_env.env_vars"
 NEVER = 10**9
 

@@ -52,8 +52,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
 
     Without `--all` findings that all is well are only counted, except for those of a measured engine.
 
-    Returns the exit status: 0: TLT can run; 1: it cannot; 3: it can once this machine has what is missing, or the
-    switch is set.
+    Returns the exit status: 0: TLT can run; 1: it cannot; 3: it can on a machine that has what this one lacks, or once
+    the switch is set.
     """
     if options.gpu and not options.names_a_run():
         raise TLTError("--gpu measures the engine of your recipe: give its command after --, or its overrides.")

@@ -102,7 +102,7 @@ class RunTrace:
         return since
 
     def engine(self, replica: str, start: float, end: float) -> EngineSteps:
-        """The steps of the replica's engine that ended in these unix seconds. A run can have millions of others."""
+        """Those steps of the replica's engine that ended in these unix seconds: a run can have millions."""
         files = self.engine_files.get(replica)
         if not files:
             number = str(self.replicas.index(replica))
