@@ -113,7 +113,7 @@ class HiddenStateTap:
             recorded = self._open
             self._open = None
         if recorded is not None:
-            recorded.wait()
+            recorded.synchronize()
             with self.contained():
                 self.taken += recorded.shards(self.wanted)
         return output
@@ -159,7 +159,7 @@ class _MicroBatch:
                 self._spans[i] = chosen  # the same under every layer
                 slices[i] = torch.cat([axis[s.at : s.at + s.stop - s.start].to(self._dtype) for s in chosen])
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait until a GPU has computed the states: the time of their copy is then not that of the forward."""
         if any(state.is_cuda for slices in self._slices.values() for state in slices.values()):
             torch.cuda.current_stream().synchronize()

@@ -180,7 +180,7 @@ def test_the_tap_holds_the_chosen_tokens_and_nothing_else():
 def test_the_forwards_time_is_not_the_taps(monkeypatch):
     """A GPU still computes when the forward returns, and the copy waits for it."""
     engine, tap, batch = tapped({10: (0, 10)})
-    monkeypatch.setattr(_MicroBatch, "wait", lambda _: time.sleep(0.5))
+    monkeypatch.setattr(_MicroBatch, "synchronize", lambda _: time.sleep(0.5))
     engine.around(batch, True, engine.forward)
     assert tap.take() and 0 < tap.seconds < 0.5
 
