@@ -86,6 +86,22 @@ def test_a_batch_that_the_tap_does_not_understand_costs_its_states_and_not_the_s
     assert not actor.tap.take() and actor.tap.errors == errors + 1
 
 
+def test_a_rank_whose_choice_failed_goes_on_with_the_rows_of_the_others(actor, monkeypatch):
+    begin = actor.batches_tapped
+    infer(actor, ROWS, budget=20)
+    wanted, _ = infer(actor, ROWS, budget=20)
+
+    def fails_once():
+        monkeypatch.undo()
+        raise RuntimeError("no rank")
+
+    actor.batches_tapped, errors = begin, actor.tap.errors
+    monkeypatch.setattr(actor.engine, "get_data_parallel_rank", fails_once)
+    assert not infer(actor, ROWS, budget=20)[0] and actor.tap.errors == errors + 1
+    found, _ = infer(actor, ROWS, budget=20)
+    assert found and [(s.prompt, s.start) for s in found] == [(s.prompt, s.start) for s in wanted]
+
+
 def test_log_probs_are_the_same_to_the_bit(actor):
     taken, with_tap = infer(actor, ROWS)
     tap, actor.tap = actor.tap, None

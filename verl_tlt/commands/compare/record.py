@@ -33,8 +33,6 @@ class Step:
     reward: float
     accept_length: float | None = None
     saved_s: float | None = None
-    cold_start_s: float | None = None
-    """Seconds in which the drafter of a run without one was trained."""
     draft_length: float | None = None
     """Mean K of the engine steps; None: the run has no TLT."""
     prompt: float | None = None
@@ -83,7 +81,6 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         **known,
         accept_length=metrics.get("tlt/accept_length"),
         saved_s=metrics.get("tlt/saved_estimate_s"),
-        cold_start_s=metrics.get("tlt/overhead_cold_start_s"),
         draft_length=metrics.get("tlt/draft_length_mean"),
         prompt=metrics.get("prompt_length/mean"),
         probs_diff_max=row["probs_diff_max"],
