@@ -5,11 +5,13 @@
 
 `--replay`, the default, simulates rollouts against oracles, which takes half an hour of two cores. `--fixed` races a
 chosen K, vLLM's fixed K and no drafts on one real engine with the real policy and its head (`benchmarks.real_policy`):
-ten rounds of a wide load take about 80 minutes, and a command that was killed goes on when called again. Wall-clock
-timings mean something only on a core that nothing else uses.
+ten rounds of a wide load take about 80 minutes, and four times as long without AVX512. A command that was killed goes
+on when called again, and one on another machine goes on with the rounds in `--out`. Wall-clock timings mean something
+only on a core that nothing else uses.
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,12 @@ def main() -> None:
     fixed = parser.add_argument_group("the fixed part")
     fixed.add_argument("--real", type=Path, default=PLACE, help="folder of the real policy and its head")
     fixed.add_argument("--load", type=Drain.parse, nargs="+", default=LOADS, metavar="SHORT+LONG@MOST")
-    fixed.add_argument("--rounds", type=int, default=10, help="drains of every arm and load")
+    fixed.add_argument("--rounds", type=int, default=10, help="drains of every arm and load, those in --out included")
     fixed.add_argument("--work", type=Path, default=ROOT / ".cache" / "race", help="folder that keeps the rounds")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     file = options.out / ("race.json" if options.fixed else "live_table.json")
-    store(file, _fixed(options) if options.fixed else _replayed(options))
+    store(file, _fixed(options, file) if options.fixed else _replayed(options))
     console.print(f"written to {file}")
 
 
@@ -52,15 +54,18 @@ def _replayed(options: argparse.Namespace) -> dict[str, Any]:
     return {"command": "python -m benchmarks.control --replay", **run_all(console.print, options.jobs)}
 
 
-def _fixed(options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.control.fixed import against_fixed, real_models
+def _fixed(options: argparse.Namespace, file: Path) -> dict[str, Any]:
+    from benchmarks.control.fixed import against_fixed, published, real_models
+
+    earlier = json.loads(file.read_text())["races"] if file.exists() else []
 
     console.print(say_dtype(find_dtype()))
     try:
         models, ask = real_models(options.real.resolve())
-        found = against_fixed(models, ask, options.load, options.rounds, options.work, console.print)
+        races = against_fixed(models, ask, options.load, options.rounds, options.work, earlier, console.print)
     except TLTError as error:
         raise SystemExit(str(error)) from error
+    found = published(races)
     for load in found["loads"].values():
         console.print(load["verdict"])
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ RULE = (
 )
 Round = Mapping[str, Mapping[str, Any]]
 """By arm its `seconds`, and the `lengths` of its responses."""
+Expected = Callable[[Sequence[int], str], float]
+"""Seconds that an arm is expected to take for responses of these lengths."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +123,17 @@ def decode(costs: LatencyTable, gains: Mapping[int, float], lengths: Sequence[in
     return seconds
 
 
-def over_ours(
-    rounds: Sequence[Round], costs: LatencyTable, acceptance: Sequence[float], prompt: int
-) -> dict[str, dict[str, list[float]]]:
-    """Each other arm's seconds over ours, all rounds pooled, as [ratio, low, high] (95 %): `plain` and `adjusted`."""
-    drains = [each[arm]["lengths"] for each in rounds for arm in ARMS]
-    expected = {arm: sum(predict(costs, acceptance, lengths, prompt, arm) for lengths in drains) for arm in ARMS}
-    own = [{arm: predict(costs, acceptance, each[arm]["lengths"], prompt, arm) for arm in ARMS} for each in rounds]
+def over_ours(rounds: Sequence[tuple[Round, Expected]]) -> dict[str, dict[str, list[float]]]:
+    """Each other arm's seconds over ours, all rounds pooled, as [ratio, low, high] (95 %): `plain` and `adjusted`.
+
+    With each round comes what its race expects.
+    """
+    expected = {arm: sum(of(each[a]["lengths"], arm) for each, of in rounds for a in ARMS) for arm in ARMS}
+    own = [{arm: of(each[arm]["lengths"], arm) for arm in ARMS} for each, of in rounds]
     found: dict[str, dict[str, list[float]]] = {"plain": {}, "adjusted": {}}
     for arm in (arm for arm in ARMS if arm != OURS):
         theirs, ours = (
-            [(float(each[of]["seconds"]), predicted[of]) for each, predicted in zip(rounds, own, strict=True)]
+            [(float(each[of]["seconds"]), predicted[of]) for (each, _), predicted in zip(rounds, own, strict=True)]
             for of in (arm, OURS)
         )
         pairs = list(zip(theirs, ours, strict=True))

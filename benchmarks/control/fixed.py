@@ -6,11 +6,14 @@ of the verdict (`drains.py`). All arms share the engine and take turns drain by 
 the same prompts: whole runs minutes apart differ by what the machine does meanwhile. Each arm samples its own responses
 at temperature 1, as in RL. The adaptive arms are told the costs at the near context and the head's held-out acceptance;
 what ours learns it keeps for the load. Each round is kept in a folder, and a command that was killed goes on after it.
+A race on another machine, or with another head, goes on with the rounds of the published file. All rounds of a load are
+judged together, each adjusted by the step costs of its own race.
 """
 
 import json
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from transformers import AutoTokenizer
 from benchmarks.control.drains import (
     ADAPTIVE,
     ARMS,
+    FEWEST,
     LONGEST,
     NONE,
     OURS,
     RULE,
     VLLM,
     Drain,
+    Round,
     over_ours,
     predict,
     verdict,
@@ -73,29 +78,31 @@ def real_models(folder: Path) -> tuple[Models, Ask]:
     return Models(policy, drafter, acceptance, tokenizer.eos_token_id), ask
 
 
-def against_fixed(models: Models, ask: Ask, drains: Sequence[Drain], rounds: int, work: Path, say: Say) -> Found:
-    """Race every arm in all drains, so many rounds of each.
+def against_fixed(
+    models: Models, ask: Ask, drains: Sequence[Drain], rounds: int, work: Path, earlier: Sequence[Found], say: Say
+) -> list[Found]:
+    """Race every arm in all drains, until each load has so many rounds, those of `earlier` races included.
 
-    `work` is the folder that keeps the rounds; `say` is called with a line for each. Returns the record as it is
-    published: `loads` by name, each with what was `predicted`, its `rounds`, the ratios and the `verdict`.
+    `work` is the folder that keeps the rounds; `say` is called with a line for each. Returns all races, this one last.
     """
     batch = max(drain.requests for drain in drains)
     file, record = open_record(work, models, batch)
+    others = [race for race in earlier if race["race"] != record["race"]]
     say(f"Rule: {RULE}")
-    if missing(record, drains, rounds):
+    if missing([*others, record], drains, rounds):
         engine = Engine(models, batch, context_of(ask, drains))
         measure_costs(engine, record)
         _keep(file, record)
         for drain in drains:
             foresee(engine, record, drain, ask, say)
             _keep(file, record)
-        for turn, drain in missing(record, drains, rounds):
+        for turn, drain in missing([*others, record], drains, rounds):
             found = _round(engine, drain, ask(drain, turn), random.Random(f"order {drain} {turn}"))
             record["loads"][str(drain)]["rounds"].append(found)
             _keep(file, record)
             shown = ", ".join(f"{arm} {one['seconds']:.1f} ({max(one['lengths'])})" for arm, one in found.items())
             say(f"{drain}, {turn + 1}: seconds (longest response): {shown}")
-    return published(record)
+    return [race for race in (*others, record) if race["loads"]]
 
 
 def context_of(ask: Ask, drains: Sequence[Drain]) -> int:
@@ -111,8 +118,16 @@ def open_record(work: Path, models: Models, batch: int) -> tuple[Path, Found]:
         return file, dict(json.loads(file.read_text()))
     shape = policy_shape(models.policy)
     policy = {"parameters": _parameters(shape), "layers": shape.num_layers, "vocabulary": shape.vocab_size}
-    told = {"policy": policy, "acceptance": models.acceptance, "dtype": find_dtype(), "rule": RULE}
-    return file, {"machine": machine(), **told, "prompt_tokens": 0, "near": [], "far": [], "loads": {}}
+    told = {"policy": policy, "acceptance": models.acceptance, "dtype": find_dtype()}
+    return file, {
+        "race": file.stem,
+        "machine": machine(),
+        **told,
+        "prompt_tokens": 0,
+        "near": [],
+        "far": [],
+        "loads": {},
+    }
 
 
 def _parameters(shape: PolicyShape) -> int:
@@ -138,24 +153,26 @@ def recorded_costs(work: Path, models: Models) -> tuple[LatencyTable, int]:
     return _costs(record), int(record["prompt_tokens"])
 
 
-def missing(record: Found, drains: Sequence[Drain], rounds: int) -> list[tuple[int, Drain]]:
-    """(turn, load) of the rounds that the record does not have, the loads in turn."""
-    done = {drain: len(record["loads"].get(str(drain), {}).get("rounds", ())) for drain in drains}
+def missing(races: Sequence[Found], drains: Sequence[Drain], rounds: int) -> list[tuple[int, Drain]]:
+    """(turn, load) of the rounds that no race has, the loads in turn."""
+    done = {drain: sum(len(rounds_of(race, str(drain))) for race in races) for drain in drains}
     return [(turn, drain) for turn in range(rounds) for drain in drains if turn >= done[drain]]
 
 
-def published(record: Found) -> Found:
-    """The record with what follows from it: ratios and verdicts of the loads that have rounds, costs in short."""
+def rounds_of(race: Found, load: str) -> Sequence[Round]:
+    """The rounds that a race has of a load."""
+    return race["loads"][load]["rounds"] if load in race["loads"] else ()
+
+
+def published(races: Sequence[Found]) -> Found:
+    """The races, and what all their rounds say of each load: ratios and verdict."""
     loads = {}
-    for name, load in record["loads"].items():
-        if rounds := load["rounds"]:
-            over = over_ours(rounds, _costs(record), record["acceptance"], _read_again(record))
-            loads[name] = {**load, "over": over, "verdict": verdict(over["adjusted"], len(rounds))}
-    ms: dict[str, Any] = {}
-    for where in ("near", "far"):
-        table = LatencyTable.from_list(record[where])
-        ms[where] = {k: {batch: round(1000 * s, 1) for batch, s in table.by_batch(k)} for k in table.lengths()}
-    return {**record, **ms, "loads": loads}
+    for load in dict.fromkeys(load for race in races for load in race["loads"]):
+        rounds = [(one, partial(_expected, race)) for race in races for one in rounds_of(race, load)]
+        if rounds:
+            over = over_ours(rounds)
+            loads[load] = {"rounds": len(rounds), "over": over, "verdict": verdict(over["adjusted"], len(rounds))}
+    return {"rule": RULE, "fewest_rounds": FEWEST, "loads": loads, "races": list(races)}
 
 
 def _keep(file: Path, record: Found) -> None:
@@ -185,14 +202,18 @@ def foresee(engine: Engine, record: Found, drain: Drain, ask: Ask, say: Say) -> 
         record["prompt_tokens"] = record["prompt_tokens"] or max(map(len, prompts))
         engine.use(NONE)
         lengths = engine.decode(prompts, drain.longest, ends=not drain.equal).lengths
-        costs, again = _costs(record), _read_again(record)
-        predicted = {arm: predict(costs, engine.models.acceptance, lengths, again, arm) for arm in ARMS}
+        predicted = {arm: _expected(record, lengths, arm) for arm in ARMS}
         record["loads"][str(drain)] = {"predicted": predicted, "predicted_from": list(lengths), "rounds": []}
     predicted = record["loads"][str(drain)]["predicted"]
     shown = ", ".join(f"{arm} {s:.1f} ({s / predicted[OURS]:.2f}x)" for arm, s in predicted.items())
     say(f"{drain}: predicted seconds, and over {OURS}: {shown}")
     for arm in ADAPTIVE:
         engine.add_arm(f"{arm}/{drain}", near)
+
+
+def _expected(race: Found, lengths: Sequence[int], arm: str) -> float:
+    """Seconds that an arm is expected to take for responses of these lengths, by the step costs of the race."""
+    return predict(_costs(race), race["acceptance"], lengths, _read_again(race), arm)
 
 
 def _costs(record: Found) -> LatencyTable:

@@ -1,8 +1,8 @@
 """Makes a real language model into a policy, with prompts and a reward: SmolLM2-135M-Instruct and Collatz chains.
 
-    python -m benchmarks.real_policy [FOLDER] [--steps 150]
+    python -m benchmarks.real_policy [FOLDER] [--steps 80]
 
-It downloads 93 MB. Without bfloat16 it takes two cores an hour or more; `FOLDER` (`.cache/real`) keeps what was made.
+It downloads 93 MB. Without bfloat16 it takes two cores about an hour; `FOLDER` (`.cache/real`) keeps what was made.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Supervised training on Collatz chains with solutions, as before most RL.
 
-150 steps take 25 to 30 minutes of one core with bfloat16 products, and several times as long without. Without
+80 steps take about a quarter of an hour of one core with bfloat16 products, and an hour of two cores without. Without
 fine-tuning a model of 135M parameters does not follow a chain, and a drafter cannot learn what it writes instead.
 """
 

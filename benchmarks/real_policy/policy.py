@@ -26,7 +26,7 @@ another token there, which no response has."""
 
 
 ROOT = Path(__file__).parents[2]
-STEPS, RECORD = 150, "fine_tuning.json"
+STEPS, RECORD = 80, "fine_tuning.json"
 """Of the fine-tuning, and the file in the policy directory that has their number."""
 
 

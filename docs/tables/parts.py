@@ -9,6 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from tables.page import load, recorded, rows, source, two_places
+from verl_tlt.speculation.types import OFF
 
 KILLED = {
     "start": "while it resumed", "rollout": "in a rollout", "session": "while a replica trained",
@@ -39,38 +40,49 @@ def oracles(file: str) -> str:
 def race(file: str) -> str:
     """A chosen K against each fixed K and none, load by load: predicted and measured, with the verdict.
 
-    Nothing where no race was recorded.
+    Loads with fewer rounds than the rule asks for are left out.
     """
     if not recorded(file):
         return ""
-    found, body = load(file), []
-    for text, of in found["loads"].items():
-        over, predicted = of["over"]["adjusted"], of["predicted"]
-        seconds = {arm: mean(turn[arm]["seconds"] for turn in of["rounds"]) for arm in over}
+    found = load(file)
+    judged = {text: of for text, of in found["loads"].items() if of["rounds"] >= found["fewest_rounds"]}
+    if not judged:
+        return ""
+    body = []
+    for text, of in judged.items():
+        raced = [race["loads"][text] for race in found["races"] if text in race["loads"]]
+        over, turns = of["over"]["adjusted"], [turn for each in raced for turn in each["rounds"]]
+        predicted = {
+            arm: mean(each["predicted"][arm] / each["predicted"]["live_table"] for each in raced) for arm in over
+        }
+        seconds = {arm: mean(turn[arm]["seconds"] for turn in turns) for arm in over}
         body += [
-            [f"`{text}`: predicted", *(f"{predicted[arm] / predicted['live_table']:.2f}x" for arm in over)],
+            [f"`{text}`: predicted", *(f"{predicted[arm]:.2f}x" for arm in over)],
             ["measured", *("{:.2f}x ({:.2f} to {:.2f})".format(*ratio) for ratio in over.values())],
             ["seconds of a drain", *(f"{of_arm:.1f}" for of_arm in seconds.values())],
         ]
     named = {"off": "no drafts", "table": "vLLM's table, told the same calibration"}
     shown = [named.get(arm) or arm.replace("vllm-k", "K=") for arm in over]
-    verdicts = "".join(f"* `{text}`: {of['verdict']}\n" for text, of in found["loads"].items())
-    return f"{source(file)}{_raced(found)}\n{rows(('`live_table` over', *shown), body)}\n{verdicts}\n"
+    verdicts = "".join(f"* `{text}`: {of['verdict']}\n" for text, of in judged.items())
+    table = rows(("`live_table` over", *shown), body)
+    return f"{source(file)}{''.join(map(_raced, found['races']))}\n{table}\n{verdicts}\n"
 
 
-def _raced(found: Mapping[str, Any]) -> str:
+def _raced(race: Mapping[str, Any]) -> str:
     """On what was raced, and what a verified draft costs there at the two ends of a drain."""
-    policy, costs = found["policy"], found["near"]
+    policy, costs = race["policy"], {(row["draft_length"], row["batch"]): row["seconds"] for row in race["near"]}
     size = (
         f"{policy['parameters'] / 1e6:.0f}M parameters, {policy['layers']} layers and {policy['vocabulary']:,} tokens"
     )
-    largest = max(costs["-1"], key=int)
-    knee = [f"{costs['3'][batch] / costs['-1'][batch]:.1f}x at a batch of {batch}" for batch in ("1", largest)]
-    tau = 1.0 + sum(accumulate(found["acceptance"][:5], mul))
+    batches = [batch for length, batch in costs if length == OFF]
+    knee = [
+        f"{costs[3, batch] / costs[OFF, batch]:.1f}x at a batch of {batch}" for batch in (min(batches), max(batches))
+    ]
+    tau = 1.0 + sum(accumulate(race["acceptance"][:5], mul))
     return (
-        f"A policy of {size}, in {found['dtype']}. A step at K=3 takes {' and '.join(knee)} as long as one without "
-        f"drafts. The accept length of the head at K=5 is {tau:.2f} on held-out prompts. An arm's seconds over those "
-        "of `live_table`:\n"
+        f"* {race['machine']['date'][:10]}, commit {race['machine']['commit'][:8]}: a policy of {size}, in "
+        f"{race['dtype']}. A step at K=3 takes {' and '.join(knee)} as long as one without drafts. The accept length "
+        f"of the head at K=5 is {tau:.2f} on held-out prompts.\n"
     )
 
 
