@@ -92,7 +92,8 @@ demo: $(STAMP)
 	$(BIN)/python -m demo
 
 # Any Ray cluster that happens to be there is left alone.
-demo-compare: demo
+demo-compare: $(STAMP)
+	test -d demo-out/tlt/drafter || $(MAKE) demo
 	OUT=$(CURDIR)/demo-out PATH="$(abspath $(BIN)):$$PATH" $(BIN)/verl-tlt compare --rounds 3 --steps 4 \
 	  --drafter demo-out/tlt/drafter --out demo-out/compare -- demo/demo_grpo.sh +ray_kwargs.ray_init.address=local
 

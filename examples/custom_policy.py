@@ -2,7 +2,8 @@
 
     tlt.speculation.policy=examples.custom_policy:LongTail
 
-It drafts the longest draft for small batches, as long as half of its first tokens are accepted, else nothing.
+It drafts the longest draft for small batches, as long as half of its first tokens are accepted, else nothing until
+another drafter is loaded.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,10 @@ class LongTail(Policy):
 
     def choose(self, batch: int) -> int:
         return self._longest if batch <= SMALL and self._accepted >= 0.5 else 0
+
+    def set_acceptance(self, conditional: Sequence[float]) -> None:
+        """A drafter was loaded whose first tokens are accepted with probability `conditional[0]`; empty: unknown."""
+        self._accepted = conditional[0] if conditional else 0.5
 
     def observe(self, step: Step) -> None:
         if step.num_drafts:

@@ -2,7 +2,8 @@
 
     python examples/train_drafter.py
 
-It writes `policy` and `drafter` into the current directory. Put your policy and your own texts in their place.
+It writes `tiny-policy` and `drafter` into the current directory. To train a drafter of your own policy, replace the part
+that makes the tiny one by `policy = "..."`, a folder or a name on the hub, and `texts` by your own.
 """
 
 import torch
@@ -23,7 +24,7 @@ from verl_tlt.drafter import (
     train_until,
 )
 
-policy = "policy"  # yours: a folder, or a name on the hub
+policy = "tiny-policy"
 tiny = Qwen3Config(
     vocab_size=64,
     hidden_size=32,
