@@ -2,8 +2,8 @@
 
     python examples/train_drafter.py
 
-It writes `tiny-policy` and `drafter` into the current directory. To train a drafter of your own policy, replace the part
-that makes the tiny one by `policy = "..."`, a folder or a name on the hub, and `texts` by your own.
+It writes `tiny-policy` and `drafter` into the current directory. To train a drafter of your own policy, replace the
+part that makes the tiny one by `policy = "..."`, a folder or a name on the hub, and `texts` by your own.
 """
 
 import torch

@@ -1,6 +1,8 @@
 """A user's own command, run until it starts `main_ppo`: real bash, real Python, real verl."""
 
 import os
+import shlex
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -117,6 +119,21 @@ def test_a_command_that_does_not_start_main_ppo_is_one_sentence(script, text, sa
     with pytest.raises(TLTConfigError) as error:
         capture(["bash", script(text)])
     assert said in str(error.value)
+
+
+def test_a_run_that_does_not_answer_and_joins_a_cluster_is_ended(script, overrides):
+    """As under a Python without verl-tlt, where the script has other modules in our variable's place."""
+    with socket.create_server(("", 0)) as cluster:  # Ray asks at an address of this machine in place of 127.0.0.1
+        words = shlex.join(
+            [
+                *overrides,
+                "algorithm.adv_estimator=grpo",
+                f"+ray_kwargs.ray_init.address=127.0.0.1:{cluster.getsockname()[1]}",
+            ]
+        )
+        silent = "export VERL_USE_EXTERNAL_MODULES=json VERL_USE_EXTERNAL_PLUGINS=verl_cpu"
+        with pytest.raises(TLTConfigError, match=rf"^The command starts {MAIN} without the variables VERL_TLT_CAPTURE"):
+            capture(["bash", script(f"{silent}\npython3 -m {MAIN} {words}")])
 
 
 def test_a_program_that_imports_verl_in_rays_workers_alone_does_not_train(script, tmp_path):
@@ -309,9 +326,13 @@ def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
     (more := tmp_path / "more").mkdir()
     words = ["--config-path=conf", "--config-name", "mine", "--config-dir", "more", "a=1", "-cn", "mine2"]
     answer = {"arguments": words, "directory": str(tmp_path)}
-    assert recipe_of(answer) == Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "conf/mine2", str(tmp_path))
+    searched = Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "mine2", str(tmp_path), "conf")
+    assert recipe_of(answer) == searched
     (more / "mine2.yaml").touch()
-    assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), f"{more}/mine2", str(tmp_path))
+    assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), "mine2", str(tmp_path), str(more))
+    (own := tmp_path / "own").mkdir()
+    (own / "mine2.yaml").touch()  # Hydra looks here first
+    assert recipe_of({**answer, "arguments": [f"--config-path={own}", *words[1:]]}).folder == str(own)
 
 
 def test_options_that_main_ppo_does_not_train_with_are_refused():

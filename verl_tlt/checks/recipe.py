@@ -38,13 +38,20 @@ class Recipe:
 
     overrides: tuple[str, ...]
     config: str = flag.CONFIG
-    """Name of the top-level config, after its folder where that is not verl's own."""
+    """Name of the top-level config in its folder."""
     directory: str | None = field(default=None, compare=False)
     """Working directory in which it is started; None: this process's."""
+    folder: str = ""
+    """The config's folder, as `config_folder` takes it; empty: verl's own."""
 
     def place(self) -> contextlib.AbstractContextManager[None]:
         """Run a `with` block in the directory in which the command starts `main_ppo`."""
         return contextlib.chdir(self.directory if self.directory and os.path.isdir(self.directory) else ".")
+
+    def compose(self, *more: str) -> DictConfig:
+        """The composed config, with these overrides after the recipe's own."""
+        with self.place():
+            return compose((*self.overrides, *more), self.config, self.folder)
 
     @contextlib.contextmanager
     def composed(self, changes: dict[str, Any] | None = None) -> Iterator[DictConfig]:
@@ -52,23 +59,29 @@ class Recipe:
         from omegaconf import OmegaConf, open_dict
 
         with self.place():
-            config = compose(self.overrides, self.config)
+            config = self.compose()
             with open_dict(config):
                 for key, value in (changes or {}).items():
                     OmegaConf.update(config, key, value, force_add=True)
             yield config
 
 
-def compose(overrides: Sequence[str], config_name: str) -> DictConfig:
-    """The verl config `config_name` with `overrides`; a relative folder in the name is one beside verl's `main_ppo`."""
-    return copy.deepcopy(_composed(tuple(overrides), config_name))
-
-
-@functools.lru_cache(maxsize=8)  # a command asks for the same one several times
-def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
+def config_folder(folder: str) -> str:
+    """The absolute path of a folder of configs; a relative one is beside verl's `main_ppo`, an empty one verl's own."""
     verl = location("verl")
     if verl is None:
         raise TLTConfigError("verl is not installed here, so its configuration cannot be composed.")
+    return os.path.abspath(os.path.join(verl, "trainer", folder or "config"))
+
+
+def compose(overrides: Sequence[str], config_name: str = flag.CONFIG, folder: str = "") -> DictConfig:
+    """The verl config `config_name` in `folder`, which is as `config_folder` takes it, with `overrides`."""
+    return copy.deepcopy(_composed(tuple(overrides), config_name, folder))
+
+
+@functools.lru_cache(maxsize=8)  # a command asks for the same one several times
+def _composed(overrides: tuple[str, ...], config_name: str, folder: str) -> DictConfig:
+    directory = config_folder(folder)
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -79,20 +92,18 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
         sentence = _misread(word)
         if sentence:
             raise TLTConfigError(sentence)
-    folder, name = os.path.split(config_name)
-    directory = os.path.join(verl, "trainer", folder or "config")
     try:
-        with initialize_config_dir(os.path.abspath(directory), version_base=None):
-            config = hydra_compose(name, overrides=flag.joined(overrides))
+        with initialize_config_dir(directory, version_base=None):
+            config = hydra_compose(config_name, overrides=flag.joined(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise TLTConfigError(_not_composed(overrides, config_name, str(error))) from error
+        raise TLTConfigError(_not_composed(overrides, config_name, folder, str(error))) from error
     if "actor_rollout_ref" not in config:
         needs = "a config of your own begins with `defaults: [ppo_trainer, _self_]`"
         raise TLTConfigError(f"{config_name} has no actor_rollout_ref, so it is no config of {flag.MAIN}: {needs}.")
     return config
 
 
-def _not_composed(overrides: tuple[str, ...], config_name: str, error: str) -> str:
+def _not_composed(overrides: tuple[str, ...], config_name: str, folder: str, error: str) -> str:
     """A sentence for Hydra's `error`; of a key that verl does not have, it names the one that was probably meant."""
     reason = " ".join(line.strip() for line in error.splitlines() if line.strip())
     refused = re.search(r"Could not override '([\w.]+)'", reason)  # Hydra goes on to say how to add it
@@ -104,10 +115,10 @@ def _not_composed(overrides: tuple[str, ...], config_name: str, error: str) -> s
         misspelt_plugin = flag.misspelt({name: values[0]}) if section == "trainer" else None
         if misspelt_plugin:
             return misspelt_plugin
-        reason = f"it has no {unknown_key}.{likely_meant(unknown_key, compose(others, config_name))}"
+        reason = f"it has no {unknown_key}.{likely_meant(unknown_key, compose(others, config_name, folder))}"
     elif "Could not load 'ppo_" in reason:
         reason += " A config of your own finds verl's by `hydra: {searchpath: [pkg://verl.trainer.config]}`."
-    return f"Hydra cannot compose {config_name} from these overrides: {reason}"
+    return f"Hydra cannot compose {os.path.join(folder, config_name)} from these overrides: {reason}"
 
 
 def _misread(word: str) -> str | None:

@@ -15,6 +15,7 @@ from verl_tlt.checks.models import METHOD, POLICY, Finding, check_policy, check_
 from verl_tlt.checks.recipe import (
     ROLLOUT,
     context_tokens,
+    device_of,
     enforce_eager,
     engine_setting,
     number,
@@ -49,6 +50,7 @@ QUANTIZES = (
     *(f"{ROLLOUT}.{name}" for name in ("quantization", "engine_kwargs.vllm.quantization")),
     *(f"{ACTOR}.{name}.qat.enable" for name in ("fsdp_config", "megatron")),
 )
+PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 DEVICES = ("cuda", "cpu")
 """What `trainer.device` may be; ROCm is "cuda", and the CPU is for tests."""
 CAPTURE_STRATEGIES = ("fsdp", "fsdp2", "megatron")
@@ -75,6 +77,10 @@ def switched_on(config: DictConfig) -> Finding:
     if sentence := flag.refusal(config):
         return Finding("refuse", flag.SWITCH, f"TLT is off: {sentence}")
     if flag.wanted(config):
+        plugins = os.environ.get(PLUGINS, "auto").strip().lower()  # as verl reads it
+        if plugins != "auto" and flag.NAME not in {name.strip() for name in plugins.split(",")}:
+            unread = f"{PLUGINS}={plugins} keeps verl from loading TLT: unset it, or add {flag.NAME} to it."
+            return Finding("refuse", PLUGINS, unread)
         return Finding("ok", flag.SWITCH, "TLT is on")
     stock = "this recipe trains with stock verl until +trainer.plugin=tlt is added"
     return Finding("if", flag.SWITCH, f"TLT is off: {stock}.")
@@ -116,7 +122,7 @@ def trainer(config: DictConfig, _settings: TLTConfig) -> Iterator[Finding]:
     if all(select(config, key) is not None for key in rollout_pool):
         other = f"the config has {' and '.join(rollout_pool)}, as those of verl's experimental trainers"
         yield Finding("refuse", "rollout", f"{other}, and trainer.plugin=tlt works with verl.trainer.main_ppo only.")
-    device = str(select(config, "trainer.device", "cuda"))
+    device = device_of(config)
     if device not in DEVICES:
         yield Finding(
             "refuse", "trainer.device", f"trainer.device={device} is not supported; verl-tlt needs CUDA or ROCm."

@@ -24,7 +24,7 @@ import psutil
 
 import verl_tlt.capture
 from verl_tlt.capture import CAPTURE, MODULES, environment_for
-from verl_tlt.checks.recipe import Recipe
+from verl_tlt.checks.recipe import Recipe, config_folder
 from verl_tlt.commands.console import last_lines
 from verl_tlt.commands.processes import ProcessTree, running, runs
 from verl_tlt.config import TLTConfigError
@@ -162,7 +162,7 @@ def _is_shell_script(file: str, words_before: Sequence[str]) -> bool:
         return re.match(rb"#!.*\b(ba|da|z)?sh\b", stream.readline(200)) is not None
 
 
-def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> dict[str, Any]:
+def run_until_answer(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Run a command until a process of it has answered, or until it ends; all its processes are ended then.
 
     The answer is that of `verl_tlt.capture`, with the process's environment.
@@ -172,7 +172,7 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str], cwd
         log = Path(folder) / "log"
         log.touch()  # an interrupt may come before the command has opened it
         try:
-            with running(command, env=environment_for(CAPTURE, str(file), environment), log=log, cwd=cwd) as tree:
+            with running(command, env=environment_for(CAPTURE, str(file), environment), log=log) as tree:
                 code: int | None = None
                 while not file.exists():
                     code = tree.status(MAIN)
@@ -235,12 +235,18 @@ def _not_started(program: str, error: OSError) -> str:
 
 
 def _refuse_training(tree: ProcessTree) -> None:
-    """Raise a `TLTConfigError` where `main_ppo` is without our variables, or has started Ray, so did not see them."""
+    """Raise a `TLTConfigError` where `main_ppo` is without our variables, or starts or joins Ray, so did not see them.
+
+    It joins where it has a connection: importing verl makes none.
+    """
     for process in tree.alive():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            environment = process.environ() if runs(process, MAIN) else {}
+            starts = runs(process, MAIN)
+            environment = process.environ() if starts else {}
             lacks_variables = bool(environment) and not environment.get(CAPTURE)
-            if lacks_variables or (process.name() == "raylet" and any(runs(p, MAIN) for p in process.parents())):
+            joins = starts and any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
+            begins = process.name() == "raylet" and any(runs(p, MAIN) for p in process.parents())
+            if lacks_variables or joins or begins:
                 what = f"The command starts {MAIN} without the variables {CAPTURE} and {MODULES}"
                 raise TLTConfigError(f"{what} of its environment: keep them in the script. It was ended at once.")
 
@@ -289,10 +295,11 @@ def recipe_of(answer: dict[str, Any]) -> Recipe:
             raise TLTConfigError(f"{MAIN} does not train with {word}: leave it out. {options_of_ours}")
     path = options.config_path
     if options.config_dir:
-        folder = os.path.join(answer["directory"], options.config_dir)
-        if os.path.isfile(os.path.join(folder, f"{options.config_name.removesuffix('.yaml')}.yaml")):
+        more = os.path.join(answer["directory"], options.config_dir)
+        file = f"{options.config_name.removesuffix('.yaml')}.yaml"
+        if os.path.isfile(os.path.join(more, file)) and not os.path.isfile(os.path.join(config_folder(path), file)):
             overrides.append(f"hydra.searchpath=[{path or 'pkg://verl.trainer.config'}]")
-            path = folder
+            path = more
         else:
-            overrides.append(f"hydra.searchpath=[file://{folder}]")
-    return Recipe(tuple(overrides), os.path.join(path, options.config_name), answer["directory"])
+            overrides.append(f"hydra.searchpath=[file://{more}]")
+    return Recipe(tuple(overrides), options.config_name, answer["directory"], path)

@@ -40,6 +40,12 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 """The begin of a variable that a shell would set."""
 T = TypeVar("T")
 
+
+def key_of(override: str) -> str:
+    """The key that an override sets, without Hydra's signs."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 ConfigName = Annotated[str, Option(help="Name of verl's Hydra config.")]
 
 
@@ -61,6 +67,10 @@ class RunOptions:
 
     def names_a_run(self) -> bool:
         return bool(self.overrides or self.config or self.command)
+
+    def sets(self, key: str) -> bool:
+        """Whether one of the overrides sets this key."""
+        return any(key_of(word) == key for word in self.overrides or ())
 
     def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
@@ -88,7 +98,7 @@ def _read_recipe(
             raise TLTError(f"--config {config} is not a file.")
         if config.suffix != ".yaml":
             raise TLTError(f"--config {config}: Hydra reads files that end in .yaml; rename it.")
-        recipe = Recipe(overrides, os.path.abspath(config.with_suffix("")))
+        recipe = Recipe(overrides, config.stem, folder=os.path.abspath(config.parent))
     else:
         recipe = Recipe(overrides, config_name)
     _look_where_the_run_does(recipe)
@@ -132,6 +142,11 @@ class CompareOptions(RunOptions):
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
 
 
+def has_policy(run: RunOptions) -> bool:
+    """Whether it is a run with a policy, and not only overrides beside `--model`."""
+    return bool(run.config or run.command or run.config_name != CONFIG or run.sets("actor_rollout_ref.model.path"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions):
     """The policy, how it samples, and its engine."""
@@ -145,18 +160,24 @@ class EngineOptions(RunOptions):
     top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
     seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
 
+    def without_run(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Values of verl's config, by their dotted keys, of which those hold without a run that no override sets."""
+        return {} if has_policy(self) else {key: value for key, value in values.items() if not self.sets(key)}
+
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values that the user gave, by name, with those that the user's run decides if it is given too."""
-        from verl_tlt.commands.warmup.run import decided_options
+        from verl_tlt.commands.warmup.run import DECIDED, decided_options
         from verl_tlt.drafter.policy import policy_shape
 
         fields = dataclasses.fields(cls)
         run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
         if run.names_a_run():
-            names = [f.name for f in fields]
-            decided = decided_options(run.recipe(), given)
-            given = {name: value for name, value in decided.items() if name in names} | given
+            names = {f.name for f in fields}
+            if not has_policy(run):  # verl's defaults are no run's
+                names = {name for name, keys in DECIDED.items() if name in names and any(map(run.sets, keys))}
+            decided = decided_options(run.recipe(), {*given, *(DECIDED.keys() - names)})
+            given = decided | given
         missing = [f.name for f in fields if f.default is dataclasses.MISSING and not given.get(f.name)]
         if not missing:
             return given

@@ -38,8 +38,9 @@ KILL_S = 10.0
 """Seconds in which SIGKILL must have worked."""
 TRACKER_S = 2.0
 """Seconds for resource trackers to remove what the killed processes have left."""
-LONGEST_BASE = 32
-"""Most characters of a temporary folder in which the paths of Ray's sockets have no more than Linux takes (107)."""
+LONGEST_BASE = 21
+"""Most characters of a temporary folder in which the paths of Ray's sockets have no more than Linux takes (107): after
+it they have 86, as in `/verl-tlt-12345678/ray/session_2026-11-30_13-44-00_123456_1234567/sockets/plasma_store`."""
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
         snapshot = Path(snapshot_download(name, allow_patterns=[*any_of, *besides])) if fetch else None
     except RepositoryNotFoundError as error:
         raise NotHereError(f"{name} is no folder here, and no model on the hub that you may read.") from error
-    except (OSError, ValueError) as error:
+    except hub_errors() as error:
         why = offline if constants.HF_HUB_OFFLINE else f"{type(error).__name__}, {first_line(error)}"
         raise NotHereError(f"{name} is no folder here and could not be fetched: {why}.") from error
     if snapshot is None:
@@ -157,6 +157,16 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
         missing = f"{name} has no {' or '.join(any_of)} on the hub (pickled weights are not read)"
         raise NotHereError(f"{missing}, or the hub could not be reached and the local cache has none.")
     return snapshot
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises if the hub cannot be reached, or has something else.
+
+    Some are httpx's own, such as that of a proxy, and hf_xet raises a `RuntimeError`.
+    """
+    from httpx import HTTPError
+
+    return OSError, ValueError, RuntimeError, HTTPError
 
 
 def _cached_folder(name: str, any_of: Sequence[str]) -> Path | None:
@@ -177,7 +187,7 @@ def _fetch_into(cached_folder: Path, name: str, files: Sequence[str]) -> None:
     commit = cached_folder.name
     for file in files:
         if try_to_load_from_cache(name, file, revision=commit) is None:  # neither there nor known not to exist
-            with suppress(OSError, ValueError):
+            with suppress(*hub_errors()):
                 hf_hub_download(name, file, revision=commit)
 
 

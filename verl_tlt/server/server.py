@@ -167,8 +167,6 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         verl will open it. True, or an exception: it stays closed until the weight sync. `recall`: keep the weights on
         the host, so that after True `tlt_recall` can wake the engine up and open the gate before the weight sync.
         """
-        if self.node_rank != 0:
-            return False
         async with self._tlt_moves:
             self._tlt_close_gate(rejecting=True)
             self._tlt_left = True

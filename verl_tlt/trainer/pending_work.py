@@ -21,7 +21,9 @@ AskPending = Callable[[], PendingWork]
 
 
 def takes_turns(config: DictConfig, dataset: Sequence[Mapping[str, object]]) -> bool:
-    """Whether an agent loop may send another turn: verl's single-turn loop does not; any other, also an unknown, may.
+    """Whether an agent loop may send another turn: verl's single-turn loop and its subclasses do not.
+
+    Any other loop, also an unknown one, may.
 
     verl runs for each row of `dataset` the loop that its `agent_name` names, or else the default one.
     """

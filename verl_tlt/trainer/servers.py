@@ -160,11 +160,13 @@ class Servers:
         return costs
 
     def tell_costs(self, costs: LatencyTable) -> None:
-        """Tell the other replicas what one has measured; with an empty table each of them measures itself."""
+        """Tell the other replicas what one has measured; with an empty table each of them measures itself.
+
+        Their first drafts may compile kernels, as the measuring replica's did.
+        """
         measured = measuring(self.replicas)
         others = [r for r in self.replicas.values() if r is not measured]
-        bound_s = CALL_S if costs.points else CALIBRATION_S
-        ask([r.server.tlt_calibrate.remote(costs) for r in others], bound_s)
+        ask([r.server.tlt_calibrate.remote(costs) for r in others], CALIBRATION_S)
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from importlib.metadata import version
 from unittest.mock import Mock
 
@@ -10,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import verl_tlt
 from verl_tlt import flag
-from verl_tlt.checks.recipe import Recipe, _composed, compose, quoted
+from verl_tlt.checks.recipe import Recipe, _composed, quoted
 from verl_tlt.commands.compare.plan import (
     STOCK,
     TLT,
@@ -38,7 +39,7 @@ def plan_of(folder, *overrides, base=BASE):
 
 
 def composed(plan, arm, turn=0):
-    return compose([*plan.recipe.overrides, *plan.overrides(arm, turn)], plan.recipe.config)
+    return plan.recipe.compose(*plan.overrides(arm, turn))
 
 
 def arm_of(name, drafter=None):
@@ -58,7 +59,7 @@ def test_stock_runs_without_tlt_and_tlt_with_the_recipes_settings(tmp_path, give
 
 def test_a_recipe_may_be_a_config_that_has_the_flag_without_overrides(tmp_path):
     (tmp_path / "mine.yaml").write_text(f"{MINE}trainer: {{nnodes: 7, plugin: tlt}}\ntlt: {{}}\n")
-    plan = make_plan(Recipe((), str(tmp_path / "mine")), 4, tmp_path)
+    plan = make_plan(Recipe((), "mine", folder=str(tmp_path)), 4, tmp_path)
     assert not flag.wanted(composed(plan, arm_of(STOCK))) and flag.wanted(composed(plan, arm_of(TLT)))
     assert composed(plan, arm_of(TLT)).trainer.nnodes == 7
     assert f"--config-path={tmp_path}" in plan.job(arm_of(TLT), 0, {})[0]
@@ -95,13 +96,20 @@ def test_megatrons_learning_rate_is_that_of_the_real_run(tmp_path, words, horizo
     assert not any("lr_decay_steps" in word for word in plan_of(tmp_path).overrides(arm_of(TLT), 0)), "of FSDP"
 
 
+@pytest.mark.parametrize("contents", ["save_contents", "load_contents"])
+def test_checkpoints_that_no_job_can_go_on_with_are_named(tmp_path, contents):
+    key = f"actor_rollout_ref.actor.checkpoint.{contents}"
+    with pytest.raises(CompareError, match=rf"^{re.escape(key)}=\['hf_model'\] lacks model, .*: add model to it\.$"):
+        plan_of(tmp_path, f"{key}=[hf_model]")
+
+
 def test_a_config_is_searched_for_where_the_script_starts_verl(tmp_path, overrides):
     """As verl's own examples have it, for which a script changes to the clone's folder."""
     (tmp_path / "clone").mkdir()
     (tmp_path / "clone" / "verl").symlink_to(location("verl"))
     (tmp_path / "mine.yaml").write_text(MINE.replace("pkg://verl.trainer.config", "file://verl/trainer/config"))
     words = (*overrides, "trainer.resume_mode=disable", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True")
-    recipe = Recipe(words, str(tmp_path / "mine"), str(tmp_path / "clone"))
+    recipe = Recipe(words, "mine", str(tmp_path / "clone"), str(tmp_path))
     plan, arms = make_plan(recipe, 4, tmp_path), [arm_of(STOCK), arm_of(TLT)]
     assert first_drafter(plan, [TLT], None) is None
     check_arms(plan, arms)
@@ -247,7 +255,7 @@ def test_what_two_calls_may_differ_in_is_no_other_comparison(tmp_path):
     one, two = (plan_of(tmp_path, f"trainer.experiment_name={name}").asked(arms) for name in "ab")
     assert one == two
     (tmp_path / "mine.yaml").write_text(MINE)
-    for other in (Recipe((*BASE, "data.seed=2")), Recipe(BASE, str(tmp_path / "mine"))):
+    for other in (Recipe((*BASE, "data.seed=2")), Recipe(BASE, "mine", folder=str(tmp_path))):
         asked = make_plan(other, 4, tmp_path).asked(arms)
         assert {name for name, value in asked.items() if value != one[name]} == {"recipe"}
     more = plan_of(tmp_path).asked([*arms, vllm_arm("vllm-3", "", "/d", 3)])

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf, open_dict
 import verl_tlt
 from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
+from verl_tlt.checks.rules import switched_on
 from verl_tlt.commands.capture import capture, recipe_of
 from verl_tlt.commands.compare.plan import make_plan
 from verl_tlt.commands.doctor import engine_check
@@ -119,7 +120,7 @@ def test_a_recipe_is_read_with_the_variables_of_its_command(recipe, policy, tmp_
     start = shlex.join([sys.executable, "-m", "verl.trainer.main_ppo", *FLAG, *words])
     found = capture(["bash", "-c", f"{variables}; {start}"])
     assert not [finding for finding in diagnose(found) if finding.level in ("refuse", "if")]
-    assert compose(found.overrides, found.config).trainer.project_name == "theirs"
+    assert found.compose().trainer.project_name == "theirs"
     assert decided_options(found)["prompts"] == [Path(recipe.data.train_files)]
     assert make_plan(found, 4, tmp_path).start is None
 
@@ -315,14 +316,14 @@ def test_an_override_that_cannot_be_is_one_sentence(wrong, said):
 def test_a_config_of_ones_own_without_verls_is_one_sentence(tmp_path, text, said):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(TLTConfigError, match=re.escape(said)):
-        compose((), str(tmp_path / "mine"))
+        compose((), "mine", str(tmp_path))
 
 
 def test_in_a_config_with_the_flag_a_setting_needs_no_plus(tmp_path):
     own = {"defaults": ["ppo_trainer", "_self_"], "hydra": {"searchpath": ["pkg://verl.trainer.config"]}}
     own |= {"trainer": {"plugin": "tlt"}, "tlt": {"drafter": {"path": "x"}}}
     (tmp_path / "mine.yaml").write_text(json.dumps(own))
-    tlt = compose(["tlt.speculation.max_draft_length=7", "+tlt.drafter.path=y"], str(tmp_path / "mine")).tlt
+    tlt = compose(["tlt.speculation.max_draft_length=7", "+tlt.drafter.path=y"], "mine", str(tmp_path)).tlt
     assert (tlt.speculation.max_draft_length, tlt.drafter.path) == (7, "y")
 
 
@@ -343,8 +344,28 @@ def test_another_folder_of_configs_is_searched(tmp_path):
     (tmp_path / "more" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n")
     words = ["--config-dir", "more", "--config-name=mine", *FLAG]
     recipe = recipe_of({"arguments": words, "directory": str(tmp_path)})
-    config = compose(recipe.overrides, recipe.config)
+    config = recipe.compose()
     assert config.trainer.nnodes == 7 and config.trainer.plugin == "tlt"
+
+
+def test_a_config_in_a_folder_of_the_config_path_finds_what_is_beside_that_folder(tmp_path):
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "common.yaml").write_text("# @package _global_\ntrainer: {nnodes: 7}\n")
+    own = "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [/ppo_trainer, /common, _self_]\n"
+    (tmp_path / "exp" / "mine.yaml").write_text(f"# @package _global_\n{own}")
+    words = [f"--config-path={tmp_path}", "--config-name=exp/mine", *FLAG]
+    assert recipe_of({"arguments": words, "directory": "/"}).compose().trainer.nnodes == 7
+
+
+@pytest.mark.parametrize(
+    ("plugins", "level"), [("none", "refuse"), ("mine, TLT", "ok"), ("Auto", "ok"), ("mine", "refuse")]
+)
+def test_an_environment_that_keeps_verl_from_loading_the_plugin_is_named(recipe, monkeypatch, plugins, level):
+    with open_dict(recipe):
+        recipe.trainer.plugin = "tlt"
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
+    found = switched_on(recipe)
+    assert found.level == level and ("unset it, or add tlt to it" in found.sentence) == (level == "refuse")
 
 
 @pytest.mark.parametrize("value", [MOST + 1, -1, 8.0, "two", True])

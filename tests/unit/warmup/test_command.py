@@ -13,6 +13,7 @@ from mtp_policy import make_mtp_policy
 from rich.console import Console
 
 from verl_tlt.commands.lock import take_lock
+from verl_tlt.commands.serve import serve_command
 from verl_tlt.commands.warmup import command, train
 from verl_tlt.commands.warmup.card import model_card
 from verl_tlt.commands.warmup.command import warmup
@@ -209,6 +210,14 @@ def test_from_the_policys_own_head_to_one_that_goes_back(mtp_dir, policy_dir, wa
     assert {file.name: file.read_bytes() for file in mtp_dir.iterdir()} == before, "through a link"
     code, said = run("write-back", mtp_dir, policy_dir)
     assert code == 1 and "names Qwen3ForCausalLM, and method=mtp drafts for" in said
+
+
+def test_a_policy_on_the_hub_is_fetched_before_its_head_is_written_back():
+    command = serve_command("mtp", "out", "Org/policy")
+    assert command.startswith(
+        "hf download Org/policy --local-dir policy && verl-tlt write-back out policy && vllm serve"
+    )
+    assert "hf download" not in serve_command("mtp", "out", "policy")
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,27 @@ def test_a_file_that_the_hub_does_not_have_is_asked_for_once(hub, python):
     assert counts[0] <= 1 and counts[1] == counts[2] == 1
 
 
+def test_offline_a_file_that_no_engine_needs_may_be_missing(python, tmp_path, monkeypatch):
+    (tmp_path / "policy" / "sample.py").touch()
+    python(FETCH)
+    (sample,) = (tmp_path / "cache").rglob("snapshots/*/sample.py")
+    sample.unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    python(READ)
+
+
+def test_a_proxy_that_refuses_leaves_what_is_here_and_is_one_sentence(hub, python, monkeypatch):
+    python(FETCH)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("https_proxy", hub[0])  # which knows no CONNECT
+    assert "model.safetensors" in python(FOLDER)
+    asked = "try: fetch_policy('Org/other')\nexcept NotHereError as error: print(error)"
+    imports = "from verl_tlt.drafter.policy import NotHereError\n"
+    assert "Org/other is no folder here and could not be fetched: " in python(
+        READ.splitlines()[2] + f"\n{imports}{asked}"
+    )
+
+
 def test_without_a_hub_what_is_missing_is_one_sentence(cache, tmp_path, policy_dir):
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()

@@ -14,7 +14,7 @@ from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
-from verl_tlt.commands.warmup.prompts import Prompt
+from verl_tlt.commands.warmup.prompts import Prompt, _changes
 from verl_tlt.commands.warmup.run import decided_options
 
 pytest.importorskip("verl")
@@ -86,6 +86,18 @@ def test_what_is_given_by_name_wins_even_if_it_is_the_default(overrides, policy_
     options = options_of(monkeypatch, *overrides, *more, *words)
     assert (options.model, options.prompts) == (policy_dir, [tmp_path / "mine.jsonl"])
     assert (options.temperature, options.top_p, options.response_length) == (1.0, 0.8, 50)
+
+
+def test_overrides_beside_a_model_leave_the_commands_own_defaults(policy_dir, monkeypatch):
+    more = [f"actor_rollout_ref.rollout.{setting}" for setting in ("temperature=0.7", "gpu_memory_utilization=0.6")]
+    options = options_of(monkeypatch, f"--model={policy_dir}", "--prompts=p", "data.prompt_key=question", *more)
+    assert (options.temperature, options.tensor_parallel, options.response_length) == (0.7, 1, 1024)
+    job = generation_job(options, [Prompt((1, 2, 3))])
+    rollout = set_up(job.recipe, job.changes).rollout
+    assert (rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size) == (0.6, 1)
+    assert "data.max_prompt_length" in _changes(options, [], 77)
+    shorter = replace(options, overrides=["data.max_prompt_length=30"])
+    assert "data.max_prompt_length" not in _changes(shorter, [], 77)
 
 
 def test_data_may_be_a_pattern_and_lie_where_the_command_starts(overrides, tmp_path):

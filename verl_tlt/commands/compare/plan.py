@@ -17,9 +17,10 @@ import verl_tlt
 from verl_tlt import LONGEST_DRAFT, flag
 from verl_tlt.capture import APPEND, environment_for
 from verl_tlt.checks.models import DRAFTER, METHOD, Finding, located
-from verl_tlt.checks.recipe import Recipe, compose, number, quoted, ray_address, read_run_dir, select, trainer_mode
+from verl_tlt.checks.recipe import Recipe, number, quoted, ray_address, read_run_dir, select, trainer_mode
 from verl_tlt.commands.compare.record import STEP, CompareError
 from verl_tlt.commands.doctor.command import diagnose, examine_gpus
+from verl_tlt.commands.options import key_of
 from verl_tlt.config import TLTConfigError
 from verl_tlt.drafter.check import drafter_folder
 from verl_tlt.flag import CONFIG, MAIN
@@ -170,7 +171,7 @@ class Plan:
         if self.command:
             environment = environment_for(APPEND, json.dumps([*self.typed, *added]), {**self.environment, **own})
             return list(self.command), environment
-        path, name = os.path.split(self.recipe.config)
+        path, name = self.recipe.folder, self.recipe.config
         where = [f"--config-path={path}", f"--config-name={name}"] if path else [f"--config-name={name}"]
         command = [sys.executable, "-m", MAIN, *where, *self.recipe.overrides, *added]
         return command, {**self.environment, **own}
@@ -178,8 +179,8 @@ class Plan:
     def asked(self, arms: Sequence[Arm]) -> dict[str, object]:
         """Settings that must stay the same for turns to be comparable. Names may differ: many have a date."""
         words = {"recipe": list(self.recipe.overrides)}
-        if self.recipe.config != CONFIG:
-            words["recipe"].append(f"--config-name={self.recipe.config}")
+        if self.recipe.folder or self.recipe.config != CONFIG:
+            words["recipe"].append(f"--config-name={os.path.join(self.recipe.folder, self.recipe.config)}")
         for arm in arms:
             variables = (f"{name}={value}" for name, value in sorted(arm.environment.items()))
             words[f"arm {arm.name}"] = [*arm.overrides, *variables]
@@ -194,6 +195,7 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
     if not command and recipe == Recipe(()):
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
     with recipe.composed() as config:
+        _refuse_partial_checkpoints(config)
         start, decay = _start(recipe, config), tuple(_decay(config))
     return Plan(recipe, start, steps, folder, tuple(command), decay=decay, **given)
 
@@ -212,11 +214,6 @@ def measured_with(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def key_of(override: str) -> str:
-    """The key that an override sets, without Hydra's signs."""
-    return override.lstrip("+~").partition("=")[0]
-
-
 def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | None:
     """The drafter that all of these arms begin with, by a path or name that every process can read.
 
@@ -225,8 +222,7 @@ def first_drafter(plan: Plan, arms: Sequence[str], given: str | None) -> str | N
     """
     if given is not None and not given.strip():
         raise CompareError("--drafter is empty: give a folder or a name on the hub, or leave it out.")
-    with plan.recipe.place():
-        config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
+    config = plan.recipe.compose(FLAG)
     own = None if select(config, METHOD) == "mtp" else saved_drafter(plan.start)
     if own and given and (TLT in arms or NO_SPOT in arms):
         raise CompareError(
@@ -247,8 +243,7 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
     """
     for arm in arms:
         try:
-            with plan.recipe.place():
-                compose([*plan.recipe.overrides, *plan.overrides(arm, 0)], plan.recipe.config)
+            plan.recipe.compose(*plan.overrides(arm, 0))
         except TLTConfigError as error:
             raise CompareError(f"Arm {arm.name}: {error}") from error
     tlt_arms = [arm for arm in arms if arm.tlt]
@@ -266,8 +261,7 @@ def check_arms(plan: Plan, arms: Sequence[Arm], drafter: str | None = None) -> N
 
 def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
     """Names of TLT's arms whose drafter is a random one at first, where none is given, and whether they train it."""
-    with plan.recipe.place():
-        config = compose((*plan.recipe.overrides, FLAG), plan.recipe.config)
+    config = plan.recipe.compose(FLAG)
     needs_none = select(config, METHOD) == "mtp" or select(config, "tlt.speculation.source") == "ngram"
     trains = select(config, "tlt.spot.enable", True) is not False
     return {} if needs_none else {arm.name: trains and arm.name != NO_SPOT for arm in arms if arm.tlt}
@@ -276,6 +270,17 @@ def without_drafter(plan: Plan, arms: Sequence[Arm]) -> dict[str, bool]:
 def _refused(recipe: Recipe) -> list[Finding]:
     """The doctor's findings that a recipe cannot run, or that its drafter is not here, where jobs will run."""
     return [f for f in diagnose(recipe) if f.level == "refuse" or (f.level == "if" and f.what == DRAFTER)]
+
+
+def _refuse_partial_checkpoints(config: DictConfig) -> None:
+    """Raise a CompareError where checkpoints lack the policy that the next job goes on with: verl loads none then."""
+    for name in ("save_contents", "load_contents"):
+        key = f"actor_rollout_ref.actor.checkpoint.{name}"
+        contents = select(config, key)
+        if isinstance(contents, list) and "model" not in contents:
+            raise CompareError(
+                f"{key}={contents} lacks model, and each job goes on from a checkpoint: add model to it."
+            )
 
 
 def _decay(config: DictConfig) -> Iterator[str]:

@@ -147,7 +147,7 @@ def next_step(gpu: bool, has_recipe: bool) -> str:
 def unread_keys(recipe: Recipe, config: DictConfig) -> Iterator[Finding]:
     """A warning for each value that was added outside of the config's own nodes, as by a key without its path."""
     search_path = [word for word in recipe.overrides if word.startswith("hydra.")]  # where the config finds others
-    nodes = {*compose(search_path, recipe.config), NAME}
+    nodes = {*compose(search_path, recipe.config, recipe.folder), NAME}
     added = [word.lstrip("+").partition("=")[0] for word in recipe.overrides if word.startswith("+")]
     for key in added:
         node = key.partition(".")[0]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import Recipe, context_tokens, device_of, engine_dtype, read_settings, select
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
-from verl_tlt.drafter.policy import NotHereError, elsewhere, first_line, is_name, read_model_config
+from verl_tlt.drafter.policy import NotHereError, elsewhere, first_line, hub_errors, is_name, read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
@@ -80,17 +80,22 @@ def run_environment(recipe: Recipe) -> dict[str, str]:
 
 
 def fetch_policy(policy: str | os.PathLike[str]) -> None:
-    """Download the files of a hub policy that an engine reads and the cache lacks; a `NotHereError` says why not."""
-    from huggingface_hub import snapshot_download
+    """Download the files of a hub policy that an engine reads and the cache lacks; a `NotHereError` says why not.
+
+    Without a hub the cached folder is taken if it has all weights: other files may be missing in it.
+    """
+    from huggingface_hub import errors, snapshot_download
 
     if not is_name(policy):
         return
     name = os.fspath(policy)
-    try:  # without a hub this is the cached folder, of which any part may be missing
+    try:
         folder = Path(
             snapshot_download(name, allow_patterns=list(_ENGINE_FILES), ignore_patterns=list(_COPIES_OF_WEIGHTS))
         )
-    except (OSError, ValueError) as error:
+    except errors.IncompleteSnapshotError as error:
+        folder = Path(error.snapshot_path)
+    except hub_errors() as error:
         raise NotHereError(f"{name} is no folder here and could not be fetched: {first_line(error)}.") from error
     _, owners = tensor_files(folder, fetch=False)
     missing = sorted(file for file in set(owners.values()) if not (folder / file).is_file())

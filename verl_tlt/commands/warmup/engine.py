@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verl_tlt.checks.models import POLICY
 from verl_tlt.checks.recipe import ROLLOUT, Recipe
 from verl_tlt.commands.child_engine import require_cpu_platform, run_job, serve_job
 from verl_tlt.commands.console import say
@@ -30,7 +31,8 @@ from verl_tlt.commands.warmup.prompts import Prompt, open_images
 from verl_tlt.commands.warmup.run import engine_values, longest_context, processor_options
 from verl_tlt.drafter.capture import Text
 from verl_tlt.drafter.evaluate import DraftCounts
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.drafter.policy import DrafterError, folder, is_name
+from verl_tlt.files.disk import CONFIG
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode
 from verl_tlt.server.engine_arguments import most_requests
@@ -55,15 +57,22 @@ class GenerationJob:
 
 
 def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: Any) -> GenerationJob:
-    """A job for the engine of the options' run, or without one for an engine with verl's defaults."""
+    """A job for the engine of the options' run, or without one for an engine with verl's defaults.
+
+    A policy on the hub was fetched before.
+    """
     on_cpu = find_device(options.tensor_parallel) == "cpu"
     changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
-    if not options.names_a_run():
-        changes[f"{ROLLOUT}.dtype"] = "auto"
-        changes[f"{ROLLOUT}.gpu_memory_utilization"] = GPU_MEMORY
-        changes[f"{ROLLOUT}.enforce_eager"] = on_cpu
-        if options.tensor_parallel == 1:
-            changes[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
+    if is_name(options.model):  # vLLM 0.24 asks for every file of the hub's where it gets the name
+        changes[POLICY] = str(folder(options.model, (CONFIG,), fetch=False))
+    without_run: dict[str, Any] = {
+        f"{ROLLOUT}.dtype": "auto",
+        f"{ROLLOUT}.gpu_memory_utilization": GPU_MEMORY,
+        f"{ROLLOUT}.enforce_eager": on_cpu,
+    }
+    if options.tensor_parallel == 1:
+        without_run[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
+    changes |= options.without_run(without_run)
     cut = processor_options(options)
     return GenerationJob(options.recipe(), changes, list(prompts), processor_options=cut, **fields)
 

@@ -141,8 +141,9 @@ def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> d
         f"{ROLLOUT}.trace.backend": None,  # nothing is logged elsewhere
         "distillation.enabled": False,  # no teacher is asked
     }
-    if not options.names_a_run():
-        changes |= {"data.max_prompt_length": positions, f"{ROLLOUT}.prompt_length": positions}
+    longest = ("data.max_prompt_length", f"{ROLLOUT}.prompt_length")
+    if not any(map(options.sets, longest)):
+        changes |= options.without_run(dict.fromkeys(longest, positions))
     return changes
 
 
