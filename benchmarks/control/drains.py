@@ -126,7 +126,7 @@ def decode(costs: LatencyTable, gains: Mapping[int, float], lengths: Sequence[in
 def over_ours(rounds: Sequence[tuple[Round, Expected]]) -> dict[str, dict[str, list[float]]]:
     """Each other arm's seconds over ours, all rounds pooled, as [ratio, low, high] (95 %): `plain` and `adjusted`.
 
-    With each round comes what its race expects.
+    Each round comes with its race's expectation.
     """
     expected = {arm: sum(of(each[a]["lengths"], arm) for each, of in rounds for a in ARMS) for arm in ARMS}
     own = [{arm: of(each[arm]["lengths"], arm) for arm in ARMS} for each, of in rounds]

@@ -12,6 +12,7 @@ judged together, each adjusted by the step costs of its own race.
 
 import json
 import random
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,7 @@ def against_fixed(
     file, record = open_record(work, models, batch)
     others = [race for race in earlier if race["race"] != record["race"]]
     say(f"Rule: {RULE}")
-    if missing([*others, record], drains, rounds):
+    if missing([*others, record], drains, rounds) or not record["far"]:
         engine = Engine(models, batch, context_of(ask, drains))
         measure_costs(engine, record)
         _keep(file, record)
@@ -120,7 +121,7 @@ def open_record(work: Path, models: Models, batch: int) -> tuple[Path, Found]:
     policy = {"parameters": _parameters(shape), "layers": shape.num_layers, "vocabulary": shape.vocab_size}
     told = {"policy": policy, "acceptance": models.acceptance, "dtype": find_dtype()}
     return file, {
-        "race": file.stem,
+        "race": f"{file.stem} {secrets.token_hex(4)}",
         "machine": machine(),
         **told,
         "prompt_tokens": 0,

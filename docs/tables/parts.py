@@ -50,7 +50,7 @@ def race(file: str) -> str:
         return ""
     body = []
     for text, of in judged.items():
-        raced = [race["loads"][text] for race in found["races"] if text in race["loads"]]
+        raced = [race["loads"][text] for race in found["races"] if race["loads"].get(text, {}).get("rounds")]
         over, turns = of["over"]["adjusted"], [turn for each in raced for turn in each["rounds"]]
         predicted = {
             arm: mean(each["predicted"][arm] / each["predicted"]["live_table"] for each in raced) for arm in over

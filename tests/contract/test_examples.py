@@ -170,11 +170,11 @@ def verdict(script, place):
         }  # fmt: skip
         known = [override for override in recipe.overrides if REMOVED not in override]
         stock = [*known, *(f"{k}={v}" for k, v in replaced.items())]
-        compose(stock, recipe.config)
+        compose(stock, recipe.config, recipe.folder)
     except TLTConfigError as error:
         return "verl does not compose it", [str(error)]
     try:
-        config = compose([*stock, "+trainer.plugin=tlt"], recipe.config)
+        config = compose([*stock, "+trainer.plugin=tlt"], recipe.config, recipe.folder)
         findings = rules.examine(config, read_settings(config))
     except TLTConfigError as error:
         return "not composed", [str(error)]

@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from verl_tlt.capture import APPEND, MODULES, environment_for, with_appended
-from verl_tlt.checks.recipe import Recipe
+from verl_tlt.checks.recipe import Recipe, config_folder
 from verl_tlt.commands.capture import capture, check_words, environment_of, recipe_of, run_until_answer, started_in
 from verl_tlt.config import TLTConfigError
 
@@ -329,7 +329,9 @@ def test_hydras_own_options_are_part_of_the_recipe(tmp_path):
     searched = Recipe(("a=1", f"hydra.searchpath=[file://{more}]"), "mine2", str(tmp_path), "conf")
     assert recipe_of(answer) == searched
     (more / "mine2.yaml").touch()
-    assert recipe_of(answer) == Recipe(("a=1", "hydra.searchpath=[conf]"), "mine2", str(tmp_path), str(more))
+    assert recipe_of(answer) == Recipe(
+        ("a=1", f"hydra.searchpath=[file://{config_folder('conf')}]"), "mine2", str(tmp_path), str(more)
+    )
     (own := tmp_path / "own").mkdir()
     (own / "mine2.yaml").touch()  # Hydra looks here first
     assert recipe_of({**answer, "arguments": [f"--config-path={own}", *words[1:]]}).folder == str(own)

@@ -200,6 +200,8 @@ def test_a_long_temporary_folder_is_not_used(tmp_path, monkeypatch):
     tree.process.wait(timeout=20)
     folder = Path((tmp_path / "log").read_text().strip())
     assert folder.parent == Path("/tmp") and folder.is_dir()
+    socket = f"/{folder.name}/ray/session_2026-11-30_13-44-00_123456_1234567/sockets/plasma_store"
+    assert LONGEST_BASE + len(socket) <= 107
     assert tree.stop() == [] and not folder.exists()
 
 

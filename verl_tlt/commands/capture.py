@@ -237,14 +237,15 @@ def _not_started(program: str, error: OSError) -> str:
 def _refuse_training(tree: ProcessTree) -> None:
     """Raise a `TLTConfigError` where `main_ppo` is without our variables, or starts or joins Ray, so did not see them.
 
-    It joins where it has a connection: importing verl makes none.
+    It joins where its Python has a connection: until it answers it only imports verl, which makes none.
     """
     for process in tree.alive():
         with contextlib.suppress(psutil.Error):  # it has just ended
             starts = runs(process, MAIN)
             environment = process.environ() if starts else {}
             lacks_variables = bool(environment) and not environment.get(CAPTURE)
-            joins = starts and any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
+            is_python = starts and os.path.basename(process.exe()).startswith("python")  # and not srun or uv
+            joins = is_python and any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
             begins = process.name() == "raylet" and any(runs(p, MAIN) for p in process.parents())
             if lacks_variables or joins or begins:
                 what = f"The command starts {MAIN} without the variables {CAPTURE} and {MODULES}"
@@ -298,7 +299,7 @@ def recipe_of(answer: dict[str, Any]) -> Recipe:
         more = os.path.join(answer["directory"], options.config_dir)
         file = f"{options.config_name.removesuffix('.yaml')}.yaml"
         if os.path.isfile(os.path.join(more, file)) and not os.path.isfile(os.path.join(config_folder(path), file)):
-            overrides.append(f"hydra.searchpath=[{path or 'pkg://verl.trainer.config'}]")
+            overrides.append(f"hydra.searchpath=[file://{config_folder(path)}]")
             path = more
         else:
             overrides.append(f"hydra.searchpath=[file://{more}]")

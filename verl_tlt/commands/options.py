@@ -68,9 +68,15 @@ class RunOptions:
     def names_a_run(self) -> bool:
         return bool(self.overrides or self.config or self.command)
 
+    def has_policy(self) -> bool:
+        """Whether this is a run with a policy, and not only overrides beside `--model`."""
+        from verl_tlt.checks.models import POLICY
+
+        return bool(self.config or self.command or self.config_name != CONFIG or self.sets(POLICY))
+
     def sets(self, key: str) -> bool:
-        """Whether one of the overrides sets this key."""
-        return any(key_of(word) == key for word in self.overrides or ())
+        """Whether one of the overrides sets this key, or a node that it is in."""
+        return any(f"{key}.".startswith(f"{key_of(word)}.") for word in self.overrides or ())
 
     def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
@@ -142,11 +148,6 @@ class CompareOptions(RunOptions):
     stall_minutes: Annotated[float, Option(min=LEAST, help="End a job that is silent for so long.")] = 60.0
 
 
-def has_policy(run: RunOptions) -> bool:
-    """Whether it is a run with a policy, and not only overrides beside `--model`."""
-    return bool(run.config or run.command or run.config_name != CONFIG or run.sets("actor_rollout_ref.model.path"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions):
     """The policy, how it samples, and its engine."""
@@ -161,8 +162,8 @@ class EngineOptions(RunOptions):
     seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
 
     def without_run(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Values of verl's config, by their dotted keys, of which those hold without a run that no override sets."""
-        return {} if has_policy(self) else {key: value for key, value in values.items() if not self.sets(key)}
+        """Those of `values`, of verl's config by their dotted keys, that no override sets; none if a run is given."""
+        return {} if self.has_policy() else {key: value for key, value in values.items() if not self.sets(key)}
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class EngineOptions(RunOptions):
         run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
         if run.names_a_run():
             names = {f.name for f in fields}
-            if not has_policy(run):  # verl's defaults are no run's
+            if not run.has_policy():  # verl's defaults are no run's
                 names = {name for name, keys in DECIDED.items() if name in names and any(map(run.sets, keys))}
             decided = decided_options(run.recipe(), {*given, *(DECIDED.keys() - names)})
             given = decided | given

@@ -33,7 +33,7 @@ def test_the_example_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert len(re.findall(r"epoch \d: loss [\d.]+ over \d+ tokens", said)) == 3
     assert re.search(r"accept length at K=3: [1-4]\.\d\d\ndrafter$", said.strip())
-    check_drafter(tmp_path / "drafter", str(tmp_path / "policy"))
+    check_drafter(tmp_path / "drafter", str(tmp_path / "tiny-policy"))
 
 
 def sequence(tokens, prompt_len=2, aux=96):

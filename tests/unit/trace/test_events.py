@@ -67,8 +67,11 @@ BROKEN = (
 
 
 def test_lines_that_mean_nothing_are_counted(tmp_path):
-    run = {"kind": "run", "t": 1.0, "step0": 1, "policy": "p", "drafter": "d"}
-    (tmp_path / "trainer.jsonl").write_text("\n".join([*map(json.dumps, (*BROKEN, run)), "half a li", "7", ""]))
+    older = (  # which nothing writes any more
+        {"kind": "idle", "t": 1.0, "step": 1, "replica": "a", "start": 1.0},
+        {"kind": "run", "t": 1.0, "step0": 1, "policy": "p", "drafter": "d"},
+    )
+    (tmp_path / "trainer.jsonl").write_text("\n".join([*map(json.dumps, (*BROKEN, *older)), "half a li", "7", ""]))
     steps = ({"t": 1.0, "batch": 1}, {"t": 1.0, "batch": "x", "k": 0}, {"t": 1.0, "batch": 1, "k": 3}, {"t": "x"})
     (tmp_path / "engine-a.jsonl").write_text("\n".join([*map(json.dumps, steps), "", "half a li"]))
     trace = read_trace(tmp_path)

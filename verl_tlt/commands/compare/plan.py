@@ -273,11 +273,16 @@ def _refused(recipe: Recipe) -> list[Finding]:
 
 
 def _refuse_partial_checkpoints(config: DictConfig) -> None:
-    """Raise a CompareError where checkpoints lack the policy that the next job goes on with: verl loads none then."""
+    """Raise a CompareError where checkpoints lack the policy that the next job goes on with: verl loads none then.
+
+    Megatron also loads the policy in Hugging Face's layout.
+    """
+    actor = "actor_rollout_ref.actor"
+    enough = {"model", "hf_model"} if select(config, f"{actor}.strategy") == "megatron" else {"model"}
     for name in ("save_contents", "load_contents"):
-        key = f"actor_rollout_ref.actor.checkpoint.{name}"
+        key = f"{actor}.checkpoint.{name}"
         contents = select(config, key)
-        if isinstance(contents, list) and "model" not in contents:
+        if isinstance(contents, list) and not enough & {*contents}:
             raise CompareError(
                 f"{key}={contents} lacks model, and each job goes on from a checkpoint: add model to it."
             )

@@ -84,7 +84,7 @@ def fetch_policy(policy: str | os.PathLike[str]) -> None:
 
     Without a hub the cached folder is taken if it has all weights: other files may be missing in it.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     if not is_name(policy):
         return
@@ -93,10 +93,10 @@ def fetch_policy(policy: str | os.PathLike[str]) -> None:
         folder = Path(
             snapshot_download(name, allow_patterns=list(_ENGINE_FILES), ignore_patterns=list(_COPIES_OF_WEIGHTS))
         )
-    except errors.IncompleteSnapshotError as error:
-        folder = Path(error.snapshot_path)
     except hub_errors() as error:
-        raise NotHereError(f"{name} is no folder here and could not be fetched: {first_line(error)}.") from error
+        if not (here := getattr(error, "snapshot_path", None)):  # of huggingface_hub's IncompleteSnapshotError
+            raise NotHereError(f"{name} is no folder here and could not be fetched: {first_line(error)}.") from error
+        folder = Path(here)
     _, owners = tensor_files(folder, fetch=False)
     missing = sorted(file for file in set(owners.values()) if not (folder / file).is_file())
     if missing:
