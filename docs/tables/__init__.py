@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tables.front import expectations, headlines
-from tables.page import FILES
+from tables.page import FILES, source
 from tables.parts import along, lossless, oracles, race, resumptions
 from tables.runs import arms, end_to_end
 
@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(FILES.glob("*
 BLOCK = re.compile(r"<!-- table: (\w+) ?(\w*) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLES: dict[str, Callable[..., str]] = {
     table.__name__: table
-    for table in (along, arms, end_to_end, expectations, headlines, lossless, oracles, race, resumptions)
+    for table in (along, arms, end_to_end, expectations, headlines, lossless, oracles, race, resumptions, source)
 }
 
 
