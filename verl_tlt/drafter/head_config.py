@@ -66,7 +66,10 @@ _NORMS = ("fc_norm", "norm_output")
 
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """The config to stage for the EAGLE-3 head in `path`; a `DrafterError` where it does not fit `policy`."""
+    """The config to stage for the EAGLE-3 head in `path`, which `check_config` took.
+
+    A `DrafterError` says where it does not fit `policy`.
+    """
     file = path / CONFIG
     config = read_json(file)
     try:
@@ -81,8 +84,6 @@ def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields
 
 def _read(config: Fields, policy: PolicyShape, min_context: int, file: Path) -> Fields:
     flat_layout = is_flat(config)
-    if flat_layout:
-        check_kind(config, file)
     flat = config if flat_layout else _flattened(config, file)
     nested = flat.get("eagle_config") or {}
     _check_network(flat, nested, file)
