@@ -90,7 +90,7 @@ def against_fixed(
     file, record = open_record(work, models, batch)
     others = [race for race in earlier if race["race"] != record["race"]]
     say(f"Rule: {RULE}")
-    if missing([*others, record], drains, rounds) or not record["far"]:
+    if missing([*others, record], drains, rounds) or not record["prompt_tokens"]:
         engine = Engine(models, batch, context_of(ask, drains))
         measure_costs(engine, record)
         _keep(file, record)
@@ -103,7 +103,7 @@ def against_fixed(
             _keep(file, record)
             shown = ", ".join(f"{arm} {one['seconds']:.1f} ({max(one['lengths'])})" for arm, one in found.items())
             say(f"{drain}, {turn + 1}: seconds (longest response): {shown}")
-    return [race for race in (*others, record) if race["loads"]]
+    return [race for race in (*others, record) if any(rounds_of(race, load) for load in race["loads"])]
 
 
 def context_of(ask: Ask, drains: Sequence[Drain]) -> int:

@@ -75,8 +75,10 @@ class RunOptions:
         return bool(self.config or self.command or self.config_name != CONFIG or self.sets(POLICY))
 
     def sets(self, key: str) -> bool:
-        """Whether one of the overrides sets this key, or a node that it is in."""
-        return any(f"{key}.".startswith(f"{key_of(word)}.") for word in self.overrides or ())
+        """Whether one of the overrides sets this key, alone or in a mapping."""
+        name = key.rpartition(".")[2]
+        given = ((key_of(word), word.partition("=")[2]) for word in self.overrides or ())
+        return any(node == key or (key.startswith(f"{node}.") and name in value) for node, value in given)
 
     def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""

@@ -96,6 +96,9 @@ def test_overrides_beside_a_model_leave_the_commands_own_defaults(policy_dir, mo
     rollout = set_up(job.recipe, job.changes).rollout
     assert (rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size) == (0.6, 1)
     assert "data.max_prompt_length" in _changes(options, [], 77)
+    vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    mapping = replace(options, overrides=[f"++{vllm}={{distributed_executor_backend:mp}}"])
+    assert mapping.sets(f"{vllm}.distributed_executor_backend") and not mapping.sets(f"{vllm}.dtype")
     shorter = replace(options, overrides=["data.max_prompt_length=30"])
     assert "data.max_prompt_length" not in _changes(shorter, [], 77)
 

@@ -275,17 +275,16 @@ def _refused(recipe: Recipe) -> list[Finding]:
 def _refuse_partial_checkpoints(config: DictConfig) -> None:
     """Raise a CompareError where checkpoints lack the policy that the next job goes on with: verl loads none then.
 
-    Megatron also loads the policy in Hugging Face's layout.
+    Megatron may also keep the policy in Hugging Face's layout.
     """
     actor = "actor_rollout_ref.actor"
-    enough = {"model", "hf_model"} if select(config, f"{actor}.strategy") == "megatron" else {"model"}
-    for name in ("save_contents", "load_contents"):
-        key = f"{actor}.checkpoint.{name}"
-        contents = select(config, key)
-        if isinstance(contents, list) and not enough & {*contents}:
-            raise CompareError(
-                f"{key}={contents} lacks model, and each job goes on from a checkpoint: add model to it."
-            )
+    kinds = ("model", "hf_model") if select(config, f"{actor}.strategy") == "megatron" else ("model",)
+    saved, loaded = (select(config, f"{actor}.checkpoint.{name}_contents") for name in ("save", "load"))
+    if not isinstance(saved, list) or not isinstance(loaded, list):
+        return
+    if not any(kind in saved and kind in loaded for kind in kinds):
+        given = f"{actor}.checkpoint.save_contents={saved} and load_contents={loaded}"
+        raise CompareError(f"{given} lack model, and each job goes on from a checkpoint: add model to both.")
 
 
 def _decay(config: DictConfig) -> Iterator[str]:
