@@ -31,7 +31,7 @@ ENDED_WITHIN_S = 600.0
 def environment_for(variable: str, value: str, environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for a command in which this module is to act; `variable` is `CAPTURE` or `APPEND`."""
     modules = [name for name in environment.get(MODULES, "").split(",") if name]
-    return {**environment, variable: value, MODULES: ",".join([__name__, *modules])}  # before what the user's ones do
+    return {**environment, variable: value, MODULES: ",".join([__name__, *modules])}  # first, before the user's own
 
 
 def _answer(file: str, said: Mapping[str, Any]) -> NoReturn:

@@ -128,8 +128,8 @@ def over_ours(rounds: Sequence[tuple[Round, Expected]]) -> dict[str, dict[str, l
 
     Each round comes with its race's expectation.
     """
-    expected = {arm: sum(of(each[a]["lengths"], arm) for each, of in rounds for a in ARMS) for arm in ARMS}
-    own = [{arm: of(each[arm]["lengths"], arm) for arm in ARMS} for each, of in rounds]
+    expected = {arm: sum(expect(each[a]["lengths"], arm) for each, expect in rounds for a in ARMS) for arm in ARMS}
+    own = [{arm: expect(each[arm]["lengths"], arm) for arm in ARMS} for each, expect in rounds]
     found: dict[str, dict[str, list[float]]] = {"plain": {}, "adjusted": {}}
     for arm in (arm for arm in ARMS if arm != OURS):
         theirs, ours = (

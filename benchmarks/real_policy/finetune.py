@@ -1,7 +1,7 @@
 """Supervised training on Collatz chains with solutions, as before most RL.
 
-80 steps take about a quarter of an hour of one core with bfloat16 products, and an hour of two cores without. Without
-fine-tuning a model of 135M parameters does not follow a chain, and a drafter cannot learn what it writes instead.
+Without fine-tuning a model of 135M parameters does not follow a chain, and a drafter cannot learn what it writes
+instead.
 """
 
 import random

@@ -66,9 +66,9 @@ _NORMS = ("fc_norm", "norm_output")
 
 
 def read_config(path: Path, policy: PolicyShape, min_context: int = 0) -> Fields:
-    """The config to stage for the EAGLE-3 head in `path`, which `check_config` took.
+    """The config to stage for the EAGLE-3 head in `path`; a `DrafterError` where it does not fit `policy`.
 
-    A `DrafterError` says where it does not fit `policy`.
+    `check_config` has accepted the head before.
     """
     file = path / CONFIG
     config = read_json(file)

@@ -160,9 +160,9 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises if the hub cannot be reached, or has something else.
+    """The errors of huggingface_hub where the hub cannot be reached or lacks a file.
 
-    Some are httpx's own, such as that of a proxy, and hf_xet raises a `RuntimeError`.
+    httpx raises some of them, as for a proxy that refuses, and hf_xet a `RuntimeError`.
     """
     from httpx import HTTPError
 

@@ -104,6 +104,13 @@ def test_checkpoints_that_no_job_can_go_on_with_are_named(tmp_path, contents):
         plan_of(tmp_path, f"{key}=[hf_model]")
 
 
+def test_megatron_goes_on_with_the_layout_that_it_has_saved(tmp_path):
+    checkpoint, megatron = "actor_rollout_ref.actor.checkpoint", "model_engine=megatron"
+    assert plan_of(tmp_path, megatron, f"{checkpoint}.save_contents=[hf_model]")  # verl then loads the same
+    with pytest.raises(CompareError, match=r"load_contents=\['hf_model'\] lack model"):
+        plan_of(tmp_path, megatron, f"{checkpoint}.load_contents=[hf_model]")
+
+
 def test_a_config_is_searched_for_where_the_script_starts_verl(tmp_path, overrides):
     """As verl's own examples have it, for which a script changes to the clone's folder."""
     (tmp_path / "clone").mkdir()

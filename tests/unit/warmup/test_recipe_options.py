@@ -103,6 +103,13 @@ def test_overrides_beside_a_model_leave_the_commands_own_defaults(policy_dir, mo
     assert "data.max_prompt_length" not in _changes(shorter, [], 77)
 
 
+def test_an_engine_gets_the_folder_of_a_policy_on_the_hub(policy_dir, cache, monkeypatch):
+    """By its name vLLM 0.24 asks for all files of the repository, of which only some were fetched."""
+    options = options_of(monkeypatch, f"--model={cache('Org/policy', policy_dir)}", "--prompts=p")
+    job = generation_job(options, [Prompt((1, 2, 3))])
+    assert Path(set_up(job.recipe, job.changes).model.path).resolve() == policy_dir.resolve()
+
+
 def test_data_may_be_a_pattern_and_lie_where_the_command_starts(overrides, tmp_path):
     found = decided_options(Recipe((*overrides, "data.train_files=[?.jsonl,none/x.parquet]"), directory=str(tmp_path)))
     assert found["prompts"] == [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "none" / "x.parquet"]

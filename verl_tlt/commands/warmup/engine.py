@@ -63,7 +63,7 @@ def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: 
     """
     on_cpu = find_device(options.tensor_parallel) == "cpu"
     changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
-    if is_name(options.model):  # vLLM 0.24 asks for every file of the hub's where it gets the name
+    if is_name(options.model):  # by its name, vLLM 0.24 would ask for every file of the repository
         changes[POLICY] = str(folder(options.model, (CONFIG,), fetch=False))
     without_run: dict[str, Any] = {
         f"{ROLLOUT}.dtype": "auto",
