@@ -1,10 +1,8 @@
 """`python -m demo`: a drafter that has seen little text learns in the idle time of a GRPO run.
 
-`verl-tlt warmup` makes the drafter, `demo_grpo.sh` starts stock verl with the plugin, and `verl-tlt report` shows what
-came of it.
+`demo_grpo.sh` starts stock verl with the plugin and the toy's drafter, and `verl-tlt report` shows what came of it.
 """
 
-import hashlib
 import os
 import shutil
 import sys
@@ -17,10 +15,8 @@ import typer
 from rich.console import Console
 
 from demo.machine import DemoError, find_machine
-from tests.toy.assets import build_assets, demo_width, hash_sources
-from tests.toy.head import other_prompts, warmup_command
+from tests.toy.assets import SHIPPED_DRAFTER, build_assets, demo_width
 from verl_cpu.dtype import find_dtype, say_dtype
-from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.commands.compare.job import failure, read_rows, watched
 from verl_tlt.commands.console import make_console, say
 from verl_tlt.commands.interrupts import interruptible
@@ -30,8 +26,6 @@ from verl_tlt.trace.metrics import step_line
 
 RECIPE = Path(__file__).with_name("demo_grpo.sh")
 BIN = Path(sys.executable).parent
-PROMPTS, WARMUP_STEPS = 96, 160
-"""Responses and optimizer steps of the warm-up: so few that the drafter has much to learn in the run."""
 STALL_S = 900.0
 """Seconds without a line of output after which a command counts as hung."""
 INTERRUPTED = 130
@@ -41,7 +35,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder of the run and its report.")] = Path("demo-out"),
 ) -> None:
-    """Warm up a drafter for seconds, run GRPO with TLT on a toy task, and report what it did."""
+    """Run GRPO with TLT on a toy task, from a drafter that has much to learn, and report what it did."""
     console = make_console()
     try:
         with interruptible():
@@ -61,27 +55,11 @@ def demo(console: Console, steps: int, out: Path) -> None:
     dtype = find_dtype()
     say(console, say_dtype(dtype))
     assets = build_assets(out / "assets", width=demo_width(dtype))
-    drafter = warm_up(console, assets.policy)
-    files = {"POLICY": assets.policy, "TRAIN": assets.train, "VAL": assets.val, "DRAFTER": drafter}
+    files = {"POLICY": assets.policy, "TRAIN": assets.train, "VAL": assets.val, "DRAFTER": SHIPPED_DRAFTER}
     given = {"DTYPE": dtype, "STEPS": str(steps), **{name: str(file) for name, file in files.items()}}
     grpo(console, out / "tlt", steps, given)
     report(out / "tlt" / "trace", out)
     say(console, "`make demo-compare` measures it against stock verl.")
-
-
-def warm_up(console: Console, policy: Path) -> Path:
-    """A drafter for this policy, kept beside it for the next call; it has seen none of the prompts of the run."""
-    until = ("--max-steps", str(WARMUP_STEPS))
-    recipe = f"{hash_sources()} {PROMPTS} {warmup_command('', '', '', *until)}"
-    home = policy.with_name(f"head-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
-    drafter, prompts = home / "drafter", home / "prompts.parquet"
-    if not drafter.exists():
-        home.mkdir(exist_ok=True)
-        other_prompts(prompts, PROMPTS)
-        program, *arguments = warmup_command(str(policy), str(prompts), str(drafter), *until)
-        what = f"Warm-up of a drafter, {WARMUP_STEPS} optimizer steps on {PROMPTS} responses"
-        run(console, what, [str(BIN / program), *arguments], {**os.environ, **CPU_ENGINE}, home / "warmup.log")
-    return drafter
 
 
 def grpo(console: Console, folder: Path, steps: int, given: dict[str, str], recipe: Path = RECIPE) -> None:

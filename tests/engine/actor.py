@@ -17,7 +17,6 @@ from verl_tlt.drafter.held_out import digest_of
 from verl_tlt.messages.training import HiddenStateShard
 from verl_tlt.spot_trainer import sequences
 
-LAYERS = AUX_LAYERS["small"]
 VOCAB = 64
 Rows = list[tuple[torch.Tensor, int]]
 """Sequences: tokens [prompt + response], prompt length."""
@@ -59,7 +58,7 @@ def build_actor(
     actor = (TLTTrainingWorker if worker == "tlt" else TrainingWorker)(config)
     actor.reset()
     if worker == "tlt":
-        actor.tap = HiddenStateTap(adapt(actor.engine), LAYERS, torch.bfloat16)
+        actor.tap = HiddenStateTap(adapt(actor.engine), AUX_LAYERS, torch.bfloat16)
     return actor
 
 
@@ -174,4 +173,4 @@ def reference(policy: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     with torch.no_grad():
         states = policy(tokens[None], output_hidden_states=True).hidden_states
     hook.remove()
-    return torch.cat([states[i][0] for i in LAYERS], dim=-1), seen[0]
+    return torch.cat([states[i][0] for i in AUX_LAYERS], dim=-1), seen[0]

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from actor import LAYERS, make_batch, make_rows
+from actor import make_batch, make_rows
 from rank_cases import LENGTHS, TOKENS, save_policy
+
+from tests.toy.assets import AUX_LAYERS
 
 RANKS = 4
 
@@ -99,7 +101,7 @@ def build_case(case: Case, root: Path) -> Any:
     )  # fmt: skip
     actor = TLTTrainingWorker(config)
     actor.reset()
-    actor.tap = HiddenStateTap(adapt(actor.engine), LAYERS, torch.bfloat16)
+    actor.tap = HiddenStateTap(adapt(actor.engine), AUX_LAYERS, torch.bfloat16)
     return actor
 
 

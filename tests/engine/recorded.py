@@ -23,7 +23,6 @@ from verl_tlt.messages.training import HiddenStateShard, SessionResult, SpotPlan
 from verl_tlt.spot_trainer.worker import SpotTrainerWorker
 from verl_tlt.trainer.run_setup import first_drafter
 
-LAYERS = AUX_LAYERS["small"]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -92,7 +91,7 @@ def record(count: int, seed: int) -> tuple[list[TrainingSequence], VerifierArray
         tokens = torch.tensor([task.TOKEN_ID[t] for t in text])
         with torch.no_grad():
             states = policy.model(tokens[None], output_hidden_states=True).hidden_states
-        aux = torch.cat([states[i][0] for i in LAYERS], dim=-1)
+        aux = torch.cat([states[i][0] for i in AUX_LAYERS], dim=-1)
         sequences.append(TrainingSequence(tokens, len(prompt), aux.bfloat16(), last.pop().bfloat16()))
     parts = VerifierWeights.from_policy_dir(SHIPPED_POLICY)
     return sequences, VerifierArrays(**{f.name: to_numpy16(getattr(parts, f.name)) for f in dataclasses.fields(parts)})
@@ -100,12 +99,12 @@ def record(count: int, seed: int) -> tuple[list[TrainingSequence], VerifierArray
 
 def as_shards(sequences: list[TrainingSequence]) -> list[HiddenStateShard]:
     """Whole sequences as a rank that computes all of them sends them."""
-    layers = (*LAYERS, LAYERS[-1] + 1)
+    layers = (*AUX_LAYERS, AUX_LAYERS[-1] + 1)
     return [
         HiddenStateShard(
             row=row, tokens=s.tokens.numpy(), prompt_len=s.prompt_len, prompt=row, start=s.start,
             stretches=((0, len(s)),), wanted=layers, layers=layers,
-            states=to_numpy16(torch.stack([*s.aux.chunk(len(LAYERS), dim=-1), s.last])),
+            states=to_numpy16(torch.stack([*s.aux.chunk(len(AUX_LAYERS), dim=-1), s.last])),
         )
         for row, s in enumerate(sequences)
     ]  # fmt: skip

@@ -10,12 +10,12 @@ import families
 import numpy as np
 import pytest
 import torch
-from actor import LAYERS, build_actor, free_port, infer, make_rows
+from actor import build_actor, free_port, infer, make_rows
 from shared_engines import part_of
 from tiny_engine import prompts, sampled
 
 from benchmarks.lossless.tiny_policy import build_drafter_dir
-from tests.toy.assets import SHIPPED_POLICY
+from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
 from verl_tlt.drafter import VerifierWeights, build_drafter, refresh_verifier_weights
 from verl_tlt.drafter.policy import SUPPORTED
 from verl_tlt.drafter.verifier import policy_part
@@ -81,7 +81,7 @@ def test_the_tap_keeps_the_policys_states(policy_of, family, monkeypatch):
     refresh_verifier_weights(model, VerifierWeights.from_policy_dir(directory))
     for s, (tokens, _) in zip(taken, rows, strict=True):
         states, logits = states_and_logits(policy, tokens)
-        aux = torch.cat([states[i][0] for i in LAYERS], dim=-1)
+        aux = torch.cat([states[i][0] for i in AUX_LAYERS], dim=-1)
         torch.testing.assert_close(s.aux.float(), aux, **TOLERANCE)
         with torch.no_grad():
             teacher = model.verifier_lm_head(model.verifier_norm(s.last.float()))
@@ -110,7 +110,7 @@ def test_greedy_tokens_are_stock_tokens(policy_of, engine_of, family):
         engine.patch.setattr(drafter, "combine_hidden_states", watch)
         engine.llm.generate([prompt], [sampled(2)], use_tqdm=False)
         states, _ = states_and_logits(policy, torch.tensor(prompt["prompt_token_ids"]))
-        wanted = torch.cat([states[i][0] for i in LAYERS], dim=-1)
+        wanted = torch.cat([states[i][0] for i in AUX_LAYERS], dim=-1)
         torch.testing.assert_close(seen[0][: len(wanted)].float(), wanted, rtol=1e-3, atol=1e-3)
         for control in ("rand", "live_table"):
             engine.put_in_charge(control)

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from actor import LAYERS, build_actor, free_port, make_batch, make_rows
+from actor import build_actor, free_port, make_batch, make_rows
 from recorded import CONFIG, plan_of, ray_cluster
 
+from tests.toy.assets import AUX_LAYERS
 from verl_tlt.actor.worker import TLTActorWorker
 from verl_tlt.drafter import VerifierWeights
 
@@ -46,7 +47,7 @@ def group():
 def test_what_the_actor_captures_fills_the_spot_trainers_buffer(group):
     from verl_tlt.spot_trainer.worker import SpotTrainerWorker
 
-    (ready,) = ray.get(group.tlt_setup(CONFIG, list(LAYERS), True))
+    (ready,) = ray.get(group.tlt_setup(CONFIG, list(AUX_LAYERS), True))
     assert (ready.group, ready.refusal) == (0, None) and ready.node == ray.get_runtime_context().get_node_id()
     group.execute_all_sync("compute")
     (taken,) = ray.get(group.tlt_take(True))
