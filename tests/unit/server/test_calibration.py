@@ -169,10 +169,10 @@ async def test_the_first_drafts_leave_the_engine_as_it_was():
     assert engine.tokens and engine.drafting and engine.force_k is None
 
 
-def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
+def test_out_of_time_it_has_both_ends_of_the_range_and_restores_the_engine():
     engine = MadeEngine()
     table = run(engine, budget_s=0.0)
-    assert table.lengths() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1}
+    assert table.lengths() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1, 8}
     assert engine.force_k is None
 
 
