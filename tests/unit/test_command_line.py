@@ -57,8 +57,8 @@ def test_a_number_is_a_number_within_bounds(name, option):
         ("rich", "doctor", "verl-tlt needs rich, which is not installed here: pip install rich"),
         ("matplotlib", "report RUN --out o", "verl-tlt needs matplotlib, which is not installed here"),
         ("jinja2", "report RUN --out o", "verl-tlt needs jinja2, which is not installed here"),
-        ("vllm", "warmup --model m --prompts p --out o", "verl-tlt warmup needs vllm, not installed here."),
-        ("jinja2 matplotlib vllm", "compare a.b=1", "verl-tlt compare needs vllm, not installed here."),
+        ("vllm", "warmup --model m --prompts p --out o", "This command needs vllm, not installed here."),
+        ("jinja2 matplotlib vllm", "compare a.b=1", "This command needs vllm, not installed here."),
     ],
 )
 def test_a_package_that_is_missing_is_named_and_nothing_is_written(made_run, tmp_path, packages, words, said):

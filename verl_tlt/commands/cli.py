@@ -1,6 +1,5 @@
 """`verl-tlt`: one command per module, each importing what it needs only when it runs."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ try:
         takes_options,
     )
     from verl_tlt.files.disk import check_writable, expanded
+    from verl_tlt.upstream.versions import require
 except ModuleNotFoundError as error:
     raise SystemExit(needs(error)) from None
 
@@ -132,7 +132,6 @@ def warmup(options: WarmupOptions) -> None:
       verl-tlt warmup --model Qwen/Qwen3-8B --prompts train.parquet --out drafters/qwen3-8b
       verl-tlt warmup --out drafters/qwen3-8b --max-minutes 60 -- bash recipe.sh
     """
-    _need("warmup", "torch", "transformers", "verl", "vllm")
     from verl_tlt.commands.warmup.command import warmup as run
 
     run(options, make_console())
@@ -150,7 +149,6 @@ def evaluate(options: EvaluateOptions) -> None:
     Example:
       verl-tlt evaluate drafters/qwen3-8b --model Qwen/Qwen3-8B --prompts test.parquet
     """
-    _need("evaluate", "torch", "transformers", "verl", "vllm")
     from verl_tlt.commands.warmup.evaluate import evaluate as run
     from verl_tlt.commands.warmup.evaluate import report as show
 
@@ -188,7 +186,7 @@ def convert(
     Example:
       verl-tlt convert downloaded/eagle3 --model Qwen/Qwen3-8B --out drafters/qwen3-8b
     """
-    _need("convert", "torch", "transformers")
+    require("torch", "transformers")
     from verl_tlt.drafter import load_drafter, provenance, save_drafter
     from verl_tlt.drafter.check import place_for
 
@@ -210,17 +208,10 @@ def write_back(
     Example:
       verl-tlt write-back checkpoints/tlt_drafter models/mimo-7b
     """
-    _need("write-back", "torch")
+    require("torch")
     from verl_tlt.drafter import write_back as run
 
     typer.echo(printable(f"Wrote {run(head, policy)}."))
-
-
-def _need(command: str, *packages: str) -> None:
-    """Raise a `TLTError` that names those packages which this command needs and which are not installed."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise TLTError(f"verl-tlt {command} needs {' and '.join(missing)}, not installed here.")
 
 
 if __name__ == "__main__":

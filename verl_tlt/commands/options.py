@@ -20,7 +20,7 @@ from typer.models import OptionInfo
 from verl_tlt.errors import TLTError
 from verl_tlt.files.disk import expanded
 from verl_tlt.flag import CONFIG, MAIN
-from verl_tlt.upstream.versions import look_first_in
+from verl_tlt.upstream.versions import look_first_in, require
 
 if TYPE_CHECKING:
     from verl_tlt.checks.recipe import Recipe
@@ -29,6 +29,8 @@ LEAST = 1e-9
 """Minimum of an option that must be above 0: typer has no exclusive limits."""
 UNLIMITED = float("inf")
 MOST_SEED = (1 << 32) - 1
+GPU_MEMORY = 0.85
+"""Share of each GPU's memory that an engine takes where no run says one."""
 COMMAND = "command"
 """Field of the options, and key of the context, with the words after `--`."""
 _PROGRAM = re.compile(
@@ -72,13 +74,11 @@ class RunOptions:
         """Whether this is a run with a policy, and not only overrides beside `--model`."""
         from verl_tlt.checks.models import POLICY
 
-        return bool(self.config or self.command or self.config_name != CONFIG or self.sets(POLICY))
-
-    def sets(self, key: str) -> bool:
-        """Whether one of the overrides sets this key, alone or in a mapping."""
-        name = key.rpartition(".")[2]
-        given = ((key_of(word), word.partition("=")[2]) for word in self.overrides or ())
-        return any(node == key or (key.startswith(f"{node}.") and name in value) for node, value in given)
+        words = [(key_of(word), word.partition("=")[2]) for word in self.overrides or ()]
+        named = any(
+            key == POLICY or (POLICY.startswith(f"{key}.") and re.search(r"\bpath *:", value)) for key, value in words
+        )
+        return bool(self.config or self.command or self.config_name != CONFIG or named)
 
     def recipe(self) -> "Recipe":
         """How the run starts `main_ppo`; a command after `--` is run until it does, once in this process."""
@@ -163,32 +163,51 @@ class EngineOptions(RunOptions):
     top_k: Annotated[int, Option(min=0, help="The rollout's top_k; 0 disables it.")] = 0
     seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Seed of sampling, weights and training order.")] = 0
 
-    def without_run(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of `values`, of verl's config by their dotted keys, that no override sets; none if a run is given."""
-        return {} if self.has_policy() else {key: value for key, value in values.items() if not self.sets(key)}
+    def recipe(self) -> "Recipe":
+        """How the run starts `main_ppo`; overrides beside `--model` change the command's defaults, not verl's."""
+        recipe = super().recipe()
+        return recipe if self.has_policy() else _with_own_defaults(recipe, self.model)
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The values that the user gave, by name, with those that the user's run decides if it is given too."""
-        from verl_tlt.commands.warmup.run import DECIDED, decided_options
-        from verl_tlt.drafter.policy import policy_shape
+        """The values that the user gave, by name, with those that the user's run decides."""
+        from verl_tlt.commands.warmup.run import decided_options
 
         fields = dataclasses.fields(cls)
         run = RunOptions(**{f.name: given[f.name] for f in dataclasses.fields(RunOptions) if f.name in given})
-        if run.names_a_run():
-            names = {f.name for f in fields}
-            if not run.has_policy():  # verl's defaults are no run's
-                names = {name for name, keys in DECIDED.items() if name in names and any(map(run.sets, keys))}
-            decided = decided_options(run.recipe(), {*given, *(DECIDED.keys() - names)})
-            given = decided | given
+        recipe = run.recipe()
+        require("torch", "transformers", "verl", "vllm")  # where a command after -- starts verl
+        if not run.has_policy() and "model" in given:
+            recipe = _with_own_defaults(recipe, given["model"])
+        decided, names = decided_options(recipe, given), {f.name for f in fields}
+        if not run.has_policy():
+            decided.pop("model", None)  # verl's default is nobody's policy
+        given = {name: value for name, value in decided.items() if name in names} | given
         missing = [f.name for f in fields if f.default is dataclasses.MISSING and not given.get(f.name)]
         if not missing:
             return given
-        if "model" not in missing:
-            policy_shape(given["model"])  # a policy that is not there is named first
         if missing[0] == "out":
             raise TLTError("--out is missing: give the folder that the drafter is written to.")
         raise TLTError(f"--{missing[0]} is missing: give it, or your run's command after --, which says it too.")
+
+
+def _with_own_defaults(recipe: "Recipe", policy: Path) -> "Recipe":
+    """The recipe of a command with this policy and no run, with defaults that suit one engine alone."""
+    import torch
+
+    from verl_tlt.checks.recipe import ROLLOUT
+    from verl_tlt.drafter.policy import policy_shape
+
+    defaults = (
+        "data.train_files=[]",
+        f"data.max_prompt_length={policy_shape(policy).max_position_embeddings}",
+        f"data.max_response_length={EngineOptions.response_length}",
+        f"{ROLLOUT}.tensor_model_parallel_size={EngineOptions.tensor_parallel}",
+        f"{ROLLOUT}.dtype=auto",
+        f"{ROLLOUT}.gpu_memory_utilization={GPU_MEMORY}",
+        f"{ROLLOUT}.enforce_eager={not torch.cuda.is_available()}",
+    )
+    return dataclasses.replace(recipe, overrides=(*defaults, *recipe.overrides))
 
 
 @dataclass(frozen=True, kw_only=True)

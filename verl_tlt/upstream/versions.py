@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_tlt.errors import TLTError
+
 Release = tuple[int, int, int]
 
 
@@ -99,3 +101,9 @@ def installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return str(getattr(module, "__version__", "unknown"))
+
+
+def require(*names: str) -> None:
+    """Raise a `TLTError` that says which of these packages a command lacks."""
+    if missing := [name for name in names if installed(name) is None]:
+        raise TLTError(f"This command needs {' and '.join(missing)}, not installed here.")

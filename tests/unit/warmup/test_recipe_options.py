@@ -1,5 +1,6 @@
 """Options of a warm-up: what the user's run says is taken from it, and what is given by name wins."""
 
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
-from verl_tlt.commands.warmup.prompts import Prompt, _changes
+from verl_tlt.commands.warmup.prompts import Prompt
 from verl_tlt.commands.warmup.run import decided_options
 
 pytest.importorskip("verl")
@@ -89,18 +90,17 @@ def test_what_is_given_by_name_wins_even_if_it_is_the_default(overrides, policy_
 
 
 def test_overrides_beside_a_model_leave_the_commands_own_defaults(policy_dir, monkeypatch):
-    more = [f"actor_rollout_ref.rollout.{setting}" for setting in ("temperature=0.7", "gpu_memory_utilization=0.6")]
+    rollout = "actor_rollout_ref.rollout"
+    more = [f"{rollout}={{temperature:0.7}}", f"{rollout}.gpu_memory_utilization=0.6", "data.max_prompt_length=30"]
     options = options_of(monkeypatch, f"--model={policy_dir}", "--prompts=p", "data.prompt_key=question", *more)
     assert (options.temperature, options.tensor_parallel, options.response_length) == (0.7, 1, 1024)
     job = generation_job(options, [Prompt((1, 2, 3))])
-    rollout = set_up(job.recipe, job.changes).rollout
-    assert (rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size) == (0.6, 1)
-    assert "data.max_prompt_length" in _changes(options, [], 77)
-    vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-    mapping = replace(options, overrides=[f"++{vllm}={{distributed_executor_backend:mp}}"])
-    assert mapping.sets(f"{vllm}.distributed_executor_backend") and not mapping.sets(f"{vllm}.dtype")
-    shorter = replace(options, overrides=["data.max_prompt_length=30"])
-    assert "data.max_prompt_length" not in _changes(shorter, [], 77)
+    found = set_up(job.recipe, job.changes).rollout
+    assert (found.gpu_memory_utilization, found.tensor_model_parallel_size) == (0.6, 1)
+    assert found.prompt_length == 30
+    without = generation_job(replace(options, overrides=[]), [Prompt((1, 2, 3))])
+    longest = json.loads((policy_dir / "config.json").read_text())["max_position_embeddings"]
+    assert set_up(without.recipe, without.changes).rollout.prompt_length == longest
 
 
 def test_an_engine_gets_the_folder_of_a_policy_on_the_hub(policy_dir, cache, monkeypatch):
@@ -132,9 +132,15 @@ def test_without_a_folder_to_write_it_is_asked_for(overrides):
         (("--model", "POLICY", "--prompts", "p", "--epochs", "inf"), "--epochs inf needs --max-steps or --max-min"),
         (("--model", "POLICY", "--cache-gb", "inf"), "Invalid value for '--cache-gb'"),
         (("--model", "POLICY"), "--prompts is missing: give it, or your run's command after --"),
-        (("data.train_files=hdfs://far/x.parquet",), "is on another file system: give --prompts."),
-        (("actor_rollout_ref.rollout.temperature=hot",), "temperature must be a number from 0 to 2"),
-        (("actor_rollout_ref.rollout.top_p=1.5",), "top_p must be a number from 1e-06 to 1, not 1.5."),
+        (("--model", "POLICY", "data.train_files=hdfs://far/x.parquet"), "is on another file system: give --prompts."),
+        (
+            ("--model", "POLICY", "actor_rollout_ref.rollout.temperature=hot"),
+            "temperature must be a number from 0 to 2",
+        ),
+        (
+            ("--model", "POLICY", "actor_rollout_ref.rollout.top_p=1.5"),
+            "top_p must be a number from 1e-06 to 1, not 1.5.",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_sentence(words, sentence, policy_dir, tmp_path):

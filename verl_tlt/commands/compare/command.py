@@ -22,13 +22,13 @@ from verl_tlt.commands.compare.plan import (
     named_arms,
     without_drafter,
 )
-from verl_tlt.commands.compare.record import CompareError, Record
+from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.files.disk import check_writable, free_bytes, replacing
-from verl_tlt.upstream.versions import installed
+from verl_tlt.upstream.versions import require
 
 SAY_EVERY_S = 600.0
 ROWS = "compare.json"
@@ -48,8 +48,7 @@ def compare(options: CompareOptions, console: Console) -> None:
     environment = started_in()  # before the command is captured: what it exports itself, it exports in each turn
     typed = tuple(options.overrides or ())
     recipe = options.recipe()
-    if missing := [name for name in ("verl", "vllm") if installed(name) is None]:  # where the command starts verl
-        raise CompareError(f"verl-tlt compare needs {' and '.join(missing)}, not installed here.")
+    require("verl", "vllm")  # where the command starts verl
     plan = make_plan(recipe, options.steps, folder, options.command, typed=typed, environment=environment)
     names = options.arms.replace(" ", "").split(",")
     drafter = first_drafter(plan, names, options.drafter)

@@ -38,10 +38,8 @@ from verl_tlt.server.calibration import decode
 from verl_tlt.server.engine_arguments import most_requests
 
 RESPONSES = "responses.jsonl"
-ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise an engine's worker is one more process there
+ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # otherwise vLLM makes the executor `mp` of a recipe's `uni` there
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # all files are here
-GPU_MEMORY = 0.85
-"""Share of each GPU's memory that an engine takes where no recipe says one."""
 LINE_S = 60.0
 """Seconds between two lines of progress where the output is no terminal, unless another tenth is done."""
 
@@ -57,22 +55,10 @@ class GenerationJob:
 
 
 def generation_job(options: EngineOptions, prompts: Sequence[Prompt], **fields: Any) -> GenerationJob:
-    """A job for the engine of the options' run, or without one for an engine with verl's defaults.
-
-    A policy on the hub was fetched before.
-    """
-    on_cpu = find_device(options.tensor_parallel) == "cpu"
+    """A job for the engine of the options' run; a policy on the hub was fetched before."""
     changes = {**engine_values(options), f"{ROLLOUT}.max_model_len": context_of(options, prompts)}
     if is_name(options.model):  # by its name, vLLM 0.24 would ask for every file of the repository
         changes[POLICY] = str(folder(options.model, (CONFIG,), fetch=False))
-    without_run: dict[str, Any] = {
-        f"{ROLLOUT}.dtype": "auto",
-        f"{ROLLOUT}.gpu_memory_utilization": GPU_MEMORY,
-        f"{ROLLOUT}.enforce_eager": on_cpu,
-    }
-    if options.tensor_parallel == 1:
-        without_run[f"{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
-    changes |= options.without_run(without_run)
     cut = processor_options(options)
     return GenerationJob(options.recipe(), changes, list(prompts), processor_options=cut, **fields)
 

@@ -98,7 +98,7 @@ def read_prompts(options: EngineOptions, images: Path, limit: int | None = None,
         raise DrafterError(f"--response-length {options.response_length} leaves {room}.")
     longest = min(longest, (longest_context(options) or positions) - 1)
     images = images.absolute()  # the recipe's script may start elsewhere
-    with composed(options, _changes(options, files, positions)) as config:
+    with composed(options, _changes(files)) as config:
         if config.data.get("seed") is None:  # by which verl shuffles before it takes `data.train_max_samples`
             with open_dict(config):
                 config.data.seed = 0
@@ -134,17 +134,13 @@ def _is_empty(file: Path) -> bool:
         return False  # verl's dataset says what is wrong with it
 
 
-def _changes(options: EngineOptions, files: Sequence[Path], positions: int) -> dict[str, Any]:
-    """Values of verl's config for these files; prompts are as long as the policy allows unless a run says less."""
-    changes: dict[str, Any] = {
+def _changes(files: Sequence[Path]) -> dict[str, Any]:
+    """Values of verl's config for these files."""
+    return {
         "data.train_files": [str(file.absolute()) for file in files],
         f"{ROLLOUT}.trace.backend": None,  # nothing is logged elsewhere
         "distillation.enabled": False,  # no teacher is asked
     }
-    longest = ("data.max_prompt_length", f"{ROLLOUT}.prompt_length")
-    if not any(map(options.sets, longest)):
-        changes |= options.without_run(dict.fromkeys(longest, positions))
-    return changes
 
 
 def _held_out(prompts: Sequence[Prompt]) -> frozenset[int]:

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from verl_tlt.commands.options import EngineOptions
 
 MODEL = "actor_rollout_ref.model"
-DECIDED = {
-    "model": (POLICY,),
-    "prompts": ("data.train_files",),
-    "response_length": ("data.max_response_length", f"{ROLLOUT}.response_length"),
-    "temperature": (f"{ROLLOUT}.temperature",),
-    "top_p": (f"{ROLLOUT}.top_p",),
-    "top_k": (f"{ROLLOUT}.top_k",),
-    "tensor_parallel": (f"{ROLLOUT}.tensor_model_parallel_size",),
-    "method": ("tlt.drafter.method",),
-}
-"""Options of the commands that a run decides, and the keys of verl's config that say them."""
 
 
 def decided_options(recipe: Recipe, given: Collection[str] = ()) -> dict[str, Any]:
