@@ -152,7 +152,7 @@ class Engine:
         engine: Any = _AsyncView(self)
         loads = [calibration.CalibrationLoad(batch, context) for batch in batches]
         vocabulary = self.llm.model_config.get_vocab_size()
-        return asyncio.run(calibration.calibrate(engine, LENGTHS, loads, vocabulary, budget_s))
+        return asyncio.run(calibration.calibrate(engine, LENGTHS, loads, vocabulary, budget_s, budget_s))
 
     def add_arm(self, name: str, known: LatencyTable) -> None:
         """An arm of the benchmark: `off` or a policy, told what a run would tell it.

@@ -34,10 +34,10 @@ STEPS = 8
 LEAST_STEPS = 3
 """Steps of a measurement that has used up its share of the budget: with fewer steps each, every load is reached."""
 BUDGET_S = 30.0
-"""Seconds after which a calibration ends with what it has, but for the ends of the range (`ENDS`)."""
-ENDS = 2
-"""Loads that are measured however long it takes, the smallest and the largest batch: how much longer a step takes for
-more requests differs by draft length, and a table of one batch would say that it takes no longer."""
+"""Seconds that a calibration should take: each measurement has a share of them."""
+LIMIT_S = 180.0
+"""Seconds after which a calibration ends with what it has. Where steps are so slow, an RL step takes minutes, and where
+few batches were measured, the best K of the others is not known."""
 LONG_TOKENS = 65_536
 """Tokens of context of all requests together in a measurement, at most: an H100 computes so many prompt tokens in 3 s
 for a policy of 8B."""
@@ -58,7 +58,8 @@ def plan_loads(max_num_seqs: int, longest_context: int, cache_tokens: int) -> li
     """Loads to measure: powers of two and `max_num_seqs` at a short context, every third of them at a long one.
 
     `longest_context`: tokens of prompt and response; `cache_tokens`: what the KV cache holds. The smallest and the
-    largest batch come first (`ENDS`), then the long context of one request.
+    largest batch come first, then the long context of one request, so that a calibration that runs out of time has
+    measured both ends of the range.
     """
     powers = [1 << i for i in range(max_num_seqs.bit_length())]
     batches = sorted({*powers, max_num_seqs})
@@ -109,18 +110,21 @@ async def calibrate(
     loads: Sequence[CalibrationLoad],
     vocab_size: int,
     budget_s: float = BUDGET_S,
+    limit_s: float = LIMIT_S,
     sampling: Mapping[str, Any] = MappingProxyType({"temperature": 1.0}),
     lora: LoRARequest | None = None,
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    Requests are sampled with `sampling`, and have the adapter `lora`. After `budget_s` seconds no further load is begun
-    (the first `ENDS` always are), and contexts are shorter where their prompts would take too much of this time. A
-    draft length without a clean step at a load has no point there. `SchedulerCallError` where nobody answers.
+    Requests are sampled with `sampling`, and have the adapter `lora`. If steps are too slow for `budget_s`, fewer of them
+    are measured at a load, and contexts are shorter or left out. After `limit_s` seconds no further load is
+    begun; the first one always is. A draft length without a clean step at a load has no point there.
+    `SchedulerCallError` where nobody answers.
     """
     measurement = _Measurement(engine, vocab_size, sampling, lora)
     all_lengths = (OFF, *lengths)
-    deadline = time.monotonic() + budget_s
+    begun = time.monotonic()
+    deadline = begun + budget_s
     points: list[LatencyPoint] = []
     try:
         # The first use of a draft length compiles, allocates, and finds the machine cold.
@@ -128,8 +132,8 @@ async def calibrate(
             await measurement.seconds(length, loads[0], 0.0)
         for done_loads, planned in enumerate(loads):
             left_s = deadline - time.monotonic()
-            if done_loads >= ENDS and left_s < 0:
-                logger.info("The calibration ends after %.0f s with %d of %d loads.", budget_s, done_loads, len(loads))
+            if done_loads > 0 and time.monotonic() - begun > limit_s:
+                logger.info("The calibration ends after %.0f s with %d of %d loads.", limit_s, done_loads, len(loads))
                 break
             loads_left = len(loads) - done_loads
             prompt_passes = 2 if measurement.caches_prompts else 2 * len(all_lengths)

@@ -63,8 +63,8 @@ class MadeEngine:
         return asdict(EngineStats(step_times=times))
 
 
-def run(engine, arms=(0, 1, 2, 3), max_batch=8, longest=1000, budget_s=3600.0):
-    return asyncio.run(calibrate(engine, arms, plan_loads(max_batch, longest, 100_000), 100, budget_s))
+def run(engine, arms=(0, 1, 2, 3), max_batch=8, longest=1000, budget_s=3600.0, limit_s=3600.0):
+    return asyncio.run(calibrate(engine, arms, plan_loads(max_batch, longest, 100_000), 100, budget_s, limit_s))
 
 
 def test_every_draft_length_is_measured_at_every_batch_and_two_contexts():
@@ -169,11 +169,20 @@ async def test_the_first_drafts_leave_the_engine_as_it_was():
     assert engine.tokens and engine.drafting and engine.force_k is None
 
 
-def test_out_of_time_it_has_both_ends_of_the_range_and_restores_the_engine():
+def test_out_of_time_it_keeps_what_it_has_and_restores_the_engine():
     engine = MadeEngine()
-    table = run(engine, budget_s=0.0)
-    assert table.lengths() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1, 8}
+    table = run(engine, budget_s=0.0, limit_s=0.0)
+    assert table.lengths() == (OFF, 0, 1, 2, 3) and {p.batch for p in table.points} == {1}
     assert engine.force_k is None
+
+
+def test_after_its_budget_it_measures_every_batch_but_no_long_context(monkeypatch):
+    engine = EngineWithSlowPrompts()
+    monkeypatch.setattr(calibration, "time", engine)
+    table = run(engine, budget_s=0.0, limit_s=3600.0)
+    assert {(p.batch, p.kv_tokens // p.batch) for p in table.points if p.batch > 1} == {
+        (b, SHORT_CONTEXT) for b in (2, 4, 8)
+    }
 
 
 def test_a_failing_measurement_restores_the_engine():

@@ -145,7 +145,7 @@ class StandaloneEngine:
         lengths = engine_arguments.started_lengths(self.llm)
         loads = calibration.loads_of(self.llm, lengths[-1])
         sampling = calibration.sampling_of(self.setup.rollout)
-        return await calibration.calibrate(self.llm, lengths, loads, self.vocab_size, budget_s, sampling)
+        return await calibration.calibrate(self.llm, lengths, loads, self.vocab_size, budget_s, budget_s, sampling)
 
 
 @asynccontextmanager
