@@ -116,10 +116,10 @@ async def calibrate(
 ) -> LatencyTable:
     """Measure step costs of a live engine without other work; leave it drafting, unforced, its prefix cache empty.
 
-    Requests are sampled with `sampling`, and have the adapter `lora`. If steps are too slow for `budget_s`, fewer of them
-    are measured at a load, and contexts are shorter or left out. After `limit_s` seconds no further load is
-    begun; the first one always is. A draft length without a clean step at a load has no point there.
-    `SchedulerCallError` where nobody answers.
+    Requests are sampled with `sampling`, and have the adapter `lora`. Steps too slow for `budget_s` are measured less
+    often at each load, and contexts are shorter or left out. After `limit_s` seconds no further load is begun; the
+    first one always is. A draft length without a clean step at a load has no point there. `SchedulerCallError` where
+    nobody answers.
     """
     measurement = _Measurement(engine, vocab_size, sampling, lora)
     all_lengths = (OFF, *lengths)
