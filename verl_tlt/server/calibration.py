@@ -79,9 +79,13 @@ def affordable(load: CalibrationLoad, within_s: float, token_s: float) -> Calibr
 
     `token_s` is the seconds that a token of a prompt takes; 0: not known, and the load stays as it is.
     """
-    if load.context == SHORT_CONTEXT or not token_s:
+    if load.context == SHORT_CONTEXT:
         return load
-    context = min(load.context, int(max(0.0, within_s) / token_s) // load.batch)
+    if within_s <= 0.0:
+        return None
+    if not token_s:
+        return load
+    context = min(load.context, int(within_s / token_s) // load.batch)
     return CalibrationLoad(load.batch, context) if context >= 2 * SHORT_CONTEXT else None
 
 
