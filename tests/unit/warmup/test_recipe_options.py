@@ -13,6 +13,7 @@ from cli import cli
 
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands.doctor.standalone_engine import run_environment, set_up
+from verl_tlt.commands.options import RunOptions
 from verl_tlt.commands.warmup import command
 from verl_tlt.commands.warmup.engine import generation_job
 from verl_tlt.commands.warmup.prompts import Prompt
@@ -101,6 +102,19 @@ def test_overrides_beside_a_model_leave_the_commands_own_defaults(policy_dir, mo
     without = generation_job(replace(options, overrides=[]), [Prompt((1, 2, 3))])
     longest = json.loads((policy_dir / "config.json").read_text())["max_position_embeddings"]
     assert set_up(without.recipe, without.changes).rollout.prompt_length == longest
+
+
+@pytest.mark.parametrize(
+    ("override", "is_run"),
+    [
+        ("actor_rollout_ref.model.path=/m", True),
+        ("++actor_rollout_ref={model:{path:/m}}", True),
+        ("actor_rollout_ref.model={tokenizer_path:/t}", False),
+        ("data.train_files=x", False),
+    ],
+)
+def test_overrides_are_a_run_if_they_name_a_policy(override, is_run):
+    assert RunOptions(overrides=[override]).has_policy() == is_run
 
 
 def test_an_engine_gets_the_folder_of_a_policy_on_the_hub(policy_dir, cache, monkeypatch):
