@@ -16,6 +16,7 @@ import pytest
 from verl_tlt.commands import processes
 from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.processes import LONGEST_BASE, ProcessTree
+from verl_tlt.errors import TLTError
 
 FAMILY = """
 import multiprocessing, os, signal, sys, tempfile, time
@@ -216,6 +217,24 @@ def test_an_ignored_hangup_stays_ignored():
         signal.signal(signal.SIGHUP, before)
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(RuntimeError, KeyboardInterrupt), (TLTError, TLTError)])
+def test_a_librarys_error_in_place_of_the_interrupt_is_one(raised, seen):
+    """But what could not be ended is said."""
+    with pytest.raises(seen), interruptible():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise raised("the stack is not what it was")
+
+
+def test_an_error_without_a_signal_stays_what_it_is():
+    with pytest.raises(RuntimeError), interruptible():
+        try:
+            {}["key"]
+        except KeyError:
+            raise RuntimeError from None
 
 
 @pytest.mark.parametrize(("code", "waits"), [(0, True), (1, False)])

@@ -8,7 +8,7 @@ from verl_tlt.errors import TLTError, needs, printable
 
 try:
     import typer
-    from typer import Argument, Option
+    from typer import Argument, Context, Option
     from typer.core import TyperGroup
 
     from verl_tlt.commands.console import make_console
@@ -33,8 +33,7 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with interruptible():
-                return super().main(*args, **kwargs)
+            return super().main(*args, **kwargs)
         except ModuleNotFoundError as error:  # also a package by which newer releases of typer read the command line
             raise SystemExit(needs(error)) from None
         except (TLTError, OSError) as error:
@@ -43,6 +42,11 @@ class Commands(TyperGroup):
                 sentence = f"{error.filename}: {error.strerror}."
             typer.secho(printable(sentence), fg="red", err=True)
         raise SystemExit(1)
+
+    @interruptible()
+    def invoke(self, ctx: Context) -> Any:
+        """Run the command; a signal ends it with exit status 130, as typer has it for Ctrl-C."""
+        return super().invoke(ctx)
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from verl_tlt.errors import TLTError
+
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
@@ -23,9 +25,27 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all."""
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all.
+
+    A library that a signal stops halfway may fail with an error of its own as it cleans up, as `torch.vmap` does: that
+    is an interrupt, too. A TLTError stays one: it says what could not be ended.
+    """
     with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
-        yield
+        try:
+            yield
+        except TLTError:
+            raise
+        except Exception as error:
+            if _came_of_interrupt(error):
+                raise KeyboardInterrupt from error
+            raise
+
+
+def _came_of_interrupt(error: BaseException | None) -> bool:
+    """Whether the error was raised while a KeyboardInterrupt was handled."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from verl_tlt.commands.compare.plan import (
 from verl_tlt.commands.compare.record import Record
 from verl_tlt.commands.compare.result import arm_rows, found_of, left_out_rows
 from verl_tlt.commands.console import say
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.options import CompareOptions
 from verl_tlt.commands.run_metrics import read_run
 from verl_tlt.files.disk import check_writable, free_bytes, replacing
@@ -58,7 +59,8 @@ def compare(options: CompareOptions, console: Console) -> None:
     announce(plan, arms, options, record, drafter, console)
     stall_s = 60.0 * options.stall_minutes
     try:
-        take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
+        with interruptible():
+            take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
     except KeyboardInterrupt:
         say(console, "Interrupted: the turn under way is lost. The same command takes the turns that are left.")
         raise

@@ -22,6 +22,7 @@ from rich.console import Console
 from verl_tlt.checks.recipe import quoted
 from verl_tlt.commands.console import say
 from verl_tlt.commands.doctor.standalone_engine import fetch_policy
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.commands.lock import take_lock
 from verl_tlt.commands.options import UNLIMITED, WarmupOptions
 from verl_tlt.commands.serve import serve_command
@@ -90,7 +91,7 @@ def warmup(options: WarmupOptions, console: Console) -> Path:
         if notice := begin(options, prompts):
             say(console, notice)
         try:
-            with engine.make_bars(console) as bars:
+            with interruptible(), engine.make_bars(console) as bars:
                 responses = _responses(options, prompts, engine.Stage(bars, "generate", "starting vLLM"))
                 run = _prepare(options, prompts, responses, device, engine.Stage(bars, "train", "loading the policy"))
                 run()
