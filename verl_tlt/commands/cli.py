@@ -8,7 +8,7 @@ from verl_tlt.errors import TLTError, needs, printable
 
 try:
     import typer
-    from typer import Argument, Context, Option
+    from typer import Argument, Option
     from typer.core import TyperGroup
 
     from verl_tlt.commands.console import make_console
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
         raise SystemExit(1)
 
     @interruptible()
-    def invoke(self, ctx: Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command; a signal ends it with exit status 130, as typer has it for Ctrl-C."""
         return super().invoke(ctx)
 

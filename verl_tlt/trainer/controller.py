@@ -6,6 +6,7 @@ Whatever fails in here costs speed only: the `Guard` contains it, and the step g
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -113,14 +114,20 @@ class Controller:
             costs = LatencyTable()
             with self.guard("calibration"):
                 self.spot.wait_until_started()  # its imports would be measured, too
-                costs = self.servers.calibrate()
-                self.servers.tell_costs(costs)
+                most_requests = self._most_requests()
+                costs = self.servers.calibrate(most_requests)
+                self.servers.tell_costs(costs, most_requests)
             with self.guard("calibration"):
                 notice = self.speculation.calibrated(costs)
                 if notice:
                     logger.warning("%s", notice)
             self._choose_who_drafts(at_once=True)
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
+
+    def _most_requests(self) -> int | None:
+        """Requests that a replica has at once: verl's balancer gives each one to the replica with the fewest."""
+        at_once = self.facts.requests_at_once
+        return at_once and math.ceil(at_once / len(self.servers.replicas))
 
     def _choose_who_drafts(self, *, at_once: bool = False) -> None:
         """Tell the engines who decodes the coming rollout without drafts, from the weight sync on or at once."""

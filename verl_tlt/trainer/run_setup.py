@@ -72,11 +72,12 @@ class RunFacts:
     """What the controller has to know of verl's configuration."""
 
     rule: ModeRule
-    requests: int
+    requests: int  # of an RL step
     checkpoints: Path  # `trainer.default_local_dir`
     prunes: bool  # whether verl removes the policies of old checkpoints there
     provenance: DrafterProvenance  # where this run's drafters come from; complete but for what training adds
     gpus: int  # number of the trainer's GPUs
+    requests_at_once: int | None = None  # most of them that all replicas together have; None: steps overlap
     keeps: int = 0  # with so many policies there verl removes the oldest before it writes the next one; 0: it does not
     cold_start_s: float = 0.0
     name: str = ""
@@ -145,6 +146,7 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
     return RunFacts(
         rule=rule,
         requests=data.train_batch_size * rollout.n,
+        requests_at_once=_most_prompts(config) * rollout.n if rule is MODE_RULES["sync"] else None,
         checkpoints=Path(trainer.default_local_dir),
         prunes=bool(trainer.get("max_actor_ckpt_to_keep") or trainer.get("remove_previous_ckpt_in_save")),
         keeps=_kept_policies(config),
@@ -154,6 +156,16 @@ def _facts(config: DictConfig, tlt: TLTConfig, rule: ModeRule) -> RunFacts:
         name=f"{trainer.project_name}/{trainer.experiment_name}",
         hardware=hardware_name(cluster, trainer.device == "cuda"),
     )
+
+
+def _most_prompts(config: DictConfig) -> int:
+    """Most prompts whose responses are decoded at once in a step of the mode `sync`, as verl's `ReplayBuffer` has it.
+
+    With DAPO's filter verl sends further prompts in place of groups that it drops.
+    """
+    filtered = config.algorithm.get("filter_groups") or {}
+    batches: int = filtered.get("max_inflight_gen_batches", 1) if filtered.get("enable") else 1
+    return batches * int(config.data.train_batch_size)
 
 
 def _kept_policies(config: DictConfig) -> int:

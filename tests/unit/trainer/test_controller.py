@@ -503,6 +503,11 @@ def test_loads_of_many_replicas_are_written_more_rarely(run):
     assert 1 <= len(loads) <= 2 and all(b.t - a.t >= 4 * watch.LOAD_S for a, b in itertools.pairwise(loads))
 
 
+@pytest.mark.parametrize(("at_once", "most"), [(24, 12), (25, 13), (None, None)])
+def test_batches_that_a_replica_never_has_are_not_measured(run, at_once, most):
+    assert run(facts={"requests_at_once": at_once}).servers.called("calibrate") == [(most,)]
+
+
 @pytest.mark.parametrize(("method", "off"), [("calibrate", True), ("tell_costs", False)])
 def test_without_step_times_nothing_is_drafted_and_others_draft_if_one_does_not_hear_of_them(run, method, off):
     controller = run()

@@ -79,6 +79,20 @@ def test_the_spot_trainer_gets_sizes_that_fit(composed, monkeypatch, device, giv
 
 
 @pytest.mark.parametrize(
+    ("mode", "given", "most"),
+    [
+        ("sync", [], 8),
+        ("sync", ["algorithm.filter_groups.max_inflight_gen_batches=3"], 8),
+        ("sync", ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_inflight_gen_batches=3"], 24),
+        ("colocate_async", [], None),
+        ("separate_async", [], None),
+    ],
+)
+def test_how_many_requests_verl_has_at_once(composed, mode, given, most):
+    assert prepare(composed("trainer.device=cpu", *given), mode)[1].requests_at_once == most
+
+
+@pytest.mark.parametrize(
     ("given", "prunes", "keeps"),
     [
         ([], False, 0),
