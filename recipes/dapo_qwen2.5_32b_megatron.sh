@@ -5,7 +5,7 @@
 #           Needs megatron-core and Megatron-Bridge, which needs Python 3.12. Tests loaded the policy with mbridge instead
 #           (megatron.vanilla_mbridge=True), which verl has deprecated: a fallback.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment. Replicas leave only after verl has all
 #           groups, so there is little idle time.
 #

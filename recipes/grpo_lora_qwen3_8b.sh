@@ -3,7 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB (2 GPUs do, with smaller batches); rollout replicas of 1 GPU.
 # Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0. The drafter learns from the policy with its adapter on; embedding and head never change.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-8b recipes/grpo_lora_qwen3_8b.sh [more verl overrides]

@@ -3,7 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0; tlt/trained_s above 0 (one replica at a time trains, so at most its share of tlt/idle_s);
 #           tlt/held_out_accept_length_candidate rising, then tlt/drafter_off_frac falling from 1 and
 #           tlt/saved_estimate_s above 0. The reward curve is that of the run without TLT.

@@ -3,7 +3,7 @@
 #
 # Hardware: NNODES nodes (default 2) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0; tlt/draft_length_mean. Draft tokens use more experts, so verification costs more than in a dense
 #           policy, and shorter drafts pay; the calibration measures that.
 #

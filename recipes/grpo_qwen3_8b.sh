@@ -3,7 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most idle time one node can have.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0; tlt/idle_s / (8 x timing_s/gen), the share of GPU time that is idle. With one node there are more
 #           requests for each engine than in a cluster, so expect less than a cluster gains.
 #

@@ -3,7 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU.
 # Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md); the chat template announces the tool.
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0; num_turns/mean above 2, or nobody calls the tool. A conversation sends another request
 #           after each tool call. So replicas stay until all conversations end.
 #

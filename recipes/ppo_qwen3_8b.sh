@@ -3,7 +3,7 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU. The critic shares the GPUs.
 # Data:     $DATA/gsm8k/{train,test}.parquet and $DATA/math/{train,test}.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md names public EAGLE-3 heads.
+# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
 # Watch:    tlt/errors 0. The critic's forward and update lengthen the step outside the rollout, so the same
 #           tlt/saved_estimate_s is a smaller share of it than under GRPO.
 #

@@ -103,7 +103,8 @@ class SpeculationConfig:
     """False: engines start without a drafter, as in stock verl. The drafter can still be trained."""
     policy: Policy = "live_table"
     """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
-    step; `off`, engines have a drafter and never use it; or `module:Class`, your own rule for choosing K."""
+    step, also if that is slower than no drafts; `off`, engines have a drafter and never use it; or `module:Class`,
+    your own rule for choosing K."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] = 3
     """Longest draft, in tokens. On GPUs with vLLM 0.24 to 0.31 a larger value can make steps with shorter drafts
     slower, because vLLM pads them."""

@@ -61,17 +61,17 @@ def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(comman
     words, env, out = command
     first = subprocess.Popen(words("--rounds", "1"), env=env, cwd=ROOT)
     deadline = time.monotonic() + 600
-    while taken(out) != [("stock", 0)] or not (out / "tlt" / "turn-1.log").exists():
+    while taken(out) != [("stock", 0)] or not (out / "tlt" / "job-1.log").exists():
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.5)
     first.send_signal(signal.SIGTERM)
     assert first.wait(60) != 0 and taken(out) == [("stock", 0)]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info.get("cmdline") or ())]
-    finished = (out / "stock" / "turn-1.log").stat().st_mtime
+    finished = (out / "stock" / "job-1.log").stat().st_mtime
 
     said = run(command, "--rounds", "1")
-    assert taken(out) == [("stock", 0), ("tlt", 0)] and (out / "stock" / "turn-1.log").stat().st_mtime == finished
-    assert "Too few steps to tell" in said and "tlt, turn 1 of 1" in said
+    assert taken(out) == [("stock", 0), ("tlt", 0)] and (out / "stock" / "job-1.log").stat().st_mtime == finished
+    assert "Too few steps to tell" in said and "tlt, job 1 of 1" in said
     run(command, "--rounds", "2", "--arms", "tlt")
     assert taken(out) == [("stock", 0), ("tlt", 0), ("tlt", 1), ("stock", 1)], "the order rotates"
 
@@ -83,7 +83,7 @@ def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(comman
     assert len(prompts) == 2, "and had the prompts of the other"
     for arm in ("stock", "tlt"):
         assert [path.name for path in (out / arm).glob("global_step_*")] == ["global_step_4"]
-    assert "tlt/" not in (out / "stock" / "turn-2.jsonl").read_text()
+    assert "tlt/" not in (out / "stock" / "job-2.jsonl").read_text()
     assert len(result["ratios"]["tlt"]["e2e_per_token"]["each"]) == 2
     assert (out / "tlt" / "trace").is_dir()
     with pytest.raises(AssertionError, match="another --steps: give another --out"):

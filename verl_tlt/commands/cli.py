@@ -180,7 +180,7 @@ def report(
 
 @app.command()
 def convert(
-    drafter: Annotated[Path, Argument(help="A drafter in SafeAILab's, SpecForge's or speculators' layout.")],
+    drafter: Annotated[Path, Argument(help="An EAGLE-3 drafter as speculators, SpecForge, EAGLE or ModelOpt save it.")],
     model: Annotated[Path, Option(help="The policy's Hugging Face directory, or its name on the hub.")],
     out: Annotated[Path, Option(help="Where the converted drafter goes.")],
 ) -> None:

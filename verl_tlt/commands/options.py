@@ -135,15 +135,15 @@ class AdviseOptions:
     metrics: Annotated[
         list[Path], Argument(help="Metrics of a run with stock verl: file logger, console log, or W&B's CSV.")
     ]
-    drafter: Annotated[Path | None, Option(help="A drafter of verl-tlt warmup; needs --costs.")] = None
+    drafter: Annotated[Path | None, Option(help="Drafter of verl-tlt warmup or of a run; needs --costs.")] = None
     costs: Annotated[Path | None, Option(help="Step times: the report of verl-tlt doctor --gpu.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(RunOptions):
     arms: Annotated[str, Option(help="Beside stock, by commas: tlt, tlt-no-spot, vllm-K.")] = "tlt"
-    rounds: Annotated[int, Option(min=1, help="Turns of each arm.")] = 3
-    steps: Annotated[int, Option(min=2, help="RL steps of a turn, of which the first does not count.")] = 6
+    rounds: Annotated[int, Option(min=1, help="Jobs of each arm.")] = 3
+    steps: Annotated[int, Option(min=2, help="RL steps of a job, of which the first does not count.")] = 6
     out: Annotated[Path, Option(help="Output folder; what is there is continued.")] = Path("compare-out")
     drafter: Annotated[str | None, Option(help="Drafter of TLT and vllm-K, a folder or a name on the hub.")] = None
     metrics: Annotated[Path | None, Option(help="Metrics of an earlier run, to predict how long this takes.")] = None

@@ -54,15 +54,15 @@ class CalibrationLoad(NamedTuple):
         return self.batch * self.context
 
 
-def plan_loads(largest_batch: int, longest_context: int, cache_tokens: int) -> list[CalibrationLoad]:
-    """Loads to measure: powers of two and `largest_batch` at a short context, every third of them at a long one.
+def plan_loads(max_num_seqs: int, longest_context: int, cache_tokens: int) -> list[CalibrationLoad]:
+    """Loads to measure: powers of two and `max_num_seqs` at a short context, every third of them at a long one.
 
     `longest_context`: tokens of prompt and response; `cache_tokens`: what the KV cache holds. The smallest and the
     largest batch come first, then the long context of one request, so that a calibration that runs out of time has
     measured both ends of the range.
     """
-    powers = [1 << i for i in range(largest_batch.bit_length())]
-    batches = sorted({*powers, largest_batch})
+    powers = [1 << i for i in range(max_num_seqs.bit_length())]
+    batches = sorted({*powers, max_num_seqs})
     ends = [batches[0], batches[-1]]
     short = [CalibrationLoad(batch, SHORT_CONTEXT) for batch in dict.fromkeys(ends + batches)]
     most_tokens = min(LONG_TOKENS, cache_tokens // 2)
@@ -89,13 +89,12 @@ def affordable(load: CalibrationLoad, within_s: float, token_s: float) -> Calibr
     return CalibrationLoad(load.batch, context) if context >= 2 * SHORT_CONTEXT else None
 
 
-def loads_of(engine: AsyncLLM, longest_draft: int, most_requests: int | None = None) -> list[CalibrationLoad]:
-    """`plan_loads` for a live engine, which has at most `most_requests` at once; None: as many as vLLM lets it."""
+def loads_of(engine: AsyncLLM, longest_draft: int) -> list[CalibrationLoad]:
+    """`plan_loads` for a live engine."""
     config = engine.vllm_config
     longest = config.model_config.max_model_len - STEPS * (longest_draft + 1)
     cache_tokens = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
-    largest = config.scheduler_config.max_num_seqs
-    return plan_loads(min(largest, most_requests or largest), longest, cache_tokens)
+    return plan_loads(config.scheduler_config.max_num_seqs, longest, cache_tokens)
 
 
 def sampling_of(rollout: RolloutConfig) -> dict[str, Any]:

@@ -365,12 +365,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
 
     # ------------------------------------------------------------------ costs
 
-    async def tlt_calibrate(self, most_requests: int | None, known: LatencyTable | None = None) -> LatencyTable:
+    async def tlt_calibrate(self, known: LatencyTable | None = None) -> LatencyTable:
         """Measure step costs by draft length, batch and context, OFF included, and give them to the scheduler.
 
-        A rollout has at most `most_requests` on this replica at once; None: as many as the engine takes. `known` is
-        what another replica measured, used as it is. Empty with n-grams alone, which would look free in random prompts:
-        then nothing is measured.
+        `known` is what another replica measured, used as it is. Empty with n-grams alone, which would look free in
+        random prompts: then nothing is measured.
         """
         if not self._tlt_has_scheduler or not self.tlt.speculation.calibrate:
             return LatencyTable()
@@ -378,11 +377,11 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         # Of the policy: a tokenizer may know tokens that the policy has no embedding for.
         vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
         lora = await self._tlt_lora()
-        if known is not None and known.points:
+        if known is not None:
             await draft_once(self.engine, lengths[-1], vocab_size, lora)
             costs = known
         else:
-            loads = loads_of(self.engine, lengths[-1], most_requests)
+            loads = loads_of(self.engine, lengths[-1])
             sampling = sampling_of(self.config)
             costs = await calibrate(self.engine, lengths, loads, vocab_size, sampling=sampling, lora=lora)
         await ask_scheduler(self.engine, "control", points=costs.to_list())

@@ -105,10 +105,11 @@ class OffDecision:
         """Whether a step without the drafter was measured; else nobody knows what drafts save."""
         return self._costs is not None
 
-    def calibrated(self, costs: LatencyTable) -> str | None:
+    def calibrated(self, costs: LatencyTable, most_requests: int | None = None) -> str | None:
         """Take note of measured step costs; without a figure for OFF they say nothing.
 
-        Returns what the user is to be told; None: nothing.
+        In a rollout a replica has at most `most_requests` at once; None: not known. Returns what the user is to be
+        told; None: nothing.
         """
         self._costs = None
         self._work = {}
@@ -116,8 +117,11 @@ class OffDecision:
         no_draft_measured = False
         if OFF in costs.lengths():
             self._costs = costs
-            # Until a rollout has ended, each calibrated batch is assumed to be decoded for the same time.
-            batches = sorted({p.batch for p in costs.points})
+            # Until a rollout has ended, each batch that was calibrated, and that a rollout can have, is assumed to be
+            # decoded for the same time.
+            measured = {p.batch for p in costs.points}
+            largest = most_requests or max(measured)
+            batches = sorted({min(batch, largest) for batch in measured})
             self._work = {batch: batch / float(costs.seconds(OFF, batch, 0.0)) for batch in batches}
             no_draft_measured = costs.lengths()[-1] <= 0
         without_drafts = (nothing_measured and self._by_costs) or (no_draft_measured and not self._always)

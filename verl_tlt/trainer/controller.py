@@ -79,9 +79,10 @@ class Controller:
         self._tokens = start.tokens_trained
         self._tokens_to_choose = 0 if start.chosen else start.draft_vocab
         self._saves = 0
-        drafts = tlt.speculation.enable and tlt.speculation.policy != "off" and tlt.speculation.source != "ngram"
+        drafts = tlt.speculation.enable and tlt.speculation.source != "ngram"
         # In `separate_async` engines decode all the time, so that there is nothing to stop.
-        self._cold_start_due = start.untrained and drafts and facts.rule.idle == "replicas" and facts.cold_start_s > 0
+        stops = facts.rule.idle == "replicas" and facts.cold_start_s > 0
+        self._cold_start_due = start.served.untrained and drafts and stops
         self._captures = False  # the actor copies hidden states
 
     # ------------------------------------------------------------------ on_init_end: before and after the first sync
@@ -114,18 +115,20 @@ class Controller:
             costs = LatencyTable()
             with self.guard("calibration"):
                 self.spot.wait_until_started()  # its imports would be measured, too
-                most_requests = self._most_requests()
-                costs = self.servers.calibrate(most_requests)
-                self.servers.tell_costs(costs, most_requests)
+                costs = self.servers.calibrate()
+                self.servers.tell_costs(costs)
             with self.guard("calibration"):
-                notice = self.speculation.calibrated(costs)
+                notice = self.speculation.calibrated(costs, self._most_requests())
                 if notice:
                     logger.warning("%s", notice)
             self._choose_who_drafts(at_once=True)
         self.log.run_started(step + 1, self.tlt, self.servers.replicas, self.facts)
 
     def _most_requests(self) -> int | None:
-        """Requests that a replica has at once: verl's balancer gives each one to the replica with the fewest."""
+        """Requests of a rollout that a replica has at once; None: not known.
+
+        verl's balancer gives each request to the replica with the fewest.
+        """
         at_once = self.facts.requests_at_once
         return at_once and math.ceil(at_once / len(self.servers.replicas))
 
@@ -214,7 +217,8 @@ class Controller:
 
     def cold_start(self, step: int) -> None:
         """Train a random head once, for `cold_start_s` seconds, while the engines sleep and the actor has not begun."""
-        if not self._cold_start_due or self._handed_over < COLD_START_STEPS or not self.spot.ready():
+        due = self._cold_start_due and not self.speculation.never
+        if not due or self._handed_over < COLD_START_STEPS or not self.spot.ready():
             return
         self._cold_start_due = False
         seconds = self.facts.cold_start_s
@@ -345,9 +349,8 @@ class Controller:
         with self._charged("validation"):
             if self.tlt.speculation.enable:
                 self.servers.engine_stats()
-                serving = self._serving(colocated_asleep)
-                if self.log.reloads and not self.log.reloads.keys() >= serving:
-                    self._compare(step, serving)  # verl woke replicas up for the validation
+                if self.log.reloads:  # for the validation verl may have woken replicas up, or synced weights again
+                    self._compare(step, self._serving(colocated_asleep))
 
     # ------------------------------------------------------------------ _compute_metrics
 

@@ -63,7 +63,6 @@ class FirstDrafter:
     token_bytes: int = 0  # of one token's hidden states
     draft_vocab: int = 0
     chosen: bool = True  # which tokens the draft vocabulary has is settled; False: the first rollout is to choose them
-    untrained: bool = False  # the drafter is a random head
     checkpoint: Path | None = None  # directory of the drafter's checkpoint that the run goes on from
 
 
@@ -227,7 +226,6 @@ def first_drafter(
         token_bytes=(len(model.target_layer_ids) + 1) * policy_width(model) * 2,
         draft_vocab=model.draft_vocab_size,
         chosen=has_chosen_tokens(model),
-        untrained=trainable.untrained,
         checkpoint=checkpoint,
     )
 

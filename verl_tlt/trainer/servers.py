@@ -153,24 +153,19 @@ class Servers:
         """What each engine did since it was last asked."""
         return self._of_each("tlt_stats")
 
-    def calibrate(self, most_requests: int | None) -> LatencyTable:
-        """Measure on one replica what engine steps cost: replicas that decode rollouts are alike.
-
-        A replica has at most `most_requests` at once; None: it is not known.
-        """
-        asked = measuring(self.replicas).server.tlt_calibrate.remote(most_requests)
-        costs: LatencyTable = ask(asked, CALIBRATION_S)
+    def calibrate(self) -> LatencyTable:
+        """Measure on one replica what engine steps cost: replicas that decode rollouts are alike."""
+        costs: LatencyTable = ask(measuring(self.replicas).server.tlt_calibrate.remote(), CALIBRATION_S)
         logger.info("engine step costs: %s", costs)
         return costs
 
-    def tell_costs(self, costs: LatencyTable, most_requests: int | None) -> None:
-        """Tell the other replicas what one has measured; with an empty table each of them measures itself.
-
-        `most_requests` is that of `calibrate`. Their first drafts may compile kernels, as the measuring replica's did.
-        """
+    def tell_costs(self, costs: LatencyTable) -> None:
+        """Tell the other replicas what one has measured; their first drafts may compile kernels, as that one's did."""
+        if not costs.points:
+            return
         measured = measuring(self.replicas)
         others = [r for r in self.replicas.values() if r is not measured]
-        ask([r.server.tlt_calibrate.remote(most_requests, costs) for r in others], CALIBRATION_S)
+        ask([r.server.tlt_calibrate.remote(costs) for r in others], CALIBRATION_S)
 
     def close(self) -> None:
         """The run is over: every server, on every node, ends its engine and clears away what it put there."""

@@ -177,7 +177,9 @@ class StepLog:
         """Note which drafter each engine has loaded; `wanted` is the version that all of them should serve."""
         for name, status in statuses.items():
             ok = status.ok and status.version == wanted
-            self.reloads[name] = self._event(Reload, step, status, replica=name, ok=ok)
+            known = self.reloads.get(name)
+            if known is None or (known.ok, known.version) != (ok, status.version):
+                self.reloads[name] = self._event(Reload, step, status, replica=name, ok=ok)
         self.observed.reloads = list(self.reloads.values())
         self.observed.served_version = min((s.version for s in statuses.values()), default=None)
         self.observed.overhead["reload"] = max((r.seconds for r in self.observed.reloads), default=0.0)

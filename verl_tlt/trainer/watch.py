@@ -149,6 +149,8 @@ class SamplingWatch:
 
     def _leave(self, name: str) -> list[Command]:
         self._servers.leave(name)
+        if self._over.is_set():  # nobody waits for this look any more: the replica is back after the weight sync
+            return []
         try:
             slept = self._servers.try_sleep(name, keep_weights=self._recall)
         except CallFailed as error:

@@ -60,7 +60,7 @@ def test_interrupted_it_says_how_to_go_on(overrides, tmp_path, monkeypatch, caps
     overrides += ["trainer.resume_mode=disable", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"]
     with pytest.raises(KeyboardInterrupt):
         compare(CompareOptions(overrides=overrides, out=tmp_path / "out"), make_console())
-    assert "The same command takes the turns that are left." in " ".join(capsys.readouterr().out.split())
+    assert "The same command runs the jobs that are left." in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "out" / "turns.json").is_file()
 
 

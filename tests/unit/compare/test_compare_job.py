@@ -27,7 +27,7 @@ def plan_of(folder, *overrides):
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        (0, r"(?s)stock failed with exit status 1\..*/stock/turn-1\.log.*no\.such\.key"),
+        (0, r"(?s)stock failed with exit status 1\..*/stock/job-1\.log.*no\.such\.key"),
         (1, r"global_step_4, from which stock is to go on, is gone"),
     ],
     ids=["fails", "has no checkpoint"],
@@ -44,7 +44,7 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
     plan, record = plan_of(tmp_path), Record(tmp_path, {})
 
     def run(name, command, env, log, *_):
-        last = plan.last_step(int(log.stem.removeprefix("turn-")) - 1)
+        last = plan.last_step(int(log.stem.removeprefix("job-")) - 1)
         data = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5, "response_length/mean": 8.0,
                 "prompt_length/mean": 2.0, "perf/total_num_tokens": 100.0}  # fmt: skip
         Path(env[job.FILE_LOGGER]).write_text(
@@ -78,9 +78,9 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
 def test_rays_logs_of_a_failed_turn_are_kept(tmp_path, monkeypatch, end, stall_s, said):
     monkeypatch.setattr(job, "LOOK_S", 0.1)
     script = f'mkdir -p "$TMPDIR/ray/session_1_2/logs"; echo why > "$TMPDIR/ray/session_1_2/logs/worker.err"; {end}'
-    with pytest.raises(CompareError, match=rf"^{said}\. Ray's logs are in .*turn-1\.ray\."):
+    with pytest.raises(CompareError, match=rf"^{said}\. Ray's logs are in .*job-1\.ray\."):
         take_turn(Plan(Recipe(()), None, 4, tmp_path, ("bash", "-c", script)), ARM, 0, stall_s, lambda _: None)
-    assert (tmp_path / "stock" / "turn-1.ray" / "worker.err").read_text() == "why\n"
+    assert (tmp_path / "stock" / "job-1.ray" / "worker.err").read_text() == "why\n"
 
 
 def test_a_job_that_logs_elsewhere_lives_as_long_as_its_steps_end(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_a_job_that_logs_elsewhere_lives_as_long_as_its_steps_end(tmp_path, monk
 
 
 def test_rows_are_finished_steps(tmp_path):
-    file = tmp_path / "turn-1.jsonl"
+    file = tmp_path / "job-1.jsonl"
     assert read_rows(file) == {}
     done = {"timing_s/step": 2.0, "sample": "one\u2028two\u0085three"}  # what ends a line for `str.splitlines` alone
     rows = [{"step": 0, "data": {"val/acc": 1.0}}, {"step": 1, "data": done}]

@@ -109,4 +109,4 @@ def test_a_file_system_without_locks_is_no_reason_to_refuse(kept, monkeypatch):
 )
 def test_what_is_no_record_is_one_sentence(kept, text):
     (kept / "turns.json").write_text(text)
-    refused(kept, r"turns\.json holds no turns of a comparison")
+    refused(kept, r"turns\.json holds no jobs of a comparison")

@@ -33,6 +33,15 @@ def rollout(
     return dict.fromkeys(names, stats)
 
 
+@pytest.mark.parametrize(("most_requests", "drafts"), [(None, False), (2, True)])
+def test_batches_that_no_rollout_has_do_not_decide_about_the_first_one(most_requests, drafts):
+    """Drafts gain with one or two requests, and cost twice as much as they give with 32."""
+    costs = step_costs({OFF: [(1, 0.010), (2, 0.010), (32, 0.010)], 3: [(1, 0.011), (2, 0.011), (32, 0.060)]})
+    made = OffDecision(REPLICAS, "live_table")
+    made.calibrated(costs, most_requests)
+    assert bool(made.drafting(GOOD)) == drafts
+
+
 def slow(made, rollouts=IN_A_ROW, acceptance=GOOD):
     """Rollouts that drafting makes slower; what is said."""
     said = []

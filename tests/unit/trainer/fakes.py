@@ -92,11 +92,11 @@ class FakeServers(Fake):
         self._call("engine_stats")
         return dict(self.stats)
 
-    def calibrate(self, most_requests):
-        self._call("calibrate", most_requests)
+    def calibrate(self):
+        self._call("calibrate")
         return self.costs
 
-    def tell_costs(self, costs, most_requests):
+    def tell_costs(self, costs):
         self._call("tell_costs", costs)
 
     def close(self):

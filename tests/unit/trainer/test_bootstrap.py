@@ -34,7 +34,7 @@ def settings(max_draft_length):
 def test_a_new_drafter_serves_whatever_its_policy_does(tmp_path):
     policy = policy_with(tmp_path, rope_type="default")
     start = first_drafter(settings(3), str(policy), "bfloat16", SHORT, None)
-    assert positions(start) == [2016, 2016] and start.untrained
+    assert positions(start) == [2016, 2016] and start.served.untrained
 
 
 def test_a_checkpoint_of_a_shorter_run_goes_on_in_a_longer_one(tmp_path):
@@ -47,7 +47,7 @@ def test_a_checkpoint_of_a_shorter_run_goes_on_in_a_longer_one(tmp_path):
     save_drafter(saved, step / CHECKPOINT, facts, policy=policy)
     start = first_drafter(settings(7), str(policy), "float32", LONG, step)
     assert positions(start) == [LONG, LONG] and (start.served.version, start.tokens_trained) == (4, 70)
-    assert not start.untrained
+    assert not start.served.untrained
     for file in ("config", "weights"):  # what the engines get stands for itself
         value = getattr(start.served, file)
         name = {"config": "config.json", "weights": "model.safetensors"}[file]
@@ -63,7 +63,7 @@ def test_a_random_head_in_a_checkpoint_is_still_untrained(tmp_path):
     facts = {"version": 0, "acceptance": [0.0, 0.0, 0.0]}
     save_drafter(build_drafter(policy, max_position_embeddings=SHORT), step / CHECKPOINT, facts, policy=policy)
     start = first_drafter(settings(3), str(policy), "bfloat16", SHORT, step)
-    assert start.untrained and start.checkpoint == step / CHECKPOINT
+    assert start.served.untrained and start.checkpoint == step / CHECKPOINT
 
 
 def test_with_n_grams_no_head_is_built_and_nothing_is_known_of_the_drafter_that_is_named(tmp_path):
@@ -72,4 +72,4 @@ def test_with_n_grams_no_head_is_built_and_nothing_is_known_of_the_drafter_that_
     drafter = save_drafter(build_drafter(policy, max_position_embeddings=SHORT), tmp_path / "own", facts, policy=policy)
     asked = TLTConfig.from_dict({"speculation": {"source": "ngram"}, "drafter": {"path": str(drafter)}})
     start = first_drafter(asked, str(policy), "bfloat16", SHORT, None)
-    assert not start.served.weights and start.served.acceptance == () and not start.untrained
+    assert not start.served.weights and start.served.acceptance == () and not start.served.untrained

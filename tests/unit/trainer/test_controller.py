@@ -157,7 +157,8 @@ def test_the_first_rollout_chooses_the_tokens_that_are_drafted(filled):
 # ---------------------------------------------------------------------- the cold start
 
 
-RANDOM = {"start": {"untrained": True}, "facts": {"cold_start_s": 8.0}}
+RANDOM = {"facts": {"cold_start_s": 8.0}}
+TRAINED = DrafterFile(0, "{}", b"", (0.6, 0.5, 0.4))
 
 
 def test_a_run_without_a_drafter_stops_once_and_trains_one(filled, took):
@@ -185,8 +186,8 @@ def test_a_cold_start_ends_when_its_data_is_used_up(filled, took):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"start": {"untrained": False}, "facts": {"cold_start_s": 8.0}},
-        {"start": {"untrained": True}, "facts": {"cold_start_s": 0.0}},
+        RANDOM | {"start": {"served": TRAINED}},
+        {"facts": {"cold_start_s": 0.0}},
         RANDOM | {"policy": "off"},
         RANDOM | {"enable": False},
     ],
@@ -196,6 +197,14 @@ def test_there_is_no_cold_start_where_nobody_needs_one(filled, took, settings):
     rl_step(controller, 2)
     trained = len(controller.spot.called("train"))
     assert took(controller.cold_start, 3) == 0.0 and len(controller.spot.called("train")) == trained
+
+
+def test_there_is_no_cold_start_where_no_step_was_measured(filled, took):
+    controller = filled(**RANDOM)
+    controller.servers.costs = step_costs({})
+    controller.after_first_sync(0)
+    rl_step(controller, 2)
+    assert took(controller.cold_start, 3) == 0.0
 
 
 # ---------------------------------------------------------------------- bounds and failures
@@ -468,6 +477,15 @@ def test_a_checkpoint_that_fails_does_not_fail_the_policys(run):
 # ---------------------------------------------------------------------- who drafts
 
 
+def test_a_drafter_that_a_validation_did_not_load_again_is_counted(filled):
+    """With a reward model on the same GPUs verl syncs weights in validations, too."""
+    controller = filled()
+    controller.after_sync(2, colocated_asleep=False)
+    controller.servers.loaded["a"] = 7
+    controller.validated(2, colocated_asleep=False)
+    assert controller.metrics(2, {})["tlt/reload_failures"] == 1
+
+
 def test_validation_is_not_the_next_rollouts(filled):
     controller = filled()
     asked = len(controller.servers.called("engine_stats"))
@@ -501,11 +519,6 @@ def test_loads_of_many_replicas_are_written_more_rarely(run):
     controller.sample_end(2, last=True)
     loads = [load for load in read_trace(controller.log.trace.path.parent).loads if load.step == 2]
     assert 1 <= len(loads) <= 2 and all(b.t - a.t >= 4 * watch.LOAD_S for a, b in itertools.pairwise(loads))
-
-
-@pytest.mark.parametrize(("at_once", "most"), [(24, 12), (25, 13), (None, None)])
-def test_batches_that_a_replica_never_has_are_not_measured(run, at_once, most):
-    assert run(facts={"requests_at_once": at_once}).servers.called("calibrate") == [(most,)]
 
 
 @pytest.mark.parametrize(("method", "off"), [("calibrate", True), ("tell_costs", False)])

@@ -55,7 +55,9 @@ def read_gains(options: AdviseOptions, run: RunShape) -> tuple[list[DraftingGain
 
     facts = provenance(options.drafter)
     if not facts.get("acceptance"):
-        raise TLTError(f"--drafter {options.drafter} has no measured acceptance: make it with verl-tlt warmup.")
+        raise TLTError(
+            f"--drafter {options.drafter} has no measured acceptance: take one of verl-tlt warmup or of a run."
+        )
     try:
         costs = LatencyTable.from_list(read_json(options.costs).get("points"))
     except TLTError as error:

@@ -62,7 +62,7 @@ def compare(options: CompareOptions, console: Console) -> None:
         with interruptible():
             take_turns(plan, arms, options.rounds, record, console, stall_s, lambda: write(plan, arms, record))
     except KeyboardInterrupt:
-        say(console, "Interrupted: the turn under way is lost. The same command takes the turns that are left.")
+        say(console, "Interrupted: the job under way is lost. The same command runs the jobs that are left.")
         raise
     finally:
         report(plan, arms, record, console)
@@ -80,7 +80,7 @@ def take_turns(
     """Take the turns that `record` lacks, and add each to it; `keep` is called after each."""
     by_name = {arm.name: arm for arm in arms}
     for name, turn in record.left(by_name, rounds):
-        what = f"{name}, turn {turn + 1} of {rounds}"
+        what = f"{name}, job {turn + 1} of {rounds}"
         progress = Progress(console, what, plan.steps, record.seconds_left(by_name, rounds))
         taken = take_turn(plan, by_name[name], turn, stall_s, progress.tell)
         record.add(taken)
@@ -134,7 +134,7 @@ def report(plan: Plan, arms: Sequence[Arm], record: Record, console: Console) ->
     for row in arm_rows(result):
         table.add_row(*row)
     console.print(table)
-    others = Table(*LEFT_OUT, box=box.SIMPLE_HEAD, title="Left out of the ratios, in each turn", title_justify="left")
+    others = Table(*LEFT_OUT, box=box.SIMPLE_HEAD, title="Left out of the ratios, in each job", title_justify="left")
     for row in left_out_rows(result):
         others.add_row(*row)
     console.print(others)

@@ -32,8 +32,8 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
         raise CompareError(f"{begin}, from which {arm.name} is to go on, is gone: give another --out to begin anew.")
     home.mkdir(parents=True, exist_ok=True)
     keep_only(home, begin)
-    log = home / f"turn-{turn + 1}.log"
-    metrics = home / f"turn-{turn + 1}.jsonl"
+    log = home / f"job-{turn + 1}.log"
+    metrics = home / f"job-{turn + 1}.jsonl"
     for old in (log, metrics):
         old.unlink(missing_ok=True)
     shutil.rmtree(ray_logs_of(log), ignore_errors=True)

@@ -137,7 +137,7 @@ class Record:
             asked = dict(kept["asked"])
             self.turns = _TURNS.validate_python(kept["turns"])
         except (KeyError, TypeError, ValueError) as error:
-            what = f"{self.file} holds no turns of a comparison"
+            what = f"{self.file} holds no jobs of a comparison"
             raise CompareError(f"{what}: give another --out to begin anew.") from error
         if not self.turns:
             return
