@@ -6,8 +6,7 @@
 #           Needs megatron-core and Megatron-Bridge, which needs Python 3.12. Tests loaded the policy with mbridge instead
 #           (megatron.vanilla_mbridge=True), which verl has deprecated: a fallback.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  yuhuili/EAGLE3-LLaMA3.3-Instruct-70B, written as safetensors first (docs/drafter.md, "Pickled files"), or one
-#           of `verl-tlt warmup`.
+# Drafter:  RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3, or one of `verl-tlt warmup`.
 # Watch:    tlt/errors 0. Run `verl-tlt doctor`. If it says that this layout cannot capture hidden states, the drafter is
 #           not trained: give a trained one.
 #

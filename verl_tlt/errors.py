@@ -13,9 +13,9 @@ def printable(text: str) -> str:
 
 
 def needs(error: ModuleNotFoundError) -> str:
-    """What to install where a package is missing that verl-tlt depends on, as after `pip install --no-deps`."""
+    """What to install where a package is missing that verl-tlt or verl depends on, as after `pip install --no-deps`."""
     name = (error.name or "").partition(".")[0]
-    return f"verl-tlt needs {name}, which is not installed here: pip install {name}, or verl-tlt with all it needs."
+    return f"{name} is not installed here, and verl-tlt or verl needs it: pip install {name}."
 
 
 def wrong_field(error: Any) -> tuple[str, str]:

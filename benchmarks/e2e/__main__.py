@@ -11,6 +11,7 @@ Ratios are also given adjusted for the lengths that each arm sampled (`lengths.p
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from transformers import AutoTokenizer
 from benchmarks.control.fixed import real_models, recorded_costs
 from benchmarks.e2e.arms import COLD_START_S, LOADS, Load, arms
 from benchmarks.e2e.head import Head
-from benchmarks.e2e.lengths import Predict, adjusted, rollouts, sampled
+from benchmarks.e2e.lengths import Predict, Sampled, adjusted, rollouts, sampled
 from benchmarks.e2e.savings import saved
+from benchmarks.gpu.parts import machine
 from benchmarks.real_policy.head import DRAFT_LENGTH, DRAFT_VOCAB, real_head
 from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
 from benchmarks.stored import store
@@ -52,11 +54,12 @@ def recipe_of(work: Path, assets: Assets, load: Load, overrides: Sequence[str]) 
     return capture((str(RECIPE), *words), environment=environment)
 
 
-def predictions(head: Head) -> Predict:
-    """Seconds of a rollout with this head, by which ratios are adjusted."""
+def predictions(head: Head) -> tuple[Predict, dict[str, Any]]:
+    """Seconds of a rollout with this head, by which ratios are adjusted, and what they are computed from."""
     models, _ = real_models(PLACE)
     costs, prompt = recorded_costs(RACE, models)
-    return rollouts(costs, head.acceptance, prompt)
+    known = {"step_costs": costs.to_list(), "acceptance": list(head.acceptance), "prompt_tokens": prompt}
+    return rollouts(costs, head.acceptance, prompt), known
 
 
 def result(arms: Sequence[Arm], record: Record, plan: Plan) -> dict[str, Any]:
@@ -84,7 +87,9 @@ def responses_of(arm: Arm, work: Path) -> Path:
 def adjusted_ratios(
     policy: Path, predicted: Predict, arms: Sequence[Arm], record: Record, work: Path
 ) -> dict[str, Any]:
-    """By arm its ratios over stock, adjusted for the lengths that each sampled; empty before stock has a step."""
+    """By arm its ratios over stock, adjusted for the lengths that each sampled, and these lengths by step, with the
+    rollout that is predicted for them; empty before stock has a step.
+    """
     if not record.steps(STOCK):
         return {}
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -93,7 +98,26 @@ def adjusted_ratios(
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     found = {a.name: sampled(record.steps(a.name), responses_of(a, work), count, LONGEST_RESPONSE) for a in arms}
-    return {"adjusted": adjusted({name: steps for name, steps in found.items() if steps}, predicted)}
+    return {
+        "adjusted": adjusted({name: steps for name, steps in found.items() if steps}, predicted),
+        "lengths": {name: [_lengths(name, one, predicted) for one in steps] for name, steps in found.items()},
+    }
+
+
+def _lengths(arm: str, one: Sampled, predicted: Predict) -> dict[str, Any]:
+    seconds = round(predicted(arm, one.lengths), 2)
+    return {"turn": one.step.turn, "step": one.step.step, "lengths": list(one.lengths), "predicted_s": seconds}
+
+
+def commits_in(work: Path, *, runs: bool) -> list[str]:
+    """The commits at which the turns in `work` were taken; `runs`: this one, too, from now on."""
+    file = work / "commits.json"
+    commits: list[str] = json.loads(file.read_text()) if file.exists() else []
+    here = machine()["commit"]
+    if runs and here and here not in commits:
+        commits.append(here)
+        file.write_text(json.dumps(commits))
+    return commits
 
 
 def read_options() -> argparse.Namespace:
@@ -117,7 +141,7 @@ def main() -> None:
     work = options.work.resolve()
     say(console, say_dtype(find_dtype()))
     assets, head = real_assets(PLACE), real_head(PLACE)
-    predicted = predictions(head)
+    predicted, known = predictions(head)
     every = arms(head.drafter, options.cold_start, DRAFT_LENGTH)
     if unknown := set(options.arms or ()) - every.keys():
         raise CompareError(f"There is no arm {', '.join(sorted(unknown))}; there are {', '.join(every)}.")
@@ -126,12 +150,13 @@ def main() -> None:
     recipe = recipe_of(work, assets, LOADS[options.load], [f"tlt.drafter.vocab={DRAFT_VOCAB}"])
     plan = make_plan(recipe, options.steps, work)
     record = Record(work, plan.asked(chosen))
+    commits = commits_in(work, runs=bool(record.left([arm.name for arm in chosen], options.rounds)))
 
     def keep() -> None:
         if options.out:
             ratios = adjusted_ratios(assets.policy, predicted, chosen, record, work)
-            known = {"load": options.load, "drafters": {"warm": head.facts}}
-            found = {**result(chosen, record, plan), **ratios, **known}
+            about = {"load": options.load, "drafters": {"warm": head.facts}, "predicted_from": known}
+            found = {"commits": commits, **result(chosen, record, plan), **ratios, **about}
             store(options.out, found, {"WORK": work, "REAL": PLACE, "CLONE": ROOT})
 
     try:

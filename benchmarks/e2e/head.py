@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +43,23 @@ def evaluated(policy: Path, drafter: Path, prompts: Path, **asked: Any) -> Verdi
     return evaluate(options, Console())
 
 
+def call(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a command to its end; where this process is interrupted, the command is, too."""
+    process = subprocess.Popen(command, env=environment)
+    try:
+        if code := process.wait():
+            raise subprocess.CalledProcessError(code, command)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+
+
 def timed(command: Sequence[str], **environment: str) -> dict[str, int]:
     """Run a command of `verl-tlt`; its seconds, and those of all processes that it waited for, and theirs."""
     program = str(Path(sys.executable).parent / command[0])
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([program, *command[1:]], env={**os.environ, **environment}, check=True)
+    call([program, *command[1:]], {**os.environ, **environment})
     seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": round(seconds), "cpu_seconds": round(spent)}

@@ -6,7 +6,6 @@
 * speed: tokens a second and memory by a 7B run's default, with the attention that CUDA gets and with the one that it
   does not; and does any step after the first trace a graph?
 * stop: how long the real learner goes on after it was told to stop.
-* scoring: how much memory the gate's scores take.
 
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 """
@@ -24,7 +23,6 @@ from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import Batch, DrafterTrainer, StepResult, default_attention, pack, to_numpy16
 from verl_tlt.drafter.memory import TrainingDevice
 from verl_tlt.messages.training import SpotPlan, VerifierArrays
-from verl_tlt.spot_trainer.scoring import Scoring
 from verl_tlt.spot_trainer.trainer import SpotTrainer
 from verl_tlt.trainer.run_setup import first_drafter
 
@@ -176,33 +174,10 @@ def _stopped_session(learner: SpotTrainer, wait: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def scoring(bench: Bench) -> dict[str, Any]:
-    """Scores of one version on eight sequences, as a session makes them: seconds of each turn, and the peak."""
-    shape, rows = shape_of(bench, "7b"), rows_of(bench)
-    sequences = texts(shape, [rows + 1] * 8, seed=3)
-    trainer = DrafterTrainer(drafter(shape, bench.device, draft_vocab=draft_vocab_of(bench)), ttt_steps=PASSES)
-    own = trainer.cloned_parameters()
-    device = TrainingDevice(bench.device)
-    head = device.hold(verifier_weights(shape).lm_head)
-
-    def score() -> None:
-        there = head.to(device.device, non_blocking=True)
-        scoring = Scoring({"candidate": own, "served": own, "initial": own}, SAMPLING, PASSES, list(sequences))
-        scoring.run(trainer, rows, there, lambda: False)
-
-    with device.resident(trainer, rows, rows, trains=False):
-        peak_gib(bench.device)
-        taken = seconds(bench.device, [score] * 3)
-        peak = peak_gib(bench.device)
-    planned = planned_gib(trainer.model, rows, PASSES, rows)
-    return {"turns_s": taken, "tokens": 8 * rows, "rows": rows, "peak_gib": peak, "planned_gib": planned}
-
-
 PARTS = {
     "numerics": Part(numerics, 30, most_s=120),
     "speed": Part(speed, 60, environment=TUNED),
     "stop": Part(stop, 90, most_s=190, environment=TUNED),
-    "scoring": Part(scoring, 40),
 }
 """In the order of what a user meets first."""
 

@@ -5,15 +5,12 @@
 * small: one engine of a tiny policy. After verl's deepest sleep (level 2) and a reload, does the drafter accept as
   before (`sleep`)? Are tokens sampled at temperature 1 distributed alike with drafts and without, however long they are
   (`distribution`)? Are tokens still the policy's while the drafter computes NaN (`nan`)?
-* lora: does an engine that serves an adapter draft, reload its drafter, and draft on?
 * race: drains from 256 requests to one, with a chosen K, every fixed K and no drafts (`race.py`).
-* beside: memory at each stage of a training session on the device of a sleeping engine, which then wakes.
 
 Without a GPU: `--tiny`, which says of no figure that it is one of a GPU.
 """
 
 import asyncio
-from itertools import count
 from typing import Any
 
 from benchmarks.gpu.chi_square import compare
@@ -21,27 +18,22 @@ from benchmarks.gpu.engines import (
     ENVIRONMENT,
     K_MAX,
     accepted,
-    adapter,
     hold,
     in_worker,
     overwrite,
     prompts,
     sample,
-    shaped_engine,
     slept,
     stats,
     tiny_engine,
 )
-from benchmarks.gpu.parts import Bench, Part, attempt, main
+from benchmarks.gpu.parts import Bench, Part, main
 from benchmarks.gpu.race import race
-from verl_tlt.commands.doctor.engine_check import load_drafter
 from verl_tlt.commands.doctor.standalone_engine import StandaloneEngine
 from verl_tlt.speculation.types import OFF
 
 BEGINNING = [1]
 """One prompt for all draws."""
-SESSION_S = 180.0
-"""Budget of the session beside an engine, its process and its buffer included."""
 
 
 async def small(bench: Bench) -> dict[str, Any]:
@@ -123,60 +115,8 @@ async def distribution(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]
     }
 
 
-async def lora(bench: Bench) -> dict[str, Any]:
-    """An engine that serves the policy with an adapter: acceptance before and after a sleep and a reload, in the order
-    of verl, which leaves such a policy's weights on the host; and what it samples with drafts and without.
-    """
-    draws, tokens = (300, 4) if bench.tiny else (4000, 4)
-    async with tiny_engine(bench, enable_lora=True, max_lora_rank=8, max_loras=1) as engine:
-        with_it, alike = adapter(bench), [BEGINNING] * draws
-        await load_drafter(engine)  # as with a run's first weight sync
-        await hold(engine, OFF)
-        plain = await sample(engine, alike, tokens, with_it)
-        await hold(engine, K_MAX)
-        found: dict[str, Any] = {"accepted_before": await accepted(engine, with_it)}
-        found |= await slept(bench, engine, level=1)
-        found["accepted_after"] = await accepted(engine, with_it)
-        drafted = await sample(engine, alike, tokens, with_it)
-    return {**found, "drafted_against_plain": compare(drafted, plain)}
-
-
-# ---------------------------------------------------------------------- a 7B policy's shape
-
-
-async def beside(bench: Bench) -> dict[str, Any]:
-    """Sessions of the real learner on the device of a sleeping engine, which then wakes and decodes."""
-    memory: dict[str, Any] = {}
-    session: dict[str, Any] = {}
-
-    async def train() -> None:
-        session.update(await asyncio.to_thread(_session, bench, memory))
-
-    async with shaped_engine(bench) as engine:
-        await hold(engine, 1)
-        await engine.generate(range(1, 9), 4)
-        found = await slept(bench, engine, asleep=train)
-        await engine.generate(range(1, 9), 16)
-    return {**found, "memory_in_the_session_gib": memory, "session": session, "decodes_afterwards": True}
-
-
-def _session(bench: Bench, memory: dict[str, Any]) -> dict[str, Any]:
-    """The part `stop` of `benchmarks.gpu.drafter`; memory is noted while it goes on."""
-    from benchmarks.gpu.drafter import PARTS
-
-    seconds = count(1)
-
-    def tell() -> None:
-        if (second := next(seconds)) % 5 == 0:
-            memory[f"{second} s"] = bench.memory()
-
-    return attempt("benchmarks.gpu.drafter", "stop", PARTS["stop"], bench.tiny, bench.directory, SESSION_S, tell)
-
-
 PARTS = {
     "small": Part(small, 90, most_s=240, environment=ENVIRONMENT),
-    "lora": Part(lora, 60, environment=ENVIRONMENT),
-    "beside": Part(beside, 240, environment=ENVIRONMENT),
     "race": Part(race, 180, environment=ENVIRONMENT),
 }
 """In the order of what a user meets first."""

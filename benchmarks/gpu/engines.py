@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -27,9 +27,6 @@ from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.server.engine_arguments import most_requests
 from verl_tlt.server.engine_calls import ask_scheduler
 from verl_tlt.speculation.types import OFF
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
 
 K_MAX = 7
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -58,15 +55,14 @@ class Share:
 LITTLE, MOST = Share(0.2, 4.0), Share(0.7)
 
 
-def tiny_engine(bench: Bench, **vllm: Any) -> AbstractAsyncContextManager[StandaloneEngine]:
+def tiny_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]:
     """A tiny policy with a drafter that knows it: what it samples and accepts can be judged.
 
     It drafts another length in every step, unless one is held. The drafter's longest context is not the policy's, so it
-    has a table of rotary positions of its own. `vllm` are further arguments of the engine. It leaves most of the device
-    to others.
+    has a table of rotary positions of its own. It leaves most of the device to others.
     """
     policy, drafter = _tiny(bench)
-    setup = _setup(bench, policy, ANY_LENGTH, drafter, context=256, batch=64, share=LITTLE, more=vllm)
+    setup = _setup(bench, policy, ANY_LENGTH, drafter, context=256, batch=64, share=LITTLE, more={})
     return start(setup, bench.directory)
 
 
@@ -77,19 +73,6 @@ def _tiny(bench: Bench) -> tuple[Path, Path]:
         build_target(policy, vocab=SMALL)
         build_drafter_dir(drafter, policy, informed=True, max_position_embeddings=512)
     return policy, drafter
-
-
-def adapter(bench: Bench) -> LoRARequest:
-    """A LoRA adapter of the tiny policy, as verl makes a new one: it changes no token yet."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-    from vllm.lora.request import LoRARequest
-
-    model = AutoModelForCausalLM.from_pretrained(_tiny(bench)[0])
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    path = str(bench.directory / "adapter")
-    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=targets)).save_pretrained(path)
-    return LoRARequest("policy", 1, path)
 
 
 def shaped_engine(bench: Bench) -> AbstractAsyncContextManager[StandaloneEngine]:
@@ -154,10 +137,8 @@ def pass_failure(worker: Any) -> str:
     return worker.tlt_pass.failure if worker.tlt_pass else ""
 
 
-async def slept(
-    bench: Bench, engine: StandaloneEngine, level: int = 2, asleep: Callable[[], Awaitable[None]] | None = None
-) -> dict[str, Any]:
-    """Put an engine to sleep and wake it up, in verl's order; `asleep` is awaited in between.
+async def slept(bench: Bench, engine: StandaloneEngine) -> dict[str, Any]:
+    """Put an engine to sleep at level 2 and wake it up, in verl's order.
 
     Returns:
         seconds of each stage, and GiB in use after it; whether sleep lost weights or buffers of the drafter, and
@@ -173,11 +154,9 @@ async def slept(
         return answer
 
     before = await in_worker(engine, live_digest)
-    await stage("sleep", engine.llm.sleep(level=level))
-    if asleep is not None:
-        await stage("asleep", asleep())
+    await stage("sleep", engine.llm.sleep(level=2))
     await stage("wake weights", engine.llm.wake_up(tags=["weights"]))
-    if level == 2 and engine.llm.vllm_config.load_config.load_format != "dummy":
+    if engine.llm.vllm_config.load_config.load_format != "dummy":
         await engine.llm.collective_rpc("reload_weights")  # verl would send the policy's
     found["lost"] = await in_worker(engine, live_digest) != before
     if error := await stage("load drafter", load_drafter(engine)):
@@ -187,9 +166,7 @@ async def slept(
     return found
 
 
-async def sample(
-    engine: StandaloneEngine, after: Sequence[list[int]], tokens: int, lora: LoRARequest | None = None
-) -> list[list[int]]:
+async def sample(engine: StandaloneEngine, after: Sequence[list[int]], tokens: int) -> list[list[int]]:
     """So many tokens after each prompt, sampled at temperature 1.
 
     Prompts come in waves of as many as the engine decodes at once, and all of a wave begin in the same step: later
@@ -202,7 +179,7 @@ async def sample(
     async def one(prompt: list[int]) -> list[int]:
         found: list[int] = []
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
-        async for output in engine.llm.generate(asked, params, request_id=uuid4().hex, lora_request=lora):
+        async for output in engine.llm.generate(asked, params, request_id=uuid4().hex):
             found = list(output.outputs[0].token_ids)
         return found
 
@@ -225,10 +202,10 @@ def prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(3, SMALL) for _ in range(8)] for _ in range(count)]
 
 
-async def accepted(engine: StandaloneEngine, lora: LoRARequest | None = None) -> list[float]:
+async def accepted(engine: StandaloneEngine) -> list[float]:
     """Share of the drafts whose first 1, 2, ... tokens are accepted."""
     await stats(engine)
-    await sample(engine, prompts(32), 64, lora)
+    await sample(engine, prompts(32), 64)
     found = await stats(engine)
     return [round(n / max(1, found.num_drafts), 4) for n in found.num_accepted_tokens_per_pos]
 

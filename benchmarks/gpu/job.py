@@ -5,8 +5,6 @@
 * sync: three GRPO steps with the policy sent to the engines by CUDA IPC, replicas that sleep while it is trained, and
   in the third step spot training beside sleeping engines, which load its drafter. One GPU is enough; with two or more
   an engine is two GPUs wide, and of four GPUs two replicas are made, of which one may train while the other decodes.
-* nan: three steps, on one GPU to a replica. What one engine has loaded after the first becomes NaN, and so does its KV
-  cache, which verl unmaps before the next drafter is loaded. The third rollout should draft again.
 
 Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand in (`verl_cpu`).
 """
@@ -14,12 +12,10 @@ Without a GPU: `--tiny`, where the CPU platform's shared memory and sleep stand 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.plan import NAN_LIVE
-from benchmarks.faults.run import TLT, arm
+from benchmarks.faults.run import TLT
 from benchmarks.gpu.engines import LITTLE
 from benchmarks.gpu.parts import NEEDS_CUDA, Bench, Part, device_memory, main
 from benchmarks.toy_job import FORCED, SAMPLES, Job, make_assets
@@ -47,16 +43,8 @@ def sync(bench: Bench) -> dict[str, Any]:
     return job(bench, 3, min(2, devices // wide), wide, [COLD_START])
 
 
-def nan(bench: Bench) -> dict[str, Any]:
-    (armed := bench.directory / "armed").mkdir(parents=True, exist_ok=True)
-    faults = arm(armed, [replace(NAN_LIVE, step=1)])
-    return job(bench, steps=3, replicas=min(2, len(device_memory())) if bench.cuda else 1, wide=1, **faults)
-
-
 @interruptible()  # a time limit ends the job's processes, too
-def job(
-    bench: Bench, steps: int, replicas: int, wide: int, overrides: Sequence[str] = (), **environment: str
-) -> dict[str, Any]:
+def job(bench: Bench, steps: int, replicas: int, wide: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What a job of so many replicas, each so many devices wide, wrote of its steps; RuntimeError where it failed.
 
     What a job wrote that fails or hangs is noted.
@@ -70,7 +58,6 @@ def job(
         [*_sizes(bench), *TLT, *overrides],
         **shape,
         DTYPE="bfloat16" if bench.cuda else "float32",
-        **environment,
     )
     memory: list[list[float]] = []
     looked = 0.0
@@ -118,8 +105,7 @@ def _chosen(facts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: facts[name] for name in names if name in facts}
 
 
-PARTS = {"sync": Part(sync, 110, most_s=200), "nan": Part(nan, 220)}
-"""In the order of what a user meets first."""
+PARTS = {"sync": Part(sync, 110, most_s=200)}
 
 if __name__ == "__main__":
     main("benchmarks.gpu.job", PARTS, __doc__)

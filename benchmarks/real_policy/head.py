@@ -15,19 +15,19 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.head import Head, evaluated, timed
+from benchmarks.e2e.head import Head, call, evaluated, timed
 from benchmarks.real_policy.job import LONGEST_RESPONSE, PLACE, real_assets, real_overrides
 from benchmarks.real_policy.policy import make_policy
 from benchmarks.stored import store
 from benchmarks.toy_job import RECIPE, recipe_environment
 from verl_cpu.dtype import find_dtype
 from verl_cpu.environment import CPU_ENGINE
+from verl_tlt.commands.interrupts import interruptible
 from verl_tlt.drafter import files_digest, provenance
 
 LENGTHS = (3, 5, 7)
@@ -48,7 +48,7 @@ def real_head(folder: Path) -> Head:
     made = head_facts(folder)
     if "prompts" not in made:
         command = [sys.executable, "-m", "benchmarks.real_policy.head", str(folder)]
-        subprocess.run(command, env={**os.environ, **CPU_ENGINE}, check=True)
+        call(command, {**os.environ, **CPU_ENGINE})
         made = head_facts(folder)
     return Head(folder / "drafter", made)
 
@@ -115,6 +115,7 @@ def measured(folder: Path) -> dict[str, Any]:
     }
 
 
+@interruptible()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=PLACE)

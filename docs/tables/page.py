@@ -23,9 +23,10 @@ def recorded(name: str) -> bool:
 
 
 def source(name: str) -> str:
-    """A line with the file, the day, and the commit whose code was measured."""
-    machine = load(name)["machine"]
-    return f"[{name}.json]({name}.json), {machine['date'][:10]}, commit {machine['commit'][:8]}:\n\n"
+    """A line with the file, the day, and the commits whose code was measured."""
+    found = load(name)
+    commits = " and ".join(commit[:8] for commit in found.get("commits") or [found["machine"]["commit"]])
+    return f"[{name}.json]({name}.json), {found['machine']['date'][:10]}, commit {commits}:\n\n"
 
 
 def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:

@@ -86,5 +86,5 @@ def test_a_comparison_takes_turns_from_one_start_and_goes_on_after_a_kill(comman
     assert "tlt/" not in (out / "stock" / "job-2.jsonl").read_text()
     assert len(result["ratios"]["tlt"]["e2e_per_token"]["each"]) == 2
     assert (out / "tlt" / "trace").is_dir()
-    with pytest.raises(AssertionError, match="another --steps: give another --out"):
+    with pytest.raises(AssertionError, match=r"another --steps \(2 then, 3 now\)"):
         run(command, "--steps", "3")

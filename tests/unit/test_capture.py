@@ -21,11 +21,14 @@ SITE = sysconfig.get_path("purelib")
 SCRIPT = f"""#!/bin/bash
 set -eu
 trap 'touch trapped' EXIT
-export DATA=/data
+unset LEFT_BEHIND
+export DATA=/data {MODULES}=${MODULES},csv
+made=$(mktemp -d)/made
+touch "$made"
 cd "$(dirname "$0")/below"
 ARGS=(a=1 "names=[x,'y z']")
 for seed in 1 2; do
-  python3 -m {MAIN} "${{ARGS[@]}}" seed=$seed dir='${{oc.env:DATA}}' "$@" | tee log.txt
+  python3 -m {MAIN} "${{ARGS[@]}}" seed=$seed dir='${{oc.env:DATA}}' made="$made" "$@" | tee log.txt
 done
 touch after
 """
@@ -46,26 +49,20 @@ def script(tmp_path, monkeypatch):
 
 
 def test_a_script_is_captured_as_bash_runs_it_and_goes_no_further(script, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("TMPDIR", "/tmp")
+    (tmp_path / "temporary").mkdir()
+    for name, value in (("TMPDIR", f"{tmp_path}/temporary"), ("LEFT_BEHIND", "1"), (MODULES, "json")):
+        monkeypatch.setenv(name, value)
+    before = started_in()
     found = capture(["bash", script(SCRIPT), "+trainer.plugin=tlt", "x=a b"])
-    words = ("a=1", "names=[x,'y z']", "seed=1", "dir=${oc.env:DATA}", "+trainer.plugin=tlt", "x=a b")
+    (made,) = (tmp_path / "temporary").rglob("made")  # it is there, also after the capture
+    words = ("a=1", "names=[x,'y z']", "seed=1", "dir=${oc.env:DATA}", f"made={made}", "+trainer.plugin=tlt", "x=a b")
     assert found == Recipe(words) and found.directory == str(tmp_path / "below")
-    assert os.environ["DATA"] == "/data"
-    assert os.environ["TMPDIR"] == "/tmp" and not any(name.startswith("VERL_TLT") for name in os.environ)
+    assert os.environ["DATA"] == "/data" and "LEFT_BEHIND" not in os.environ and os.environ[MODULES] == "json,csv"
+    assert before["LEFT_BEHIND"] == "1" and before[MODULES] == "json", "in which `compare` starts its jobs"
+    assert os.environ["TMPDIR"] == f"{tmp_path}/temporary"
+    assert not any(name.startswith("VERL_TLT") for name in os.environ)
     assert not (tmp_path / "below" / "after").exists() and not (tmp_path / "below" / "trapped").exists()
     assert "nothing is trained" in capfd.readouterr().err
-
-
-def test_the_environment_is_that_of_main_ppo(script, monkeypatch):
-    monkeypatch.setenv("LEFT_BEHIND", "1")
-    monkeypatch.setenv("TMPDIR", "/tmp")
-    monkeypatch.setenv(MODULES, "json")
-    before = started_in()
-    text = f"unset LEFT_BEHIND; export {MODULES}=${MODULES},csv TMPDIR=/var/tmp\npython3 -m {MAIN} a=1"
-    capture(["bash", script(text)])
-    assert "LEFT_BEHIND" not in os.environ and os.environ[MODULES] == "json,csv"
-    assert os.environ["TMPDIR"] == "/var/tmp"
-    assert before["LEFT_BEHIND"] == "1" and before[MODULES] == "json"
 
 
 def test_a_script_that_ends_before_what_it_started_in_the_background(script):

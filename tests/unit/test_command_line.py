@@ -54,9 +54,9 @@ def test_a_number_is_a_number_within_bounds(name, option):
 @pytest.mark.parametrize(
     ("packages", "words", "said"),
     [
-        ("rich", "doctor", "verl-tlt needs rich, which is not installed here: pip install rich"),
-        ("matplotlib", "report RUN --out o", "verl-tlt needs matplotlib, which is not installed here"),
-        ("jinja2", "report RUN --out o", "verl-tlt needs jinja2, which is not installed here"),
+        ("rich", "doctor", "rich is not installed here, and verl-tlt or verl needs it: pip install rich"),
+        ("matplotlib", "report RUN --out o", "matplotlib is not installed here, "),
+        ("jinja2", "report RUN --out o", "jinja2 is not installed here, "),
         ("vllm", "warmup --model m --prompts p --out o", "This command needs vllm, not installed here."),
         ("jinja2 matplotlib vllm", "compare a.b=1", "This command needs vllm, not installed here."),
     ],

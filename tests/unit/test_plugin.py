@@ -22,7 +22,6 @@ def closed(tree):
 @pytest.mark.parametrize(
     ("trainer", "expected"),
     [
-        ({"plugin": "TLT"}, True),
         ({"v1": {"trainer_mode": "tlt_sync"}}, True),
         ({"plugin": None, "v1": {"trainer_mode": "sync"}}, False),
         (None, False),

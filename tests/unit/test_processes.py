@@ -165,6 +165,8 @@ def test_an_interrupted_command_leaves_nothing_whenever_it_comes(family, base, t
         time.sleep(0.2)
         command.send_signal(number)
     assert command.wait(timeout=60) == 130 and "Traceback" not in log.read_text()
+    for folder in base.glob("tmp*"):  # a captured command has the user's TMPDIR, where its folders stay
+        folder.rmdir()
     assert family.gone(base)
 
 

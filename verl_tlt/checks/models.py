@@ -14,11 +14,13 @@ from verl_tlt.drafter.head_config import read_config
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
 from verl_tlt.drafter.policy import (
     CONFIG,
+    PICKLED,
     NotHereError,
     PolicyShape,
     aux_layers_for,
     draft_vocab_size,
     elsewhere,
+    files_on_hub,
     folder,
     has_latent_attention,
     is_name,
@@ -129,6 +131,9 @@ def _given_drafter(path: str, method: str, policy: str, shape: PolicyShape | Non
         kind = check_config(cached)
         if kind == "eagle3":
             read_config(cached, shape, positions)
+        files = files_on_hub(path)
+        if files and not any(file.endswith(".safetensors") for file in files):
+            raise DrafterError(f"{path} has no safetensors on the hub: {PICKLED}.")
         later = "fits by its config; its weights are fetched when the run starts, and were not checked"
         finding = Finding("warn", DRAFTER, f"{DRAFTER}={path} {later}.")
     else:

@@ -172,7 +172,8 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str]) -> 
         log = Path(folder) / "log"
         log.touch()  # an interrupt may come before the command has opened it
         try:
-            with running(command, env=environment_for(CAPTURE, str(file), environment), log=log) as tree:
+            own = environment_for(CAPTURE, str(file), environment)
+            with running(command, env=own, log=log, own_tmpdir=False) as tree:  # what the script puts there stays
                 code: int | None = None
                 while not file.exists():
                     code = tree.status(MAIN)
@@ -182,12 +183,7 @@ def run_until_answer(command: Sequence[str], environment: Mapping[str, str]) -> 
                     time.sleep(POLL_S)
                 answer = json.loads(file.read_text()) if file.exists() else None
                 if answer is not None and "process" in answer:
-                    own = environment_of(answer["process"], file)
-                    if own.get("TMPDIR") == str(tree.folder):  # set by `running`, and not by the script
-                        del own["TMPDIR"]
-                        if "TMPDIR" in environment:
-                            own["TMPDIR"] = environment["TMPDIR"]
-                    answer["environment"] = own
+                    answer["environment"] = environment_of(answer["process"], file)
                 tree.kill()
         except KeyboardInterrupt:
             print(f"Ended before it started {MAIN}. {_printed(log)}", file=sys.stderr)

@@ -45,17 +45,23 @@ it they have 86, as in `/verl-tlt-12345678/ray/session_2026-11-30_13-44-00_12345
 
 @contextlib.contextmanager
 def running(
-    argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Path,
+    cwd: Path | None = None,
+    own_tmpdir: bool = True,
+    keeps: Sequence[int] = (),
 ) -> Iterator[ProcessTree]:
     """Run a command while the block runs; on any way out, by a signal too, its whole process tree is ended.
 
-    A TLTError says that a process could not be ended.
+    The arguments are those of `ProcessTree`. A TLTError says that a process could not be ended.
     """
     tree: ProcessTree | None = None
     with interruptible():
         try:
             with deferred_interrupts():
-                tree = ProcessTree(argv, env=env, log=log, cwd=cwd)
+                tree = ProcessTree(argv, env=env, log=log, cwd=cwd, own_tmpdir=own_tmpdir, keeps=keeps)
             yield tree
         finally:
             left = [] if tree is None else tree.stop()
@@ -68,21 +74,32 @@ class ProcessTree:
 
     This process may have one tree at a time: every orphan that it adopts in the meantime counts as a part of the tree.
 
-    The command's `TMPDIR` is a folder of its own; `stop` removes it.
+    `own_tmpdir`: its `TMPDIR` is `folder`, which `stop` removes. It keeps the open files `keeps`, such as a lock, which
+    then lasts as long as the command, also if this process is killed.
     """
 
-    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        cwd: Path | None = None,
+        own_tmpdir: bool = True,
+        keeps: Sequence[int] = (),
+    ) -> None:
         base = tempfile.gettempdir()
         self.folder = Path(tempfile.mkdtemp(prefix="verl-tlt-", dir=base if len(base) <= LONGEST_BASE else "/tmp"))
         self._before = set(psutil.Process().children())
         self._ended = 0.0
         _adopt_orphans(True)
-        own = {**env, "TMPDIR": str(self.folder)}
+        own = {**env, "TMPDIR": str(self.folder)} if own_tmpdir else env
         try:
             with log.open("ab") as out:
                 self.process = subprocess.Popen(
-                    argv, env=own, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-                )
+                    argv, env=own, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                    pass_fds=tuple(keeps),
+                )  # fmt: skip
         except BaseException:
             self.folder.rmdir()
             _adopt_orphans(False)

@@ -37,12 +37,13 @@ logger = logging.getLogger(__name__)
 PROVENANCE = "provenance.json"
 TOKENIZER = "tokenizer"
 """Key in `provenance.json`: the vocabulary that the drafter was trained for (`tokenizer_facts`)."""
-MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
-"""Tensors of a pruned draft vocabulary, and their types: [DV] target id less draft id, [V] whether a token is kept."""
+MAPS = {"d2t": ("I64", "I32")}
+"""The tensor of a pruned draft vocabulary, and its types: [DV] target id less draft id."""
 _SAVED = {CONFIG, WEIGHTS, PROVENANCE, "seal", "README.md", "training", "training_state.pt"}
 """Names of all that verl-tlt saves, or has ever saved, with a drafter."""
-_NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
-"""Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, and computed tables."""
+_NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "t2d")
+"""Prefixes of tensors that a file may hold and nobody needs: copies of the policy's, computed tables, and the map that
+follows from `d2t`."""
 _NOT_READ_FLAT = ("embed_tokens.", "rotary_emb.")
 """Parts of names of such tensors in a flat layout; the embedding is the policy's, unless that has another width."""
 
@@ -144,7 +145,7 @@ def _check_eagle3(directory: Path, config: Fields, flat: bool) -> CheckedDrafter
     shapes = _shapes(config, directory / CONFIG)
     drafted = config["draft_vocab_size"]
     vocab = config[LAYER]["vocab_size"]
-    optional = {"embed_tokens.weight", "t2d"}
+    optional = {"embed_tokens.weight"}
     if drafted == vocab and not config.get("own_head"):
         optional.add("lm_head.weight")  # the policy's is used
     for name, shape in shapes.items():
@@ -197,7 +198,7 @@ def _shapes(config: Fields, file: Path) -> dict[str, list[int]]:
 
 
 def _check_maps(tensors: Mapping[str, Header], drafted: int, vocab: int) -> None:
-    """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i differ, and t2d, if there, marks the same."""
+    """Raise a `DrafterError` unless the tokens i + d2t[i] of draft ids i differ, and are the policy's."""
     file = tensors["d2t"].file
     tensors["d2t"].must_be([drafted], CONFIG, MAPS["d2t"])
     offsets = _array(tensors["d2t"]).astype(np.int64)  # [DV]
@@ -206,9 +207,6 @@ def _check_maps(tensors: Mapping[str, Header], drafted: int, vocab: int) -> None
         raise DrafterError(f"{file}: the tokens i + d2t[i] must be distinct and within 0..{vocab - 1}.")
     if drafted == vocab and offsets.any():
         raise DrafterError(f"{file}: d2t must be zero, since the draft vocabulary is the policy's whole one.")
-    if drafted < vocab and "t2d" in tensors and not np.array_equal(tokens, np.flatnonzero(_array(tensors["t2d"]))):
-        file = tensors["t2d"].file
-        raise DrafterError(f"{file}: t2d does not mark the {len(tokens)} tokens that d2t names, and no others.")
 
 
 def _array(header: Header) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_tlt.drafter.build import own_frozen, policy_width
+from verl_tlt.drafter.build import has_own_head, own_frozen, policy_width
 from verl_tlt.drafter.data import Batch, TrainingSequence, pack
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS
 from verl_tlt.drafter.train import STATE, DrafterTrainer
@@ -94,7 +94,11 @@ def activation_bytes(model: Eagle3DraftModel, rows: int, passes: int) -> int:
     if experts := getattr(layer, "num_experts_per_tok", 0):  # a copy of the row for each, multiplied in 32 bits
         row_bytes += 8 * experts * (layer.hidden_size + layer.moe_intermediate_size)
     keys = passes * (passes + 1) // 2  # of a row, over all passes
-    return rows * (passes * row_bytes + 12 * layer.hidden_size + keys * (4 * attention + 2 * rows) + passes * rows)
+    # Autocast makes a copy of a weight that is not trained in each product, and does not share it.
+    copies = 2 * passes * model.lm_head.weight.numel() if has_own_head(model) else 0
+    return copies + rows * (
+        passes * row_bytes + 12 * layer.hidden_size + keys * (4 * attention + 2 * rows) + passes * rows
+    )
 
 
 def host_bytes(model: Eagle3DraftModel) -> int:

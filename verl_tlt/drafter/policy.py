@@ -101,6 +101,9 @@ class PolicyShape:
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
 
 
+PICKLED = "pickled weights are not read, because that can run code: docs/drafter.md shows how to write them anew"
+
+
 class NotHereError(DrafterError):
     """Files of a model on the hub are not on this disk and could not be fetched; the message says why."""
 
@@ -154,9 +157,19 @@ def folder(model: Model, any_of: Sequence[str], besides: Sequence[str] = (), fet
     if not any((snapshot / file).is_file() for file in any_of):
         if constants.HF_HUB_OFFLINE:  # the hub was not asked
             raise NotHereError(f"{name}: {' or '.join(any_of)} is not here, since {offline}.")
-        missing = f"{name} has no {' or '.join(any_of)} on the hub (pickled weights are not read)"
+        missing = f"{name} has no {' or '.join(any_of)} on the hub ({PICKLED})"
         raise NotHereError(f"{missing}, or the hub could not be reached and the local cache has none.")
     return snapshot
+
+
+def files_on_hub(name: str) -> list[str]:
+    """Names of all files of a model on the hub; empty where the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(name)
+    except hub_errors():
+        return []
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

@@ -95,6 +95,19 @@ def test_megatrons_learning_rate_is_that_of_the_real_run(tmp_path, words, horizo
     assert not any("lr_decay_steps" in word for word in plan_of(tmp_path).overrides(arm_of(TLT), 0)), "of FSDP"
 
 
+def test_jobs_have_the_same_prompts_where_verl_takes_some_of_the_data(tmp_path):
+    def seed(*given):
+        return composed(plan_of(tmp_path, *given), arm_of(STOCK)).data.seed
+
+    assert seed("data.train_max_samples=100") == 0 and seed("data.train_max_samples=100", "data.seed=7") == 7
+    assert seed() is None
+
+
+def test_a_checkpoint_is_whole_when_its_job_ends(tmp_path):
+    given = ("model_engine=megatron", "actor_rollout_ref.actor.checkpoint.async_save=True")
+    assert not composed(plan_of(tmp_path, *given), arm_of(STOCK)).actor_rollout_ref.actor.checkpoint.async_save
+
+
 @pytest.mark.parametrize("contents", ["save_contents", "load_contents"])
 def test_checkpoints_that_no_job_can_go_on_with_are_named(tmp_path, contents):
     key = f"actor_rollout_ref.actor.checkpoint.{contents}"

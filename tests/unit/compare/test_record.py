@@ -8,6 +8,8 @@ import os
 import pytest
 
 from verl_tlt.commands.compare.record import Record, Step, Turn, schedule
+from verl_tlt.commands.processes import ProcessTree
+from verl_tlt.errors import TLTError
 
 ASKED = {"--steps": 4, "recipe": ["a=1"], "arm tlt": ["+trainer.plugin=tlt"]}
 
@@ -30,6 +32,18 @@ def refused(folder, match, asked=ASKED):
     assert "\n" not in str(error.value)
 
 
+def test_a_job_that_a_killed_comparison_leaves_running_keeps_the_next_one_waiting(tmp_path):
+    record = Record(tmp_path, ASKED)
+    tree = ProcessTree(["sleep", "60"], env=os.environ, log=tmp_path / "log", keeps=[record.lock.fileno()])
+    record.lock.close()
+    try:
+        with pytest.raises(TLTError, match="a job that a killed one left running"):
+            Record(tmp_path, ASKED)
+    finally:
+        tree.stop()
+    Record(tmp_path, ASKED)
+
+
 def test_every_arm_has_every_place_in_turn():
     rounds = [[name for name, turn in schedule("abc", 3) if turn == number] for number in range(3)]
     assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
@@ -38,7 +52,7 @@ def test_every_arm_has_every_place_in_turn():
 def test_a_comparison_that_is_called_again_goes_on(kept):
     first = Record(kept, ASKED)
     first.add(turn("stock"))
-    refused(kept, "Another comparison is writing")
+    refused(kept, "Another comparison, or a job that a killed one left running, is writing")
     del first
     again = Record(kept, ASKED)
     assert again.left(["stock", "tlt", "vllm-3"], 1) == [("vllm-3", 0)] and again.left(["tlt"], 2) == [("tlt", 1)]
@@ -76,15 +90,6 @@ def test_turns_of_another_release_or_gpu_are_not_divided_by_these(tmp_path):
     said = r"another vllm \(0\.28\.0 then, 0\.29\.0 now\) and another GPU \(NVIDIA H200 then, NVIDIA B200 now\): "
     for folder in ("older", "out"):
         refused(tmp_path / folder, said, ASKED | other)
-
-
-def test_time_left_is_that_of_the_turns_before(tmp_path):
-    record = Record(tmp_path, ASKED)
-    assert record.seconds_left(["stock", "tlt"], 2) is None
-    record.add(turn("stock", seconds=40.0))
-    assert record.seconds_left(["stock", "tlt"], 2) == 3 * 40.0, "an arm that is not known yet takes what others did"
-    record.add(turn("tlt", seconds=60.0))
-    assert record.seconds_left(["stock", "tlt"], 2) == 100.0
 
 
 def test_a_comparison_without_a_turn_begins_anew_and_nobody_elses_checkpoint_is_removed(tmp_path):

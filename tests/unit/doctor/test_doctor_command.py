@@ -53,11 +53,6 @@ def test_the_doctor_answers_in_its_last_lines(overrides, words, status, said):
     assert "is a qwen3 model" not in output and "checks OK" in output, "what is fine is one line"
 
 
-def test_all_lists_what_is_fine_too(overrides):
-    code, output = cli("doctor", "--all", *overrides, "+trainer.plugin=tlt")
-    assert code == 0 and "ok      actor_rollout_ref.model.path is a qwen3 model" in output
-
-
 def test_what_the_engine_measured_is_shown_beside_one_line_of_what_is_fine(overrides, tmp_path, monkeypatch):
     measured = [
         Finding("ok", "drafter after sleep", "it was loaded again after sleep in 0.50 s"),

@@ -159,8 +159,9 @@ def kept_bytes(model, rows, passes):
     return sum(kept.values())
 
 
+@pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_what_a_step_keeps_for_its_backward_pass_is_planned(passes):
+def test_what_a_step_keeps_for_its_backward_pass_is_planned(passes, own_head):
     policy = qwen2(
         hidden_size=512, intermediate_size=768, vocab_size=512, num_attention_heads=8, num_key_value_heads=2,
         num_hidden_layers=8, max_position_embeddings=1024,
@@ -168,6 +169,9 @@ def test_what_a_step_keeps_for_its_backward_pass_is_planned(passes):
     model = build_drafter(policy, attention="sdpa")  # as on CUDA
     weights = torch.zeros(512, 512, dtype=torch.bfloat16)
     refresh_verifier_weights(model, VerifierWeights(weights, weights, torch.ones(512)))
+    if own_head:
+        model.config.own_head = True
+        model.lm_head.weight.data = torch.zeros(512, 512)
     halve_frozen(model)
     kept = kept_bytes(model, 256, passes)
     copies = sum(2 * p.numel() for p in model.parameters() if p.requires_grad)  # autocast's of what is trained

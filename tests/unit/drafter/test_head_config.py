@@ -179,10 +179,9 @@ def test_a_head_in_several_files_is_one_in_one_file(saved, policy_dir, tmp_path)
         ({0: -2}, "the tokens i + d2t[i] must be distinct and within 0..47"),
         ({3: 45}, "the tokens i + d2t[i] must be distinct and within 0..47"),
         ({1: 0}, "the tokens i + d2t[i] must be distinct"),
-        ({2: 29}, "t2d does not mark the 4 tokens"),
     ],
 )
-def test_maps_stay_within_the_vocabulary_and_agree(pruned, policy_dir, offsets, said):
+def test_the_map_stays_within_the_vocabulary(pruned, policy_dir, offsets, said):
     check_drafter(pruned, policy_dir)
     d2t = load_file(pruned / "model.safetensors")["d2t"]
     for i, value in offsets.items():

@@ -16,7 +16,7 @@ from verl_tlt.drafter.capture import PolicyStates, Text, load_policy
 from verl_tlt.drafter.check import check_drafter
 from verl_tlt.drafter.checkpoint import save_drafter
 from verl_tlt.drafter.data import pack
-from verl_tlt.drafter.policy import SUPPORTED, DrafterError, aux_layers_for, policy_shape
+from verl_tlt.drafter.policy import SUPPORTED, DrafterError, aux_layers_for
 from verl_tlt.drafter.tensor_file import WEIGHTS
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import VerifierWeights, check_policy_files, refresh_verifier_weights
@@ -52,10 +52,6 @@ def test_what_the_doctor_accepts_is_built_filled_and_trained(tmp_path, name):
     result = DrafterTrainer(drafter, ttt_steps=2).step(pack(sequences))
     assert torch.isfinite(torch.tensor(result.loss))
     check_drafter(save_drafter(drafter, tmp_path / "drafter", {}, policy=path), path)
-
-
-def test_a_tied_policy_that_does_not_say_so_is_tied(tmp_path):
-    assert policy_shape(published(tmp_path, "ERNIE-4.5-0.3B")).tied
 
 
 @pytest.mark.parametrize(

@@ -147,10 +147,7 @@ def test_states_are_computed_in_float32_where_products_of_16_bits_are_slow(tmp_p
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("model.language_model.embed_tokens.weight", "embed"),
         ("language_model.model.norm.weight", "norm"),
-        ("model.language_model.norm.weight", "norm"),
-        ("lm_head.weight", "lm_head"),
         ("model.visual.merger.norm.weight", None),
         ("model.layers.61.embed_tokens.weight", None),
         ("model.norm.weight_scale", None),

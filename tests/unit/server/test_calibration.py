@@ -219,7 +219,6 @@ def test_the_ends_of_the_range_are_measured_first():
 @pytest.mark.parametrize(
     ("max_num_seqs", "longest", "cache_tokens", "long"),
     [
-        (1, 1000, 100_000, {1: 1000}),
         (64, 4096, 10**6, {1: 4096, 8: 4096, 64: LONG_TOKENS // 64}),
         (64, 4096, 2000, {1: 1000, 8: 125}),
         (8, 50, 100_000, {}),

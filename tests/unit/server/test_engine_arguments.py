@@ -39,9 +39,7 @@ def vllm_is(monkeypatch):
 @pytest.mark.parametrize(
     ("speculation", "mode", "arms"),
     [
-        ({}, "NONE", (0, 1, 2, 3)),
         ({"max_draft_length": 5}, "PIECEWISE", (0, 1, 2, 3, 4, 5)),  # each by its count of tokens
-        ({}, "FULL_AND_PIECEWISE", (0, 1, 3)),
         ({"max_draft_length": 7}, "FULL_DECODE_ONLY", (0, 1, 3, 7)),
         ({"max_draft_length": 5}, "FULL", (0, 1, 3)),
     ],
@@ -128,7 +126,6 @@ def test_the_scheduler_base_is_the_one_vllm_will_use(user, on_cpu, is_async):
         ({"reasoning_config": {"reasoning_start_str": "<t>"}}, "vllm.reasoning_config is for thinking_token_budget"),
         ({"return_sampling_mask": True}, "vllm.return_sampling_mask cannot be used with a drafter"),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "vllm.kv_transfer_config"),
-        ({"scheduler_cls": "a.B"}, "vllm.scheduler_cls is set by verl-tlt itself"),
         ({"speculative_config": ADAPTIVE}, "vllm.speculative_config is set by verl-tlt itself"),
         ({"config": "vllm.yaml"}, "vllm.config hides arguments from verl-tlt"),
         ({"speculative-config": ADAPTIVE}, "vllm.speculative-config hides arguments from verl-tlt"),

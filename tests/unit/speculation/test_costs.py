@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from step_costs import step_costs
 
@@ -113,8 +112,3 @@ def test_a_batch_costs_what_it_does_at_the_context_it_had_last():
     assert seconds[30] == pytest.approx(true_s(30, 0, 100)) and seconds[2] == pytest.approx(
         true_s(2, 0, 3000), rel=0.01
     )
-
-
-def test_lengths_that_were_not_measured_have_no_costs():
-    assert LiveCosts(table_of(lengths=(OFF, 0, 3)), (0, 1, 2, 3), 8).lengths == [0, 3]
-    assert np.isfinite(LiveCosts(table_of(), (0, 1, 3), 8).seconds()).all()

@@ -139,7 +139,6 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
     ("name", "sentence"),
     [
         ("tables", "known: live_table, fixed, off, or module:Class"),
-        ("no_such_module:X", "no_such_module"),
         ("examples.custom_policy:Missing", "Missing"),
         ("operator:itemgetter", "is no verl_tlt.speculation.types.Policy"),
     ],

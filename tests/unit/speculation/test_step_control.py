@@ -167,12 +167,15 @@ def test_a_disk_that_hangs_holds_up_no_step_and_lacks_what_did_not_fit(tmp_path,
 
 
 def test_a_clock_that_is_set_back_holds_up_no_trace(tmp_path):
-    control = StepControl(Remembers(), LIMITS, StepTrace(tmp_path / "engine-0.jsonl"))
-    record(control, step())
-    for n in range(3):
-        record(control, replace(step(), unix_s=1e9 + n))
-    control.flush(60.0)
-    assert len(control.trace.path.read_text().splitlines()) == 4
+    """Without being told to, the thread writes what came before."""
+    trace = StepTrace(tmp_path / "engine-0.jsonl")
+    control = StepControl(Remembers(), LIMITS, trace)
+    for unix_s in (2e9, 1e9):
+        record(control, replace(step(), unix_s=unix_s))
+    deadline = time.monotonic() + 60.0
+    while not (trace.path.exists() and len(trace.path.read_text().splitlines()) >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("in_the_way", [Path.mkdir, lambda path: path.parent.touch()])
@@ -190,11 +193,6 @@ def test_forced_steps_are_summed_and_teach_the_policy_nothing(control):
     control.control(force_k=2)
     record(control, step())
     assert control.policy.seen == [] and control.stats().num_drafts == 4
-
-
-def test_what_failed_is_told_in_place_of_figures(control, caplog):
-    control.fail(ZeroDivisionError("made"))
-    assert control.stats().failure == "ZeroDivisionError: made" and "K=0 from here on" in caplog.text
 
 
 # ---------------------------------------------------------------------- what it would have taken without drafts

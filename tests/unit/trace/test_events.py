@@ -7,10 +7,10 @@ import resource
 import numpy as np
 import pytest
 
-from verl_tlt.commands.report.reader import TraceError, _renamed, parse_event, read_trace
+from verl_tlt.commands.report.reader import TraceError, parse_event, read_trace
 from verl_tlt.messages.rollout import DrafterStatus
 from verl_tlt.messages.training import SessionResult
-from verl_tlt.trace.events import LoadSample, Reload, RunStarted, Session, TraceWriter
+from verl_tlt.trace.events import Reload, Session, TraceWriter
 
 PHASE = {"step": 1, "name": "rollout", "start": 1.0, "end": 2.0}
 
@@ -107,13 +107,6 @@ def test_the_replicas_of_a_resumed_run_are_those_of_the_run_before_it(tmp_path):
     assert trace.replicas == ["10.0.0.1:2", "10.0.0.1:7"]
     assert [[load.inflight[name] for name in trace.replicas] for load in trace.loads] == [[1, 2], [1, 2]]
     assert [trace.label(reload.replica) for reload in trace.reloads] == ["replica 1", "replica 1"]
-
-
-def test_loads_whose_names_stay_are_not_copied():
-    run, load = RunStarted(t=0.0, step0=1, replicas=["a", "b"]), LoadSample(t=0.5, step=1, inflight={"a": 1, "b": 2})
-    again = RunStarted(t=1.0, step0=2, replicas=["c", "b"])
-    assert _renamed([run, load])[1] is load
-    assert _renamed([run, load, again])[1].inflight == {"c": 1, "b": 2}
 
 
 def test_numpy_values_and_nan_are_written_as_json_and_what_is_no_number_is_left_out(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.messages.training import BufferStats
-from verl_tlt.trace.events import Publish, Reload, Session
+from verl_tlt.trace.events import Session
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
 
 A = EngineStats(
@@ -71,18 +71,6 @@ def test_drafter_loss_is_weighted_by_tokens_and_leaves_failed_sessions_out():
     ]
     assert_has(of(sessions=sessions, spot_failures=1), {
         "drafter_loss": (2 * 100 + 5 * 300) / 400, "skipped_steps": 1, "spot_failures": 1,
-    })  # fmt: skip
-
-
-TAU = {"candidate": 2.5, "served": 2.2, "initial": 2.3}
-
-
-def test_publication():
-    publish = Publish(t=0.0, step=4, version=3, decision="published", tau=TAU, gain=0.1)
-    reload = Reload(t=0.0, step=4, replica="a", version=2, ok=False)
-    assert_has(of(publish=publish, reloads=[reload], served_version=2), {
-        "held_out_accept_length_candidate": 2.5, "held_out_accept_length_served": 2.2,
-        "drafter_version": 2, "reload_failures": 1,
     })  # fmt: skip
 
 

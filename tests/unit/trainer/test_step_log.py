@@ -5,7 +5,6 @@ import io
 
 import pytest
 
-from verl_tlt.commands.report.reader import read_trace
 from verl_tlt.idle.planner import IdleTime
 from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import CapturedStates
@@ -45,13 +44,6 @@ def test_a_line_that_cannot_be_printed_is_counted_and_costs_no_metric(log, monke
     assert log.finish(1, {})["tlt/spot_failures"] == 1.0
     later = log.finish(2, {})
     assert later["tlt/errors_step_line"] >= 1.0 and "tlt/spot_failures" not in later
-
-
-def test_a_step_in_which_nobody_drafted_says_why_and_the_next_does_not(log, tmp_path):
-    for step, off in ((1, "held-out accept length 1.00"), (2, "")):
-        log.speculated(step, None, "", off)
-        log.finish(step, {"timing_s/step": 1.0})
-    assert read_trace(tmp_path).off == {1: "held-out accept length 1.00"}
 
 
 def test_what_is_served_is_the_oldest_drafter_and_any_other_than_wanted_is_a_failure(log):

@@ -1,5 +1,6 @@
 """`verl-tlt warmup` without its engine: training, resuming after a kill, what is saved, and what is refused."""
 
+import dataclasses
 import re
 import resource
 import shutil
@@ -148,6 +149,14 @@ def test_other_settings_do_not_go_on_from_it(settings, answer, warm):
         ):
             warmup(other, QUIET)
     warm(epochs=0.5)  # a longer or shorter budget is no other run
+
+
+def test_the_same_prompts_from_another_command_go_on_with_the_responses(settings, answer):
+    """As with the job's number in its arguments, or less GPU memory for the engine."""
+    first = answer(settings())
+    begin(first)
+    renamed = [*(first.overrides or ()), "trainer.experiment_name=run-2"]
+    assert begin(dataclasses.replace(first, overrides=renamed)) is None
 
 
 @pytest.mark.parametrize("change", [{"objective": "hass"}, {"draft_vocab": 12}], ids=str)

@@ -34,6 +34,13 @@ from verl_tlt.drafter.check import drafter_folder
 print(*os.listdir(drafter_folder("Org/policy")))
 """
 
+JUDGE = """
+from verl_tlt.checks.models import check_recipe_drafter
+from verl_tlt.config import TLTConfig
+settings = TLTConfig.from_dict({{"drafter": {{"path": "Org/policy"}}}})
+print(check_recipe_drafter(settings, "{}", 100).sentence)
+"""
+
 
 def digest(content):
     return hashlib.sha256(content).hexdigest()
@@ -106,8 +113,12 @@ def python(hub, tmp_path, monkeypatch):
 
 
 def test_an_engine_without_the_hub_finds_all_that_it_reads(hub, python, tmp_path, monkeypatch):
+    """A file that no engine needs may be missing."""
     asked = hub[1]
+    (tmp_path / "policy" / "sample.py").touch()
     python(FETCH)
+    (sample,) = (tmp_path / "cache").rglob("snapshots/*/sample.py")
+    sample.unlink()
     there = {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*")}
     assert {"generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= there
     assert not there & {"pytorch_model.bin", "consolidated.safetensors", "original"}
@@ -123,21 +134,22 @@ def test_beside_a_drafters_weights_that_are_here_its_other_files_are_fetched(pyt
     assert {"config.json", "provenance.json"} <= {*python(FOLDER).split()}
 
 
+def test_a_head_of_which_the_hub_has_pickled_weights_alone_is_refused_before_the_run(python, tmp_path, policy_dir):
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    (tmp_path / "policy" / "consolidated.safetensors").unlink()
+    config = json.loads((policy_dir / "config.json").read_text())
+    head = {"transformer_layer_config": config | {"num_hidden_layers": 1, "model_type": "llama"}}
+    head |= {"speculators_model_type": "eagle3", "draft_vocab_size": config["vocab_size"]}
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(head | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
+    assert "Org/policy has no safetensors on the hub: pickled weights are not" in python(JUDGE.format(policy_dir))
+
+
 def test_a_file_that_the_hub_does_not_have_is_asked_for_once(hub, python):
     counts = []
     for _ in range(3):
         python(FOLDER)
         counts.append(sum("provenance.json" in path for path in hub[1]))
     assert counts[0] <= 1 and counts[1] == counts[2] == 1
-
-
-def test_offline_a_file_that_no_engine_needs_may_be_missing(python, tmp_path, monkeypatch):
-    (tmp_path / "policy" / "sample.py").touch()
-    python(FETCH)
-    (sample,) = (tmp_path / "cache").rglob("snapshots/*/sample.py")
-    sample.unlink()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    python(READ)
 
 
 def test_a_proxy_that_refuses_leaves_what_is_here_and_is_one_sentence(hub, python, monkeypatch):

@@ -82,7 +82,7 @@ def take_turns(
     for name, turn in record.left(by_name, rounds):
         what = f"{name}, job {turn + 1} of {rounds}"
         progress = Progress(console, what, plan.steps, record.seconds_left(by_name, rounds))
-        taken = take_turn(plan, by_name[name], turn, stall_s, progress.tell)
+        taken = take_turn(plan, by_name[name], turn, stall_s, progress.tell, [record.lock.fileno()])
         record.add(taken)
         keep_only(plan.folder / name, plan.checkpoint(by_name[name], turn + 1))
         pace = ", ".join(f"{step.rollout_s:.1f}/{step.step_s:.1f}" for step in taken.steps)

@@ -21,10 +21,13 @@ ACCEPTED = re.compile(r"Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tok
 ERROR = re.compile(r"(?:^|\s)((?:[\w.]+)?(?:Error|Exception|Refused)\b: .+|verl-tlt: .+)")
 
 
-def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None]) -> Turn:
+def take_turn(
+    plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[int], None], lock: Sequence[int] = ()
+) -> Turn:
     """Run turn number `turn` (from 0 on) of `arm`; a CompareError names the log of a job that failed or hangs.
 
     One that logs nothing for `stall_s` seconds hangs; `tell` is called once a second with the number of finished steps.
+    The job keeps the `lock`, an open file, so that no other begins before it has ended.
     """
     home = plan.folder / arm.name
     begin = plan.checkpoint(arm, turn)
@@ -46,7 +49,7 @@ def take_turn(plan: Plan, arm: Arm, turn: int, stall_s: float, tell: Callable[[i
         tell(steps)
         return steps
 
-    code = watched(arm.name, command, with_cluster(env), log, folder, stall_s, finished)
+    code = watched(arm.name, command, with_cluster(env), log, folder, stall_s, finished, lock)
     seconds = time.monotonic() - began
     rows = read_rows(metrics)
     if code or len(rows) != plan.steps:
@@ -67,13 +70,14 @@ def watched(
     folder: Path,
     stall_s: float,
     look: Callable[[], object],
+    keeps: Sequence[int] = (),
 ) -> int:
     """Run a command in `folder`, its output in `log`, to its end, and return its exit status; its whole tree is ended.
 
-    `look` is called once a second. A CompareError says that for `stall_s` seconds nothing was written, and `look`
-    returned the same.
+    `look` is called once a second. The command keeps the open files `keeps`. A CompareError says that for `stall_s`
+    seconds nothing was written, and `look` returned the same.
     """
-    with running(command, env=env, log=log, cwd=folder) as tree:
+    with running(command, env=env, log=log, cwd=folder, keeps=keeps) as tree:
         seen: tuple[int, object] | None = None
         changed_at = time.monotonic()
         while (code := tree.status(MAIN)) is None:

@@ -125,8 +125,8 @@ class Plan:
     """Overrides that the user gave besides the command."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment in which jobs are started."""
-    decay: tuple[str, ...] = ()
-    """Overrides that keep learning rates as in the real run, though a turn has fewer steps."""
+    adjusted: tuple[str, ...] = ()
+    """Overrides with which jobs have the same prompts, can go on from a checkpoint, and learn as the real run does."""
 
     def of_arm(self, arm: Arm) -> Recipe:
         overrides = (*self.recipe.overrides, FLAG if arm.tlt else NO_FLAG, *arm.overrides)
@@ -160,7 +160,7 @@ class Plan:
             f"trainer.save_freq={NEVER}",  # so that only the last step is saved
             "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=[console,file]",
             "trainer.project_name=verl-tlt-compare", f"trainer.experiment_name={arm.name}",
-            "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False", *self.decay,
+            "trainer.default_hdfs_dir=null", "trainer.del_local_ckpt_after_load=False", *self.adjusted,
             *(f"{ENV_VARS}.{name}={quoted(value)}" for name, value in variables.items()),
         ]  # fmt: skip
 
@@ -196,8 +196,8 @@ def make_plan(recipe: Recipe, steps: int, folder: Path, command: Sequence[str] =
         raise CompareError("There is no recipe: give your command after --, or the overrides of verl.trainer.main_ppo.")
     with recipe.composed() as config:
         _refuse_partial_checkpoints(config)
-        start, decay = _start(recipe, config), tuple(_decay(config))
-    return Plan(recipe, start, steps, folder, tuple(command), decay=decay, **given)
+        start, adjusted = _start(recipe, config), (*_prompts(config), *_checkpoints(config), *_decay(config))
+    return Plan(recipe, start, steps, folder, tuple(command), adjusted=adjusted, **given)
 
 
 def measured_with(recipe: Recipe) -> dict[str, str]:
@@ -285,6 +285,20 @@ def _refuse_partial_checkpoints(config: DictConfig) -> None:
     if not any(kind in saved and kind in loaded for kind in kinds):
         given = f"{actor}.checkpoint.save_contents={saved} and load_contents={loaded}"
         raise CompareError(f"{given} lack model, and each job goes on from a checkpoint: add model to both.")
+
+
+def _prompts(config: DictConfig) -> Iterator[str]:
+    """A seed where verl would draw other prompts in each job: some of the data (`RLHFDataset`), without a seed."""
+    most = select(config, "data.train_max_samples")
+    if isinstance(most, int) and most > 0 and select(config, "data.seed") is None:
+        yield "++data.seed=0"
+
+
+def _checkpoints(config: DictConfig) -> Iterator[str]:
+    """Megatron's checkpoints written at once: verl's v1 trainer does not complete asynchronous ones."""
+    for node in ("actor_rollout_ref.actor", "critic"):
+        if select(config, f"{node}.checkpoint.async_save"):
+            yield f"{node}.checkpoint.async_save=False"
 
 
 def _decay(config: DictConfig) -> Iterator[str]:

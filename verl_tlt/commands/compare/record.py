@@ -1,6 +1,7 @@
 """What the turns of a comparison measured, kept in a file with which a comparison that is called again goes on."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ _TURNS = TypeAdapter(list[Turn])
 def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
     """A step by verl's metrics; the time of its checkpoint is not counted."""
     row = step_row(metrics)
-    needed = {name: row[name] for name in ("step_s", "rollout_s", "tokens", "reward")}
+    needed = {name: row[name] for name in ("step_s", "rollout_s", "tokens")}
     if missing := [name for name, value in needed.items() if value is None]:
         raise CompareError(f"verl logged no {' and no '.join(missing)} for step {step}, which is what is compared.")
     known = {name: float(value or 0.0) for name, value in needed.items()}
@@ -79,6 +80,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         turn=turn,
         step=step,
         **known,
+        reward=math.nan if row["reward"] is None else row["reward"],  # verl's file logger has no NaN
         accept_length=metrics.get("tlt/accept_length"),
         saved_s=metrics.get("tlt/saved_estimate_s"),
         draft_length=metrics.get("tlt/draft_length_mean"),
@@ -114,14 +116,15 @@ class Record:
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, object]) -> None:
-        self._lock = take_lock(folder / "turns.lock", f"Another comparison is writing to {folder}.")
+        busy = f"Another comparison, or a job that a killed one left running, is writing to {folder}."
+        self.lock = take_lock(folder / "turns.lock", busy)
         self.file = folder / "turns.json"
         self.turns: list[Turn] = []
         self._asked: dict[str, object] = json.loads(json.dumps(dict(asked)))
         try:
             self._load()
         except TLTError:
-            self._lock.close()
+            self.lock.close()
             raise
 
     def _load(self) -> None:

@@ -93,7 +93,7 @@ def _against_best(record: Record, compared: Sequence[str], against: Mapping[str,
     both = pairs(record.steps(best), record.steps(TLT))
     if not both:
         return []
-    per_token = ratio(both, lambda step: step.step_s, lambda step: step.tokens)
+    per_token = ratio(both, lambda step: step.step_s)
     return [verdict(TLT, f"{best}, the fastest of the others", per_token, turns(both))]
 
 
@@ -111,13 +111,13 @@ def turns(both: Pairs) -> int:
     return len({ours.turn for _, ours in both})
 
 
-def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], float]) -> dict[str, Any]:
-    """How many times as fast the arm is: stock's seconds over the arm's, each for what `per` counts.
+def ratio(both: Pairs, seconds: Callable[[Step], float]) -> dict[str, Any]:
+    """How many times as fast the arm is: stock's `seconds` of a token over the arm's.
 
     `pooled` is of all pairs, with an interval from `low` to `high` (95 %); these are None where there are too few turns
     to tell how much jobs differ. `each` are the ratios of single pairs.
     """
-    rows = np.array([(seconds(theirs), per(theirs), seconds(ours), per(ours)) for theirs, ours in both])
+    rows = np.array([(seconds(theirs), theirs.tokens, seconds(ours), ours.tokens) for theirs, ours in both])
     of_turns: defaultdict[int, Floats] = defaultdict(lambda: np.zeros(4))
     for row, (_, ours) in zip(rows, both, strict=True):
         of_turns[ours.turn] += row
@@ -133,19 +133,17 @@ def ratio(both: Pairs, seconds: Callable[[Step], float], per: Callable[[Step], f
 
 
 def _speedup(sums: Floats) -> Floats:
-    """Ratios of rows [n, 4]: stock's seconds and what they were spent on, then the arm's."""
+    """Ratios of rows [n, 4]: stock's seconds and tokens, then the arm's."""
     return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
 
 
 def ratios(stock: Sequence[Step], arm: Sequence[Step]) -> dict[str, Any]:
-    """An arm's rollout and step against stock's, by step and by token, and its lead."""
+    """An arm's rollout and step against stock's, by token, and its lead."""
     both = pairs(stock, arm)
     return {
         "lead": lead(both),
-        "rollout": ratio(both, lambda s: s.rollout_s, lambda s: 1.0),
-        "rollout_per_token": ratio(both, lambda s: s.rollout_s, lambda s: s.tokens),
-        "e2e": ratio(both, lambda s: s.step_s, lambda s: 1.0),
-        "e2e_per_token": ratio(both, lambda s: s.step_s, lambda s: s.tokens),
+        "rollout_per_token": ratio(both, lambda s: s.rollout_s),
+        "e2e_per_token": ratio(both, lambda s: s.step_s),
     }
 
 

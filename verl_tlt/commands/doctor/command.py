@@ -33,7 +33,7 @@ from verl_tlt.checks.recipe import (
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
-from verl_tlt.errors import TLTError
+from verl_tlt.errors import TLTError, needs
 from verl_tlt.files.disk import check_writable, replacing
 from verl_tlt.flag import NAME, SWITCH
 from verl_tlt.upstream.versions import installed, location
@@ -95,6 +95,8 @@ def diagnose(recipe: Recipe | None) -> list[Finding]:
                     findings.append(build_dataclasses(config))
         except TLTConfigError as error:
             findings.append(Finding("refuse", "settings", str(error)))
+        except ModuleNotFoundError as error:
+            findings.append(Finding("refuse", "packages", needs(error)))
     for package in ("verl", "vllm"):
         folder = location(package)
         if folder is not None:

@@ -57,18 +57,7 @@ STATE = "state.safetensors"
 """File of the training run's state, in the working directory."""
 MIN_RESPONSE = 8
 """Mean tokens of a response below which there is nothing to draft."""
-_OF_RESPONSES = (
-    "model",
-    "command",
-    "overrides",
-    "config",
-    "response_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "samples",
-    "seed",
-)
+_OF_RESPONSES = ("model", "response_length", "temperature", "top_p", "top_k", "samples", "seed")
 """Options that responses depend on: with other values earlier responses are of no use."""
 _OF_TRAINING = (
     "draft_length", "method", "drafter", "aux_layers", "intermediate_size", "draft_vocab", "objective", "batch_tokens",
