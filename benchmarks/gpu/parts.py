@@ -115,6 +115,7 @@ def run(module: str, parts: Mapping[str, Part], scratch: Path, options: argparse
 
     def keep() -> None:
         if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             (partial := options.out.with_suffix(".partial")).write_text(json.dumps(report, indent=1) + "\n")
             partial.replace(options.out)
 

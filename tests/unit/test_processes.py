@@ -221,7 +221,9 @@ def test_an_ignored_hangup_stays_ignored():
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("raised", "seen"), [(RuntimeError, KeyboardInterrupt), (TLTError, TLTError)])
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(RuntimeError, KeyboardInterrupt), (TLTError, TLTError), (OSError, OSError)]
+)
 def test_a_librarys_error_in_place_of_the_interrupt_is_one(raised, seen):
     """But what could not be ended is said."""
     with pytest.raises(seen), interruptible():

@@ -28,12 +28,12 @@ def interruptible() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that one `finally` covers them all.
 
     A library that a signal stops halfway may fail with an error of its own as it cleans up, as `torch.vmap` does: that
-    is an interrupt, too. A TLTError stays one: it says what could not be ended.
+    is an interrupt, too. What a user is told of the clean-up stays: a TLTError, or an OSError as of a full disk.
     """
     with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         try:
             yield
-        except TLTError:
+        except (TLTError, OSError):
             raise
         except Exception as error:
             if _came_of_interrupt(error):

@@ -4,7 +4,8 @@ Ray starts daemons in sessions of their own and vLLM starts engine processes; wh
 them, and no process group names them any more. So this process makes itself the one that adopts orphans
 (`PR_SET_CHILD_SUBREAPER`, prctl(2)): all that the command started are its children or theirs.
 
-A command gets a temporary folder of its own (Ray's session, vLLM's sockets, everybody's `tempfile`), which is removed.
+A command gets a temporary folder of its own (Ray's session, vLLM's sockets, everybody's `tempfile`), which is removed,
+unless it is only captured: then what a recipe's script makes there must stay.
 Shared memory is removed by Python's own resource trackers, which are therefore ended last.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,15 +46,7 @@ it they have 86, as in `/verl-tlt-12345678/ray/session_2026-11-30_13-44-00_12345
 
 
 @contextlib.contextmanager
-def running(
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    log: Path,
-    cwd: Path | None = None,
-    own_tmpdir: bool = True,
-    keeps: Sequence[int] = (),
-) -> Iterator[ProcessTree]:
+def running(argv: Sequence[str], *, log: Path, **more: Any) -> Iterator[ProcessTree]:
     """Run a command while the block runs; on any way out, by a signal too, its whole process tree is ended.
 
     The arguments are those of `ProcessTree`. A TLTError says that a process could not be ended.
@@ -61,7 +55,7 @@ def running(
     with interruptible():
         try:
             with deferred_interrupts():
-                tree = ProcessTree(argv, env=env, log=log, cwd=cwd, own_tmpdir=own_tmpdir, keeps=keeps)
+                tree = ProcessTree(argv, log=log, **more)
             yield tree
         finally:
             left = [] if tree is None else tree.stop()

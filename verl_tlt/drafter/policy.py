@@ -101,6 +101,8 @@ class PolicyShape:
         return 1.0 if self.model_type.startswith(_ADDS_ONE) else 0.0
 
 
+ASK_S = 10.0
+"""Seconds to wait for the hub's answer about a model."""
 PICKLED = "pickled weights are not read, because that can run code: docs/drafter.md shows how to write them anew"
 
 
@@ -167,9 +169,10 @@ def files_on_hub(name: str) -> list[str]:
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().list_repo_files(name)
+        found = HfApi().model_info(name, timeout=ASK_S)
     except hub_errors():
         return []
+    return [file.rfilename for file in found.siblings or ()]
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

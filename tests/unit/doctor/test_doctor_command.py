@@ -20,7 +20,7 @@ from verl_tlt.checks.recipe import Recipe, compose, read_settings, replicas_on
 from verl_tlt.checks.rules import switched_on
 from verl_tlt.commands.capture import capture, recipe_of
 from verl_tlt.commands.compare.plan import make_plan
-from verl_tlt.commands.doctor import engine_check
+from verl_tlt.commands.doctor import command, engine_check
 from verl_tlt.commands.doctor.command import conclude, diagnose, examine_gpus, next_step, unread_keys
 from verl_tlt.commands.doctor.engine_check import Answer
 from verl_tlt.commands.doctor.standalone_engine import set_up
@@ -238,6 +238,17 @@ def test_a_clone_where_the_run_starts_hides_the_installed_verl(overrides, tmp_pa
     assert code == 1 and "verl 0.8.0 is installed, and verl-tlt was tested with verl 0.9.1" in output
     assert f"verl is read in {clone}, which hides that in" in output
     assert "\nNo: verl 0.8.0" in output
+
+
+def test_a_package_that_verl_lacks_is_a_finding_beside_the_others(monkeypatch):
+    def without(config):
+        raise ModuleNotFoundError("No module named 'tensordict'", name="tensordict")
+
+    monkeypatch.setattr(command, "examine_gpus", without)
+    findings = command.diagnose(Recipe(("+trainer.plugin=tlt",)))
+    (refused,) = [f for f in findings if f.what == "packages"]
+    assert refused.level == "refuse" and refused.sentence.startswith("tensordict is not installed here")
+    assert len(findings) > 3
 
 
 def test_a_clone_that_is_not_installed_and_modules_beside_the_recipe_are_found(overrides, tmp_path):

@@ -157,6 +157,9 @@ def test_the_same_prompts_from_another_command_go_on_with_the_responses(settings
     begin(first)
     renamed = [*(first.overrides or ()), "trainer.experiment_name=run-2"]
     assert begin(dataclasses.replace(first, overrides=renamed)) is None
+    longer = [*renamed, "actor_rollout_ref.rollout.ignore_eos=True"]
+    with pytest.raises(command.DrafterError, match=r"belongs to a run with ignore_eos=False, not True; remove"):
+        begin(dataclasses.replace(first, overrides=longer))
 
 
 @pytest.mark.parametrize("change", [{"objective": "hass"}, {"draft_vocab": 12}], ids=str)

@@ -1,7 +1,6 @@
 """What the turns of a comparison measured, kept in a file with which a comparison that is called again goes on."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ class Step:
     rollout_s: float
     tokens: float
     """Tokens of all responses."""
-    reward: float
+    reward: float | None
+    """None: it was not a number."""
     accept_length: float | None = None
     saved_s: float | None = None
     draft_length: float | None = None
@@ -80,7 +80,7 @@ def read_step(turn: int, step: int, metrics: Mapping[str, float]) -> Step:
         turn=turn,
         step=step,
         **known,
-        reward=math.nan if row["reward"] is None else row["reward"],  # verl's file logger has no NaN
+        reward=row["reward"],
         accept_length=metrics.get("tlt/accept_length"),
         saved_s=metrics.get("tlt/saved_estimate_s"),
         draft_length=metrics.get("tlt/draft_length_mean"),

@@ -79,7 +79,7 @@ def _arm(arm: Arm, turns: Sequence[Turn]) -> dict[str, object]:
         "overrides": list(arm.overrides),
         "environment": dict(arm.environment),
         "accept_length": accept_length,
-        "reward": [round(step.reward, 4) for step in steps],
+        "reward": [round(step.reward, 4) for step in steps if step.reward is not None],
         "probs_diff_max": max(differences, default=None),
     }
 
@@ -233,9 +233,9 @@ def arm_rows(result: Mapping[str, Any]) -> list[list[str]]:
         absent = "1" if name == STOCK else "-"
         ratios = [faster(ratio) for ratio in shown] or [absent] * len(RATIOS)
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
-        reward = f"{mean(arm['reward']):.3f}"
+        reward = f"{mean(arm['reward']):.3f}" if arm["reward"] else "-"
         if len(arm["reward"]) > 1:
-            reward += f" ± {np.std(arm['reward'], ddof=1):.3f}"  # which takes NaN, too
+            reward += f" ± {np.std(arm['reward'], ddof=1):.3f}"
         difference = "-" if arm["probs_diff_max"] is None else f"{arm['probs_diff_max']:.1e}"
         rows.append([name, *ratios, length, reward, difference])
     return rows

@@ -29,6 +29,7 @@ from verl_tlt.commands.serve import serve_command
 from verl_tlt.commands.warmup import engine
 from verl_tlt.commands.warmup.card import model_card
 from verl_tlt.commands.warmup.prompts import Prompts, read_prompts
+from verl_tlt.commands.warmup.run import ends_of_responses
 from verl_tlt.commands.warmup.train import PolicyTexts, TrainingRun
 from verl_tlt.config import OBJECTIVES
 from verl_tlt.drafter.build import build_drafter, most_frequent
@@ -161,7 +162,7 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     file = work / "run.json"
     given = json.loads(json.dumps(asdict(options), default=str))
     wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)}
-    wanted["prompts"] = prompts.digest
+    wanted |= {"prompts": prompts.digest, **ends_of_responses(options)}
     begun = read_json(file) if file.is_file() else wanted
     changed = [key for key in wanted if begun.get(key) != wanted[key]]
 

@@ -82,6 +82,12 @@ def longest_context(options: EngineOptions) -> int | None:
         return number(config, f"{ROLLOUT}.max_model_len", 0) or None
 
 
+def ends_of_responses(options: EngineOptions) -> dict[str, Any]:
+    """What the run says of when a response ends, besides the options."""
+    with composed(options) as config:
+        return {name: select(config, f"{ROLLOUT}.{name}") for name in ("max_model_len", "ignore_eos")}
+
+
 def processor_options(options: EngineOptions) -> dict[str, Any]:
     """Arguments that the run gives to the policy's processor, which cuts images into patches."""
     with composed(options) as config:
