@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl_tlt.commands.warmup.evaluate import Verdict
 
+END_S = 120.0
+"""Seconds for an interrupted command to end."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -51,7 +54,10 @@ def call(command: Sequence[str], environment: Mapping[str, str]) -> None:
             raise subprocess.CalledProcessError(code, command)
     except KeyboardInterrupt:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
         raise
 
 

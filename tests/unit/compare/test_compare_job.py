@@ -43,7 +43,8 @@ def test_a_turn_that_could_not_be_recorded_is_taken_again(tmp_path, monkeypatch)
     """As after a kill between the end of a job and its record, or on a full disk; one checkpoint is left in the end."""
     plan, record = plan_of(tmp_path), Record(tmp_path, {})
 
-    def run(name, command, env, log, *_):
+    def run(name, command, env, log, folder, stall_s, look, keeps):
+        assert keeps == [record.lock.fileno()], "so that a comparison that is killed leaves no job without a lock"
         last = plan.last_step(int(log.stem.removeprefix("job-")) - 1)
         data = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5, "response_length/mean": 8.0,
                 "prompt_length/mean": 2.0, "perf/total_num_tokens": 100.0}  # fmt: skip

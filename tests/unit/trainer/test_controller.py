@@ -235,6 +235,21 @@ def test_a_hook_waits_for_a_look_that_hangs_no_longer_than_its_bound(filled, clo
     assert controller.guard.counts["recall" if hook == "more_prompts" else "watch"] == 1
 
 
+def test_a_replica_that_leaves_only_after_the_phase_is_not_put_to_sleep(filled, clock):
+    """It may be about to decode again."""
+    controller = filled()
+    goes_on, leave = clock.event(), controller.servers.leave
+    controller.servers.leave = lambda name: goes_on.wait(3600.0) and leave(name)
+    asked = len(controller.servers.called("try_sleep"))
+    with sampling(controller, 2):
+        pass
+    goes_on.set()
+    clock.sleep(1.0)
+    assert len(controller.servers.called("try_sleep")) == asked and controller.servers.balancer == {"a"}
+    rest_of_step(controller, 2)
+    assert controller.servers.balancer == {"a", "b"}
+
+
 def test_a_load_that_is_told_after_the_phase_leads_to_nothing(filled, clock):
     """The trainer's own thread asks the spot trainer by then."""
     controller = filled()
@@ -519,6 +534,17 @@ def test_loads_of_many_replicas_are_written_more_rarely(run):
     controller.sample_end(2, last=True)
     loads = [load for load in read_trace(controller.log.trace.path.parent).loads if load.step == 2]
     assert 1 <= len(loads) <= 2 and all(b.t - a.t >= 4 * watch.LOAD_S for a, b in itertools.pairwise(loads))
+
+
+@pytest.mark.parametrize(("at_once", "off"), [(None, {"a", "b"}), (3, set())])
+def test_the_first_rollout_is_judged_by_batches_that_a_replica_can_have(run, at_once, off):
+    """Of three requests a replica has two at most; with 32 drafts would cost more than they give."""
+    controller = run(start={"served": TRAINED}, facts={"requests_at_once": at_once})
+    controller.servers.costs = step_costs(
+        {OFF: [(1, 0.01), (2, 0.01), (32, 0.01)], 3: [(1, 0.011), (2, 0.011), (32, 0.06)]}
+    )
+    controller.after_first_sync(0)
+    assert controller.servers.disabled == off
 
 
 @pytest.mark.parametrize(("method", "off"), [("calibrate", True), ("tell_costs", False)])

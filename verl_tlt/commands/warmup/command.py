@@ -164,7 +164,7 @@ def begin(options: WarmupOptions, prompts: Prompts) -> str | None:
     wanted = {key: given[key] for key in (*_OF_RESPONSES, *_OF_TRAINING)}
     wanted |= {"prompts": prompts.digest, **ends_of_responses(options)}
     begun = read_json(file) if file.is_file() else wanted
-    changed = [key for key in wanted if begun.get(key) != wanted[key]]
+    changed = [key for key in wanted if begun.get(key, wanted[key]) != wanted[key]]  # an older release noted less
 
     def difference(key: str) -> str:
         return f"{key}={begun.get(key)!r}, not {wanted[key]!r}"
